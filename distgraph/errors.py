@@ -1,0 +1,27 @@
+"""The one tree of errors. A message reads: subject, both sides of the disagreement, then the way out."""
+
+from __future__ import annotations
+
+
+class DistGraphError(Exception):
+    """Root of everything that distgraph raises for a mistake that is not a bug of its own."""
+
+
+class GraphError(DistGraphError):
+    """A serial program that makes no sense: shapes, dtypes, unknown ops, malformed graph text."""
+
+
+class ShardingError(DistGraphError):
+    """A layout that makes no sense: unknown axis, axis used twice, wrong mesh, contradictory annotations."""
+
+
+class ResourceError(DistGraphError):
+    """A cluster description that is malformed, or too small for what is asked of it."""
+
+
+class InfeasibleError(DistGraphError):
+    """No plan satisfies the constraints; the message says which constraint, on what, by how much."""
+
+
+class RuntimeFault(DistGraphError):
+    """A rank failed, a wait ran out of time, or data or a checkpoint does not fit the program."""
