@@ -21,7 +21,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt, then review them")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden/*.txt, then review them"
+    )
 
 
 def missing_mpi() -> str | None:
@@ -83,7 +85,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             path.write_text(text)
             return
         if not path.exists():
-            pytest.fail(f"{path} does not exist; write it with --update-golden, then review it", pytrace=False)
+            pytest.fail(
+                f"{path} does not exist; write it with --update-golden, then review it", pytrace=False
+            )
         expected = path.read_text()
         if text != expected:
             lines = difflib.unified_diff(
