@@ -1,0 +1,126 @@
+"""Cross-entropy over classes that may be split among ranks, and picking an element by label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import RuntimeFault
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, outputs, rows, store
+from distgraph.kernels._jit import fused_for
+
+
+def _check_labels(xp: Namespace, kernel: str, labels: Array, classes: int) -> None:
+    """Refuse labels outside [0, classes). Only on NumPy: on a GPU the check would stall the stream."""
+    if xp is not np or labels.size == 0:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        raise RuntimeFault(f"{kernel}: label {wrong} is outside the {classes} classes 0..{classes - 1}; check the data")
+
+
+def _local(xp: Namespace, labels: Array, offset: int, size: int) -> tuple[Array, Array]:
+    """Labels as positions in this shard, clipped into it, and whether each lies in it."""
+    position = labels.astype(np.int64) - offset
+    inside = (position >= 0) & (position < size)
+    return xp.where(inside, position, 0), inside
+
+
+@computed_in_f32(0)
+def pick(xp: Namespace, x: Array, labels: Array, *, offset: int = 0, out: Array | None = None) -> Array:
+    """y = x[..., label - offset], and 0 where the label is outside this shard: shards sum to the whole.
+
+    Args:
+        x: [..., n], the part of the last dim that starts at ``offset``.
+        labels: [...], any integer type.
+    """
+    size = x.shape[-1]
+    if size == 0:
+        return store(xp, xp.zeros(labels.shape, x.dtype), out)
+    position, inside = _local(xp, labels, offset, size)
+    taken = xp.take_along_axis(x, position[..., None], axis=-1)[..., 0]
+    return store(xp, xp.where(inside, taken, x.dtype.type(0)), out)
+
+
+@computed_in_f32(0)
+def pick_grad(
+    xp: Namespace, dy: Array, labels: Array, *, size: int, offset: int = 0, out: Array | None = None
+) -> Array:
+    """dx = dy at position label - offset of the last dim, 0 elsewhere. Returns [..., size]."""
+    dx = empty(xp, out, (*dy.shape, size), dy.dtype)
+    dx[...] = 0
+    if size:
+        position, inside = _local(xp, labels, offset, size)
+        xp.put_along_axis(dx, position[..., None], xp.where(inside, dy, dy.dtype.type(0))[..., None], axis=-1)
+    return store(xp, dx, out)
+
+
+@computed_in_f32(0, 0)
+def cross_entropy(
+    xp: Namespace, logits: Array, labels: Array, *, offset: int = 0, classes: int | None = None, out: Any = None
+) -> tuple[Array, Array]:
+    """lse = log(sum(exp(logits))) and loss = lse - logits[label - offset], for each row.
+
+    With the classes split among ranks both are of this shard: the loss is lse alone where the label is elsewhere.
+    The whole is then LSE = logsumexp of the shards' lse and LOSS = LSE - sum over shards of (lse - loss).
+
+    Args:
+        logits: [..., n], the classes from ``offset``.
+        labels: [...], any integer type, in [0, classes).
+        classes: number of classes in all; offset + n where not given.
+
+    Returns:
+        loss [...], lse [...].
+
+    Raises:
+        RuntimeFault: a label outside [0, classes) (on NumPy; on CuPy it counts as elsewhere).
+    """
+    size = logits.shape[-1]
+    _check_labels(xp, "cross_entropy", labels, offset + size if classes is None else classes)
+    out_loss, out_lse = outputs(out, 2)
+    loops = fused_for("_rows", xp, logits, np.float32)
+    if loops is None:
+        m = logits.max(axis=-1, keepdims=True)
+        lse = (m + xp.log(xp.exp(logits - m).sum(axis=-1, keepdims=True)))[..., 0]
+        loss = lse - pick(xp, logits, labels, offset=offset)
+        return store(xp, loss, out_loss), store(xp, lse, out_lse)
+    loss = empty(xp, out_loss, labels.shape, logits.dtype)
+    lse = empty(xp, out_lse, labels.shape, logits.dtype)
+    flat_labels = np.ascontiguousarray(labels).reshape(-1)
+    loops.cross_entropy(rows(logits), flat_labels, offset, loss.reshape(-1), lse.reshape(-1))
+    return store(xp, loss, out_loss), store(xp, lse, out_lse)
+
+
+@computed_in_f32(0)
+def cross_entropy_grad(
+    xp: Namespace,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    dloss: Array,
+    *,
+    offset: int = 0,
+    out: Array | None = None,
+) -> Array:
+    """dlogits = (exp(logits - lse) - [class = label]) * dloss.
+
+    Args:
+        logits: [..., n], the classes from ``offset``.
+        labels, lse, dloss: [...]; lse over all classes, also those of other shards.
+    """
+    loops = fused_for("_rows", xp, logits, np.float32)
+    if loops is None or lse.dtype != logits.dtype or dloss.dtype != logits.dtype:
+        dx = xp.exp(logits - lse[..., None])
+        if logits.shape[-1]:
+            position, inside = _local(xp, labels, offset, logits.shape[-1])
+            at = position[..., None]
+            here = xp.take_along_axis(dx, at, axis=-1) - inside[..., None].astype(dx.dtype)
+            xp.put_along_axis(dx, at, here, axis=-1)
+        dx *= dloss[..., None]
+        return store(xp, dx, out)
+    dx = empty(xp, out, logits.shape, logits.dtype)
+    labels, lse, dloss = (np.ascontiguousarray(a).reshape(-1) for a in (labels, lse, dloss))
+    loops.cross_entropy_grad(rows(logits), labels, offset, lse, dloss, dx.reshape(-1, dx.shape[-1]))
+    return store(xp, dx, out)

@@ -1,0 +1,261 @@
+"""Elementwise ops: arithmetic, comparison, logic, powers and exponentials, cast, select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distgraph.dtypes import is_float, promote, to_numpy
+from distgraph.errors import GraphError
+from distgraph.graph import Value
+from distgraph.ops.registry import (
+    Attrs,
+    GradientContext,
+    Shape,
+    define,
+    elementwise,
+    ufunc,
+)
+from distgraph.tensor import Tensor, emit_one
+
+Grads = Sequence[Tensor | None]
+
+
+def unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
+    """Sum a gradient over the dims along which its operand was broadcast."""
+    if grad.shape == like.shape:
+        return grad
+    extra = grad.ndim - like.ndim
+    dims = tuple(range(extra)) + tuple(
+        d for d in range(extra, grad.ndim) if like.shape[d - extra] == 1 and grad.shape[d] != 1
+    )
+    summed = emit_one("reduce_sum", grad, dims=dims, keepdims=False) if dims else grad
+    return summed if summed.shape == like.shape else emit_one("reshape", summed, shape=like.shape)
+
+
+def _shape(operands: Sequence[Value]) -> Shape:
+    try:
+        return tuple(int(n) for n in np.broadcast_shapes(*(v.shape for v in operands)))
+    except ValueError:
+        shapes = " and ".join(v.type for v in operands)
+        raise GraphError(f"shapes of {shapes} do not broadcast; reshape one of them") from None
+
+
+def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    dtype = operands[0].dtype
+    for value in operands[1:]:
+        dtype = promote(dtype, value.dtype)
+    return [(_shape(operands), dtype)]
+
+
+def _infer_float(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    ((shape, dtype),) = _infer(operands, attrs)
+    if not is_float(dtype):
+        raise GraphError(f"operand of dtype {dtype} must be floating; cast it first with .astype")
+    return [(shape, dtype)]
+
+
+def _infer_bool(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(_shape(operands), "bool")]
+
+
+def _unary(name: str, gradient: Any = None, *, numpy: str = "", linear: bool = False, integers: bool = False) -> None:
+    define(
+        name,
+        elementwise,
+        ufunc(numpy or name),
+        infer=_infer if integers else _infer_float,
+        gradient=gradient,
+        linear=((0,),) if linear else (),
+        inplace=(0,),
+        ufunc=numpy or name,
+    )
+
+
+def _compare(name: str) -> None:
+    define(name, elementwise, ufunc(name), infer=_infer_bool, ufunc=name)
+
+
+def _binary(name: str, gradient: Any, *, linear: Any = (), infer: Any = _infer) -> None:
+    define(
+        name,
+        elementwise,
+        ufunc(name),
+        infer=infer,
+        gradient=gradient,
+        linear=linear,
+        inplace=(0, 1),
+        ufunc=name,
+    )
+
+
+def _add(c: GradientContext) -> Grads:
+    return [unbroadcast(c.grad, x) if need else None for x, need in zip(c.operands, c.needs, strict=True)]
+
+
+def _subtract(c: GradientContext) -> Grads:
+    x, y = c.operands
+    return [unbroadcast(c.grad, x) if c.needs[0] else None, unbroadcast(-c.grad, y) if c.needs[1] else None]
+
+
+def _multiply(c: GradientContext) -> Grads:
+    x, y = c.operands
+    return [
+        unbroadcast(c.grad * y, x) if c.needs[0] else None,
+        unbroadcast(c.grad * x, y) if c.needs[1] else None,
+    ]
+
+
+def _divide(c: GradientContext) -> Grads:
+    x, y = c.operands
+    return [
+        unbroadcast(c.grad / y, x) if c.needs[0] else None,
+        unbroadcast(-c.grad * c.results[0] / y, y) if c.needs[1] else None,
+    ]
+
+
+def _power(c: GradientContext) -> Grads:
+    x, y = c.operands
+    (z,) = c.results
+    return [
+        unbroadcast(c.grad * y * emit_one("power", x, y - 1), x) if c.needs[0] else None,
+        unbroadcast(c.grad * z * emit_one("log", x), y) if c.needs[1] else None,
+    ]
+
+
+def _extreme(kind: str) -> Any:
+    def gradient(c: GradientContext) -> Grads:
+        x, y = c.operands
+        first = emit_one(kind, x, y)  # ties go to the left operand, as in the kernel of where
+        zero = c.grad * 0
+        return [
+            unbroadcast(emit_one("where", first, c.grad, zero), x) if c.needs[0] else None,
+            unbroadcast(emit_one("where", first, zero, c.grad), y) if c.needs[1] else None,
+        ]
+
+    return gradient
+
+
+_binary("add", _add, linear=((0, 1),))
+_binary("subtract", _subtract, linear=((0, 1),))
+_binary("multiply", _multiply, linear=((0,), (1,)))
+_binary("divide", _divide, linear=((0,),), infer=_infer_float)
+_binary("power", _power)
+_binary("maximum", _extreme("greater_equal"))
+_binary("minimum", _extreme("less_equal"))
+_binary("floor_divide", None)
+_binary("remainder", None)
+for _name in ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift"):
+    _binary(_name, None)
+for _name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"):
+    _compare(_name)
+for _name in ("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite", "isinf"):
+    _compare(_name)
+
+_unary("negative", lambda c: [-c.grad], linear=True, integers=True)
+_unary("absolute", lambda c: [c.grad * emit_one("sign", c.operands[0])], integers=True)
+_unary("sign", lambda c: [c.grad * 0], integers=True)
+_unary("exp", lambda c: [c.grad * c.results[0]])
+_unary("log", lambda c: [c.grad / c.operands[0]])
+_unary("log1p", lambda c: [c.grad / (c.operands[0] + 1)])
+_unary("expm1", lambda c: [c.grad * (c.results[0] + 1)])
+_unary("sqrt", lambda c: [c.grad * 0.5 / c.results[0]])
+_unary("square", lambda c: [c.grad * c.operands[0] * 2])
+_unary("reciprocal", lambda c: [-c.grad * c.results[0] * c.results[0]])
+_unary("sin", lambda c: [c.grad * emit_one("cos", c.operands[0])])
+_unary("cos", lambda c: [-c.grad * emit_one("sin", c.operands[0])])
+_unary("floor", lambda c: [c.grad * 0])
+_unary("ceil", lambda c: [c.grad * 0])
+_unary("rint", lambda c: [c.grad * 0])
+_unary("bitwise_not", integers=True)
+
+
+def _rsqrt_kernel(xp: Any, x: Any, out: Any = None) -> Any:
+    root = xp.sqrt(x, out=out)
+    return xp.reciprocal(root, out=root)
+
+
+define(
+    "rsqrt",
+    elementwise,
+    _rsqrt_kernel,
+    infer=_infer_float,
+    gradient=lambda c: [c.grad * -0.5 * c.results[0] * c.results[0] * c.results[0]],
+    inplace=(0,),
+)
+
+
+def _identity_kernel(xp: Any, x: Any, out: Any = None) -> Any:
+    return x
+
+
+define(
+    "identity",
+    elementwise,
+    _identity_kernel,
+    gradient=lambda c: [c.grad],
+    linear=((0,),),
+    view=True,
+    infer=_infer,
+)
+
+
+def _stop_gradient(c: GradientContext) -> Grads:
+    return [None]
+
+
+define(
+    "stop_gradient",
+    elementwise,
+    _identity_kernel,
+    gradient=_stop_gradient,
+    linear=((0,),),
+    view=True,
+    infer=_infer,
+)
+
+
+def _cast_kernel(xp: Any, x: Any, out: Any = None, *, dtype: str) -> Any:
+    if out is None:
+        return x.astype(to_numpy(dtype))
+    out[...] = x
+    return out
+
+
+# not linear: rounding to a narrower type before a reduction is another sum than after it
+define(
+    "cast",
+    elementwise,
+    _cast_kernel,
+    infer=lambda operands, attrs: [(operands[0].shape, attrs["dtype"])],
+    gradient=lambda c: [emit_one("cast", c.grad, dtype=c.operands[0].dtype)],
+)
+
+
+def _where_kernel(xp: Any, condition: Any, x: Any, y: Any, out: Any = None) -> Any:
+    result = xp.where(condition, x, y)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def _infer_where(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    if operands[0].dtype != "bool":
+        raise GraphError(f"condition is {operands[0].type} but must be bool; compare it with something")
+    return [(_shape(operands), promote(operands[1].dtype, operands[2].dtype))]
+
+
+def _where(c: GradientContext) -> Grads:
+    condition, x, y = c.operands
+    zero = c.grad * 0
+    return [
+        None,
+        unbroadcast(emit_one("where", condition, c.grad, zero), x) if c.needs[1] else None,
+        unbroadcast(emit_one("where", condition, zero, c.grad), y) if c.needs[2] else None,
+    ]
+
+
+define("where", elementwise, _where_kernel, infer=_infer_where, gradient=_where, linear=((1, 2),))

@@ -1,0 +1,275 @@
+"""The op registry: an op is declared once, and everything else is derived from its declaration.
+
+    define("add", elementwise, kernel=ufunc("add"), gradient=add_gradient, linear=((0, 1),), inplace=(0, 1))
+
+The index rule gives completion, legal layouts, partial results, local shapes, FLOPs and (where `infer` is absent) the
+result shapes. See `distgraph.rule` for the notation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distgraph.dtypes import promote
+from distgraph.errors import GraphError
+from distgraph.graph import Op, Value
+from distgraph.rule import OpLayout, Rule, bind, bounds, operand_spec, result_spec
+from distgraph.spec import ShardSpec
+
+if TYPE_CHECKING:
+    from distgraph.tensor import Tensor
+
+Attrs = Mapping[str, Any]
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+RuleFunction = Callable[[Shapes, Attrs], Rule]
+Infer = Callable[[Sequence[Value], Attrs], Sequence[tuple[Shape, str]]]
+Gradient = Callable[["GradientContext"], "Sequence[Tensor | None]"]
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientContext:
+    """What a gradient function sees.
+
+    Attributes:
+        operands, results: tensors of the forward op.
+        grads: gradient of every result; None where nothing depends on it.
+        attrs: attributes of the forward op.
+        needs: for every operand whether its gradient is wanted (others may be returned as None).
+    """
+
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    grads: tuple[Tensor | None, ...]
+    attrs: Attrs
+    needs: tuple[bool, ...]
+
+    @property
+    def grad(self) -> Tensor:
+        """Gradient of the first result."""
+        if self.grads[0] is None:
+            raise AssertionError("gradient asked for without a cotangent")
+        return self.grads[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One rank's part of an op: what `localize` sees.
+
+    Attributes:
+        op, rule, layout: the global op and how it is computed.
+        rank: the rank.
+        operand_shapes, result_shapes: local shapes.
+    """
+
+    op: Op
+    rule: Rule
+    layout: OpLayout
+    rank: int
+    operand_shapes: Shapes
+    result_shapes: Shapes
+
+    def bounds(self, index: str) -> tuple[int, int]:
+        """(start, stop) of the positions of an index on this rank."""
+        return bounds(self.rule, self.layout, self.rank, index)
+
+    def starts(self, tensor: int, *, result: bool) -> tuple[int, ...]:
+        """Global start of this rank's block on every dim of an operand or result."""
+        term = (self.rule.results if result else self.rule.operands)[tensor]
+        shape = (self.op.results if result else self.op.operands)[tensor].shape
+        spec = ShardSpec(tuple(tuple(a for i in dim for a in self.layout.of(i)) for dim in term))
+        return tuple(start for start, _ in spec.bounds(shape, self.layout.mesh, self.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class OpDef:
+    """Declaration of an op kind.
+
+    Attributes:
+        name: the kind.
+        rule: index rule text, or a function of operand shapes and attrs that returns a bound rule.
+        kernel: `kernel(xp, *arrays, out=None, **attrs)` over NumPy or CuPy; returns an array or a tuple of arrays.
+        infer: result shapes and dtypes; by default shapes from the rule and the promoted dtype of the operands.
+        gradient: gradients of the operands from those of the results; None = not differentiable.
+        flops: floating point operations of the whole op; default one an element of the first result.
+        linear: groups of operands in which the op is jointly linear: a group may be partial(sum) together, the
+            other operands must not be, and the results are then partial too.
+        reduction: how partial results combine when a split index is missing from them (sum, max, min, prod).
+        localize: attrs of the local op, when they speak of shapes or positions.
+        decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
+        inplace: operands whose buffer the first result may take over (same shape and dtype).
+        view: the result aliases the operand's memory.
+        ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
+        cost: matmul, memory, lookup or launch: which cost model applies.
+        micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
+    """
+
+    name: str
+    rule: str | RuleFunction
+    kernel: Kernel
+    infer: Infer | None = None
+    gradient: Gradient | None = None
+    flops: Callable[[Op, Rule], int] | None = None
+    linear: tuple[tuple[int, ...], ...] = ()
+    reduction: str = "sum"
+    localize: Callable[[Attrs, Local], Attrs] | None = None
+    decompose: Callable[..., Any] | None = None
+    inplace: tuple[int, ...] = ()
+    view: bool = False
+    ufunc: str = ""
+    cost: str = "memory"
+    micro: bool = False
+
+
+REGISTRY: dict[str, OpDef] = {}
+
+
+def define(name: str, rule: str | RuleFunction, kernel: Kernel, **fields: Any) -> OpDef:
+    """Declare an op kind. Raises GraphError when the name is taken."""
+    if name in REGISTRY:
+        raise GraphError(f"op {name} is declared twice")
+    REGISTRY[name] = OpDef(name, rule, kernel, **fields)
+    return REGISTRY[name]
+
+
+def lookup(kind: str) -> OpDef:
+    """Declaration of a kind. Raises GraphError for an unknown one."""
+    try:
+        return REGISTRY[kind]
+    except KeyError:
+        raise GraphError(f"op kind {kind!r} is not in the registry; declare it with distgraph.ops.define") from None
+
+
+def freeze(attr: Any) -> Any:
+    """A hashable stand-in for an attribute."""
+    if isinstance(attr, np.ndarray):
+        return (attr.shape, attr.dtype.str, attr.tobytes())
+    if isinstance(attr, (list, tuple)):
+        return tuple(freeze(a) for a in attr)
+    if isinstance(attr, Mapping):
+        return tuple(sorted((k, freeze(v)) for k, v in attr.items()))
+    return attr
+
+
+def rule_of(op: Op) -> Rule:
+    """The bound index rule of an op (cached on kind, shapes and attrs)."""
+    key = tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
+    return _rule(op.kind, tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results), key, _Box(op.attrs))
+
+
+class _Box:
+    """Carries attrs past a cache without taking part in its key."""
+
+    __slots__ = ("attrs",)
+
+    def __init__(self, attrs: Attrs) -> None:
+        self.attrs = attrs
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Box)
+
+
+@lru_cache(maxsize=65536)
+def _rule(kind: str, operands: Shapes, results: Shapes, key: object, box: _Box) -> Rule:
+    rule = lookup(kind).rule
+    if callable(rule):
+        return rule(operands, box.attrs)
+    sizes = tuple((k, v) for k, v in box.attrs.items() if isinstance(v, int) and not isinstance(v, bool))
+    return bind(rule, operands, results, sizes)
+
+
+def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    """Shapes and dtypes of the results of an op before it exists. Raises GraphError when the operands do not fit."""
+    declared = lookup(kind)
+    if declared.infer is not None:
+        return list(declared.infer(operands, attrs))
+    shapes = tuple(v.shape for v in operands)
+    if callable(declared.rule):
+        rule = declared.rule(shapes, attrs)
+    else:
+        sizes = tuple((k, v) for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool))
+        rule = bind(declared.rule, shapes, None, sizes)
+    dtype = operands[0].dtype
+    for value in operands[1:]:
+        dtype = promote(dtype, value.dtype)
+    return [(tuple(math.prod(rule.sizes[i] for i in dim) for dim in term), dtype) for term in rule.results]
+
+
+def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> ShardSpec:
+    """Layout in which a completed op (or one under `layout`) reads an operand."""
+    return operand_spec(rule_of(op), operand, layout or _completed(op), lookup(op.kind).linear)
+
+
+def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:
+    """Layout in which a completed op (or one under `layout`) leaves a result."""
+    return result_spec(rule_of(op), result, layout or _completed(op), lookup(op.kind).reduction)
+
+
+def _completed(op: Op) -> OpLayout:
+    if op.layout is None:
+        raise GraphError(f"{op} has no layout yet; run the pass complete first")
+    return op.layout
+
+
+def flops(op: Op) -> int:
+    """Floating point operations of the whole (global) op."""
+    declared = lookup(op.kind)
+    return declared.flops(op, rule_of(op)) if declared.flops else op.results[0].size
+
+
+def local_attrs(op: Op, rank: int) -> Attrs:
+    """Attributes of a completed op on one rank."""
+    declared, layout = lookup(op.kind), _completed(op)
+    if declared.localize is None:
+        return op.attrs
+    rule = rule_of(op)
+    operand_shapes = tuple(
+        operand_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.operands)
+    )
+    result_shapes = tuple(
+        result_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.results)
+    )
+    return declared.localize(op.attrs, Local(op, rule, layout, rank, operand_shapes, result_shapes))
+
+
+def ufunc(name: str) -> Kernel:
+    """Kernel that is a NumPy ufunc of the array namespace."""
+
+    def kernel(xp: Any, *arrays: Any, out: Any = None) -> Any:
+        return getattr(xp, name)(*arrays, out=out)
+
+    kernel.__name__ = name
+    return kernel
+
+
+def elementwise(shapes: Shapes, attrs: Attrs) -> Rule:
+    """Rule of an elementwise op with NumPy broadcasting; one result."""
+    return broadcast_rule(shapes, 1)
+
+
+@lru_cache(maxsize=65536)
+def broadcast_rule(shapes: Shapes, results: int) -> Rule:
+    """Elementwise rule over broadcast shapes, with several results of the broadcast shape."""
+    from distgraph.rule import make_rule
+
+    try:
+        shape = np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise GraphError(f"shapes {' and '.join(map(str, shapes))} do not broadcast; reshape one of them") from None
+    letters = tuple(f"i{d}" for d in range(len(shape)))
+    terms = []
+    for own in shapes:
+        skip = len(shape) - len(own)
+        terms.append(tuple((letters[skip + d],) if n == shape[skip + d] else () for d, n in enumerate(own)))
+    term = tuple((letter,) for letter in letters)
+    return make_rule("elementwise", tuple(terms), (term,) * results, dict(zip(letters, shape, strict=True)))

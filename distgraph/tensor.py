@@ -1,0 +1,266 @@
+"""Tensor: what user code computes with while it is traced. It holds a shape and a dtype, never numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from distgraph.errors import GraphError
+from distgraph.graph import Value
+
+if TYPE_CHECKING:
+    from distgraph.trace import Trace
+
+
+def emit(kind: str, *operands: Any, **attrs: Any) -> Any:
+    """Append an op to the trace of its tensor operands (else the current trace); one result comes bare."""
+    from distgraph.trace import Trace
+
+    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or Trace.current()
+    results = owner.emit(kind, operands, attrs)
+    return results[0] if len(results) == 1 else results
+
+
+class TensorOperators:
+    """Operators and array methods, shared by traced tensors and by parameters (which become tensors on use)."""
+
+    __array_priority__ = 1000
+
+    def __add__(self, other: Any) -> Tensor:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return _binary("add", other, self)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return _binary("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return _binary("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return _binary("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return _binary("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return _binary("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        return _binary("divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return _binary("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        return _binary("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Tensor:
+        return _binary("remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        return _binary("remainder", other, self)
+
+    def __pow__(self, other: Any) -> Tensor:
+        return _binary("power", self, other)
+
+    def __rpow__(self, other: Any) -> Tensor:
+        return _binary("power", other, self)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        return _binary("matmul", self, other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        return _binary("matmul", other, self)
+
+    def __and__(self, other: Any) -> Tensor:
+        return _binary("bitwise_and", self, other)
+
+    def __or__(self, other: Any) -> Tensor:
+        return _binary("bitwise_or", self, other)
+
+    def __xor__(self, other: Any) -> Tensor:
+        return _binary("bitwise_xor", self, other)
+
+    def __invert__(self) -> Tensor:
+        return emit_one("bitwise_not", self)
+
+    def __neg__(self) -> Tensor:
+        return emit_one("negative", self)
+
+    def __pos__(self) -> Tensor:
+        return emit_one("identity", self)
+
+    def __abs__(self) -> Tensor:
+        return emit_one("absolute", self)
+
+    def __lt__(self, other: Any) -> Tensor:
+        return _binary("less", self, other)
+
+    def __le__(self, other: Any) -> Tensor:
+        return _binary("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Tensor:
+        return _binary("greater", self, other)
+
+    def __ge__(self, other: Any) -> Tensor:
+        return _binary("greater_equal", self, other)
+
+    def __eq__(self, other: object) -> Any:
+        return _binary("equal", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return _binary("not_equal", self, other)
+
+    __hash__ = object.__hash__
+
+    def __getitem__(self, key: Any) -> Tensor:
+        from distgraph.ops import getitem
+
+        return getitem(self, key)
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        from distgraph import numpy as namespace
+
+        return namespace
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        from distgraph.numpy import apply_ufunc
+
+        return apply_ufunc(ufunc, method, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        from distgraph.numpy import apply_function
+
+        return apply_function(function, args, kwargs)
+
+
+def _binary(kind: str, left: Any, right: Any) -> Tensor:
+    return emit_one(kind, left, right)
+
+
+def emit_one(kind: str, *operands: Any, **attrs: Any) -> Tensor:
+    """`emit` for an op that has one result."""
+    result: Tensor = emit(kind, *operands, **attrs)
+    return result
+
+
+class Tensor(TensorOperators):
+    """A traced value.
+
+    Attributes:
+        value: its place in the graph.
+        trace: the trace it belongs to.
+    """
+
+    __slots__ = ("trace", "value")
+
+    def __init__(self, value: Value, trace: Trace) -> None:
+        self.value = value
+        self.trace = trace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> str:
+        """Short dtype name."""
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.value.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.value.size
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802 (NumPy's name)
+        """Dims in reverse order."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802 (the array API's name)
+        """Last two dims swapped."""
+        return self.swapaxes(-1, -2)
+
+    def astype(self, dtype: Any) -> Tensor:
+        """Cast."""
+        from distgraph.dtypes import short
+
+        return emit_one("cast", self, dtype=short(dtype))
+
+    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
+        """Same elements in row-major order, other shape; one length may be -1."""
+        from distgraph.ops import reshape
+
+        return reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+
+    def transpose(self, *dims: int | Sequence[int]) -> Tensor:
+        """Dims in another order; reversed by default."""
+        from distgraph.ops import transpose
+
+        return transpose(self, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims or None)
+
+    def swapaxes(self, first: int, second: int) -> Tensor:
+        """Two dims exchanged."""
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        return self.transpose(order)
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Sum over dims."""
+        from distgraph.ops import reduce
+
+        return reduce("sum", self, axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Mean over dims."""
+        from distgraph.ops import mean
+
+        return mean(self, axis, keepdims)
+
+    def var(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Variance (divided by n) over dims."""
+        from distgraph.ops import var
+
+        return var(self, axis, keepdims)
+
+    def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Largest element over dims."""
+        from distgraph.ops import reduce
+
+        return reduce("max", self, axis, keepdims)
+
+    def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Smallest element over dims."""
+        from distgraph.ops import reduce
+
+        return reduce("min", self, axis, keepdims)
+
+    def argmax(self, axis: int = -1) -> Tensor:
+        """Position of the first largest element along a dim."""
+        return emit_one("argmax", self, dim=axis % self.ndim)
+
+    def __bool__(self) -> bool:
+        raise GraphError(
+            f"%{self.value.name} is traced: its number is not known yet; use dg.where or dg.while_loop "
+            "instead of if and while"
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise GraphError(f"%{self.value.name} has no dims and so no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Tensor(%{self.value.name} : {self.value.type})"

@@ -1,0 +1,236 @@
+"""Tracing: Python code that runs once on symbolic tensors and leaves a serial graph behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgraph.dtypes import is_float, promote, short
+from distgraph.errors import GraphError, ShardingError
+from distgraph.graph import Graph, Op, Value
+from distgraph.ops.registry import freeze, infer_results
+from distgraph.spec import DistAttr
+from distgraph.tensor import Tensor
+
+_PACKAGE = str(Path(__file__).resolve().parent)
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_INTERNAL = tuple(f"{_ROOT}/{folder}/" for folder in ("passes", "runtime", "resources")) + (_PACKAGE,)
+_ACTIVE: ContextVar[Trace | None] = ContextVar("distgraph_trace", default=None)
+
+
+class Trace:
+    """The graph under construction. Tensors know their trace; parameters find it through `Trace.current()`."""
+
+    def __init__(self, name: str = "main") -> None:
+        self.name = name
+        self.ops: list[Op] = []
+        self.attrs: dict[str, DistAttr] = {}
+        self.outputs: list[tuple[str, Value]] = []
+        self.updates: list[tuple[str, Value]] = []
+        self.boundaries: list[int] = []
+        self.role = "forward"
+        self.scope = ""
+        self.link = ""
+        self.training = True
+        self._names: set[str] = set()
+        self._count = 0
+        self._constants: dict[Any, Tensor] = {}
+        self._sources: dict[tuple[str, str], Tensor] = {}
+        self._salts: dict[str, int] = {}
+
+    @staticmethod
+    def current() -> Trace:
+        """The innermost active trace. Raises GraphError outside of one."""
+        trace = _ACTIVE.get()
+        if trace is None:
+            raise GraphError("no trace is active; tensor operations run inside distgraph.trace(...) or an Engine")
+        return trace
+
+    @staticmethod
+    def active() -> bool:
+        """True inside a trace."""
+        return _ACTIVE.get() is not None
+
+    @contextmanager
+    def activate(self) -> Iterator[Trace]:
+        """Make this the current trace."""
+        token = _ACTIVE.set(self)
+        try:
+            yield self
+        finally:
+            _ACTIVE.reset(token)
+
+    @contextmanager
+    def within(self, *, role: str | None = None, scope: str | None = None, link: str | None = None) -> Iterator[None]:
+        """Ops emitted inside carry this role, scope (appended to the present one) and link."""
+        before = self.role, self.scope, self.link
+        self.role = role or self.role
+        self.link = self.link if link is None else link
+        if scope:
+            self.scope = f"{self.scope}.{scope}" if self.scope else scope
+        try:
+            yield
+        finally:
+            self.role, self.scope, self.link = before
+
+    def fresh(self, hint: str = "") -> str:
+        """A value name not yet used."""
+        if hint and hint not in self._names:
+            self._names.add(hint)
+            return hint
+        while True:
+            name = f"{hint}.{self._count}" if hint else str(self._count)
+            self._count += 1
+            if name not in self._names:
+                self._names.add(name)
+                return name
+
+    def salt(self, scope: str | None = None) -> int:
+        """A number for a random op, stable under everything but the order of random ops in its module."""
+        key = self.scope if scope is None else scope
+        self._salts[key] = self._salts.get(key, -1) + 1
+        return stable_hash(f"{key}#{self._salts[key]}")
+
+    def source(self, kind: str, name: str, shape: Sequence[int], dtype: str, **attrs: Any) -> Tensor:
+        """A tensor that comes from outside: input, param or state; the same name gives the same tensor."""
+        key = (kind, name)
+        if key not in self._sources:
+            value = Value(self.fresh(name), tuple(int(n) for n in shape), short(dtype))
+            role = "data" if kind == "input" else "forward"
+            op = Op(kind, (), (value,), {"name": name, **attrs}, role, self.scope, caller())
+            self.ops.append(op)
+            self._sources[key] = Tensor(value, self)
+        return self._sources[key]
+
+    def constant(self, data: Any, dtype: str | None = None) -> Tensor:
+        """A constant from a number or a small array; equal ones are shared."""
+        array = np.asarray(data, dtype=None if dtype is None else _numpy(dtype))
+        if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
+            array = array.astype(np.float32)
+        name = short(array.dtype)
+        payload = array.item() if array.ndim == 0 and name != "bf16" else float(array) if array.ndim == 0 else array
+        key = (freeze(payload), repr(payload) if array.ndim == 0 else "", name)
+        if key not in self._constants:
+            value = Value(self.fresh(), tuple(array.shape), name)
+            self.ops.append(Op("constant", (), (value,), {"value": payload}, self.role, self.scope, caller()))
+            self._constants[key] = Tensor(value, self)
+        return self._constants[key]
+
+    def emit(self, kind: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None) -> tuple[Tensor, ...]:
+        """Append an op; operands may be tensors, parameters, numbers or arrays. Raises GraphError if they do not fit."""
+        attrs = attrs or {}
+        values = tuple(t.value for t in self.tensors(operands))
+        where = caller()
+        try:
+            inferred = infer_results(kind, values, attrs)
+        except GraphError as error:
+            shown = f"{kind}({', '.join(f'%{v.name} {v.type}' for v in values)})"
+            raise GraphError(f"{shown} ({where}): {error}") from None
+        results = tuple(Value(self.fresh(), tuple(shape), dtype) for shape, dtype in inferred)
+        self.ops.append(Op(kind, values, results, dict(attrs), self.role, self.scope, where, self.link))
+        return tuple(Tensor(value, self) for value in results)
+
+    def tensors(self, operands: Sequence[Any]) -> list[Tensor]:
+        """Operands as tensors of this trace; a plain number takes the dtype of the tensors beside it."""
+        found: list[Any] = [self.tensor(x) if not isinstance(x, (bool, int, float)) else x for x in operands]
+        dtypes = [t.dtype for t in found if isinstance(t, Tensor)]
+        common = dtypes[0] if dtypes else None
+        for dtype in dtypes[1:]:
+            common = promote(common or dtype, dtype)
+        for position, x in enumerate(found):
+            if not isinstance(x, Tensor):
+                exact = isinstance(x, float) and common is not None and not is_float(common)
+                found[position] = self.constant(x, "f32" if exact else "bool" if isinstance(x, bool) else common)
+        return found
+
+    def tensor(self, x: Any) -> Tensor:
+        """One operand as a tensor of this trace. Raises GraphError for a tensor of another trace."""
+        if isinstance(x, Tensor):
+            if x.trace is not self:
+                raise GraphError(f"%{x.value.name} belongs to trace {x.trace.name!r} but is used in {self.name!r}")
+            return x
+        if hasattr(x, "__distgraph_tensor__"):
+            tensor: Tensor = x.__distgraph_tensor__(self)
+            return tensor
+        return self.constant(x)
+
+    def annotate(self, value: Value, attr: DistAttr) -> None:
+        """Pin the layout of a value. Raises ShardingError when it does not fit or contradicts an earlier one."""
+        attr.spec.check(value.shape, attr.mesh, f"%{value.name} {value.type} ({attr.origin.where})")
+        before = self.attrs.get(value.name)
+        if before is not None and before != attr:
+            raise ShardingError(
+                f"%{value.name} is annotated {attr} ({attr.origin.where}) but was annotated {before} "
+                f"({before.origin.where}); remove one, or use dg.reshard for a second layout"
+            )
+        self.attrs[value.name] = attr
+
+    def finish(self, outputs: Mapping[str, Tensor] | None = None) -> Graph:
+        """The graph built so far. Raises GraphError when an output is no tensor of this trace."""
+        labelled = [(label, self.tensor(t).value) for label, t in (outputs or {}).items()]
+        return Graph(self.name, tuple(self.ops), tuple(self.outputs + labelled), tuple(self.updates), dict(self.attrs))
+
+
+def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names: Sequence[str] = ()) -> Graph:
+    """Graph of a function of tensors.
+
+    Args:
+        function: called once with one Tensor an input; returns a tensor, a tuple, list or dict of them.
+        inputs: anything with `shape` and `dtype` (arrays), or (shape, dtype) pairs.
+        name: of the graph.
+        names: of the inputs; by default x0, x1, ...
+
+    Raises:
+        GraphError: shapes or dtypes do not fit, or the function returns something that is no tensor.
+
+    Example:
+        >>> graph = trace(lambda x, w: x @ w, ((4, 3), "f32"), ((3, 5), "f32"))
+        >>> graph.outputs[0][1].type
+        'f32[4, 5]'
+    """
+    builder = Trace(name)
+    labels = list(names) + [f"x{i}" for i in range(len(names), len(inputs))]
+    with builder.activate():
+        tensors = []
+        for label, given in zip(labels, inputs, strict=True):
+            shape, dtype = given if isinstance(given, tuple) else (given.shape, given.dtype)
+            tensors.append(builder.source("input", label, shape, short(dtype)))
+        returned = function(*tensors)
+    if isinstance(returned, Mapping):
+        outputs = dict(returned)
+    elif isinstance(returned, (tuple, list)):
+        outputs = {f"y{i}": t for i, t in enumerate(returned)}
+    else:
+        outputs = {"y": returned}
+    return builder.finish(outputs)
+
+
+def caller() -> str:
+    """file:line of the nearest frame outside distgraph."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INTERNAL) and not path.startswith("<"):
+            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def stable_hash(text: str) -> int:
+    """63-bit FNV-1a hash of a string: the same on every machine and in every run."""
+    state = 0xCBF29CE484222325
+    for byte in text.encode():
+        state = ((state ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return state >> 1
+
+
+def _numpy(dtype: str) -> Any:
+    from distgraph.dtypes import to_numpy
+
+    return to_numpy(short(dtype))
