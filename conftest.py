@@ -23,7 +23,7 @@ def imported_roots(source: str) -> set[str]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Doctests are collected by import: importing mpi4py starts MPI, importing cupy wants a GPU's libraries."""
+    """Collecting doctests imports: importing mpi4py starts MPI, importing cupy wants a GPU's libraries."""
     if collection_path.suffix != ".py" or PACKAGE not in collection_path.parents:
         return None
     return True if imported_roots(collection_path.read_text()) & NEEDS_DEVICE else None
