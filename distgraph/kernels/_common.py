@@ -99,3 +99,8 @@ def rows(x: Array) -> Array:
     """A NumPy ``x`` as a C-contiguous matrix over its last dim: a view where it can be, else a copy."""
     width = x.shape[-1]
     return np.ascontiguousarray(x).reshape(x.size // width if width else 0, width)
+
+
+def flat(x: Array) -> Array:
+    """``x`` as a C-contiguous vector: a view where it can be, else a copy."""
+    return x.ravel()

@@ -1,0 +1,129 @@
+"""Activations and their gradients, elementwise."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, flat, store
+from distgraph.kernels._device import elementwise
+from distgraph.kernels._jit import fused_for
+
+
+def _one_pass(
+    name: str, xp: Namespace, operands: tuple[Array, ...], out: Array | None, *flags: bool, double: bool = False
+) -> Array | None:
+    """Run the one-pass form of ``name``: CUDA on CuPy, compiled on large NumPy arrays; None where there is none.
+
+    Args:
+        flags: the first chooses the "_tanh" variant.
+        double: whether the compiled loop takes float64 as well.
+    """
+    first = operands[0]
+    if any(a.dtype != first.dtype or a.shape != first.shape for a in operands):
+        return None
+    if xp is not np:
+        y = empty(xp, out, first.shape, first.dtype)
+        variant = name.replace("gelu", "gelu_tanh") if flags and flags[0] else name
+        elementwise(variant)(*operands, y)
+        return store(xp, y, out)
+    loops = fused_for("_elements", xp, first, np.float32, *([np.float64] if double else []))
+    if loops is None:
+        return None
+    y = empty(xp, out, first.shape, first.dtype)
+    getattr(loops, name)(*(flat(a) for a in operands), *flags, y.reshape(-1))
+    return store(xp, y, out)
+
+
+def _erf(xp: Namespace, x: Array) -> Array:
+    special = import_module("scipy.special" if xp is np else "cupyx.scipy.special")
+    return special.erf(x)
+
+
+def _sigmoid(xp: Namespace, x: Array) -> Array:
+    # 1 / (1 + exp(-x)) overflows to 1 / inf = 0 for large negative x, which is right; tanh never overflows.
+    y = xp.tanh(x * x.dtype.type(0.5))
+    y += 1
+    y *= x.dtype.type(0.5)
+    return y
+
+
+def _gelu_gate(xp: Namespace, x: Array, approximate: bool) -> Array:
+    """The factor of x in gelu: the normal distribution function, or its logistic approximation."""
+    if approximate:
+        return _sigmoid(xp, 1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return (1 + _erf(xp, x * 0.7071067811865476)) * x.dtype.type(0.5)
+
+
+@computed_in_f32(0)
+def gelu(xp: Namespace, x: Array, *, approximate: bool = False, out: Array | None = None) -> Array:
+    """y = x * Phi(x) = x / 2 * (1 + erf(x / sqrt(2))) (Hendrycks and Gimpel, 2016).
+
+    Args:
+        x: any shape.
+        approximate: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) instead.
+    """
+    done = _one_pass("gelu", xp, (x,), out, approximate)
+    return store(xp, x * _gelu_gate(xp, x, approximate), out) if done is None else done
+
+
+@computed_in_f32(0)
+def gelu_grad(xp: Namespace, x: Array, dy: Array, *, approximate: bool = False, out: Array | None = None) -> Array:
+    """dx = dy * (Phi(x) + x * phi(x)), phi the normal density; for ``approximate`` the slope of that formula."""
+    done = _one_pass("gelu_grad", xp, (x, dy), out, approximate)
+    if done is not None:
+        return done
+    s = _gelu_gate(xp, x, approximate)
+    if approximate:
+        slope = s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    else:
+        slope = s + x * 0.3989422804014327 * xp.exp(-0.5 * x * x)
+    return store(xp, dy * slope, out)
+
+
+@computed_in_f32(0)
+def silu(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
+    """y = x * sigmoid(x)."""
+    done = _one_pass("silu", xp, (x,), out)
+    return store(xp, x * _sigmoid(xp, x), out) if done is None else done
+
+
+@computed_in_f32(0)
+def silu_grad(xp: Namespace, x: Array, dy: Array, *, out: Array | None = None) -> Array:
+    """dx = dy * s * (1 + x * (1 - s)) with s = sigmoid(x)."""
+    done = _one_pass("silu_grad", xp, (x, dy), out)
+    if done is not None:
+        return done
+    s = _sigmoid(xp, x)
+    return store(xp, dy * s * (1 + x * (1 - s)), out)
+
+
+@computed_in_f32(0)
+def sigmoid(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
+    """y = 1 / (1 + exp(-x)), without overflow."""
+    done = _one_pass("sigmoid", xp, (x,), out)
+    return store(xp, _sigmoid(xp, x), out) if done is None else done
+
+
+@computed_in_f32(0)
+def erf(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
+    """y = 2 / sqrt(pi) * integral of exp(-t^2) from 0 to x."""
+    done = _one_pass("erf", xp, (x,), out)
+    return store(xp, _erf(xp, x), out) if done is None else done
+
+
+@computed_in_f32(0)
+def relu_grad(xp: Namespace, x: Array, dy: Array, *, out: Array | None = None) -> Array:
+    """dx = dy where x > 0, else 0; x may be the input or the output of the relu."""
+    done = _one_pass("relu_grad", xp, (x, dy), out, double=True)
+    return store(xp, xp.where(x > 0, dy, dy.dtype.type(0)), out) if done is None else done
+
+
+@computed_in_f32(0)
+def tanh_grad(xp: Namespace, y: Array, dy: Array, *, out: Array | None = None) -> Array:
+    """dx = dy * (1 - y^2) with y = tanh(x)."""
+    done = _one_pass("tanh_grad", xp, (y, dy), out, double=True)
+    return store(xp, dy * (1 - y * y), out) if done is None else done
+
+

@@ -1,0 +1,104 @@
+"""Rows by position: embedding, its gradient and scatter-add, over tables that may be split among ranks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+
+from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, store
+from distgraph.kernels._jit import fused_for
+
+
+def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: Array | None = None) -> Array:
+    """y = table[ids - offset], and rows of 0 where that is outside the table: shards sum to the whole.
+
+    Args:
+        table: [rows, ...], the rows from ``offset`` of the global table.
+        ids: any shape, any integer type.
+
+    Returns:
+        [*ids.shape, ...].
+    """
+    size = table.shape[0]
+    shape = (*ids.shape, *table.shape[1:])
+    y = empty(xp, out, shape, table.dtype)
+    if size == 0:
+        y[...] = 0
+        return store(xp, y, out)
+    at = ids.astype(np.int64) - offset if offset or ids.dtype.kind == "u" else ids
+    if xp is np and y.flags.c_contiguous and ids.size and int(at.min()) >= 0 and int(at.max()) < size:
+        np.take(table, at, axis=0, out=y, mode="clip")  # "clip" writes to out directly; "raise" would buffer
+        return store(xp, y, out)
+    inside = (at >= 0) & (at < size)
+    y[...] = table[xp.where(inside, at, 0)]
+    y *= inside.reshape(inside.shape + (1,) * (table.ndim - 1)).astype(table.dtype)
+    return store(xp, y, out)
+
+
+def _add_rows(xp: Namespace, table: Array, at: Array, updates: Array) -> None:
+    """table[at[i]] += updates[i] for positions inside the table; ``table`` [rows, width], ``updates`` [n, width].
+
+    In order of i on NumPy with Numba; sorted by row on plain NumPy; in any order (atomics) on CuPy.
+    """
+    if xp is np and updates.size >= FUSED_MIN_SIZE and table.dtype == updates.dtype and table.flags.c_contiguous:
+        loops = fused_for("_elements", xp, updates, np.float32, np.float64)
+        if loops is not None:
+            loops.add_rows(table, np.ascontiguousarray(at), np.ascontiguousarray(updates))
+            return
+    inside = (at >= 0) & (at < table.shape[0])
+    at, updates = at[inside], updates[inside]
+    if at.size == 0:
+        return
+    if xp is not np:
+        import_module("cupyx").scatter_add(table, at, updates)
+        return
+    order = np.argsort(at, kind="stable")
+    sorted_at = at[order]
+    first = np.flatnonzero(np.concatenate(([True], sorted_at[1:] != sorted_at[:-1])))
+    table[sorted_at[first]] += np.add.reduceat(updates[order], first, axis=0)
+
+
+@computed_in_f32(0)
+def embedding_grad(
+    xp: Namespace, dy: Array, ids: Array, *, rows: int, offset: int = 0, out: Array | None = None
+) -> Array:
+    """dtable[r] = sum of dy over the positions whose id is offset + r.
+
+    Args:
+        dy: [*ids.shape, ...].
+        ids: any shape, any integer type.
+        rows: of this shard of the table, which starts at ``offset``.
+
+    Returns:
+        [rows, ...], dense.
+    """
+    shape = (rows, *dy.shape[ids.ndim :])
+    table = empty(xp, out, shape, dy.dtype)
+    table[...] = 0
+    if table.size and dy.size:
+        at = ids.astype(np.int64).reshape(-1) - offset
+        width = table.size // rows
+        _add_rows(xp, table.reshape(rows, width), at, dy.reshape(ids.size, width))
+    return store(xp, table, out)
+
+
+@computed_in_f32(0)
+def scatter_add(
+    xp: Namespace, x: Array, ids: Array, updates: Array, *, offset: int = 0, out: Array | None = None
+) -> Array:
+    """y = x with updates[i] added to row ids[i] - offset; positions outside x are skipped.
+
+    Args:
+        x: [rows, ...], the rows from ``offset`` of the global array.
+        ids: any shape, any integer type.
+        updates: [*ids.shape, ...].
+    """
+    y = empty(xp, out, x.shape, x.dtype)
+    if y is not x:
+        y[...] = x
+    if y.size and updates.size:
+        at = ids.astype(np.int64).reshape(-1) - offset
+        width = y.size // y.shape[0]
+        _add_rows(xp, y.reshape(y.shape[0], width), at, updates.reshape(ids.size, width))
+    return store(xp, y, out)

@@ -1,0 +1,151 @@
+"""Optimizer steps: one pass over the parameter, its gradient and its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, flat, outputs, store
+from distgraph.kernels._device import elementwise
+from distgraph.kernels._jit import fused_for
+
+
+def _unshared(inputs: tuple[Array, ...], outs: tuple[Array | None, ...]) -> tuple[Array, ...]:
+    """Copy each NumPy input that some output would overwrite too early: inputs[i] may only be outs[i] itself."""
+
+    def clobbered(i: int, x: Array) -> bool:
+        return any(
+            o is not None and np.may_share_memory(x, o) and not (i == j and not _is_new(x, o))
+            for j, o in enumerate(outs)
+        )
+
+    return tuple(x.copy() if clobbered(i, x) else x for i, x in enumerate(inputs))
+
+
+def _is_new(x: Array, out: Array) -> bool:
+    """Whether ``out`` is anything but the very elements of ``x``."""
+    return bool(x.ctypes.data != out.ctypes.data or x.strides != out.strides or x.dtype != out.dtype)
+
+
+def _scalar(xp: Namespace, value: Any) -> Any:
+    """A Python float of a 0-d array; a CuPy 0-d array stays on the device, so that the stream does not stall."""
+    return value if xp is not np and isinstance(value, xp.ndarray) else float(value)
+
+
+@computed_in_f32(0, 2, 3)
+def adam(
+    xp: Namespace,
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    lr: Any,
+    step: Any,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    out: Any = None,
+) -> tuple[Array, Array, Array]:
+    """One step t of Adam (Kingma and Ba, 2015, algorithm 1) or, ``decoupled``, AdamW (Loshchilov and Hutter, 2019).
+
+    g' = g + weight_decay * p (or g where decoupled), m' = beta1 m + (1 - beta1) g', v' = beta2 v + (1 - beta2) g'^2,
+    p' = p - lr * (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps) [- lr * weight_decay * p where decoupled].
+
+    Args:
+        p, g, m, v: parameter, gradient, first and second moment, of one shape.
+        lr, step: Python numbers or 0-d arrays; the first step is 1.
+        out: may hold p, m, v themselves (an update in place).
+
+    Returns:
+        p', m', v'.
+    """
+    outs = outputs(out, 3)
+    lr, step = _scalar(xp, lr), _scalar(xp, step)
+    size = lr / (1 - beta1**step)
+    root = (1 - beta2**step) ** -0.5
+    coupled, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+    dtype = p.dtype
+    if xp is not np:
+        results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
+        scalars = (xp.asarray(s, dtype=dtype) for s in (beta1, beta2, size, root, eps, coupled, keep))
+        elementwise("adam")(p, g, m, v, *scalars, *results)
+    else:
+        p, m, v, g = _unshared((p, m, v, g), outs)
+        results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
+        uniform = all(a.dtype == dtype for a in (g, m, v))
+        loops = fused_for("_elements", xp, p, np.float32, np.float64) if uniform else None
+        if loops is not None:
+            numbers = (beta1, beta2, 1 - beta1, 1 - beta2, size, root, eps, coupled, keep)
+            new = tuple(_is_new(a, r) for a, r in zip((p, m, v), results, strict=True))
+            vectors = (flat(a) for a in (p, g, m, v))
+            loops.adam(*vectors, np.array(numbers, dtype), new, *(r.reshape(-1) for r in results))
+        else:
+            _adam_passes((p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
+    return tuple(store(xp, r, o) for r, o in zip(results, outs, strict=True))  # type: ignore[return-value]
+
+
+def _adam_passes(state: tuple[Array, ...], numbers: tuple[float, ...], results: tuple[Array, ...]) -> None:
+    """`adam` in plain NumPy, with two temporaries."""
+    (p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep) = state, numbers
+    new_p, new_m, new_v = results
+    d = g + coupled * p if coupled else g
+    change = d * (1 - beta1)
+    np.multiply(m, beta1, out=new_m)
+    new_m += change
+    np.multiply(d, d, out=change)
+    change *= 1 - beta2
+    np.multiply(v, beta2, out=new_v)
+    new_v += change
+    np.sqrt(new_v, out=change)
+    change *= root
+    change += eps
+    np.divide(new_m, change, out=change)
+    change *= size
+    np.multiply(p, keep, out=new_p)
+    new_p -= change
+
+
+@computed_in_f32(0, 2)
+def momentum(
+    xp: Namespace,
+    p: Array,
+    g: Array,
+    buf: Array,
+    lr: Any,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    out: Any = None,
+) -> tuple[Array, Array]:
+    """One step of gradient descent with momentum: g' = g + weight_decay * p, buf' = momentum * buf + g',
+    p' = p - lr * buf', or p - lr * (g' + momentum * buf') where ``nesterov`` (Sutskever et al., 2013).
+
+    Args:
+        p, g, buf: parameter, gradient and velocity, of one shape; the velocity starts at 0.
+        lr: Python number or 0-d array.
+        out: may hold p and buf themselves (an update in place).
+
+    Returns:
+        p', buf'.
+    """
+    outs = outputs(out, 2)
+    lr = _scalar(xp, lr)
+    if xp is np:
+        p, buf, g = _unshared((p, buf, g), outs)
+    loops = fused_for("_elements", xp, p, np.float32, np.float64)
+    if loops is not None and g.dtype == p.dtype == buf.dtype:
+        results = tuple(empty(xp, o, p.shape, p.dtype) for o in outs)
+        new = tuple(_is_new(a, r) for a, r in zip((p, buf), results, strict=True))
+        numbers = np.array((lr, momentum, weight_decay), p.dtype)
+        loops.momentum(flat(p), flat(g), flat(buf), numbers, nesterov, new, *(r.reshape(-1) for r in results))
+        return store(xp, results[0], outs[0]), store(xp, results[1], outs[1])
+    d = g + weight_decay * p if weight_decay else g
+    velocity = momentum * buf + d
+    change = d + momentum * velocity if nesterov else velocity
+    moved = (p - lr * change).astype(p.dtype, copy=False)
+    return store(xp, moved, outs[0]), store(xp, velocity, outs[1], buf.dtype)
