@@ -124,10 +124,15 @@ def bind(
         raise GraphError(f"rule {text!r} has {len(parsed_left)} operands but {len(operand_shapes)} were given")
     known = dict(sizes)
     extra = _ellipsis_rank(text, parsed_left, operand_shapes)
+    if not parsed_left and result_shapes is not None:
+        extra = _ellipsis_rank(text, parsed_right, result_shapes)
     operands = tuple(_expand(t, extra, s) for t, s in zip(parsed_left, operand_shapes, strict=True))
     for position, (term, shape) in enumerate(zip(operands, operand_shapes, strict=True)):
         _solve(text, f"operand {position}", term, shape, known)
     results = tuple(_expand(t, extra, None) for t in parsed_right)
+    if parsed_left:
+        for position in range(extra):
+            known.setdefault(f"z{position}", 1)  # every operand broadcasts here
     if result_shapes is not None:
         for position, (term, shape) in enumerate(zip(results, result_shapes, strict=True)):
             _solve(text, f"result {position}", term, shape, known)
@@ -235,8 +240,8 @@ def _dim_ok(dim: tuple[str, ...], sizes: Mapping[str, int], layout: OpLayout) ->
         if minor_split and parts != size:
             return False  # something minor is split: everything major must be split down to single elements
         if parts > 1:
-            if index != dim[-1] and size % parts:
-                return False  # a block of the major index must be a whole number of minor runs
+            if len(dim) > 1 and size % parts:
+                return False  # blocks of equal size nest; uneven ones would not be blocks of the whole dim
             minor_split = True
     return True
 

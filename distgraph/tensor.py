@@ -69,10 +69,14 @@ class TensorOperators:
         return _binary("power", other, self)
 
     def __matmul__(self, other: Any) -> Tensor:
-        return _binary("matmul", self, other)
+        from distgraph.ops import matmul
+
+        return matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Tensor:
-        return _binary("matmul", other, self)
+        from distgraph.ops import matmul
+
+        return matmul(other, self)
 
     def __and__(self, other: Any) -> Tensor:
         return _binary("bitwise_and", self, other)

@@ -32,6 +32,7 @@ RuleFunction = Callable[[Shapes, Attrs], Rule]
 Infer = Callable[[Sequence[Value], Attrs], Sequence[tuple[Shape, str]]]
 Gradient = Callable[["GradientContext"], "Sequence[Tensor | None]"]
 Kernel = Callable[..., Any]
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class OpDef:
         gradient: gradients of the operands from those of the results; None = not differentiable.
         flops: floating point operations of the whole op; default one an element of the first result.
         linear: groups of operands in which the op is jointly linear: a group may be partial(sum) together, the
-            other operands must not be, and the results are then partial too.
+            other operands must not be, and the results are then partial too. A function of (number of operands,
+            attrs) where they differ from op to op; read it through `linear_groups(op)`.
         reduction: how partial results combine when a split index is missing from them (sum, max, min, prod).
         localize: attrs of the local op, when they speak of shapes or positions.
         decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
@@ -117,7 +119,7 @@ class OpDef:
     infer: Infer | None = None
     gradient: Gradient | None = None
     flops: Callable[[Op, Rule], int] | None = None
-    linear: tuple[tuple[int, ...], ...] = ()
+    linear: Groups | Callable[[int, Attrs], Groups] = ()
     reduction: str = "sum"
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
@@ -205,9 +207,15 @@ def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tu
     return [(tuple(math.prod(rule.sizes[i] for i in dim) for dim in term), dtype) for term in rule.results]
 
 
+def linear_groups(op: Op) -> Groups:
+    """Groups of operands that may be partial(sum) together (see `OpDef.linear`)."""
+    declared = lookup(op.kind).linear
+    return declared(len(op.operands), op.attrs) if callable(declared) else declared
+
+
 def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> ShardSpec:
     """Layout in which a completed op (or one under `layout`) reads an operand."""
-    return operand_spec(rule_of(op), operand, layout or _completed(op), lookup(op.kind).linear)
+    return operand_spec(rule_of(op), operand, layout or _completed(op), linear_groups(op))
 
 
 def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:
