@@ -1,0 +1,536 @@
+"""The simulated clock: the actors of the runtime, driven by virtual time.
+
+*In:* a task graph, a duration in seconds for each task, and a policy or a recorded order.
+*Out:* a `Timeline`: when each task instance ran on each rank.
+*Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted.
+
+A plain event queue over the ranks. Ranks that always run the same tasks are one resource here, which is exact
+and makes the cost independent of the size of a mesh. (A process-based simulation library was no fit: who gets
+a device is not a queue but a choice among requests that each want several devices.)
+
+Example, one forward and one backward at a time (rows are time, columns are ranks):
+
+    >>> from distgraph.runtime.task import pipeline
+    >>> print(simulate(pipeline([(0,), (1,)], 2, optimize=False)).grid())
+    F0 -
+    F1 F0
+    -  B0
+    B0 F1
+    -  B1
+    B1 -
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distgraph.errors import GraphError, RuntimeFault
+from distgraph.runtime.actor import (
+    Actor,
+    BufferFreed,
+    DataReady,
+    DeviceFree,
+    Finished,
+    Instruction,
+    Policy,
+    Request,
+    Run,
+    Send,
+    actors,
+    bounded,
+    resolve,
+)
+from distgraph.runtime.task import Task, TaskGraph, phases, topological_order, verify
+
+__all__ = ["Interval", "Record", "Timeline", "seconds_of", "simulate", "symbols"]
+
+_SAME_TIME = 1e-12  # relative; sums of the same durations in another order differ by a few ulp
+_LETTERS = {
+    "load": "L",
+    "forward": "F",
+    "backward": "B",
+    "send": "S",
+    "recv": "R",
+    "sync": "G",
+    "optimize": "O",
+}
+_DEVICE_FREE = DeviceFree()
+_ROWS_SHOWN = 24
+_COLUMNS_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One task instance, on all its ranks; start and end in seconds."""
+
+    task: str
+    micro: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One task instance on one rank; start and end in seconds."""
+
+    rank: int
+    task: str
+    micro: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When everything ran.
+
+    Args:
+        graph: the task graph, with the buffer limits that held.
+        intervals: every task instance in the order in which they were started.
+        columns: ranks that did the same at the same time, as groups; ascending by first rank.
+    """
+
+    graph: TaskGraph
+    intervals: tuple[Interval, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """End of the last task, seconds."""
+        return max((interval.end for interval in self.intervals), default=0.0)
+
+    def records(self) -> Iterator[Record]:
+        """One record per rank and task instance, in the order in which they were started."""
+        ranks = {task.name: task.ranks for task in self.graph.tasks}
+        for run in self.intervals:
+            for rank in ranks[run.task]:
+                yield Record(rank, run.task, run.micro, run.start, run.end)
+
+    def of_rank(self, rank: int) -> tuple[Interval, ...]:
+        """What one rank ran, in order."""
+        names = {task.name for task in self.graph.tasks if rank in task.ranks}
+        return tuple(run for run in self.intervals if run.task in names)
+
+    def orders(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        """For each rank the (task, micro-batch) pairs it ran, in order. Ranks of one column share one
+        tuple."""
+        result: dict[int, tuple[tuple[str, int], ...]] = {}
+        for ranks, runs in zip(self.columns, self._by_column(), strict=True):
+            result.update(dict.fromkeys(ranks, tuple((run.task, run.micro) for run in runs)))
+        return dict(sorted(result.items()))
+
+    def busy(self) -> dict[int, float]:
+        """Seconds that each rank was at work; the makespan less this is its bubble."""
+        result: dict[int, float] = {}
+        for ranks, runs in zip(self.columns, self._by_column(), strict=True):
+            result.update(dict.fromkeys(ranks, sum(run.end - run.start for run in runs)))
+        return dict(sorted(result.items()))
+
+    def peak_live(self) -> tuple[int, ...]:
+        """For each stage, how many micro-batches were alive there at once.
+
+        A micro-batch lives on a stage from the start of its first forward task there to the end of its last
+        backward task there; to the end of its last task there when the stage has no backward task.
+        """
+        tasks = {task.name: task for task in self.graph.tasks}
+        trained = {task.stage for task in self.graph.tasks if task.kind == "backward"}
+        born: dict[tuple[int, int], float] = {}
+        died: dict[tuple[int, int], float] = {}
+        for run in self.intervals:
+            task = tasks[run.task]
+            key = (task.stage, run.micro)
+            if task.kind == "forward":
+                born[key] = min(born.get(key, run.start), run.start)
+            if task.kind == "backward" or (task.per_micro and task.stage not in trained):
+                died[key] = max(died.get(key, run.end), run.end)
+        peaks = [0] * self.graph.stages
+        alive = [0] * self.graph.stages
+        # at one moment a buffer is freed before it is taken again
+        steps = [(time, 1, key[0]) for key, time in born.items()]
+        steps += [(time, -1, key[0]) for key, time in died.items() if key in born]
+        for _, change, stage in sorted(steps):
+            alive[stage] += change
+            peaks[stage] = max(peaks[stage], alive[stage])
+        return tuple(peaks)
+
+    def grid(self, rows: int | None = None) -> str:
+        """The rank x time picture: a line for each interval in which nothing starts or ends, a column for
+        each group of ranks that do the same; F0 = forward of micro-batch 0 (see `symbols`), | = still at it,
+        - = idle.
+
+        Args:
+            rows: only the last so many lines; None: all.
+        """
+        table = _table(self, self._by_column())
+        return _align(table if rows is None else table[max(0, len(table) - rows) :])
+
+    def _by_column(self) -> list[list[Interval]]:
+        column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
+        where = {
+            task.name: [column[rank] for rank in task.ranks if rank in column] for task in self.graph.tasks
+        }
+        result: list[list[Interval]] = [[] for _ in self.columns]
+        for run in self.intervals:
+            for index in where[run.task]:
+                result[index].append(run)
+        return result
+
+
+def symbols(tasks: Sequence[Task]) -> dict[str, str]:
+    """A short symbol for each task of one rank: the letter of its kind, Fa, Fb, ... for further ones of that
+    kind.
+
+    Letters: L load, F forward, B backward, S send, R recv, G sync (of gradients), O optimize.
+    """
+    seen: dict[str, int] = {}
+    result = {}
+    for task in tasks:
+        letter = _LETTERS[task.kind]
+        count = seen.get(letter, 0)
+        seen[letter] = count + 1
+        suffix = ""
+        while count:
+            count, digit = divmod(count - 1, 26)
+            suffix = chr(ord("a") + digit) + suffix
+        result[task.name] = letter + suffix
+    return result
+
+
+def seconds_of(graph: TaskGraph, durations: Mapping[str, float] | None) -> dict[str, float]:
+    """Duration of each task in seconds: the entry of its name, else of its kind; None gives every task one
+    second.
+
+    Raises:
+        GraphError: no entry for a task, or a duration that is negative or not finite.
+    """
+    result = {}
+    for task in graph.tasks:
+        if durations is None:
+            result[task.name] = 1.0
+            continue
+        if task.name not in durations and task.kind not in durations:
+            raise GraphError(
+                f"durations have no entry for task {task.name!r} nor for kind {task.kind!r}; add one"
+            )
+        seconds = durations[task.name] if task.name in durations else durations[task.kind]
+        if not 0 <= seconds < float("inf"):
+            raise GraphError(
+                f"duration of task {task.name!r} is {seconds} s, expected a finite number from 0 up"
+            )
+        result[task.name] = float(seconds)
+    return result
+
+
+def simulate(
+    graph: TaskGraph,
+    durations: Mapping[str, float] | None = None,
+    *,
+    policy: str | Policy = "1f1b",
+    order: Mapping[int, Sequence[tuple[str, int]]] | None = None,
+    transfer: float = 0.0,
+) -> Timeline:
+    """Run one step of the task graph under a virtual clock.
+
+    Args:
+        graph: the task graph.
+        durations: seconds by task name or by kind (a name goes first); None: one second each.
+        policy: "1f1b", "gpipe" or a `Policy`. It sets the credits, and without `order` also who goes first.
+        order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
+        transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
+
+    Returns:
+        The timeline of the step.
+
+    Raises:
+        GraphError: the graph is malformed (see `verify`), or a duration is missing or makes no sense.
+        RuntimeFault: deadlock: the run stopped with work left. The message draws the grid up to there and
+            says for each rank what it waits for.
+    """
+    verify(graph)
+    chosen = resolve(policy)
+    if not 0 <= transfer < float("inf"):
+        raise GraphError(f"transfer time is {transfer} s, expected a finite number from 0 up")
+    seconds = seconds_of(graph, durations)
+    return _Clock(bounded(graph, chosen), chosen, seconds, order, transfer).run()
+
+
+class _Clock:
+    """Virtual time, the actors, and who holds which device. A device is a group of ranks that all do the
+    same."""
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        policy: Policy,
+        seconds: Mapping[str, float],
+        order: Mapping[int, Sequence[tuple[str, int]]] | None,
+        transfer: float,
+    ) -> None:
+        self.graph, self.policy, self.seconds, self.transfer = graph, policy, seconds, transfer
+        self.actors = actors(graph)
+        self.columns = _columns(graph, order)
+        column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
+        self.devices = {
+            task.name: [column[rank] for rank in task.ranks if rank in column] for task in graph.tasks
+        }
+        self.order = None if order is None else [tuple(order.get(ranks[0], ())) for ranks in self.columns]
+        self.head = [0] * len(self.columns)  # position of each device in its recorded order
+        self.phase = phases(graph)
+        self.depth = {name: -index for index, name in enumerate(topological_order(graph))}
+        self.busy: list[str | None] = [None] * len(self.columns)
+        self.wanted: list[dict[str, tuple[int, ...]]] = [{} for _ in self.columns]  # requests and their keys
+        self.forwards = [0] * len(self.columns)  # forward instances not yet begun
+        for task in graph.tasks:
+            if self.phase[task.name] == "forward":
+                for device in self.devices[task.name]:
+                    self.forwards[device] += graph.instances(task)
+        self.instant = order is None and any(value == 0 for value in seconds.values())
+        self.ranks = {task.name: frozenset(task.ranks) for task in graph.tasks}
+        self.requests = 0
+        self.pushed = 0
+        self.now = 0.0
+        # (time, place of the task in the graph, order of entry, task, event): simultaneous events go down the
+        # graph
+        self.queue: list[tuple[float, int, int, str, Finished | DataReady]] = []
+        self.dirty: set[int] = set()
+        self.intervals: list[Interval] = []
+
+    def run(self) -> Timeline:
+        for name, actor in self.actors.items():
+            self._obey(name, actor.start())
+        self._dispatch()
+        while self.queue:
+            horizon = self.queue[0][0] * (1 + _SAME_TIME)
+            while self.queue and self.queue[0][0] <= horizon:
+                time, _, _, name, event = heapq.heappop(self.queue)
+                self.now = max(self.now, time)
+                if type(event) is Finished:
+                    for device in self.devices[name]:
+                        self.busy[device] = None
+                    self.dirty.update(self.devices[name])
+                self._obey(name, self.actors[name].handle(event))
+            self._dispatch()
+        timeline = Timeline(self.graph, tuple(self.intervals), self.columns)
+        if not all(actor.done for actor in self.actors.values()):
+            raise RuntimeFault(self._deadlock(timeline))
+        return timeline
+
+    def _obey(self, name: str, instructions: tuple[Instruction, ...]) -> None:
+        for instruction in instructions:
+            kind = type(instruction)
+            if kind is Send:
+                self._deliver(name, instruction.target, instruction.micro)  # type: ignore[union-attr]
+            elif kind is Request:
+                self._want(name, instruction.micro)
+            elif kind is Run:
+                seconds = self.seconds[name]
+                self.intervals.append(Interval(name, instruction.micro, self.now, self.now + seconds))
+                self._push(self.now + seconds, name, Finished(instruction.micro))
+            else:
+                source = instruction.source  # type: ignore[union-attr]
+                self._obey(source, self.actors[source].handle(BufferFreed(name, instruction.micro)))
+
+    def _deliver(self, source: str, target: str, micro: int) -> None:
+        event = DataReady(source, micro)
+        if self.transfer and not self.ranks[target] <= self.ranks[source]:
+            self._push(self.now + self.transfer, target, event)
+        else:
+            self._obey(target, self.actors[target].handle(event))
+
+    def _push(self, time: float, name: str, event: Finished | DataReady) -> None:
+        heapq.heappush(self.queue, (time, -self.depth[name], self.pushed, name, event))
+        self.pushed += 1
+
+    def _want(self, name: str, micro: int) -> None:
+        key = (*self.policy.order(self.phase[name], micro, self.requests), self.depth[name])
+        self.requests += 1
+        for device in self.devices[name]:
+            self.wanted[device][name] = key
+        self.dirty.update(self.devices[name])
+
+    def _dispatch(self) -> None:
+        dirty, self.dirty = self.dirty, set()
+        if self.order is not None:
+            self._follow(dirty)
+            return
+        if self.instant:
+            # what takes no time goes first and its news is heard before a device is given away for longer
+            self._grant(dirty, instant_only=True)
+            if self.queue and self.queue[0][0] <= self.now * (1 + _SAME_TIME):
+                self.dirty |= dirty
+                return
+        self._grant(dirty, instant_only=False)
+
+    def _grant(self, dirty: set[int], *, instant_only: bool) -> None:
+        """Give free devices to the first request by the policy's order.
+
+        A request that must wait for one device keeps the others it needs from lesser requests, so that a task
+        on many ranks is not starved.
+        """
+        keys = {
+            name: key
+            for device in dirty
+            if self.busy[device] is None
+            for name, key in self.wanted[device].items()
+        }
+        hold_backward = self.policy.forward_is_done_first
+        held: set[int] = set()
+        for name in sorted(keys, key=keys.__getitem__):
+            devices = self.devices[name]
+            if hold_backward and self.phase[name] == "backward" and any(self.forwards[d] for d in devices):
+                continue
+            free = all(self.busy[device] is None and device not in held for device in devices)
+            if free and not (instant_only and self.seconds[name] > 0):
+                self._start(name)
+            else:
+                held.update(devices)
+
+    def _follow(self, dirty: set[int]) -> None:
+        """Give each device to the next task of its order once all ranks of that task have come to it."""
+        for device in dirty:
+            step = self._recorded(device)
+            if step is None or self.busy[device] is not None:
+                continue
+            name, micro = step
+            actor = self.actors.get(name)
+            if actor is None or not actor.requested or actor.next_micro != micro:
+                continue
+            devices = self.devices[name]
+            if all(self._recorded(other) == step and self.busy[other] is None for other in devices):
+                for other in devices:
+                    self.head[other] += 1
+                self._start(name)
+
+    def _recorded(self, device: int) -> tuple[str, int] | None:
+        assert self.order is not None
+        position = self.head[device]
+        return self.order[device][position] if position < len(self.order[device]) else None
+
+    def _start(self, name: str) -> None:
+        for device in self.devices[name]:
+            self.busy[device] = name
+            del self.wanted[device][name]
+            if self.phase[name] == "forward":
+                self.forwards[device] -= 1
+        self._obey(name, self.actors[name].handle(_DEVICE_FREE))
+
+    def _deadlock(self, timeline: Timeline) -> str:
+        total = sum(self.graph.instances(task) for task in self.graph.tasks)
+        lines = [
+            f"deadlock: the run stopped with {total - len(self.intervals)} of {total} task instances not run"
+        ]
+        lines += [timeline.grid(rows=_ROWS_SHOWN)]
+        waiting = [line for device in range(len(self.columns)) for line in self._waits(device)]
+        lines += waiting[:_COLUMNS_SHOWN]
+        if len(waiting) > _COLUMNS_SHOWN:
+            lines.append(f"and {len(waiting) - _COLUMNS_SHOWN} more")
+        lines.append("make the order of the ranks agree, or give the edges named above more buffers")
+        return "\n".join(lines)
+
+    def _waits(self, device: int) -> Iterator[str]:
+        who = _ranks_text(self.columns[device])
+        if self.order is None:
+            for name, devices in self.devices.items():
+                if device in devices and not self.actors[name].done:
+                    actor = self.actors[name]
+                    yield f"{who} waits in {name} {actor.next_micro} for {self._reason(actor, device)}"
+            return
+        step = self._recorded(device)
+        if step is None:
+            left = [
+                name for name in self.devices if device in self.devices[name] and not self.actors[name].done
+            ]
+            if left:
+                yield f"{who} has come to the end of its order, which leaves out {', '.join(left)}"
+            return
+        name, micro = step
+        actor = self.actors.get(name)
+        if actor is None or device not in self.devices[name]:
+            yield f"{who} waits in {name} {micro}, which is no task of its own"
+        elif actor.next_micro != micro:
+            mine = f"{name} {actor.next_micro}"
+            yield f"{who} waits in {name} {micro} for its own {mine}, which comes later or never"
+        else:
+            yield f"{who} waits in {name} {micro} for {self._reason(actor, device)}"
+
+    def _reason(self, actor: Actor, device: int) -> str:
+        lacks = list(actor.waits())
+        if self.order is not None:
+            for other in self.devices[actor.task.name]:
+                step = self._recorded(other)
+                if other != device and step != (actor.task.name, actor.next_micro):
+                    at = "the end of its order" if step is None else f"{step[0]} {step[1]}"
+                    lacks.append(f"{_ranks_text(self.columns[other])}, which is at {at}")
+        return " and ".join(lacks) or "all forwards of its ranks"
+
+
+def _columns(
+    graph: TaskGraph, order: Mapping[int, Sequence[tuple[str, int]]] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Ranks that run the same tasks (in the same recorded order), grouped; ascending by first rank."""
+    tasks_of: dict[int, list[str]] = {}
+    for task in graph.tasks:
+        for rank in task.ranks:
+            tasks_of.setdefault(rank, []).append(task.name)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank in sorted(tasks_of):
+        key = (tuple(tasks_of[rank]), None if order is None else tuple(order.get(rank, ())))
+        groups.setdefault(key, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}"
+
+
+def _table(timeline: Timeline, columns: list[list[Interval]]) -> list[list[str]]:
+    """Cells by (line, column). A task without duration gets a line of its own, just before what starts with
+    it."""
+    tasks = timeline.graph.tasks
+    moment: dict[float, float] = {}  # times that differ by rounding only are one line
+    latest = 0.0
+    for time in sorted({time for run in timeline.intervals for time in (run.start, run.end)}):
+        latest = latest if time <= latest * (1 + 2 * _SAME_TIME) else time
+        moment[time] = latest
+    times = sorted(set(moment.values()))
+    levels = dict.fromkeys(times, 0)
+    placed: list[tuple[float, int, int, str]] = []  # time, level, column, cell
+    spans: list[tuple[float, float, int, str]] = []
+    for index, runs in enumerate(columns):
+        named = symbols([task for task in tasks if timeline.columns[index][0] in task.ranks])
+        level, last = 0, -1.0
+        for run in runs:
+            cell = f"{named[run.task]}{run.micro}"
+            start, end = moment[run.start], moment[run.end]
+            if end > start:
+                spans.append((start, end, index, cell))
+                continue
+            level = level + 1 if start == last else 0
+            last = start
+            levels[start] = max(levels[start], level + 1)
+            placed.append((start, level, index, cell))
+    line: dict[float, int] = {}
+    count = 0
+    for time in times:
+        count += levels[time]
+        line[time] = count  # the line of the interval that starts here
+        count += 1
+    table = [["-"] * len(columns) for _ in range(max(0, count - 1) if times else 0)]
+    for time, level, index, cell in placed:
+        table[line[time] - levels[time] + level][index] = cell
+    for start, end, index, cell in spans:
+        for row in range(line[start], line[end] - levels[end]):
+            table[row][index] = cell if row == line[start] else "|"
+    return table
+
+
+def _align(table: list[list[str]]) -> str:
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    return "\n".join(
+        " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
+    )

@@ -1,0 +1,275 @@
+"""The task graph of one training step: which tasks there are, who runs them, and what each waits for.
+
+A task is a piece of the step with one role (load, forward, backward, send, recv, sync, optimize). It runs
+together on all ranks of one mesh, once per micro-batch or once per step. An edge says that the target uses a
+result of the source, and how many such results may be alive at once.
+
+Invariant (checked by `verify`): names are unique, every edge joins two known tasks, the graph has no cycle,
+and no bounded buffer must hold more results than it has room for before its consumer may start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from distgraph.errors import GraphError
+
+__all__ = [
+    "KINDS",
+    "Edge",
+    "Task",
+    "TaskGraph",
+    "barriers",
+    "phases",
+    "pipeline",
+    "topological_order",
+    "verify",
+]
+
+KINDS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One role of the step on one mesh.
+
+    Args:
+        name: unique in its graph, for example "forward.s1".
+        kind: one of `KINDS`.
+        stage: position of the task's mesh in the pipeline, 0 = first.
+        ranks: ranks that run the task together (SPMD); meshes of two tasks may overlap in part.
+        per_micro: True: once per micro-batch. False: once per step, and then its micro-batch is always 0.
+    """
+
+    name: str
+    kind: str
+    stage: int
+    ranks: tuple[int, ...]
+    per_micro: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The target uses a result of the source.
+
+    Both per micro-batch: the same micro-batch. Per micro-batch to once: after the last micro-batch. Once to
+    per micro-batch: every micro-batch waits for it.
+
+    Args:
+        source: name of the task that produces.
+        target: name of the task that consumes.
+        buffers: how many results of the source may be alive at once; a result is alive from the start of the
+            source to the end of the target. None: no limit of its own, so that a policy may set one.
+    """
+
+    source: str
+    target: str
+    buffers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """Tasks and edges of one training step of `micro_batches` micro-batches: a DAG of any shape."""
+
+    tasks: tuple[Task, ...]
+    edges: tuple[Edge, ...]
+    micro_batches: int
+
+    def task(self, name: str) -> Task:
+        """The task of this name.
+
+        Raises:
+            GraphError: there is no such task.
+        """
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise GraphError(
+            f"task graph has no task {name!r}; it has {', '.join(task.name for task in self.tasks)}"
+        )
+
+    def instances(self, task: Task) -> int:
+        """How many times a task runs in one step."""
+        return self.micro_batches if task.per_micro else 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that run something, ascending."""
+        return tuple(sorted({rank for task in self.tasks for rank in task.ranks}))
+
+    @property
+    def stages(self) -> int:
+        """Number of positions in the pipeline."""
+        return 1 + max((task.stage for task in self.tasks), default=-1)
+
+
+def _as_networkx(graph: TaskGraph) -> nx.DiGraph[str]:
+    directed: nx.DiGraph[str] = nx.DiGraph()
+    directed.add_nodes_from(task.name for task in graph.tasks)
+    directed.add_edges_from((edge.source, edge.target) for edge in graph.edges)
+    return directed
+
+
+def topological_order(graph: TaskGraph) -> tuple[str, ...]:
+    """Names of the tasks, each after all it waits for; among equals in the order of `graph.tasks`."""
+    place = {task.name: index for index, task in enumerate(graph.tasks)}
+    return tuple(nx.lexicographical_topological_sort(_as_networkx(graph), key=place.__getitem__))
+
+
+def phases(graph: TaskGraph) -> dict[str, str]:
+    """The phase of each task: "before", "forward", "backward" or "after".
+
+    A per-micro-batch task is "backward" when it is a backward task or follows one (the send of a gradient
+    is), else "forward". A once-per-step task is "before" when some per-micro-batch task waits for it, else
+    "after". Nothing of phase forward ever waits for anything of phase backward, so a policy may put all of
+    one ahead of the other.
+    """
+    kinds = {task.name: task for task in graph.tasks}
+    directed = _as_networkx(graph)
+    follows: set[str] = set()
+    feeds_micro: set[str] = set()
+    order = topological_order(graph)
+    for name in order:
+        if kinds[name].kind == "backward" or any(source in follows for source in directed.predecessors(name)):
+            follows.add(name)
+    for name in reversed(order):
+        if any(kinds[target].per_micro or target in feeds_micro for target in directed.successors(name)):
+            feeds_micro.add(name)
+    result = {}
+    for task in graph.tasks:
+        if task.per_micro:
+            result[task.name] = "backward" if task.name in follows else "forward"
+        else:
+            result[task.name] = "before" if task.name in feeds_micro else "after"
+    return result
+
+
+def barriers(graph: TaskGraph) -> dict[str, frozenset[str]]:
+    """For each task, the once-per-step tasks before it that wait for micro-batches themselves.
+
+    Between two tasks with different barriers all micro-batches may pile up, so their buffers cannot be few.
+    """
+    kinds = {task.name: task for task in graph.tasks}
+    directed = _as_networkx(graph)
+    has_micro: set[str] = set()
+    result: dict[str, frozenset[str]] = {}
+    for name in topological_order(graph):
+        behind: frozenset[str] = frozenset()
+        for source in directed.predecessors(name):
+            behind |= result[source]
+            if kinds[source].per_micro or source in has_micro:
+                has_micro.add(name)
+            if not kinds[source].per_micro and source in has_micro:
+                behind |= {source}
+        result[name] = behind
+    return result
+
+
+def verify(graph: TaskGraph) -> None:
+    """Check that the graph can be run at all.
+
+    Raises:
+        GraphError: fewer than one micro-batch; a duplicated name or edge, an unknown kind, a task without
+            ranks or with a rank twice, an edge to an unknown task, a cycle (its tasks are named), a buffer
+            count below one, or a bounded edge whose consumer starts only after more results than it can hold.
+    """
+    if graph.micro_batches < 1:
+        raise GraphError(f"task graph has {graph.micro_batches} micro-batches; a step needs at least 1")
+    _verify_tasks(graph)
+    _verify_edges(graph)
+    directed = _as_networkx(graph)
+    if not nx.is_directed_acyclic_graph(directed):
+        cycle = [source for source, *_ in nx.find_cycle(directed)]
+        raise GraphError(
+            f"task graph has a cycle: {' -> '.join([*cycle, cycle[0]])}; remove one of these edges"
+        )
+    _verify_buffers(graph, directed)
+
+
+def _verify_tasks(graph: TaskGraph) -> None:
+    seen: set[str] = set()
+    for task in graph.tasks:
+        if task.name in seen:
+            raise GraphError(f"task {task.name!r} appears twice; names in a task graph are unique")
+        seen.add(task.name)
+        if task.kind not in KINDS:
+            raise GraphError(f"task {task.name!r} has kind {task.kind!r}, expected one of {', '.join(KINDS)}")
+        if not task.ranks or len(set(task.ranks)) != len(task.ranks):
+            raise GraphError(f"task {task.name!r} runs on ranks {task.ranks}; give at least one, each once")
+        if task.stage < 0:
+            raise GraphError(f"task {task.name!r} has stage {task.stage}; stages count from 0")
+
+
+def _verify_edges(graph: TaskGraph) -> None:
+    names = {task.name for task in graph.tasks}
+    seen: set[tuple[str, str]] = set()
+    for edge in graph.edges:
+        for end, name in (("source", edge.source), ("target", edge.target)):
+            if name not in names:
+                raise GraphError(
+                    f"edge {edge.source} -> {edge.target}: {end} {name!r} is no task of the graph"
+                )
+        if (edge.source, edge.target) in seen:
+            raise GraphError(f"edge {edge.source} -> {edge.target} appears twice; join them into one")
+        seen.add((edge.source, edge.target))
+        if edge.buffers is not None and edge.buffers < 1:
+            raise GraphError(
+                f"edge {edge.source} -> {edge.target} has {edge.buffers} buffers; it needs at least 1"
+            )
+
+
+def _verify_buffers(graph: TaskGraph, directed: nx.DiGraph[str]) -> None:
+    """A consumer that waits for all micro-batches, directly or behind a once-per-step task, needs room for
+    all."""
+    tasks = {task.name: task for task in graph.tasks}
+    behind = barriers(graph)
+    for edge in graph.edges:
+        if edge.buffers is None or edge.buffers >= graph.micro_batches or not tasks[edge.source].per_micro:
+            continue
+        between = set() if tasks[edge.target].per_micro else {edge.target}
+        if behind[edge.source] != behind[edge.target]:
+            between |= nx.descendants(directed, edge.source) & behind[edge.target]
+        if between:
+            raise GraphError(
+                f"edge {edge.source} -> {edge.target} has {edge.buffers} buffers but {min(between)} waits for "
+                f"all {graph.micro_batches} micro-batches first; give it {graph.micro_batches} buffers or no limit"
+            )
+
+
+def pipeline(
+    stages: Sequence[tuple[int, ...]], micro_batches: int, *, backward: bool = True, optimize: bool = True
+) -> TaskGraph:
+    """The classical linear pipeline: forward, backward and optimize on each stage.
+
+    Args:
+        stages: ranks of each stage, first to last; stages may differ in size.
+        micro_batches: micro-batches of one step, at least 1.
+        backward: False: inference, forward only.
+        optimize: False: leave the once-per-step update out.
+
+    Returns:
+        Tasks "forward.s0", "backward.s0", "optimize.s0", ... No edge has a buffer limit: that is the policy's
+        part.
+
+    Example:
+        >>> [task.name for task in pipeline([(0,), (1, 2)], 4).tasks][:3]
+        ['forward.s0', 'forward.s1', 'backward.s0']
+    """
+    count = len(stages)
+    tasks = [Task(f"forward.s{s}", "forward", s, tuple(ranks), True) for s, ranks in enumerate(stages)]
+    edges = [Edge(f"forward.s{s}", f"forward.s{s + 1}") for s in range(count - 1)]
+    if backward:
+        tasks += [Task(f"backward.s{s}", "backward", s, tuple(ranks), True) for s, ranks in enumerate(stages)]
+        edges += [Edge(f"forward.s{s}", f"backward.s{s}") for s in range(count)]
+        edges += [Edge(f"backward.s{s + 1}", f"backward.s{s}") for s in range(count - 1)]
+    if backward and optimize:
+        tasks += [
+            Task(f"optimize.s{s}", "optimize", s, tuple(ranks), False) for s, ranks in enumerate(stages)
+        ]
+        edges += [Edge(f"backward.s{s}", f"optimize.s{s}") for s in range(count)]
+    graph = TaskGraph(tuple(tasks), tuple(edges), micro_batches)
+    verify(graph)
+    return graph
