@@ -1,0 +1,431 @@
+"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip. Splits pass through wherever blocks nest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.graph import Op, Value
+from distgraph.ops.linear import as_tensors, reshape_to
+from distgraph.ops.registry import Attrs, GradientContext, Groups, Local, Shape, Shapes, define
+from distgraph.rule import Rule, Term, make_rule
+from distgraph.tensor import Tensor, emit_one
+
+Grads = Sequence[Tensor | None]
+
+
+def _nothing(op: Op, rule: Rule) -> int:
+    return 0
+
+
+def _local_result(attrs: Attrs, local: Local) -> Attrs:
+    return {**attrs, "shape": local.result_shapes[0]}
+
+
+def _letters(shape: Shape) -> tuple[Term, dict[str, int]]:
+    return tuple((f"i{d}",) for d in range(len(shape))), {f"i{d}": n for d, n in enumerate(shape)}
+
+
+# reshape
+
+
+@lru_cache(maxsize=65536)
+def reshape_rule(before: Shape, after: Shape) -> Rule:
+    """Common indices of two shapes of equal size, found from the major side.
+
+    The greatest common divisor of the lengths still open on both sides is an index of both. Where it is 1 the shapes
+    share nothing up to the next dim at which their products meet again: those parts stay whole.
+
+    Example:
+        >>> rule = reshape_rule((8, 6), (2, 4, 6))
+        >>> rule.operands, rule.results
+        (((('i0', 'i1'), ('i2',)),), ((('i0',), ('i1',), ('i2',)),))
+    """
+    left: list[list[str]] = [[] for _ in before]
+    right: list[list[str]] = [[] for _ in after]
+    sizes: dict[str, int] = {}
+    if math.prod(before):
+        _factor(before, after, left, right, sizes)
+    operand = tuple(tuple(dim) for dim in left)
+    result = tuple(tuple(dim) for dim in right)
+    whole = {index for index in sizes if index.startswith("w")}
+    return make_rule("reshape", (operand,), (result,), sizes, whole)
+
+
+def _factor(
+    before: Shape, after: Shape, left: list[list[str]], right: list[list[str]], sizes: dict[str, int]
+) -> None:
+    i = j = 0
+    open_left, open_right = (before[0] if before else 1), (after[0] if after else 1)
+    while i < len(before) or j < len(after):
+        if i < len(before) and open_left == 1:
+            i += 1
+            open_left = before[i] if i < len(before) else 1
+            continue
+        if j < len(after) and open_right == 1:
+            j += 1
+            open_right = after[j] if j < len(after) else 1
+            continue
+        common = math.gcd(open_left, open_right)
+        if common > 1:
+            name = f"i{len(sizes)}"
+            sizes[name] = common
+            left[i].append(name)
+            right[j].append(name)
+            open_left, open_right = open_left // common, open_right // common
+            continue
+        # coprime rests: whole up to where the products meet
+        product_left, product_right = open_left, open_right
+        _whole(left[i], open_left, sizes)
+        _whole(right[j], open_right, sizes)
+        while product_left != product_right:
+            if product_left < product_right:
+                i += 1
+                product_left *= before[i]
+                _whole(left[i], before[i], sizes)
+            else:
+                j += 1
+                product_right *= after[j]
+                _whole(right[j], after[j], sizes)
+        open_left = open_right = 1
+
+
+def _whole(dim: list[str], size: int, sizes: dict[str, int]) -> None:
+    name = f"w{len(sizes)}"
+    sizes[name] = size
+    dim.append(name)
+
+
+def _reshape_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    return reshape_rule(shapes[0], tuple(attrs["shape"]))
+
+
+def _infer_reshape(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    shape = tuple(attrs["shape"])
+    if math.prod(shape) != operands[0].size:
+        raise GraphError(f"{operands[0].type} has {operands[0].size} elements but shape {shape} {math.prod(shape)}")
+    return [(shape, operands[0].dtype)]
+
+
+def _reshape_kernel(xp: Any, x: Any, out: Any = None, *, shape: Shape) -> Any:
+    return x.reshape(shape)
+
+
+define(
+    "reshape",
+    _reshape_rule,
+    _reshape_kernel,
+    infer=_infer_reshape,
+    gradient=lambda c: [emit_one("reshape", c.grad, shape=c.operands[0].shape)],
+    flops=_nothing,
+    linear=((0,),),
+    localize=_local_result,
+    view=True,
+)
+
+
+# transpose, broadcast
+
+
+def _transpose_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    term, sizes = _letters(shapes[0])
+    return make_rule("transpose", (term,), (tuple(term[d] for d in attrs["order"]),), sizes)
+
+
+def _infer_transpose(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    order, shape = attrs["order"], operands[0].shape
+    if sorted(order) != list(range(len(shape))):
+        raise GraphError(f"order {tuple(order)} is no permutation of the {len(shape)} dims of {operands[0].type}")
+    return [(tuple(shape[d] for d in order), operands[0].dtype)]
+
+
+def _transpose_kernel(xp: Any, x: Any, out: Any = None, *, order: tuple[int, ...]) -> Any:
+    return x.transpose(order)
+
+
+def _transpose_gradient(c: GradientContext) -> Grads:
+    return [emit_one("transpose", c.grad, order=tuple(int(d) for d in np.argsort(c.attrs["order"])))]
+
+
+define(
+    "transpose",
+    _transpose_rule,
+    _transpose_kernel,
+    infer=_infer_transpose,
+    gradient=_transpose_gradient,
+    flops=_nothing,
+    linear=((0,),),
+    view=True,
+)
+
+
+def _broadcast_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    own, shape = shapes[0], tuple(attrs["shape"])
+    term, sizes = _letters(shape)
+    skip = len(shape) - len(own)
+    operand = tuple(term[skip + d] if n == shape[skip + d] else () for d, n in enumerate(own))
+    return make_rule("broadcast_to", (operand,), (term,), sizes)
+
+
+def _infer_broadcast(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    own, shape = operands[0].shape, tuple(attrs["shape"])
+    tail = shape[len(shape) - len(own) :]
+    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own, tail, strict=True)):
+        raise GraphError(f"{operands[0].type} does not broadcast to shape {shape}")
+    return [(shape, operands[0].dtype)]
+
+
+def _broadcast_kernel(xp: Any, x: Any, out: Any = None, *, shape: Shape) -> Any:
+    return xp.broadcast_to(x, shape)
+
+
+def _broadcast_gradient(c: GradientContext) -> Grads:
+    x, shape = c.operands[0], c.grad.shape
+    skip = len(shape) - x.ndim
+    dims = tuple(d for d, n in enumerate(shape) if d < skip or (x.shape[d - skip] == 1 and n != 1))
+    summed = emit_one("reduce_sum", c.grad, dims=dims, keepdims=False) if dims else c.grad
+    return [reshape_to(summed, x.shape)]
+
+
+define(
+    "broadcast_to",
+    _broadcast_rule,
+    _broadcast_kernel,
+    infer=_infer_broadcast,
+    gradient=_broadcast_gradient,
+    flops=_nothing,
+    linear=((0,),),
+    localize=_local_result,
+    view=True,
+)
+
+
+# slice, pad
+
+
+def _cut(shape: Shape, attrs: Attrs) -> tuple[bool, ...]:
+    """Per dim whether the slice leaves anything out."""
+    parts = zip(attrs["starts"], attrs["stops"], attrs["strides"], shape, strict=True)
+    return tuple((start, stop, stride) != (0, n, 1) for start, stop, stride, n in parts)
+
+
+def _slice_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    term, sizes = _letters(shapes[0])
+    kept = tuple(() if cut else dim for cut, dim in zip(_cut(shapes[0], attrs), term, strict=True))
+    return make_rule("slice", (kept,), (kept,), sizes)
+
+
+def _infer_slice(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    lengths = []
+    for d, n in enumerate(operands[0].shape):
+        start, stop, stride = attrs["starts"][d], attrs["stops"][d], attrs["strides"][d]
+        if not 0 <= start <= stop <= n or stride < 1:
+            raise GraphError(f"slice {start}:{stop}:{stride} does not fit dim {d} of {operands[0].type}")
+        lengths.append(-(-(stop - start) // stride))
+    return [(tuple(lengths), operands[0].dtype)]
+
+
+def _slice_kernel(
+    xp: Any, x: Any, out: Any = None, *, starts: Shape, stops: Shape, strides: Shape
+) -> Any:
+    return x[tuple(map(slice, starts, stops, strides))]
+
+
+def _slice_gradient(c: GradientContext) -> Grads:
+    shape, starts, strides = c.operands[0].shape, c.attrs["starts"], c.attrs["strides"]
+    covered = [start + (n - 1) * s + 1 if n else start for start, n, s in zip(starts, c.grad.shape, strides, strict=True)]
+    high = tuple(n - end for n, end in zip(shape, covered, strict=True))
+    interior = tuple(s - 1 for s in strides)
+    return [emit_one("pad", c.grad, low=tuple(starts), high=high, interior=interior, value=0)]
+
+
+def _localize_slice(attrs: Attrs, local: Local) -> Attrs:
+    cut = _cut(local.op.operands[0].shape, attrs)
+    own = local.operand_shapes[0]
+    stops = tuple(stop if c else n for c, stop, n in zip(cut, attrs["stops"], own, strict=True))
+    return {**attrs, "stops": stops}
+
+
+define(
+    "slice",
+    _slice_rule,
+    _slice_kernel,
+    infer=_infer_slice,
+    gradient=_slice_gradient,
+    flops=_nothing,
+    linear=((0,),),
+    localize=_localize_slice,
+    view=True,
+)
+
+
+def _pad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    term, sizes = _letters(shapes[0])
+    parts = zip(attrs["low"], attrs["high"], attrs["interior"], strict=True)
+    kept = tuple(() if any(p) else dim for p, dim in zip(parts, term, strict=True))
+    return make_rule("pad", (kept,), (kept,), sizes)
+
+
+def _infer_pad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    low, high, interior, shape = attrs["low"], attrs["high"], attrs["interior"], operands[0].shape
+    if not len(low) == len(high) == len(interior) == len(shape):
+        raise GraphError(f"pad of {operands[0].type} needs low, high and interior for {len(shape)} dims each")
+    if min((*low, *high, *interior), default=0) < 0:
+        raise GraphError(f"pad of {operands[0].type} by low {low}, high {high}, interior {interior} is negative")
+    lengths = (a + n + max(n - 1, 0) * i + b for a, n, i, b in zip(low, shape, interior, high, strict=True))
+    return [(tuple(lengths), operands[0].dtype)]
+
+
+def _pad_kernel(
+    xp: Any, x: Any, out: Any = None, *, low: Shape, high: Shape, interior: Shape, value: float
+) -> Any:
+    lengths = [a + n + max(n - 1, 0) * i + b for a, n, i, b in zip(low, x.shape, interior, high, strict=True)]
+    result = xp.empty(lengths, x.dtype) if out is None else out
+    result[...] = value
+    where = tuple(slice(a, a + n * (i + 1) - i if n else a, i + 1) for a, n, i in zip(low, x.shape, interior, strict=True))
+    result[where] = x
+    return result
+
+
+def _pad_gradient(c: GradientContext) -> Grads:
+    low, high, interior = c.attrs["low"], c.attrs["high"], c.attrs["interior"]
+    stops = tuple(n - b for n, b in zip(c.grad.shape, high, strict=True))
+    return [emit_one("slice", c.grad, starts=tuple(low), stops=stops, strides=tuple(i + 1 for i in interior))]
+
+
+def _linear_pad(count: int, attrs: Attrs) -> Groups:
+    return ((0,),) if attrs["value"] == 0 else ()
+
+
+define(
+    "pad",
+    _pad_rule,
+    _pad_kernel,
+    infer=_infer_pad,
+    gradient=_pad_gradient,
+    flops=_nothing,
+    linear=_linear_pad,
+)
+
+
+# concat, flip
+
+
+def _concat_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    term, sizes = _letters(shapes[0])
+    kept = tuple(() if d == attrs["dim"] else dim for d, dim in enumerate(term))
+    return make_rule("concat", (kept,) * len(shapes), (kept,), sizes)
+
+
+def _infer_concat(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    dim, first = attrs["dim"], operands[0]
+    for value in operands[1:]:
+        if value.dtype != first.dtype:
+            raise GraphError(f"{first.type} and {value.type} have two dtypes; cast one of them with .astype")
+        others = (first.shape[:dim] + first.shape[dim + 1 :], value.shape[:dim] + value.shape[dim + 1 :])
+        if len(value.shape) != len(first.shape) or others[0] != others[1]:
+            raise GraphError(f"{first.type} and {value.type} differ in a dim other than {dim}, along which they join")
+    total = sum(value.shape[dim] for value in operands)
+    return [((*first.shape[:dim], total, *first.shape[dim + 1 :]), first.dtype)]
+
+
+def _concat_kernel(xp: Any, *arrays: Any, out: Any = None, dim: int) -> Any:
+    return xp.concatenate(arrays, axis=dim, out=out)
+
+
+def _concat_gradient(c: GradientContext) -> Grads:
+    dim, start, grads = c.attrs["dim"], 0, []
+    for x in c.operands:
+        starts = tuple(start if d == dim else 0 for d in range(x.ndim))
+        stops = tuple(start + x.shape[dim] if d == dim else n for d, n in enumerate(x.shape))
+        grads.append(emit_one("slice", c.grad, starts=starts, stops=stops, strides=(1,) * x.ndim))
+        start += x.shape[dim]
+    return grads
+
+
+define(
+    "concat",
+    _concat_rule,
+    _concat_kernel,
+    infer=_infer_concat,
+    gradient=_concat_gradient,
+    flops=_nothing,
+    linear=lambda count, attrs: (tuple(range(count)),),
+)
+
+
+def _flip_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    term, sizes = _letters(shapes[0])
+    return make_rule("flip", (term,), (term,), sizes, whole={f"i{d}" for d in attrs["dims"]})
+
+
+def _flip_kernel(xp: Any, x: Any, out: Any = None, *, dims: tuple[int, ...]) -> Any:
+    return xp.flip(x, dims)
+
+
+define(
+    "flip",
+    _flip_rule,
+    _flip_kernel,
+    gradient=lambda c: [emit_one("flip", c.grad, dims=c.attrs["dims"])],
+    flops=_nothing,
+    linear=((0,),),
+    view=True,
+)
+
+
+# public functions of the ops above; composed ones are in distgraph.ops.compose
+
+
+def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
+    """Same elements in row-major order; one length may be -1. Raises GraphError when the sizes differ."""
+    (tensor,) = as_tensors(x)
+    wanted = [int(n) for n in ((shape,) if isinstance(shape, (int, np.integer)) else shape)]
+    if wanted.count(-1) > 1:
+        raise GraphError(f"shape {tuple(wanted)} leaves two lengths open; give one of them")
+    if -1 in wanted:
+        known = -math.prod(wanted)
+        if known == 0 or tensor.size % known:
+            raise GraphError(f"{tensor.value.type} has {tensor.size} elements, no multiple of {known} ({tuple(wanted)})")
+        wanted[wanted.index(-1)] = tensor.size // known
+    return reshape_to(tensor, tuple(wanted))
+
+
+def transpose(x: Any, order: Sequence[int] | None = None) -> Tensor:
+    """Dims in another order; reversed by default."""
+    (tensor,) = as_tensors(x)
+    dims = tuple(reversed(range(tensor.ndim))) if order is None else tuple(int(d) for d in order)
+    if any(not -tensor.ndim <= d < tensor.ndim for d in dims):
+        raise GraphError(f"order {dims} is out of range for {tensor.value.type}")
+    dims = tuple(d % tensor.ndim for d in dims)
+    return tensor if dims == tuple(range(tensor.ndim)) else emit_one("transpose", tensor, order=dims)
+
+
+def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
+    """Repeated along dims of length 1 and new leading dims."""
+    (tensor,) = as_tensors(x)
+    wanted = tuple(int(n) for n in shape)
+    return tensor if tensor.shape == wanted else emit_one("broadcast_to", tensor, shape=wanted)
+
+
+def pad(x: Any, low: Sequence[int], high: Sequence[int], value: float = 0) -> Tensor:
+    """`low` elements of `value` before and `high` after each dim."""
+    (tensor,) = as_tensors(x)
+    sides = tuple(int(n) for n in low), tuple(int(n) for n in high)
+    return emit_one("pad", tensor, low=sides[0], high=sides[1], interior=(0,) * tensor.ndim, value=value)
+
+
+def concat(tensors: Sequence[Any], axis: int = 0) -> Tensor:
+    """Tensors joined along a dim. Raises GraphError for none, two dtypes, or lengths that differ elsewhere."""
+    found = as_tensors(*tensors)
+    if not found:
+        raise GraphError("concat of no tensors; give at least one")
+    ndim = found[0].ndim
+    if not -ndim <= axis < ndim:
+        raise GraphError(f"axis {axis} is out of range for {found[0].value.type}")
+    return found[0] if len(found) == 1 else emit_one("concat", *found, dim=axis % ndim)
