@@ -319,8 +319,8 @@ def _one_f_one_b_room(source: Task, target: Task, stages: int, turns: bool) -> i
         return 1 + max(1, abs(target.stage - source.stage))
     if source.stage != target.stage:  # follows from the bounds of the stages on the way
         return None
-    # what 1F1B is about: as many micro-batches between a forward and its own backward as there are stages from
-    # here to the end. What a forward reads and its backward reads again (recv, load) may be one ahead of it.
+    # what 1F1B is about: as many micro-batches between a forward and its own backward as there are stages
+    # from here to the end. What a forward reads and its backward reads again (recv, load) may be one ahead.
     return stages - source.stage + (source.kind != "forward")
 
 

@@ -251,8 +251,8 @@ def check(
     """
     if planned.micro_batches != graph.micro_batches:
         raise GraphError(
-            f"schedule has m={planned.micro_batches} but the task graph has {graph.micro_batches} micro-batches; "
-            "make the schedule anew"
+            f"schedule has m={planned.micro_batches} but the task graph has {graph.micro_batches} "
+            "micro-batches; make the schedule anew"
         )
     if planned.ranks != graph.ranks:
         raise GraphError(

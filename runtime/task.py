@@ -222,8 +222,7 @@ def _verify_edges(graph: TaskGraph) -> None:
 
 
 def _verify_buffers(graph: TaskGraph, directed: nx.DiGraph[str]) -> None:
-    """A consumer that waits for all micro-batches, directly or behind a once-per-step task, needs room for
-    all."""
+    """A consumer that waits for all micro-batches, itself or behind a barrier, needs room for all."""
     tasks = {task.name: task for task in graph.tasks}
     behind = barriers(graph)
     for edge in graph.edges:
@@ -233,9 +232,10 @@ def _verify_buffers(graph: TaskGraph, directed: nx.DiGraph[str]) -> None:
         if behind[edge.source] != behind[edge.target]:
             between |= nx.descendants(directed, edge.source) & behind[edge.target]
         if between:
+            count = graph.micro_batches
             raise GraphError(
-                f"edge {edge.source} -> {edge.target} has {edge.buffers} buffers but {min(between)} waits for "
-                f"all {graph.micro_batches} micro-batches first; give it {graph.micro_batches} buffers or no limit"
+                f"edge {edge.source} -> {edge.target} has {edge.buffers} buffers but {min(between)} waits "
+                f"for all {count} micro-batches first; give it {count} buffers or no limit"
             )
 
 
