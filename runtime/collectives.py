@@ -316,7 +316,7 @@ def broadcast(transport: Transport, x: Array, root: int, group: Group, out: Arra
 
 def _empty(like: Array, shape: int | Sequence[int]) -> Array:
     """Uninitialised array of the library and dtype of `like`."""
-    library: Any = np if isinstance(like, np.ndarray) else sys.modules["cupy"]
+    library: Any = np if isinstance(like, np.ndarray | np.generic) else sys.modules["cupy"]
     return library.empty(shape, like.dtype)
 
 
