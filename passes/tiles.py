@@ -1,0 +1,196 @@
+"""Tiles: which rank sends which piece of a tensor to which rank, from one layout to another.
+
+*In:* a shape and two layouts, on one mesh or on two. *Out:* a tuple of `Tile`, a piece that one rank hands to
+another. *Invariant:* the tiles of one target rank cover its block exactly once; a rank that holds a piece already
+is its own source, and only then are source and target rank equal.
+
+    [x, _] -> [_, x] on x=2, shape (4, 4): 0->0 [0:2, 0:2]; 1->0 [2:4, 0:2]; 0->1 [0:2, 2:4]; 1->1 [2:4, 2:4]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from distgraph.errors import ShardingError
+from distgraph.mesh import ProcessMesh
+from distgraph.spec import ShardSpec
+
+Bounds = tuple[tuple[int, int], ...]
+MachineOf = Callable[[int], Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A piece of a tensor, `bounds` (start, stop) a dim in global positions, that a rank hands to another."""
+
+    source_rank: int
+    target_rank: int
+    bounds: Bounds
+
+    @property
+    def local(self) -> bool:
+        """True when nothing is sent: the rank copies the piece from its own block."""
+        return self.source_rank == self.target_rank
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return volume(self.bounds)
+
+    def __str__(self) -> str:
+        body = ", ".join(f"{start}:{stop}" for start, stop in self.bounds)
+        return f"{self.source_rank}->{self.target_rank} [{body}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A piece that a target rank needs, and the ranks that hold it."""
+
+    target_rank: int
+    bounds: Bounds
+    holders: tuple[int, ...]
+
+
+def volume(bounds: Bounds) -> int:
+    """Number of elements between bounds (1 for a scalar)."""
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def exchange_tiles(
+    shape: Sequence[int], mesh: ProcessMesh, source_spec: ShardSpec, target_spec: ShardSpec
+) -> tuple[Tile, ...]:
+    """The tiles of a `permute`: from one layout to another on the same mesh.
+
+    Pending reductions stay: a piece comes from a rank with the same coordinates on the partial axes.
+
+    Raises:
+        ShardingError: a spec does not fit the shape or mesh, or the two have other pending reductions.
+
+    Example:
+        >>> mesh = ProcessMesh.grid(x=2, y=2)
+        >>> tiles = exchange_tiles((4,), mesh, ShardSpec.parse("[x]"), ShardSpec.parse("[y]"))
+        >>> [str(tile) for tile in tiles if not tile.local]
+        ['2->1 [2:4]', '0->2 [0:2]']
+    """
+    source_spec.check(shape, mesh, "source of a permute")
+    target_spec.check(shape, mesh, "target of a permute")
+    if source_spec.partial != target_spec.partial:
+        raise ShardingError(
+            f"permute from {source_spec} to {target_spec} changes what is partial; reduce or mask in its own step"
+        )
+    return assign(needs(tuple(shape), mesh, source_spec, mesh, target_spec))
+
+
+def needs(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    spec: ShardSpec,
+    target_mesh: ProcessMesh,
+    target_spec: ShardSpec,
+) -> list[Need]:
+    """Every intersection of a target rank's block with a source block; empty ones are left out."""
+    holders = _holders(mesh, spec)
+    blocks = [-(-size // mesh.count(axes)) for size, axes in zip(shape, spec.dims, strict=True)]
+    found: list[Need] = []
+    for rank in target_mesh.members:
+        bounds = target_spec.bounds(shape, target_mesh, rank)
+        if volume(bounds) == 0:
+            continue
+        pending = tuple(target_mesh.index(rank, (axis,)) for axis, _ in target_spec.partial)
+        ranges = [
+            range(start // block, (stop - 1) // block + 1)
+            for (start, stop), block in zip(bounds, blocks, strict=True)
+        ]
+        for at in itertools.product(*ranges):
+            piece = tuple(
+                (max(start, i * block), min(stop, (i + 1) * block))
+                for (start, stop), i, block in zip(bounds, at, blocks, strict=True)
+            )
+            found.append(Need(rank, piece, holders[at + pending]))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Block number on every dim and coordinate on every partial axis -> the ranks that hold that block."""
+    keys = (*spec.dims, *((axis,) for axis, _ in spec.partial))
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in mesh.members:
+        found[tuple(mesh.index(rank, axes) for axes in keys)].append(rank)
+    return {key: tuple(ranks) for key, ranks in found.items()}
+
+
+def assign(wanted: Iterable[Need], machine_of: MachineOf | None = None) -> tuple[Tile, ...]:
+    """A sender for every need: the rank itself, else one on its machine, else the least loaded machine and rank.
+
+    Longest first; then pieces move from the most loaded rank to another holder on the same machine while that
+    lowers the most that a rank sends. A local optimum of the min-max load, exact where pieces are of one size and
+    every holder holds them all.
+
+    Args:
+        wanted: pieces and their holders.
+        machine_of: rank -> machine; all ranks on one machine without it.
+    """
+    where = machine_of or (lambda rank: None)
+    todo = list(wanted)
+    sender: dict[int, int] = {}
+    choices: dict[int, list[int]] = {}
+    sent: dict[int, int] = defaultdict(int)
+    out: dict[Hashable, int] = defaultdict(int)
+    for i in sorted(range(len(todo)), key=lambda i: -volume(todo[i].bounds)):
+        need, size = todo[i], volume(todo[i].bounds)
+        if need.target_rank in need.holders:
+            sender[i] = need.target_rank
+            continue
+        home = where(need.target_rank)
+        near = [rank for rank in need.holders if where(rank) == home]
+        ranks = near or need.holders
+        if len(ranks) > 1:
+            choices[i] = list(ranks)
+        best = min(ranks, key=lambda rank: (0 if near else out[where(rank)], sent[rank]))
+        sender[i] = best
+        sent[best] += size
+        if not near:
+            out[where(best)] += size
+    _even_out(todo, choices, sender, sent, where)
+    return tuple(Tile(sender[i], need.target_rank, need.bounds) for i, need in enumerate(todo))
+
+
+def _even_out(
+    todo: list[Need],
+    choices: dict[int, list[int]],
+    sender: dict[int, int],
+    sent: dict[int, int],
+    where: MachineOf,
+) -> None:
+    """Lower the largest load by moving one piece at a time between ranks of one machine."""
+    for _ in range(len(choices)):
+        worst = max(sent, key=lambda rank: sent[rank])
+        moves = [
+            (max(sent[worst] - volume(todo[i].bounds), sent[other] + volume(todo[i].bounds)), i, other)
+            for i, others in choices.items()
+            if sender[i] == worst
+            for other in others
+            if other != worst and where(other) == where(worst)
+        ]
+        if not moves or min(moves)[0] >= sent[worst]:
+            return
+        _, i, other = min(moves)
+        size = volume(todo[i].bounds)
+        sent[worst] -= size
+        sent[other] += size
+        sender[i] = other
+
+
+def link_bytes(tiles: Iterable[Tile], itemsize: int) -> dict[tuple[int, int], int]:
+    """(source rank, target rank) -> bytes sent; local copies are not in it."""
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for tile in tiles:
+        if not tile.local:
+            found[tile.source_rank, tile.target_rank] += tile.volume * itemsize
+    return dict(found)

@@ -1,0 +1,233 @@
+"""Transfer: from a layout on one mesh to a layout on another, each element sent as seldom as can be.
+
+*In:* shape, item size, source and target `DistAttr`; sizes, shapes and ranks of the meshes may differ or overlap.
+*Out:* a `Transfer`: steps on the source mesh, tiles from rank to rank, steps on the target mesh.
+*Invariant:* the tiles of a rank cover its landing block once; no tile carries a value that is still partial.
+
+    [x, _] on x=4 (machine A)  ->  [_, _] on h=2, d=4 (machines B, C)
+    tiles    each of the 8 ranks gets another eighth: landing [h*d, _]
+    after    all_gather(h, d) dim 0: [h*d, _] -> [_, _]
+
+Replicas at the far side would get the same bytes over the same slow links. So the tensor lands spread over the
+axes of the target mesh that replicate it, and an all_gather inside that mesh fills the rest. Which spread: the one
+with the fewest bytes between machines, then the lowest price. Lower bounds and the all_gather: Zhuang et al.,
+"On Optimizing the Communication of Model Parallelism", MLSys 2023, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.redistribute import (
+    Dims,
+    Price,
+    Step,
+    redistribute,
+    redistribute_cost,
+    selections,
+    wire_price,
+)
+from distgraph.passes.tiles import (
+    MachineOf,
+    Tile,
+    assign,
+    exchange_tiles,
+    link_bytes,
+    needs,
+    volume,
+)
+from distgraph.spec import DistAttr, ShardSpec
+
+__all__ = ["Tile", "Transfer", "exchange_tiles", "link_bytes", "transfer", "transfer_cost", "translate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How a value goes from mesh to mesh.
+
+    Args:
+        before: steps on the source mesh; they finish pending reductions.
+        source: layout after them, from which the tiles are cut.
+        tiles: who sends what to whom. Where source and target rank are the same it is a local copy.
+        landing: layout on the target mesh once the tiles are there.
+        after: steps on the target mesh, from the landing to the layout that was asked for.
+    """
+
+    before: tuple[Step, ...]
+    source: DistAttr
+    tiles: tuple[Tile, ...]
+    landing: DistAttr
+    after: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        lines = [f"before  {step}" for step in self.before]
+        sent = [str(tile) for tile in self.tiles if not tile.local]
+        lines.append(f"tiles   {self.source} -> {self.landing}: {'; '.join(sent) or 'local copies only'}")
+        return "\n".join(lines + [f"after   {step}" for step in self.after])
+
+
+def transfer(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    *,
+    machine_of: MachineOf | None = None,
+    price: Price = wire_price,
+) -> Transfer:
+    """The cheapest transfer: fewest bytes between machines first, then the lowest price of all its parts.
+
+    A rank in both meshes takes from itself what it has, then from its own machine, then from the holder that has
+    least to send. Each element goes to a target machine once.
+
+    Args:
+        shape: global shape.
+        itemsize: bytes of an element.
+        source: mesh and layout now.
+        target: mesh and layout wanted.
+        machine_of: rank -> machine. Without it all links count alike, and what enters the target mesh from ranks
+            outside it is kept lowest.
+        price: as for `redistribute`; the tiles are priced as a permute of what the busiest rank sends or receives.
+
+    Raises:
+        ShardingError: a spec does not fit the shape or its mesh.
+
+    Example:
+        >>> a, b = ProcessMesh.grid(x=2), ProcessMesh.grid(2, y=2)
+        >>> spec = ShardSpec.parse
+        >>> print(transfer((4, 4), 4, DistAttr(a, spec("[x, _]")), DistAttr(b, spec("[_, _]"))))
+        tiles   [x, _] on mesh(x=2) -> [y, _] on mesh(y=2; 2..3): 0->2 [0:2, 0:4]; 1->3 [2:4, 0:4]
+        after   all_gather(y) dim 0: [y, _] -> [_, _]
+    """
+    return _plan(tuple(shape), itemsize, source, target, machine_of, price)[1]
+
+
+def transfer_cost(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    *,
+    machine_of: MachineOf | None = None,
+    price: Price = wire_price,
+) -> float:
+    """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
+    return _plan(tuple(shape), itemsize, source, target, machine_of, price)[0]
+
+
+def translate(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
+    """The same layout on another mesh, by axis name; axes it lacks no longer split, nothing stays partial.
+
+    Example:
+        >>> translate(ShardSpec.parse("[dp*tp, _] partial(sp)"), ProcessMesh.grid(2, dp=3, sp=2))
+        [dp, _]
+    """
+    return ShardSpec(tuple(tuple(axis for axis in dim if axis in mesh.sizes) for dim in spec.dims))
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+    price: Price,
+) -> tuple[float, Transfer]:
+    source.spec.check(shape, source.mesh, "source of a transfer")
+    target.spec.check(shape, target.mesh, "target of a transfer")
+    if source.mesh == target.mesh:
+        return _stay(shape, itemsize, source, target, price)
+    best: tuple[tuple[int, float], Transfer] | None = None
+    for start in _finished(source):
+        before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start, price)
+        for landing in _landings(target):
+            tiles = assign(needs(shape, source.mesh, start, target.mesh, landing), machine_of)
+            after = redistribute_cost(shape, itemsize, target.mesh, landing, target.spec, price)
+            busiest = itemsize * _busiest(tiles)
+            ranks = len({*source.mesh.members, *target.mesh.members})
+            hop = price("permute", float(busiest), ranks, target.mesh, target.mesh.axes) if busiest else 0.0
+            cost = (_crossing(shape, tiles, landing, target, machine_of), before + hop + after)
+            if best is None or cost < best[0]:
+                plan = Transfer((), DistAttr(source.mesh, start), tiles, DistAttr(target.mesh, landing), ())
+                best = cost, plan
+    assert best is not None  # both loops have at least one turn
+    (_, total), plan = best
+    return total, Transfer(
+        redistribute(shape, itemsize, source.mesh, source.spec, plan.source.spec, price),
+        plan.source,
+        plan.tiles,
+        plan.landing,
+        redistribute(shape, itemsize, target.mesh, plan.landing.spec, target.spec, price),
+    )
+
+
+def _stay(
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
+) -> tuple[float, Transfer]:
+    """On one and the same mesh: a redistribution, and tiles that copy every block to itself."""
+    cost = redistribute_cost(shape, itemsize, source.mesh, source.spec, target.spec, price)
+    steps = redistribute(shape, itemsize, source.mesh, source.spec, target.spec, price)
+    tiles = exchange_tiles(shape, source.mesh, target.spec, target.spec)
+    return cost, Transfer(steps, target, tiles, target, ())
+
+
+def _finished(source: DistAttr) -> Iterator[ShardSpec]:
+    """Layouts without pending reductions: reduced in place, or scattered so that more ranks send less each."""
+    pending = tuple(axis for axis, _ in source.spec.partial)
+    return (ShardSpec(dims) for dims in _spreads(source.spec.dims, pending))
+
+
+def _landings(target: DistAttr) -> Iterator[ShardSpec]:
+    """The layout wanted, and finer ones that one dim splits over axes that would hold replicas."""
+    mesh, dims = target.mesh, target.spec.dims
+    idle = tuple(a for a in mesh.axes if mesh.axis_size(a) > 1 and not any(a in dim for dim in dims))
+    return (ShardSpec(finer) for finer in _spreads(dims, idle))
+
+
+def _spreads(dims: Dims, axes: tuple[str, ...]) -> Iterator[Dims]:
+    yield dims
+    for dim, others in enumerate(dims):
+        for more in selections(axes):
+            yield (*dims[:dim], others + more, *dims[dim + 1 :])
+
+
+def _busiest(tiles: Iterable[Tile]) -> int:
+    """Most elements that one rank sends or receives."""
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    for tile in tiles:
+        if not tile.local:
+            sent[tile.source_rank] += tile.volume
+            received[tile.target_rank] += tile.volume
+    return max((*sent.values(), *received.values()), default=0)
+
+
+def _crossing(
+    shape: tuple[int, ...],
+    tiles: Iterable[Tile],
+    landing: ShardSpec,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+) -> int:
+    """Elements sent between machines, by the tiles and by what fills the replicas; or into the target mesh."""
+    if machine_of is None:
+        return sum(tile.volume for tile in tiles if tile.source_rank not in target.mesh)
+    total = sum(t.volume for t in tiles if machine_of(t.source_rank) != machine_of(t.target_rank))
+    filled = {axis for dim in landing.dims for axis in dim} - {a for dim in target.spec.dims for a in dim}
+    fetched = {
+        (machine_of(need.target_rank), _elsewhere(target.mesh, need.target_rank, filled), need.bounds)
+        for need in needs(shape, target.mesh, landing, target.mesh, target.spec.without_partial())
+        if machine_of(need.target_rank) not in {machine_of(rank) for rank in need.holders}
+    }
+    return total + sum(volume(bounds) for _, _, bounds in fetched)
+
+
+def _elsewhere(mesh: ProcessMesh, rank: int, filled: set[str]) -> tuple[int, ...]:
+    """Coordinates of the group that gathers: groups do not know that others fetch the same."""
+    at = mesh.coordinates(rank)
+    return tuple(at[i] for i, axis in enumerate(mesh.axes) if axis not in filled)
