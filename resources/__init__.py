@@ -1,0 +1,37 @@
+"""The resource graph: clusters, resource files, the cost of collectives, rank mapping."""
+
+from distgraph.resources.cluster import (
+    Cluster,
+    Device,
+    DeviceMesh,
+    Link,
+    Machine,
+    MeasuredTable,
+    Network,
+    Switch,
+)
+from distgraph.resources.collective import CollectiveCost, Estimate, wire_bytes
+from distgraph.resources.load import load_cluster, local_cluster, shipped_clusters
+from distgraph.resources.mapping import RankMapping, Requirement, map_ranks
+from distgraph.resources.paddle import load_paddle
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "DeviceMesh",
+    "Link",
+    "Machine",
+    "MeasuredTable",
+    "Network",
+    "Switch",
+    "load_cluster",
+    "load_paddle",
+    "local_cluster",
+    "shipped_clusters",
+    "CollectiveCost",
+    "Estimate",
+    "wire_bytes",
+    "RankMapping",
+    "Requirement",
+    "map_ranks",
+]

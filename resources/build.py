@@ -1,0 +1,233 @@
+"""From a checked resource file to a Cluster: repeats, names, links inside machines, the network between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from distgraph.errors import ResourceError
+from distgraph.resources.cluster import Cluster, Device, Link, Machine, MeasuredTable, Network, Switch
+from distgraph.resources.schema import InsideEntry, Level, MachineEntry, MeasuredEntry, NetworkEntry, ResourceFile
+from distgraph.resources.topology import TreeLevel, Wire, Wiring, pcie_pairs, star, torus, tree
+
+
+def build_cluster(entry: ResourceFile, file: str) -> Cluster:
+    """The cluster that a checked resource file describes.
+
+    Raises:
+        ResourceError: the file contradicts itself (torus shape against device count, a NIC too few).
+    """
+    machines: list[Machine] = []
+    devices: list[Device] = []
+    switches: list[Switch] = []
+    links: list[Link] = []
+    for template, machine_entry in enumerate(entry.machines):
+        origin = f"machines[{template}]"
+        for copy in range(machine_entry.count):
+            base = machine_entry.name or f"m{template}_"
+            name = f"{base}{copy}" if machine_entry.count > 1 or machine_entry.name is None else base
+            if any(machine.name == name for machine in machines):
+                raise ResourceError(f"{file}: {origin}.name: {name} is the name of two machines; give them different names")
+            machine, new_devices, wiring = _build_machine(
+                machine_entry, name, len(machines), len(devices), len(links), template, origin, file
+            )
+            machines.append(machine)
+            devices.extend(new_devices)
+            links.extend(wiring[0])
+            switches.extend(Switch(node, machine.index) for node in wiring[1])
+    network, (net_links, net_switches) = _build_network(entry, machines, devices, file)
+    links.extend(net_links)
+    switches.extend(Switch(node, None) for node in net_switches)
+    return Cluster(
+        entry.name, file, tuple(machines), tuple(devices), tuple(switches), tuple(links), network,
+        entry.launch, tuple(_table(table) for table in entry.measured),
+    )  # fmt: skip
+
+
+def _table(entry: MeasuredEntry) -> MeasuredTable:
+    return MeasuredTable(
+        entry.collective, entry.machines, entry.devices_per_machine, tuple(entry.sizes), tuple(entry.times), entry.model
+    )
+
+
+def _build_machine(
+    entry: MachineEntry, name: str, index: int, first_device: int, first_link: int, template: int, origin: str, file: str
+) -> tuple[Machine, list[Device], Wiring]:
+    devices: list[Device] = []
+    for number, group in enumerate(entry.devices):
+        where = f"{origin}.devices" + (f"[{number}]" if len(entry.devices) > 1 else "")
+        for _ in range(group.count):
+            local = len(devices)
+            devices.append(
+                Device(
+                    first_device + local, f"{name}/{group.type}{local}", index, local, group.type, group.model,
+                    group.memory, {**group.peak}, {**group.measured},
+                    group.memory_bandwidth, where,
+                )
+            )  # fmt: skip
+    nodes = [device.node for device in devices]
+    links, switches = _inside(entry.inside, nodes, name, origin, file)
+    nics: list[str] = []
+    nic_of: list[str | None] = [None] * len(nodes)
+    if entry.nics is not None:
+        if entry.nics.count > len(nodes):
+            raise ResourceError(
+                f"{file}: {origin}.nics.count: {entry.nics.count} NICs for {len(nodes)} devices; "
+                "give at most one NIC per device (sum the bandwidth of those that one device drives)"
+            )
+        nics = [f"{name}/nic{number}" for number in range(entry.nics.count)]
+        nic_of = [nics[local * len(nics) // len(nodes)] for local in range(len(nodes))]
+        attach = entry.nics.attach
+        wire = Wire(attach.kind, attach.bandwidth, attach.latency, f"{origin}.nics.attach")
+        # Behind PCIe switches a NIC hangs on the host bridge; otherwise each device has its own way to its NIC.
+        host = f"{name}/host"
+        links += (
+            [wire.join(host, nic) for nic in nics]
+            if host in switches
+            else [wire.join(node, nic) for node, nic in zip(nodes, nic_of, strict=True) if nic is not None]
+        )
+    machine = Machine(
+        index, name, tuple(device.index for device in devices), tuple(nics), tuple(nic_of), template, first_link, len(links)
+    )
+    return machine, devices, (links, switches)
+
+
+def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str, file: str) -> Wiring:
+    if entry is None:
+        return [], []
+    wire = Wire(entry.kind, entry.bandwidth, entry.latency, f"{origin}.inside")
+    match entry.topology:
+        case "full":
+            return star(nodes, f"{name}/switch", wire)
+        case "ring":
+            return torus(nodes, (len(nodes),), wire)
+        case "torus":
+            shape = entry.shape or []
+            _check_product(shape, len(nodes), "devices in the machine", f"{file}: {origin}.inside.shape")
+            return torus(nodes, shape, wire)
+        case "tree":
+            return tree(nodes, [entry.bandwidth] * len(nodes), _levels(entry.levels), f"{name}/switch", wire)
+        case "pcie_pairs":
+            return pcie_pairs(nodes, f"{name}/", wire, entry.host_bandwidth or entry.bandwidth)
+    links = []
+    for number, pair in enumerate(entry.links or ()):
+        if max(pair[:2]) >= len(nodes) or pair[0] == pair[1]:
+            raise ResourceError(
+                f"{file}: {origin}.inside.links[{number}]: expected two different devices below {len(nodes)}, got {pair}"
+            )
+        links.append(wire.join(nodes[pair[0]], nodes[pair[1]], pair[2] if len(pair) == 3 else 1))
+    return links, []
+
+
+def _levels(levels: list[Level] | None) -> list[TreeLevel]:
+    return [TreeLevel(level.children, level.oversubscription, level.latency) for level in levels or ()]
+
+
+def _check_product(shape: list[int], count: int, what: str, where: str) -> None:
+    if math.prod(shape) != count:
+        product = " x ".join(map(str, shape))
+        raise ResourceError(f"{where}: {product} = {math.prod(shape)} places but {count} {what}; make them equal")
+
+
+def _build_network(
+    entry: ResourceFile, machines: list[Machine], devices: list[Device], file: str
+) -> tuple[Network, Wiring]:
+    net = entry.network
+    if net is None:
+        if len(machines) > 1:
+            raise ResourceError(f"{file}: network: missing, but there are {len(machines)} machines; say how they are joined")
+        return Network(), ([], [])
+    if net.over == "devices":
+        return _device_torus(net, entry, machines, devices, file)
+    for machine in machines:
+        if not machine.nics:
+            raise ResourceError(
+                f"{file}: machines[{machine.template}].nics: missing, but the network joins the machines' NICs; add nics"
+            )
+    cables = [entry.machines[machine.template].nics for machine in machines for _ in machine.nics]
+    nodes = [nic for machine in machines for nic in machine.nics]
+    if net.topology in ("switch", "tree"):
+        found, switches = tree(
+            nodes, [cable.bandwidth if cable else None for cable in cables],
+            _per_nic(_levels(net.levels), machines, file), "net/switch", Wire(net.kind, None, None, ""),
+        )  # fmt: skip
+        links = _with_cable_latency(found, entry, machines)
+        return Network(net.topology), (links, switches)
+    shape = net.shape or [len(machines)]
+    _check_product(shape, len(machines), "machines", f"{file}: network.shape")
+    planes = {len(machine.nics) for machine in machines}
+    if len(planes) > 1 or len({cable.bandwidth if cable else None for cable in cables}) > 1:
+        raise ResourceError(f"{file}: network: a {net.topology} over machines needs equal nics on all of them; use a switch")
+    first = entry.machines[0].nics
+    wire = Wire(net.kind, first.bandwidth if first else None, first.latency if first else None, "machines[0].nics")
+    links = []
+    for plane in range(planes.pop()):
+        links += torus([machine.nics[plane] for machine in machines], shape, wire)[0]
+    members = tuple(machine.index for machine in machines)
+    return Network(net.topology, "machines", tuple(shape), members), (links, [])
+
+
+def _per_nic(levels: list[TreeLevel], machines: list[Machine], file: str) -> list[TreeLevel]:
+    """The lowest level counts machines; its switches hold all NICs of each."""
+    if not levels:
+        return levels
+    counts = {len(machine.nics) for machine in machines}
+    if len(counts) > 1:
+        raise ResourceError(
+            f"{file}: network.levels: the machines have {sorted(counts)} NICs, so a switch level would split one; "
+            "give all machines equally many or use topology switch"
+        )
+    return [dataclasses.replace(levels[0], children=levels[0].children * counts.pop()), *levels[1:]]
+
+
+def _with_cable_latency(links: list[Link], entry: ResourceFile, machines: list[Machine]) -> list[Link]:
+    """Leaves' links get the latency and the origin of their own machine's nics entry."""
+    owner = {nic: machine.template for machine in machines for nic in machine.nics}
+    result = []
+    for link in links:
+        template = owner.get(link.source)
+        if template is None:
+            result.append(dataclasses.replace(link, origin="network.levels[]"))
+            continue
+        nics = entry.machines[template].nics
+        latency = nics.latency if nics else None
+        result.append(dataclasses.replace(link, latency=latency, origin=f"machines[{template}].nics"))
+    return result
+
+
+def _device_torus(
+    net: NetworkEntry, entry: ResourceFile, machines: list[Machine], devices: list[Device], file: str
+) -> tuple[Network, Wiring]:
+    shape = net.shape or [len(devices)]
+    _check_product(shape, len(devices), "devices", f"{file}: network.shape")
+    block = net.block or [1] * (len(shape) - 1) + [len(machines[0].devices)]
+    per_machine = {len(machine.devices) for machine in machines}
+    fits = all(length % part == 0 for length, part in zip(shape, block, strict=True))
+    if per_machine != {math.prod(block)} or not fits:
+        raise ResourceError(
+            f"{file}: network.block: expected a block of the torus {shape} that holds the "
+            f"{sorted(per_machine)} devices of a machine, got {block}"
+        )
+    members = [0] * len(devices)
+    grid = [length // part for length, part in zip(shape, block, strict=True)]
+    for machine in machines:
+        corner = _unravel(machine.index, grid)
+        for local, device in enumerate(machine.devices):
+            inner = _unravel(local, block)
+            place = 0
+            for length, part, outer, at in zip(shape, block, corner, inner, strict=True):
+                place = place * length + outer * part + at
+            members[place] = device
+    wire = Wire(net.kind, net.bandwidth, net.latency, "network")
+    links, _ = torus([devices[member].node for member in members], shape, wire)
+    if any(machine.inside is not None for machine in entry.machines):
+        raise ResourceError(f"{file}: machines[].inside: the network joins the devices already; remove inside")
+    return Network(net.topology, "devices", tuple(shape), tuple(members)), (links, [])
+
+
+def _unravel(index: int, shape: list[int]) -> list[int]:
+    place = []
+    for length in reversed(shape):
+        index, at = divmod(index, length)
+        place.append(at)
+    return place[::-1]

@@ -1,0 +1,224 @@
+"""The resource graph: what hardware there is and how it is connected.
+
+A Cluster is machines with devices, NICs and switches, and full-duplex links between them. It is heterogeneous by
+construction: every device carries its own type and numbers, every link its own bandwidth and latency, and the
+devices of one type form a DeviceMesh (as in Paddle's distributed resource graph).
+
+Units everywhere: bytes, seconds, FLOP/s, bytes/s. A number that nobody stated is None, never a guess; whoever needs
+it raises a ResourceError that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import networkx as nx
+
+from distgraph.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One processor that runs one rank.
+
+    Attributes:
+        index: global number of the device, its position in `Cluster.devices`.
+        node: name of its node in `Cluster.graph`.
+        machine, local: index of its machine, and its position there.
+        type: "gpu", "xpu", "cpu", "tpu"; devices of one type form a DeviceMesh.
+        model: name of the product.
+        memory: bytes.
+        peak, measured: FLOP/s by dtype ("f16", "bf16", "f32", "f64"); measured only where somebody measured.
+        memory_bandwidth: bytes/s, None where not stated.
+        origin: path of its description in the resource file, for messages.
+    """
+
+    index: int
+    node: str
+    machine: int
+    local: int
+    type: str
+    model: str
+    memory: float
+    peak: Mapping[str, float] = field(default_factory=dict, hash=False)
+    measured: Mapping[str, float] = field(default_factory=dict, hash=False)
+    memory_bandwidth: float | None = None
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A full-duplex connection of two nodes; each direction has the whole bandwidth (bytes/s), latency in seconds."""
+
+    source: str
+    target: str
+    kind: str
+    bandwidth: float | None = None
+    latency: float | None = None
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.source} - {self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A node that only forwards: NVSwitch, PCIe switch, host bridge, network switch. machine is None in the network."""
+
+    node: str
+    machine: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Devices in one box. nic_of[local] is the NIC that the device uses, None where it has none.
+
+    template: machines with equal template have the same devices and inside links; first_link is where the machine's
+    links start in `Cluster.links`, link_count how many they are (in the same order for every machine of a template).
+    """
+
+    index: int
+    name: str
+    devices: tuple[int, ...]
+    nics: tuple[str, ...]
+    nic_of: tuple[str | None, ...]
+    template: int
+    first_link: int
+    link_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMesh:
+    """All devices of one type, in global order."""
+
+    type: str
+    devices: tuple[Device, ...]
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """Indices of the machines that hold a device of this mesh."""
+        return tuple(sorted({device.machine for device in self.devices}))
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(sorted({device.model for device in self.devices}))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How machines are joined.
+
+    topology: "none" (one machine), "switch" or "tree" (every NIC has one way up), "ring" or "torus" (neighbours),
+        "links" (an arbitrary list, as in Paddle's JSON).
+    over: "machines" joins NICs, "devices" joins the devices themselves (a TPU pod).
+    shape: of the ring or torus. members: the machine or device index at each position, row-major.
+    """
+
+    topology: str = "none"
+    over: str = "machines"
+    shape: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTable:
+    """Measured seconds of one collective by message size, for `machines` x `devices_per_machine` devices."""
+
+    collective: str
+    machines: int
+    devices_per_machine: int
+    sizes: tuple[float, ...]
+    times: tuple[float, ...]
+    model: str | None = None
+
+
+# Not slotted: `graph` and `device_meshes` are computed once on demand and need the instance dictionary.
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, machines, switches and links; see the module docstring.
+
+    Attributes:
+        name: of the cluster. source: the file it was read from.
+        devices: in global order; `devices[i].index == i`.
+        launch: seconds that starting one collective costs on every rank, whatever its size (None: not stated).
+        measured: tables that take precedence over the model for their collective and shape.
+    """
+
+    name: str
+    source: str
+    machines: tuple[Machine, ...]
+    devices: tuple[Device, ...]
+    switches: tuple[Switch, ...]
+    links: tuple[Link, ...]
+    network: Network = field(default_factory=Network)
+    launch: float | None = None
+    measured: tuple[MeasuredTable, ...] = ()
+
+    @cached_property
+    def device_meshes(self) -> tuple[DeviceMesh, ...]:
+        """One mesh per device type, in order of first appearance."""
+        by_type: dict[str, list[Device]] = {}
+        for device in self.devices:
+            by_type.setdefault(device.type, []).append(device)
+        return tuple(DeviceMesh(kind, tuple(devices)) for kind, devices in by_type.items())
+
+    @cached_property
+    def graph(self) -> nx.Graph[str]:
+        """Nodes: devices (role "device"), NICs ("nic"), switches ("switch"). Edges: links, with bandwidth and latency."""
+        graph: nx.Graph[str] = nx.Graph(name=self.name)
+        for device in self.devices:
+            graph.add_node(
+                device.node, role="device", index=device.index, machine=device.machine, type=device.type,
+                model=device.model, memory=device.memory, memory_bandwidth=device.memory_bandwidth,
+                peak=dict(device.peak), measured=dict(device.measured),
+            )  # fmt: skip
+        for machine in self.machines:
+            for nic in machine.nics:
+                graph.add_node(nic, role="nic", machine=machine.index)
+        for switch in self.switches:
+            graph.add_node(switch.node, role="switch", machine=switch.machine)
+        for link in self.links:
+            graph.add_edge(
+                link.source, link.target, kind=link.kind, bandwidth=link.bandwidth, latency=link.latency
+            )
+        return graph
+
+    def machine_of(self, device: int) -> Machine:
+        """Machine that holds device number `device`."""
+        return self.machines[self.devices[device].machine]
+
+    def check_group(self, group: Iterable[int]) -> tuple[int, ...]:
+        """The group as a tuple.
+
+        Raises:
+            ResourceError: a device number that the cluster does not have, or one that appears twice.
+        """
+        members = tuple(group)
+        for index in members:
+            if not 0 <= index < len(self.devices):
+                raise ResourceError(
+                    f"device {index} is not in cluster {self.name}, which has devices 0 to {len(self.devices) - 1}; "
+                    "use a smaller mesh or another resource file"
+                )
+        if len(set(members)) != len(members):
+            twice = next(index for index in members if members.count(index) > 1)
+            raise ResourceError(f"group {members}: device {twice} appears twice; name each device once")
+        return members
+
+    def flops(self, device: int, dtype: str) -> float:
+        """Measured FLOP/s of the device where known, else its peak.
+
+        Raises:
+            ResourceError: the file states neither.
+        """
+        found = self.devices[device]
+        rate = found.measured.get(dtype, found.peak.get(dtype))
+        if rate is None:
+            known = ", ".join(sorted({*found.peak, *found.measured})) or "no dtype"
+            raise ResourceError(
+                f"{self.source}: {found.origin}.peak.{dtype}: missing, {found.model} states {known}; "
+                f'add a compute rate such as {dtype}: "125 TFLOP/s", or run distgraph profile on that machine'
+            )
+        return rate

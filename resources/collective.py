@@ -1,0 +1,278 @@
+"""Seconds that a collective takes on a group of devices, from what its routes put on the links.
+
+The time is the least over the algorithms that apply (see `algorithms`) of
+
+    launch + sum over stages of steps * latency of the longest route + bytes on the most loaded link / its bandwidth
+
+so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a torus
+are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`; their loads
+add up. Where the cluster has a measured table for the shape (machines, devices per machine), the table wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+from distgraph.errors import ResourceError
+from distgraph.resources.algorithms import KINDS, Flow, Group, Stages, algorithms
+from distgraph.resources.cluster import Cluster, Link, MeasuredTable
+from distgraph.resources.routing import Router
+from distgraph.resources.units import format_bytes, format_si
+
+_EXACT_PAIRS = 64  # groups up to this size list every pair of an all_to_all; larger ones on a tree are counted
+
+
+def wire_bytes(kind: str, group_size: int, nbytes: float) -> float:
+    """Bytes that one rank sends under the bandwidth-optimal (ring) algorithm; 0 in a group of one.
+
+    Args:
+        kind: one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, send.
+        nbytes: bytes on one rank; for all_gather of the result, for reduce_scatter of the input.
+    Raises:
+        ResourceError: an unknown kind, or an empty group.
+    Example:
+        >>> wire_bytes("all_reduce", 4, 1000)
+        1500.0
+    """
+    _check_kind(kind)
+    if group_size < 1:
+        raise ResourceError(f"{kind}: a group has at least 1 rank, got {group_size}; name the ranks")
+    if group_size == 1:
+        return 0.0
+    if kind in ("broadcast", "permute", "send"):
+        return float(nbytes)
+    return (2.0 if kind == "all_reduce" else 1.0) * (group_size - 1) / group_size * nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One algorithm's time as alpha (s) + beta (s/byte) * bytes; bottleneck is the link that decides beta."""
+
+    algorithm: str
+    alpha: float
+    beta: float
+    bottleneck: Link | None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of one collective and where they come from."""
+
+    kind: str
+    group: Group
+    nbytes: float
+    seconds: float
+    algorithm: str
+    bottleneck: Link | None
+
+    def __str__(self) -> str:
+        link = "" if self.bottleneck is None else f", bottleneck {self.bottleneck}"
+        return (
+            f"{self.kind} of {format_bytes(self.nbytes)} on {len(self.group)} devices: "
+            f"{format_si(self.seconds, 's')} ({self.algorithm}{link})"
+        )
+
+
+class CollectiveCost:
+    """Costs of collectives on one cluster; remembers what it worked out per group.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> cost = CollectiveCost(load_cluster("dgx_a100_pod"))
+        >>> inside = cost.time("all_gather", range(8), 2**30)
+        >>> inside < cost.time("all_gather", range(0, 64, 8), 2**30)  # one device in each of 8 machines
+        True
+    """
+
+    def __init__(self, cluster: Cluster, tables: Iterable[MeasuredTable] = ()) -> None:
+        """Args: tables: measured tables beside those of the cluster; the first that fits is used."""
+        self.cluster = cluster
+        self.router = Router(cluster)
+        self._tables = tuple(tables) + cluster.measured
+        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lines: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
+
+    def time(
+        self, kind: str, group: Iterable[int], nbytes: float, concurrent: Iterable[Sequence[int]] = ()
+    ) -> float:
+        """Seconds of one collective; see `estimate`."""
+        return self.estimate(kind, group, nbytes, concurrent).seconds
+
+    def estimate(
+        self, kind: str, group: Iterable[int], nbytes: float, concurrent: Iterable[Sequence[int]] = ()
+    ) -> Estimate:
+        """Seconds of one collective, the algorithm and the link that decides.
+
+        Args:
+            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast (from group[0]), permute (each to the
+                next of the group, the last to the first), send (from group[0] to group[1]).
+            group: device numbers. nbytes: as in `wire_bytes`.
+            concurrent: other groups that run the same collective at the same time over the same links.
+        Raises:
+            ResourceError: unknown kind or device, send not between two devices, no route, or a bandwidth, latency
+                or launch time that the resource file does not state.
+        """
+        _check_kind(kind)
+        members = self.cluster.check_group(group)
+        others = tuple(self.cluster.check_group(other) for other in concurrent)
+        if not members or (kind == "send" and len(members) != 2):
+            need = "2 devices, source and target" if kind == "send" else "at least 1 device"
+            raise ResourceError(f"{kind}: needs {need}, got {len(members)}; name the devices")
+        if not nbytes >= 0:
+            raise ResourceError(f"{kind}: a size is not negative, got {nbytes} bytes; check the shape and dtype")
+        if len(members) == 1:
+            return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
+        table = None if others else self._table(kind, members)
+        if table is not None:
+            return Estimate(kind, members, nbytes, self._measured(table, nbytes), "measured", None)
+        best = min(self.lines(kind, members, others), key=lambda line: line.alpha + line.beta * nbytes)
+        return Estimate(
+            kind, members, nbytes, best.alpha + best.beta * nbytes, best.algorithm, best.bottleneck
+        )
+
+    def lines(self, kind: str, group: Group, concurrent: tuple[Group, ...] = ()) -> tuple[Line, ...]:
+        """Every algorithm's line; the time is their lower envelope."""
+        key = (kind, group, concurrent)
+        known = self._lines.get(key)
+        if known is None:
+            known = self._work_out(kind, group, concurrent)
+            self._lines[key] = known
+        return known
+
+    def _work_out(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
+        launch = self.cluster.launch
+        if launch is None:
+            raise ResourceError(
+                f"{self.cluster.source}: launch: missing, needed to price {kind}; add the seconds that starting a "
+                'collective costs, such as "10 us", or run distgraph profile'
+            )
+        everyone = (group, *concurrent)
+        if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():
+            return (self._counted_all_to_all(group, concurrent, launch),)
+        found = [algorithms(self.router, kind, member) for member in everyone]
+        lines = []
+        for name, stages in found[0].items():
+            # Another group that cannot run this algorithm runs its plain one.
+            chosen = [stages, *(other.get(name) or next(iter(other.values())) for other in found[1:])]
+            lines.append(self._line(kind, name, chosen, launch))
+        return tuple(lines)
+
+    def _line(self, kind: str, name: str, chosen: Sequence[Stages], launch: float) -> Line:
+        alpha, beta, worst, bottleneck = launch, 0.0, 0.0, None
+        for together in zip_longest(*chosen):
+            own = together[0]
+            if own is None:  # the groups beside this one are still busy; it is not
+                break
+            load: dict[int, float] = {}
+            for stage in together:
+                if stage is not None:
+                    self._add_load(load, stage.flows)
+            alpha += own.steps * max(self._latency(kind, a, b) for a, b, _ in own.flows)
+            cost, link = self._slowest(kind, load)
+            beta += cost
+            if cost > worst:
+                worst, bottleneck = cost, link
+        return Line(name, alpha, beta, bottleneck)
+
+    def _add_load(self, load: dict[int, float], flows: Iterable[Flow]) -> None:
+        for source, target, share in flows:
+            for directed in self.router.route(source, target).links:
+                load[directed] = load.get(directed, 0.0) + share
+
+    def _slowest(self, kind: str, load: dict[int, float]) -> tuple[float, Link | None]:
+        worst, bottleneck = 0.0, None
+        for directed, share in load.items():
+            link = self.router.link(directed)
+            if link.bandwidth is None:
+                raise self._missing(kind, link, "bandwidth", "25 GB/s")
+            if share / link.bandwidth > worst:
+                worst, bottleneck = share / link.bandwidth, link
+        return worst, bottleneck
+
+    def _latency(self, kind: str, source: int, target: int) -> float:
+        total = 0.0
+        for directed in self.router.route(source, target).links:
+            link = self.router.link(directed)
+            if link.latency is None:
+                raise self._missing(kind, link, "latency", "2 us")
+            total += link.latency
+        return total
+
+    def _missing(self, kind: str, link: Link, number: str, example: str) -> ResourceError:
+        return ResourceError(
+            f"{self.cluster.source}: {link.origin}.{number}: missing, needed to price {kind} over {link}; "
+            f'add {number} such as "{example}", or run distgraph profile on these machines'
+        )
+
+    def _is_tree(self) -> bool:
+        return self.cluster.network.topology in ("none", "switch", "tree")
+
+    def _counted_all_to_all(self, group: Group, concurrent: tuple[Group, ...], launch: float) -> Line:
+        """The same loads as every pair's route would give, by counting how many devices lie below each link."""
+        load: dict[int, float] = {}
+        for members in (group, *concurrent):
+            self._count_pairs(load, members)
+        latency = max(self._latency("all_to_all", group[0], other) for other in group[1:])
+        beta, bottleneck = self._slowest("all_to_all", load)
+        return Line("pairwise", launch + (len(group) - 1) * latency, beta, bottleneck)
+
+    def _count_pairs(self, load: dict[int, float], members: Group) -> None:
+        size = len(members)
+        below: dict[int, int] = {}
+        by_machine: dict[int, list[int]] = {}
+        for device in members:
+            by_machine.setdefault(self.cluster.devices[device].machine, []).append(device)
+        for part in by_machine.values():
+            self._add_load(load, ((a, b, 1.0 / size) for a in part for b in part if a != b))
+            if len(part) == size:
+                return
+            for device in part:
+                inside, climb = self.router.way_up(device)
+                for directed in inside:
+                    for way in (directed, directed ^ 1):
+                        load[way] = load.get(way, 0.0) + (size - len(part)) / size
+                for directed in climb[:1]:  # the NIC's own link: nothing for devices of the same machine
+                    for way in (directed, directed ^ 1):
+                        load[way] = load.get(way, 0.0) + (size - len(part)) / size
+                for directed in climb[1:]:
+                    below[directed] = below.get(directed, 0) + 1
+        for directed, count in below.items():
+            # Traffic between devices below a switch does not cross its way up.
+            for way in (directed, directed ^ 1):
+                load[way] = load.get(way, 0.0) + count * (size - count) / size
+
+    def _table(self, kind: str, group: Group) -> MeasuredTable | None:
+        per_machine: dict[int, int] = {}
+        for device in group:
+            machine = self.cluster.devices[device].machine
+            per_machine[machine] = per_machine.get(machine, 0) + 1
+        if len(set(per_machine.values())) != 1:
+            return None
+        shape = (kind, len(per_machine), next(iter(per_machine.values())))
+        models = {self.cluster.devices[device].model for device in group}
+        for table in self._tables:
+            fits = (table.collective, table.machines, table.devices_per_machine) == shape
+            if fits and (table.model is None or models == {table.model}):
+                return table
+        return None
+
+    def _measured(self, table: MeasuredTable, nbytes: float) -> float:
+        """Interpolated on the monotone curve nearest to the table; below it its first time, above it its last rate."""
+        curve = self._curves.get(id(table))
+        if curve is None:
+            curve = (np.array(table.sizes), isotonic_regression(np.array(table.times)).x)
+            self._curves[id(table)] = curve
+        sizes, times = curve
+        if nbytes > sizes[-1]:
+            return float(times[-1] * nbytes / sizes[-1])
+        return float(np.interp(nbytes, sizes, times))
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ResourceError(f"collective {kind}: unknown; use one of {', '.join(KINDS)}")

@@ -1,0 +1,321 @@
+"""Rank mapping: which device runs which logical rank.
+
+A quadratic assignment: minimise the sum over pairs of ranks of bytes exchanged x distance of their devices, one rank
+per device, each rank on a device of its type with enough memory and FLOP/s. Start mappings (identity, the greedy of
+Paddle's talk from several first ranks, a plain matching, scipy's FAQ relaxation) are refined by local search; the best
+is returned. The identity is among the starts wherever it is legal, so the answer is never worse than it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import networkx as nx
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy.optimize import quadratic_assignment
+from scipy.sparse import coo_array
+
+from distgraph.errors import InfeasibleError, ResourceError
+from distgraph.resources.cluster import Cluster, Device
+from distgraph.resources.placement import Problem, distances, refine
+from distgraph.resources.units import format_bytes, format_si
+
+Objective = Literal["bytes", "seconds"]
+
+_GREEDY_STARTS = 16
+_RELAXATION_LIMIT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a rank needs of its device: type (None: any), bytes of memory, FLOP/s sustained in a dtype.
+
+    flops is FLOP per step over the wanted seconds per step; 0 asks for nothing and needs no number of the device.
+    """
+
+    type: str | None = None
+    memory: float = 0.0
+    flops: float = 0.0
+    dtype: str = "f32"
+
+    def __str__(self) -> str:
+        parts = [f"a {self.type} device" if self.type else "a device"]
+        if self.memory:
+            parts.append(f"{format_bytes(self.memory)} memory")
+        if self.flops:
+            parts.append(f"{format_si(self.flops, 'FLOP/s')} in {self.dtype}")
+        return " with ".join([parts[0], " and ".join(parts[1:])]) if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMapping:
+    """A mapping and how good it is.
+
+    Attributes:
+        devices: device number of each rank.
+        objective: "bytes" that cross machines, or "seconds" of link time.
+        cost: of this mapping. identity_cost: of rank i on device i, None where that is not allowed.
+        greedy_cost: of the greedy alone (from rank 0), None where the greedy got stuck.
+        start: which start the refinement began from.
+    """
+
+    cluster: Cluster
+    devices: tuple[int, ...]
+    objective: Objective
+    cost: float
+    identity_cost: float | None
+    greedy_cost: float | None
+    start: str
+    volume: Mapping[tuple[int, int], float]
+    requirements: tuple[Requirement, ...]
+
+    def table(self) -> str:
+        """Every rank's device and why it is there: its heaviest partner, its bytes inside and across machines."""
+        table = Table(title=self._title(), title_justify="left")
+        for heading in ("rank", "device", "model", "needs", "bytes inside", "bytes across", "heaviest partner"):
+            table.add_column(heading)
+        machine = [self.cluster.devices[device].machine for device in self.devices]
+        traffic: list[dict[int, float]] = [{} for _ in self.devices]
+        for (a, b), size in self.volume.items():
+            if a != b:
+                traffic[a][b] = traffic[a].get(b, 0.0) + size
+                traffic[b][a] = traffic[b].get(a, 0.0) + size
+        for rank, device in enumerate(self.devices):
+            found = self.cluster.devices[device]
+            inside = sum(size for other, size in traffic[rank].items() if machine[other] == machine[rank])
+            across = sum(size for other, size in traffic[rank].items() if machine[other] != machine[rank])
+            why = "no traffic"
+            if any(traffic[rank].values()):
+                partner = max(traffic[rank], key=lambda other: (traffic[rank][other], -other))
+                same = "same machine" if machine[partner] == machine[rank] else "another machine"
+                why = f"rank {partner}, {format_bytes(traffic[rank][partner])}, {same}"
+            table.add_row(
+                str(rank), f"{device} ({found.node})", found.model, str(self.requirements[rank]),
+                format_bytes(inside), format_bytes(across), why,
+            )  # fmt: skip
+        text = io.StringIO()
+        Console(file=text, width=160, color_system=None).print(table)
+        return text.getvalue()
+
+    def _title(self) -> str:
+        show = format_bytes if self.objective == "bytes" else (lambda value: format_si(value, "s"))
+        what = "across machines" if self.objective == "bytes" else "of link time"
+        identity = "not allowed" if self.identity_cost is None else show(self.identity_cost)
+        greedy = "stuck" if self.greedy_cost is None else show(self.greedy_cost)
+        return f"{show(self.cost)} {what} (identity {identity}, greedy {greedy}; refined from {self.start})"
+
+
+def map_ranks(
+    ranks: int,
+    volume: Mapping[tuple[int, int], float],
+    cluster: Cluster,
+    requirements: Sequence[Requirement] | Requirement = Requirement(),
+    objective: Objective = "bytes",
+) -> RankMapping:
+    """The best mapping found of `ranks` logical ranks onto the cluster's devices.
+
+    Args:
+        ranks: how many. volume: bytes that rank a sends to rank b in a step, by (a, b).
+        requirements: one for all ranks, or one per rank.
+        objective: "bytes" counts the bytes that cross a machine border; "seconds" charges every pair its bytes over
+            the narrowest link of its route (a sum, without overlap: a distance, not a forecast).
+    Returns:
+        Mapping; deterministic.
+    Raises:
+        ResourceError: more ranks than devices, ranks in `volume` that do not exist, negative bytes, a missing number.
+        InfeasibleError: the ranks' requirements cannot all be met.
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> pairs = {(i, i + 8): 1e6 for i in range(8)}
+        >>> map_ranks(16, pairs, load_cluster("p3_16xlarge_x8")).cost
+        0.0
+    """
+    wanted = (requirements,) * ranks if isinstance(requirements, Requirement) else tuple(requirements)
+    _check(ranks, volume, cluster, wanted)
+    allowed = _allowed(wanted, cluster)
+    matching = _matching(wanted, allowed, cluster)
+    pairs = [(a, b, size) for (a, b), size in volume.items() if a != b and size]
+    rows, columns = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    weights = coo_array(([pair[2] for pair in pairs], (rows, columns)), shape=(ranks, ranks)).tocsr()
+    place_of, between = distances(cluster, objective)
+    problem = Problem((weights + weights.T).tocsr(), allowed, place_of, between)
+    identity = np.arange(ranks)
+    identity_cost = problem.cost(identity) if allowed[identity, identity].all() else None
+    best: tuple[float, str, np.ndarray] | None = None
+    greedy_cost: float | None = None
+    for name, start in _starts(problem, cluster, identity_cost is not None, matching):
+        if name == "greedy from rank 0":
+            greedy_cost = problem.cost(start)
+        refined = refine(problem, start)
+        cost = problem.cost(refined)
+        if best is None or cost < best[0]:
+            best = (cost, name, refined)
+        if cost == 0:
+            break
+    assert best is not None, "the matching is always a start"
+    cost, name, mapping = best
+    return RankMapping(
+        cluster, tuple(int(device) for device in mapping), objective, cost, identity_cost, greedy_cost, name,
+        dict(volume), wanted,
+    )  # fmt: skip
+
+
+def _check(
+    ranks: int, volume: Mapping[tuple[int, int], float], cluster: Cluster, requirements: Sequence[Requirement]
+) -> None:
+    if ranks < 1:
+        raise ResourceError(f"a mapping needs at least 1 rank, got {ranks}; give the mesh a rank")
+    if ranks > len(cluster.devices):
+        raise ResourceError(
+            f"{ranks} ranks need {ranks} devices but cluster {cluster.name} has {len(cluster.devices)}; "
+            "use a smaller mesh or another resource file"
+        )
+    if len(requirements) != ranks:
+        raise ResourceError(f"{ranks} ranks but {len(requirements)} requirements; give one for all or one per rank")
+    for (a, b), size in volume.items():
+        if not (0 <= a < ranks and 0 <= b < ranks):
+            raise ResourceError(f"volume ({a}, {b}): ranks go from 0 to {ranks - 1}; leave the pair out or add ranks")
+        if not 0 <= size < float("inf"):
+            raise ResourceError(f"volume ({a}, {b}): expected bytes, finite and not negative, got {size}; correct it")
+
+
+def _lacks(wanted: Requirement, device: Device, cluster: Cluster) -> str | None:
+    """What the device lacks, or None."""
+    if wanted.type is not None and device.type != wanted.type:
+        return f"is of type {device.type}"
+    if device.memory < wanted.memory:
+        return f"has {format_bytes(device.memory)} memory"
+    if wanted.flops and cluster.flops(device.index, wanted.dtype) < wanted.flops:
+        return f"does {format_si(cluster.flops(device.index, wanted.dtype), 'FLOP/s')} in {wanted.dtype}"
+    return None
+
+
+def _allowed(requirements: Sequence[Requirement], cluster: Cluster) -> np.ndarray:
+    """bool[ranks, devices]: may this rank run there."""
+    rows = {
+        wanted: np.array([_lacks(wanted, device, cluster) is None for device in cluster.devices])
+        for wanted in dict.fromkeys(requirements)
+    }
+    for wanted, row in rows.items():
+        if not row.any():
+            closest = cluster.devices[0]
+            for device in cluster.devices:
+                if wanted.type in (None, device.type):
+                    closest = max(closest, device, key=lambda d: (wanted.type in (None, d.type), d.memory))
+            rank = requirements.index(wanted)
+            raise InfeasibleError(
+                f"rank {rank} needs {wanted} but no device of cluster {cluster.name} is that: device {closest.index} "
+                f"({closest.node}) {_lacks(wanted, closest, cluster)}; use a larger mesh or another resource file"
+            )
+    return np.stack([rows[wanted] for wanted in requirements])
+
+
+def _matching(requirements: Sequence[Requirement], allowed: np.ndarray, cluster: Cluster) -> np.ndarray:
+    """Some legal mapping, by maximum flow between kinds of ranks and kinds of devices.
+
+    Raises:
+        InfeasibleError: none exists; names the kinds of ranks that compete for too few devices.
+    """
+    kinds = list(dict.fromkeys(requirements))
+    ranks_of = {kind: [rank for rank, wanted in enumerate(requirements) if wanted == kind] for kind in kinds}
+    rows = {kind: allowed[ranks_of[kind][0]] for kind in kinds}
+    pools: dict[tuple[bool, ...], list[int]] = {}
+    for device in range(allowed.shape[1]):
+        pools.setdefault(tuple(bool(rows[kind][device]) for kind in kinds), []).append(device)
+    flow: nx.DiGraph[str] = nx.DiGraph()
+    for at, kind in enumerate(kinds):
+        flow.add_edge("source", f"kind {at}", capacity=len(ranks_of[kind]))
+        for number, (fits, devices) in enumerate(pools.items()):
+            if fits[at]:
+                flow.add_edge(f"kind {at}", f"pool {number}", capacity=len(ranks_of[kind]))
+                flow.add_edge(f"pool {number}", "sink", capacity=len(devices))
+    value, routed = nx.maximum_flow(flow, "source", "sink")
+    if value < len(requirements):
+        _, (source_side, _) = nx.minimum_cut(flow, "source", "sink")
+        short = [at for at in range(len(kinds)) if f"kind {at}" in source_side]
+        needing = sum(len(ranks_of[kinds[at]]) for at in short)
+        having = sum(len(devices) for fits, devices in pools.items() if any(fits[at] for at in short))
+        raise InfeasibleError(
+            f"{needing} ranks (rank {ranks_of[kinds[short[0]]][0]} first) need {' or '.join(str(kinds[at]) for at in short)} "
+            f"but cluster {cluster.name} has {having} of them; use fewer such ranks or another resource file"
+        )
+    mapping = np.empty(len(requirements), dtype=np.int64)
+    left = [list(devices) for devices in pools.values()]
+    for at, kind in enumerate(kinds):
+        waiting = iter(ranks_of[kind])
+        for pool, count in routed[f"kind {at}"].items():
+            number = int(pool.removeprefix("pool "))
+            for _ in range(count):
+                mapping[next(waiting)] = left[number].pop(0)
+    return mapping
+
+
+def _starts(
+    problem: Problem, cluster: Cluster, identity_allowed: bool, matching: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    ranks = len(matching)
+    if identity_allowed:
+        yield "identity", np.arange(ranks)
+    totals = np.asarray(problem.weights.sum(axis=1)).ravel()
+    firsts = [0, *(int(rank) for rank in np.argsort(-totals, kind="stable") if rank != 0)]
+    machine_of = np.array([device.machine for device in cluster.devices])
+    for first in firsts[:_GREEDY_STARTS]:
+        found = greedy(problem, machine_of, first)
+        if found is not None:
+            yield f"greedy from rank {first}", found
+    yield "matching", matching
+    if problem.allowed.all() and 3 <= ranks and problem.allowed.shape[1] <= _RELAXATION_LIMIT:
+        yield "relaxation", _relaxed(problem)
+
+
+def greedy(problem: Problem, machine_of: np.ndarray, first: int) -> np.ndarray | None:
+    """The greedy of Paddle's talk: place a rank, then the rank that exchanges most with those on that machine.
+
+    When the machine is full, or no rank is left that talks to it, the unplaced rank with the lowest number opens the
+    next machine that has a free legal device. None where a rank finds no free legal device.
+
+    Source: "Automatic parallelism in PaddlePaddle for heterogeneous scenarios", section 3, rank mapping.
+    """
+    ranks, devices = problem.allowed.shape
+    mapping = np.full(ranks, -1, dtype=np.int64)
+    free = np.ones(devices, dtype=bool)
+    rank, machine = first, -1
+    attraction = np.zeros(ranks)
+    for placed in range(1, ranks + 1):
+        fitting = np.flatnonzero(free & problem.allowed[rank])
+        if len(fitting) == 0:
+            return None
+        here = fitting[machine_of[fitting] == machine]
+        device = int(here[0] if len(here) else fitting[0])
+        if machine_of[device] != machine:
+            machine = int(machine_of[device])
+            attraction = np.zeros(ranks)
+        mapping[rank], free[device] = device, False
+        attraction += problem.row(rank)
+        if placed == ranks:
+            break
+        waiting = mapping < 0
+        seats = np.flatnonzero(free & (machine_of == machine))
+        fits = waiting & problem.allowed[:, seats].any(axis=1)
+        if fits.any() and attraction[fits].max() > 0:
+            rank = int(np.argmax(np.where(fits, attraction, -1.0)))
+        else:
+            rank = int(np.flatnonzero(fits if fits.any() else waiting)[0])
+    return mapping
+
+
+def _relaxed(problem: Problem) -> np.ndarray:
+    """scipy's FAQ on the problem padded with silent ranks, rounded to a mapping."""
+    ranks, devices = problem.allowed.shape
+    weights = np.zeros((devices, devices))
+    weights[:ranks, :ranks] = problem.weights.toarray()
+    apart = problem.between[np.ix_(problem.place_of, problem.place_of)]
+    scale = max(weights.max(), 1.0)
+    found = quadratic_assignment(weights / scale, apart / max(apart.max(), 1e-300), method="faq")
+    mapping: np.ndarray = np.asarray(found.col_ind[:ranks], dtype=np.int64)
+    return mapping

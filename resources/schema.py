@@ -1,0 +1,235 @@
+"""What a resource file may say, as pydantic models, and the house error when it says something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from distgraph.errors import ResourceError
+from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, Unit, parse
+
+
+def _parser(unit: Unit) -> Callable[[object], float]:
+    def read(value: object) -> float:
+        return parse(value, unit)
+
+    return read
+
+
+Size = Annotated[float, BeforeValidator(_parser(SIZE))]
+Bandwidth = Annotated[float, BeforeValidator(_parser(BANDWIDTH))]
+Seconds = Annotated[float, BeforeValidator(_parser(TIME))]
+Compute = Annotated[float, BeforeValidator(_parser(COMPUTE))]
+Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send"]
+
+
+class Entry(BaseModel):
+    """A mapping of the file; a field that is not listed is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DeviceEntry(Entry):
+    """`count` equal devices of a machine."""
+
+    count: PositiveInt = 1
+    type: Literal["gpu", "xpu", "cpu", "tpu", "npu"]
+    model: str
+    memory: Size
+    memory_bandwidth: Bandwidth | None = None
+    peak: dict[Dtype, Compute] = Field(default_factory=dict)
+    measured: dict[Dtype, Compute] = Field(default_factory=dict)
+
+
+class LinkEntry(Entry):
+    """Numbers of one class of links; bandwidth of each direction."""
+
+    kind: str = "link"
+    bandwidth: Bandwidth | None = None
+    latency: Seconds | None = None
+
+
+class Level(Entry):
+    """One level of a tree: `children` nodes under each switch, whose uplink is their sum over `oversubscription`."""
+
+    children: PositiveInt
+    oversubscription: Annotated[float, Field(gt=0, strict=False)] = 1.0
+    latency: Seconds | None = None
+
+
+class InsideEntry(LinkEntry):
+    """How the devices of a machine are joined."""
+
+    topology: Literal["full", "ring", "torus", "tree", "pcie_pairs", "links"]
+    shape: list[PositiveInt] | None = None
+    levels: list[Level] | None = None
+    links: list[list[int]] | None = None
+    host_bandwidth: Bandwidth | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> InsideEntry:
+        needs = {"torus": "shape", "tree": "levels", "links": "links"}
+        _check_topology_fields(self.topology, needs, self)
+        for pair in self.links or ():
+            if len(pair) not in (2, 3) or min(pair) < 0 or (len(pair) == 3 and pair[2] < 1):
+                raise ValueError("links as [device, device] or [device, device, lanes]")
+        return self
+
+
+class NicEntry(LinkEntry):
+    """`count` network cards; bandwidth and latency are those of the cable; attach is the way from a device to it."""
+
+    count: PositiveInt = 1
+    attach: LinkEntry
+
+
+class NetworkEntry(LinkEntry):
+    """How machines (their NICs), or the devices of all machines, are joined."""
+
+    topology: Literal["switch", "tree", "ring", "torus"]
+    over: Literal["machines", "devices"] = "machines"
+    shape: list[PositiveInt] | None = None
+    block: list[PositiveInt] | None = None
+    levels: list[Level] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> NetworkEntry:
+        _check_topology_fields(self.topology, {"torus": "shape", "tree": "levels"}, self)
+        if self.over == "devices" and self.topology not in ("ring", "torus"):
+            raise ValueError(f'topology ring or torus with over "devices", not {self.topology}')
+        if self.over == "machines" and (self.bandwidth is not None or self.latency is not None):
+            raise ValueError("bandwidth and latency of the cables under nics (of switch levels: levels[].latency)")
+        if self.block is not None and (self.over != "devices" or len(self.block) != len(self.shape or ())):
+            raise ValueError('block with as many numbers as shape, and only with over "devices"')
+        return self
+
+
+class MachineEntry(Entry):
+    """`count` equal machines."""
+
+    count: PositiveInt = 1
+    name: str | None = None
+    devices: Annotated[list[DeviceEntry], Field(min_length=1)]
+    inside: InsideEntry | None = None
+    nics: NicEntry | None = None
+
+
+class MeasuredEntry(Entry):
+    """A measured table of one collective."""
+
+    collective: Collective
+    machines: PositiveInt
+    devices_per_machine: PositiveInt
+    model: str | None = None
+    sizes: Annotated[list[Size], Field(min_length=1)]
+    times: Annotated[list[Seconds], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _matched(self) -> MeasuredEntry:
+        if len(self.sizes) != len(self.times):
+            raise ValueError(f"as many times as sizes ({len(self.sizes)}), not {len(self.times)}")
+        if any(later <= earlier for earlier, later in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError("sizes in increasing order")
+        return self
+
+
+class ResourceFile(Entry):
+    """A whole resource file."""
+
+    name: str
+    about: str = ""
+    launch: Seconds | None = None
+    machines: Annotated[list[MachineEntry], Field(min_length=1)]
+    network: NetworkEntry | None = None
+    measured: list[MeasuredEntry] = Field(default_factory=list)
+
+
+def _check_topology_fields(topology: str, needs: dict[str, str], entry: Entry) -> None:
+    for owner, name in needs.items():
+        present = getattr(entry, name) is not None
+        if owner == topology and not present:
+            raise ValueError(f"{name} with topology {topology}")
+        if owner != topology and present:
+            raise ValueError(f"{name} only with topology {owner}, not {topology}")
+
+
+def check(document: object, file: str) -> ResourceFile:
+    """The document as a ResourceFile.
+
+    `devices` may be one mapping instead of a list of them.
+
+    Raises:
+        ResourceError: one line per mistake: file, path in the document, what was expected, what was found.
+    """
+    try:
+        return ResourceFile.model_validate(_wrap_devices(document))
+    except ValidationError as errors:
+        lines = [_describe(error, document, file) for error in errors.errors()]
+        raise ResourceError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _wrap_devices(document: object) -> object:
+    if not isinstance(document, dict) or not isinstance(document.get("machines"), list):
+        return document
+    machines = [
+        {**machine, "devices": [machine["devices"]]}
+        if isinstance(machine, dict) and isinstance(machine.get("devices"), dict)
+        else machine
+        for machine in document["machines"]
+    ]
+    return {**document, "machines": machines}
+
+
+def _describe(error: ErrorDetails, document: object, file: str) -> str:
+    path, found = _path_in(document, error["loc"])
+    where = f"{file}: {path}: " if path else f"{file}: "
+    kind = error["type"]
+    if kind == "missing":
+        return f"{where}missing; add the field, see docs/resources.md for its form"
+    if kind == "extra_forbidden":
+        return f"{where}unknown field; check its spelling against docs/resources.md"
+    return f"{where}expected {_expectation(error)}, got {_shown(found)}"
+
+
+def _expectation(error: ErrorDetails) -> str:
+    named = {
+        "model_type": "a mapping of fields",
+        "dict_type": "a mapping",
+        "list_type": "a list",
+        "string_type": "a text",
+        "int_type": "a whole number",
+        "greater_than": "a number greater than {gt}",
+        "literal_error": "one of {expected}",
+        "too_short": "at least {min_length} entry",
+    }
+    context: dict[str, Any] = error.get("ctx", {})
+    if error["type"] in named:
+        return named[error["type"]].format(**context)
+    if error["type"] == "value_error":
+        return str(context["error"])
+    return error["msg"]
+
+
+def _path_in(document: object, location: tuple[int | str, ...]) -> tuple[str, object]:
+    """The location as the user wrote it: an index into a list that the user wrote as one mapping is left out."""
+    path, here = "", document
+    for step in location:
+        if isinstance(step, int):
+            if isinstance(here, dict):
+                continue
+            path += f"[{step}]"
+            here = here[step] if isinstance(here, list) and step < len(here) else None
+        elif step != "[key]":
+            path += f".{step}" if path else step
+            here = here.get(step) if isinstance(here, dict) else None
+    return path, here
+
+
+def _shown(found: object) -> str:
+    text = json.dumps(found, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
