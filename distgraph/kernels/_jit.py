@@ -50,14 +50,9 @@ def inlined(function: Function) -> Function:
     return _njit(function, inline="always")
 
 
-def finite_max(function: Function) -> Function:
-    """Compile assuming no NaN: a running maximum vectorises only so. With a NaN the maximum is any element."""
-    return _njit(function, inline="never", fastmath=SAFE_FASTMATH | {"nnan"})
-
-
-def _njit(function: Function, inline: str, fastmath: set[str] = SAFE_FASTMATH) -> Function:
+def _njit(function: Function, inline: str) -> Function:
     numba = import_module("numba")
-    options = {"nogil": True, "fastmath": fastmath, "inline": inline, "error_model": "numpy"}
+    options = {"nogil": True, "fastmath": SAFE_FASTMATH, "inline": inline, "error_model": "numpy"}
     try:
         compiled: Function = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for the cache

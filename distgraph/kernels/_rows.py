@@ -11,20 +11,32 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._jit import finite_max, jit
+from distgraph.kernels._jit import inlined, jit
 from distgraph.kernels._math import exp32
 
 _GROUP = 64
 """Rows whose weight gradients are summed before they join the total: two-level sums keep float32 error small."""
 
+_SIGN, _MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)
 
-@finite_max
+
+@inlined
+def _ordered(bits: Any) -> Any:
+    """Bits of a float32 as an int32 of the same order, and back."""
+    return np.int32(bits ^ ((bits >> _SIGN) & _MAGNITUDE))
+
+
+@jit
 def row_max(row: Any) -> Any:
-    """The largest element."""
-    m = row[0]
-    for j in range(1, row.size):
-        m = row[j] if row[j] > m else m
-    return m
+    """The largest element of a contiguous float32 row; a NaN counts above infinity.
+
+    Compared as integers: LLVM vectorises no float maximum unless it may assume that there is no NaN.
+    """
+    bits = row.view(np.int32)
+    m = _ordered(bits[0])
+    for j in range(1, bits.size):
+        m = max(m, _ordered(bits[j]))
+    return _ordered(m).view(np.float32)
 
 
 @jit

@@ -1,0 +1,225 @@
+"""Scaled dot-product attention, tile by tile, so that the scores never leave the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, outputs, store
+from distgraph.kernels._jit import fused
+from distgraph.kernels.matmul import blas_ready
+
+_CACHE_SCORES = 1 << 17
+"""Scores of one tile on a CPU: 512 KiB of float32, half of a second-level cache."""
+_DEVICE_SCORES = 1 << 28
+"""Scores of one tile on a GPU: 1 GiB of float32; fewer, larger launches."""
+_CAUSAL_BLOCK = 64
+"""Least number of query rows of a tile under a causal mask: smaller blocks skip more, but cost more calls."""
+
+_Tile = tuple[slice, slice, slice, int, int]
+
+
+def _tiles(sizes: tuple[int, int, int, int, int], causal: bool, budget: int) -> Iterator[_Tile]:
+    """Tiles as (batch, groups, query rows, number of keys seen, last key of the first row or more).
+
+    ``sizes`` is (batch, groups, heads per group, queries, keys).
+    """
+    batch, groups, heads, queries, keys = sizes
+    block = min(queries, max(16, budget // max(1, heads * keys)))
+    if causal:
+        block = min(block, max(_CAUSAL_BLOCK, queries // 4))
+    area = max(1, heads * block * keys)
+    per_group = min(groups, max(1, budget // area))
+    per_batch = min(batch, max(1, budget // (area * groups))) if per_group == groups else 1
+    for n in range(0, batch, per_batch):
+        for g in range(0, groups, per_group):
+            for i in range(0, queries, block):
+                stop = min(i + block, queries)
+                # Aligned at the end, as in decoding with a cache: the last query sees every key.
+                first = i + keys - queries if causal else keys
+                seen = min(keys, max(0, stop + keys - queries)) if causal else keys
+                yield slice(n, n + per_batch), slice(g, g + per_group), slice(i, stop), seen, first
+
+
+def _split(q: Array, k: Array, v: Array) -> tuple[int, int, int, int, int]:
+    """(batch, groups, heads per group, queries, keys), after checking that the shapes fit."""
+    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
+    fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits or q.shape[1] % max(1, k.shape[1]):
+        raise GraphError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; "
+            "expected q [b, h, s, d], k [b, g, t, d] and v [b, g, t, e] with h a multiple of g"
+        )
+    groups = k.shape[1]
+    return q.shape[0], groups, q.shape[1] // max(1, groups), q.shape[2], k.shape[2]
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    """[b, h, s, ...] as [b, g, h / g, s, ...], a view."""
+    return x.reshape(x.shape[0], groups, x.shape[1] // max(1, groups), *x.shape[2:])
+
+
+def _hidden(xp: Namespace, rows: int, seen: int, first: int) -> Array | None:
+    """True at [i, j] where key j lies after the last one that query row i of a tile may see; None if nowhere."""
+    if first + 1 >= seen:
+        return None
+    return xp.arange(seen) > xp.arange(rows)[:, None] + first
+
+
+def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, loops: Any) -> Array:
+    """Turn raw scores [..., rows, seen] into probabilities in place; return logsumexp [..., rows]."""
+    rows, seen = scores.shape[-2:]
+    if loops is not None:
+        lse = np.empty((scores.size // (rows * seen), rows), scores.dtype)
+        loops.attention_rows(scores.reshape(-1, rows, seen), np.float32(scale), first, seen, lse)
+        return lse.reshape(scores.shape[:-1])
+    scores *= scale
+    hidden = _hidden(xp, rows, seen, first)
+    if hidden is not None:
+        xp.copyto(scores, scores.dtype.type(-np.inf), where=hidden)
+    m = scores.max(axis=-1, keepdims=True)
+    m = xp.where(m == -np.inf, scores.dtype.type(0), m)
+    scores -= m
+    xp.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    positive = xp.where(total == 0, scores.dtype.type(1), total)
+    scores /= positive
+    lse = xp.where(total == 0, scores.dtype.type(-np.inf), m + xp.log(positive))
+    return lse[..., 0]
+
+
+@computed_in_f32(0, 0)
+def attention(
+    xp: Namespace, q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None, out: Any = None
+) -> tuple[Array, Array]:
+    """o = softmax(scale * q k^T) v for each head; query heads share the keys of their group.
+
+    Under ``causal`` query i of s sees the keys j of t with j <= i + t - s; one that sees none gives o = 0 and
+    lse = -infinity.
+
+    Args:
+        q: [b, h, s, d].
+        k: [b, g, t, d], h a multiple of g; head a uses group a // (h / g).
+        v: [b, g, t, e].
+        scale: 1 / sqrt(d) where not given.
+
+    Returns:
+        o [b, h, s, e], lse [b, h, s] = log(sum(exp(scale * q k^T))).
+
+    Raises:
+        GraphError: the shapes do not fit.
+    """
+    sizes = _split(q, k, v)
+    groups, keys = sizes[1], sizes[4]
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    out_o, out_lse = outputs(out, 2)
+    o = empty(xp, out_o, (*q.shape[:3], v.shape[3]), q.dtype)
+    lse = empty(xp, out_lse, q.shape[:3], q.dtype)
+    if o.size == 0 or keys == 0:
+        o[...], lse[...] = 0, -np.inf
+        return store(xp, o, out_o), store(xp, lse, out_lse)
+    q, k, v = _grouped(blas_ready(q), groups), blas_ready(k).swapaxes(-1, -2)[:, :, None], blas_ready(v)[:, :, None]
+    loops = _loops(xp, q, keys)
+    grouped_o, grouped_lse = _grouped(o, groups), _grouped(lse, groups)
+    budget = _CACHE_SCORES if xp is np else _DEVICE_SCORES
+    for n, g, i, seen, first in _tiles(sizes, causal, budget):
+        if seen == 0:
+            grouped_o[n, g, :, i], grouped_lse[n, g, :, i] = 0, -np.inf
+            continue
+        scores = xp.matmul(q[n, g, :, i], k[n, g, :, :, :seen])
+        grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, loops)
+        xp.matmul(scores, v[n, g, :, :seen], out=grouped_o[n, g, :, i])
+    return store(xp, o, out_o), store(xp, lse, out_lse)
+
+
+def _loops(xp: Namespace, q: Array, keys: int) -> Any:
+    """Compiled loops where they pay: float32 on NumPy and enough scores."""
+    large = xp is np and q.dtype == np.float32 and (q.size // q.shape[-1]) * keys >= FUSED_MIN_SIZE
+    return fused("_rows") if large else None
+
+
+def _grad_tile(
+    xp: Namespace, p: Array, dp: Array, numbers: tuple[float, int, Any], lse: Array, delta: Array
+) -> None:
+    """Turn raw scores into probabilities and ``dp`` into the gradient of the raw scores, both in place."""
+    scale, first, loops = numbers
+    rows, seen = p.shape[-2:]
+    if loops is not None:
+        shape = (-1, rows, seen)
+        flat_lse, flat_delta = (np.ascontiguousarray(a).reshape(-1, rows) for a in (lse, delta))
+        loops.attention_grad_rows(
+            p.reshape(shape), dp.reshape(shape), np.float32(scale), first, seen, flat_lse, flat_delta
+        )
+        return
+    shift = xp.where(lse == -np.inf, p.dtype.type(0), lse)
+    hidden = _hidden(xp, rows, seen, first)
+    p *= scale
+    p -= shift[..., None]
+    if hidden is not None:
+        xp.copyto(p, p.dtype.type(-np.inf), where=hidden)
+    xp.exp(p, out=p)
+    dp -= delta[..., None]
+    dp *= p
+    dp *= scale
+
+
+@computed_in_f32(1, 2, 3)
+def attention_grad(
+    xp: Namespace,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    out: Any = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of `attention`, the probabilities computed anew from lse (Dao et al., 2022, appendix B.4):
+
+    p = exp(scale * q k^T - lse), dv = p^T do, ds = p * (do v^T - sum(do * o)) * scale, dq = ds k, dk = ds^T q;
+    dk and dv are summed over the query heads of their group.
+
+    Returns:
+        dq [b, h, s, d], dk [b, g, t, d], dv [b, g, t, e].
+    """
+    sizes = _split(q, k, v)
+    groups, keys = sizes[1], sizes[4]
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    outs = outputs(out, 3)
+    dq, dk, dv = (empty(xp, w, x.shape, q.dtype) for w, x in zip(outs, (q, k, v), strict=True))
+    dk[...] = 0
+    dv[...] = 0
+    if q.size == 0 or keys == 0:
+        dq[...] = 0
+        return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
+    q, do, k, v = blas_ready(q), blas_ready(do), blas_ready(k), blas_ready(v)
+    q, do, o, lse = (_grouped(x, groups) for x in (q, do, o, lse))
+    loops, grouped_dq = _loops(xp, q, keys), _grouped(dq, groups)
+    budget = (_CACHE_SCORES if xp is np else _DEVICE_SCORES) // 2
+    for n, g, i, seen, first in _tiles(sizes, causal, budget):
+        if seen == 0:
+            grouped_dq[n, g, :, i] = 0
+            continue
+        near = k[n, g, None, :seen], v[n, g, None, :seen]
+        queries, change = q[n, g, :, i], do[n, g, :, i]
+        p = xp.matmul(queries, near[0].swapaxes(-1, -2))
+        ds = xp.matmul(change, near[1].swapaxes(-1, -2))
+        delta = xp.einsum("...d,...d->...", change, o[n, g, :, i])
+        _grad_tile(xp, p, ds, (factor, first, loops), lse[n, g, :, i], delta)
+        dv[n, g, :seen] += _over_heads(xp, p, change)
+        dk[n, g, :seen] += _over_heads(xp, ds, queries)
+        xp.matmul(ds, near[0], out=grouped_dq[n, g, :, i])
+    return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
+
+
+def _over_heads(xp: Namespace, p: Array, x: Array) -> Array:
+    """sum over heads and rows of p[..., head, row, key] * x[..., head, row, :], as one product per group."""
+    p = p.reshape(*p.shape[:-3], -1, p.shape[-1])
+    x = blas_ready(x.reshape(*x.shape[:-3], -1, x.shape[-1]))
+    return xp.matmul(p.swapaxes(-1, -2), x)

@@ -1,0 +1,210 @@
+"""Matrix products and einsum: everything becomes GEMM, on views where BLAS can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from string import ascii_letters
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+
+
+def blas_ready(x: Array) -> Array:
+    """``x`` itself where BLAS reads its last two dims as they lie (row- or column-major), else a contiguous copy.
+
+    NumPy multiplies other layouts element by element, far slower than this copy.
+    """
+    if not isinstance(x, np.ndarray) or x.ndim < 2 or x.dtype.kind not in "fc":
+        return x
+    (rows, columns), (down, across), item = x.shape[-2:], x.strides[-2:], x.itemsize
+    row_major = (across == item or columns == 1) and (rows == 1 or (down >= columns * item and down % item == 0))
+    column_major = (down == item or rows == 1) and (columns == 1 or (across >= rows * item and across % item == 0))
+    return x if row_major or column_major else np.ascontiguousarray(x)
+
+
+@computed_in_f32(0)
+def matmul(xp: Namespace, a: Array, b: Array, *, out: Array | None = None) -> Array:
+    """y[..., m, n] = sum over k of a[..., m, k] * b[..., k, n], leading dims broadcast as in NumPy.
+
+    Leading dims of ``a`` against a plain matrix ``b`` are collapsed into one GEMM. Transposed views are not copied.
+
+    Args:
+        a: [..., m, k] or [k].
+        b: [..., k, n] or [k].
+    """
+    a, b = blas_ready(a), blas_ready(b)
+    dtype = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
+    direct = out if out is not None and out.dtype == dtype else None
+    if a.ndim > 2 and b.ndim == 2 and a.flags.c_contiguous:
+        y = empty(xp, direct, (*a.shape[:-1], b.shape[-1]), dtype)
+        xp.matmul(a.reshape(prod(a.shape[:-1]), a.shape[-1]), b, out=y.reshape(prod(a.shape[:-1]), b.shape[-1]))
+        return store(xp, y, out)
+    y = xp.matmul(a, b) if direct is None else xp.matmul(a, b, out=direct)
+    return store(xp, y, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """How to contract two operands as one batched matmul; the numbers are dims."""
+
+    sum_a: tuple[int, ...]
+    sum_b: tuple[int, ...]
+    order_a: tuple[int, ...]
+    order_b: tuple[int, ...]
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    shape: tuple[int, ...]
+    order_out: tuple[int, ...]
+    shape_out: tuple[int, ...]
+
+
+Names = tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def _parse(spec: str) -> tuple[tuple[Names, ...], Names]:
+    """Operands' and result's index names of ``spec``."""
+    left, arrow, right = spec.partition("->")
+    if not arrow:
+        raise GraphError(f"einsum {spec!r}: no '->'; write the result's indices, as in 'm k, k n -> m n'")
+    terms = [t.strip() for t in (*left.split(","), right)]
+    spaced = any(" " in t for t in terms)
+    names = [tuple(t.split() if spaced else t) for t in terms]
+    known = {n for term in names[:-1] for n in term}
+    for n in names[-1]:
+        if n not in known or names[-1].count(n) > 1:
+            raise GraphError(f"einsum {spec!r}: result index {n} must be once in the result and in some operand")
+    return tuple(names[:-1]), names[-1]
+
+
+@lru_cache(maxsize=4096)
+def _plan_pair(a: Names, b: Names, out: Names, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> _Pair:
+    """Sort the indices of a contraction into batch, left, right and summed ones."""
+    sizes = dict(zip(a, shape_a, strict=True)) | dict(zip(b, shape_b, strict=True))
+    sum_a = tuple(i for i, n in enumerate(a) if n not in b and n not in out)
+    sum_b = tuple(i for i, n in enumerate(b) if n not in a and n not in out)
+    a = tuple(n for n in a if n in b or n in out)
+    b = tuple(n for n in b if n in a or n in out)
+    batch = tuple(n for n in out if n in a and n in b)
+    left = tuple(n for n in out if n in a and n not in b)
+    right = tuple(n for n in out if n in b and n not in a)
+    summed = tuple(n for n in a if n in b and n not in out)
+
+    def size(names: Names) -> int:
+        return prod(sizes[n] for n in names)
+
+    heads = tuple(sizes[n] for n in batch)
+    made = batch + left + right
+    return _Pair(
+        sum_a,
+        sum_b,
+        tuple(a.index(n) for n in batch + left + summed),
+        tuple(b.index(n) for n in batch + summed + right),
+        (*heads, size(left), size(summed)),
+        (*heads, size(summed), size(right)),
+        (*heads, size(left), size(right)),
+        tuple(out.index(n) for n in made),
+        tuple(sizes[n] for n in out),
+    )
+
+
+def _contract(xp: Namespace, a: Array, b: Array, plan: _Pair, out: Array | None) -> Array:
+    """Run a `_Pair`: into a view of the result where its dims merge, else by a copy."""
+    if plan.sum_a:
+        a = a.sum(axis=plan.sum_a)
+    if plan.sum_b:
+        b = b.sum(axis=plan.sum_b)
+    dtype = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
+    left = blas_ready(a.transpose(plan.order_a).reshape(plan.shape_a))
+    right = blas_ready(b.transpose(plan.order_b).reshape(plan.shape_b))
+    y = empty(xp, out, plan.shape_out, dtype)
+    turned = y.transpose(plan.order_out)
+    target = turned.reshape(plan.shape)
+    if xp.may_share_memory(target, y):
+        xp.matmul(left, right, out=target)
+    else:
+        turned[...] = xp.matmul(left, right).reshape(turned.shape)
+    return store(xp, y, out)
+
+
+@lru_cache(maxsize=1024)
+def _path(spec: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, int], ...]:
+    """Greedy order of pairwise contractions, as positions in the shrinking list of operands."""
+    terms, out = _parse(spec)
+    letters = dict(zip(sorted({n for t in terms for n in t}), ascii_letters, strict=False))
+    plain = ",".join("".join(letters[n] for n in t) for t in terms)
+    plain += "->" + "".join(letters[n] for n in out)
+    shells = [np.broadcast_to(np.float32(0), s) for s in shapes]
+    steps = np.einsum_path(plain, *shells, optimize="greedy")[0][1:]
+    count, pairs = len(shapes), []
+    for step in steps:
+        # Where an order gains nothing NumPy leaves several operands to one step: take them two by two.
+        pairs.append((min(step), max(step)) if len(step) == 2 else (count - 2, count - 1))
+        count -= 1
+    pairs += [(count - 2 - i, count - 1 - i) for i in range(count - 1)]
+    return tuple(pairs)
+
+
+@computed_in_f32(0)
+def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None) -> Array:
+    """Sum of products over the indices that are not in the result.
+
+    Args:
+        operands: one or more arrays.
+        spec: "m k, k n -> m n" (names, apart by spaces) or "mk,kn->mn" (letters).
+
+    Raises:
+        GraphError: the spec is malformed or does not fit the operands.
+    """
+    terms, result = _parse(spec)
+    shapes = tuple(tuple(o.shape) for o in operands)
+    _check(spec, terms, shapes)
+    if any(len(set(t)) < len(t) for t in terms):
+        return store(xp, _general(xp, terms, result, operands), out)
+    if len(operands) == 1:
+        return _single(xp, operands[0], terms[0], result, out)
+    names, arrays = list(terms), list(operands)
+    path: Sequence[tuple[int, int]] = ((0, 1),) if len(arrays) == 2 else _path(spec, shapes)
+    for i, j in path:
+        b, a = arrays.pop(j), arrays.pop(i)
+        names_b, names_a = names.pop(j), names.pop(i)
+        last = not arrays
+        wanted = {n for t in (*names, result) for n in t}
+        kept = result if last else tuple(dict.fromkeys(n for n in names_a + names_b if n in wanted))
+        plan = _plan_pair(names_a, names_b, kept, tuple(a.shape), tuple(b.shape))
+        arrays.append(_contract(xp, a, b, plan, out if last else None))
+        names.append(kept)
+    return arrays[0]
+
+
+def _check(spec: str, terms: tuple[Names, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Operands must fit the spec: their number, their dims, one size for each index."""
+    if len(terms) != len(shapes):
+        raise GraphError(f"einsum {spec!r}: describes {len(terms)} operands but got {len(shapes)}")
+    sizes: dict[str, int] = {}
+    for i, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
+        if len(term) != len(shape):
+            raise GraphError(f"einsum {spec!r}: operand {i} has {len(shape)} dims but {len(term)} indices")
+        for name, size in zip(term, shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                raise GraphError(f"einsum {spec!r}: index {name} is {sizes[name]} before but {size} in operand {i}")
+
+
+def _single(xp: Namespace, x: Array, names: Names, result: Names, out: Array | None) -> Array:
+    """Sum and transpose of one operand."""
+    gone = tuple(i for i, n in enumerate(names) if n not in result)
+    kept = [n for n in names if n in result]
+    y = x.sum(axis=gone) if gone else x
+    return store(xp, xp.ascontiguousarray(y.transpose([kept.index(n) for n in result])), out)
+
+
+def _general(xp: Namespace, terms: tuple[Names, ...], result: Names, operands: tuple[Array, ...]) -> Array:
+    """An index twice in one operand (a diagonal): the array library's own einsum."""
+    letters = dict(zip(sorted({n for t in terms for n in t}), ascii_letters, strict=False))
+    plain = ",".join("".join(letters[n] for n in t) for t in terms)
+    return xp.einsum(plain + "->" + "".join(letters[n] for n in result), *operands)
