@@ -92,7 +92,12 @@ class Schedule:
 
     def orders(self) -> dict[int, tuple[tuple[str, int], ...]]:
         """The order of every rank."""
-        return {rank: self.order(rank) for rank in self.ranks}
+        result: dict[int, tuple[tuple[str, int], ...]] = {}
+        for column in self.columns:
+            result.update(
+                dict.fromkeys(column.ranks, tuple((step.task, step.micro) for step in column.steps))
+            )
+        return dict(sorted(result.items()))
 
     def grid(self) -> str:
         """One line per clock, one column per group of ranks."""
