@@ -1,14 +1,15 @@
 """What every program that is timed has in common: sizes, initial numbers, data, the clock and the report.
 
-A program is started as `python -m benchmarks.peers.FILE NAME --steps N --warmup K`, an MPI one as
-`mpiexec -n 2 python -m mpi4py -m benchmarks.peers.FILE ...` (so that an error on one rank ends both). Its
-rank 0 prints one line of JSON, the last of its output: `{"seconds": [...], "losses": [...]}`. `seconds` has one entry
-per timed step: the slowest rank's, ranks being lined up by a barrier before each step. `losses` has one
-entry per step from the very first, warm-up included, so that programs can be compared from the same start.
+A program is started as `python -m benchmarks.peers.FILE NAME --steps N --warmup K`, an MPI one as `mpiexec
+-n 2 python -m mpi4py -m benchmarks.peers.FILE ...` (so that an error on one rank ends both). Its rank 0
+prints one line of JSON, the last of its output: `{"seconds": [...], "losses": [...]}`. `seconds` has one
+entry per timed step: the slowest rank's, ranks being lined up by a barrier before each step. `losses` has
+one entry per step from the very first, warm-up included, so that programs can be compared from the same
+start.
 
 The models, the same for everyone:
-* MLP: `layers` x (linear with bias, then ReLU, but no ReLU after the last); loss = mean over batch and width of
-  (output - target)^2; Adam without weight decay; the same batch at every step.
+* MLP: `layers` x (linear with bias, then ReLU, but no ReLU after the last); loss = mean over batch and
+  width of (output - target)^2; Adam without weight decay; the same batch at every step.
 * GPT: pre-LN blocks, tanh GELU, learned positions, untied head without bias, mean cross-entropy, Adam.
 """
 

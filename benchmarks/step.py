@@ -1,0 +1,204 @@
+"""Seconds of one training step: distgraph against hand-written mpi4py + NumPy programs and against PyTorch.
+
+    python benchmarks/step.py [--quick] [--only mlp_dp2] [--peers] [--json FILE]
+
+Compared, each on its own processes with one BLAS thread a rank: the GPT on one rank against PyTorch eager;
+the MLP data, tensor and pipeline parallel on two MPI ranks against the hand-written program of the same
+algorithm and against DDP, DTensor tensor parallel and 1F1B over gloo; ZeRO-2 against FSDP2. Models, data
+and initial numbers are those of `benchmarks/peers/__init__.py`, and losses must agree to 1e-4 or nothing is
+reported: a faster program that computes something else is no comparison.
+
+Programs run in turns (hand-written, ours, PyTorch, hand-written, ...), one at a time. A ratio is the median
+over the rounds of (our median step) / (the other's median step) of the same round; below 1 is faster than
+the other. `--peers` leaves ours out and compares the hand-written programs with PyTorch. Other load on the
+machine is printed: with more than a little of it, ratios mean nothing.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+TIME_LIMIT = 300.0  # seconds for one program
+LOSS_TOLERANCE = 1e-4  # relative; fp32 sums in another order stay below 1e-5 over the first steps
+MODULES = {
+    "ours": "benchmarks.ours_step",
+    "handwritten": "benchmarks.peers.handwritten",
+    "torch": "benchmarks.peers.torch_peers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One program that several sides run, and the key of each ratio ours / side."""
+
+    name: str
+    ranks: int
+    keys: dict[str, str]  # side -> key
+
+
+CASES = (
+    Case("gpt_serial", 1, {"torch": "gpt_serial_over_torch"}),
+    Case("mlp_dp2", 2, {"handwritten": "mlp_dp2_over_handwritten", "torch": "mlp_dp2_over_torch"}),
+    Case("mlp_tp2", 2, {"handwritten": "mlp_tp2_over_handwritten", "torch": "mlp_tp2_over_torch"}),
+    Case("mlp_pp2", 2, {"handwritten": "mlp_pp2_over_handwritten", "torch": "mlp_pp2_over_torch"}),
+    Case("mlp_zero2", 2, {"handwritten": "mlp_zero2_over_handwritten", "torch": "mlp_zero2_over_torch_fsdp"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Median seconds of a step and the losses of one run of one program."""
+
+    seconds: float
+    losses: list[float]
+
+
+def command(side: str, case: Case, steps: int, warmup: int) -> list[str]:
+    """The command line that runs one side of a case."""
+    program = [MODULES[side], case.name, "--steps", str(steps), "--warmup", str(warmup)]
+    if side == "torch" or case.ranks == 1:
+        return [sys.executable, "-m", *program]
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise SystemExit("mpiexec is not on the path; install distgraph[mpi] or an MPI")
+    # the runner of mpi4py ends all ranks when one raises
+    return [mpiexec, "-n", str(case.ranks), sys.executable, "-m", "mpi4py", "-m", *program]
+
+
+def measure(side: str, case: Case, steps: int, warmup: int) -> Measured:
+    """Run one side of a case in processes of its own, all ended when this returns.
+
+    Raises:
+        SystemExit: the program failed, took longer than the limit, or printed no report.
+    """
+    words = command(side, case, steps, warmup)
+    environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{' '.join(words)} took longer than {TIME_LIMIT:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = [line for line in output.splitlines() if line.startswith('{"seconds"')]
+    if process.returncode or not lines:
+        raise SystemExit(f"{' '.join(words)} failed with exit code {process.returncode}:\n{errors[-3000:]}")
+    report = json.loads(lines[-1])
+    return Measured(statistics.median(report["seconds"]), report["losses"])
+
+
+def check_losses(case: Case, results: dict[str, Measured]) -> None:
+    """Raise SystemExit unless all sides computed the same training run."""
+    (first, reference), *others = results.items()
+    for side, measured in others:
+        for step, (a, b) in enumerate(zip(reference.losses, measured.losses, strict=True)):
+            if not abs(a - b) <= LOSS_TOLERANCE * abs(a):
+                raise SystemExit(f"{case.name} step {step}: loss is {a:.7g} by {first} but {b:.7g} by {side}")
+
+
+def run_rounds(
+    case: Case, sides: list[str], rounds: int, steps: int, warmup: int, console: Console
+) -> dict[str, list[float]]:
+    """Seconds of each side of a case, one entry a round; the sides take turns."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds):
+        results: dict[str, Measured] = {}
+        for side in sides:
+            console.print(f"[dim]{case.name} {side}, round {number + 1} of {rounds}", highlight=False)
+            results[side] = measure(side, case, steps, warmup)
+            seconds[side].append(results[side].seconds)
+        check_losses(case, results)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], side: str, other: str) -> float:
+    """Median over the rounds of side / other."""
+    return statistics.median(a / b for a, b in zip(seconds[side], seconds[other], strict=True))
+
+
+def ratios(case: Case, seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The figures of a case: ours over each other side, or hand-written over PyTorch where ours did not run."""
+    if "ours" in seconds:
+        return {key: ratio(seconds, "ours", side) for side, key in case.keys.items() if side in seconds}
+    if "handwritten" in seconds:
+        return {f"handwritten_{case.name}_over_torch": ratio(seconds, "handwritten", "torch")}
+    return {}
+
+
+def table_of(seconds: dict[str, dict[str, list[float]]], figures: dict[str, float]) -> Table:
+    """Median and least milliseconds of each program, and then the ratios."""
+    table = Table("program", "side", "median ms", "least ms", title="one training step")
+    for name, sides in seconds.items():
+        for side, values in sides.items():
+            table.add_row(name, side, f"{1e3 * statistics.median(values):.1f}", f"{1e3 * min(values):.1f}")
+    table.add_section()
+    for key, value in figures.items():
+        table.add_row(key, "", f"{value:.3f}", "")
+    return table
+
+
+def arguments_of(words: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, under a minute")
+    parser.add_argument("--only", choices=[case.name for case in CASES], help="one case")
+    parser.add_argument(
+        "--peers", action="store_true", help="without distgraph: hand-written against PyTorch"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds instead of 5 (1 with --quick)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure, print the table and write the figures."""
+    arguments = arguments_of(words)
+    rounds = arguments.rounds or (1 if arguments.quick else 5)
+    steps, warmup = (5, 2) if arguments.quick else (12, 3)
+    console = Console(stderr=True)
+    load = os.getloadavg()[0]
+    if load > 0.3:
+        console.print(
+            f"load average is {load:.2f} before starting: other work is running, ratios are doubtful"
+        )
+    seconds: dict[str, dict[str, list[float]]] = {}
+    figures: dict[str, float] = {}
+    for case in CASES:
+        if arguments.only not in (None, case.name):
+            continue
+        sides = ["handwritten", "ours", "torch"]
+        sides = [side for side in sides if side in case.keys or (side == "ours" and not arguments.peers)]
+        seconds[case.name] = run_rounds(case, sides, rounds, steps, warmup, console)
+        figures |= ratios(case, seconds[case.name])
+    Console().print(table_of(seconds, figures))
+    if arguments.json is not None:
+        extra = {"seconds": seconds, "rounds": rounds, "load_before": load}
+        arguments.json.write_text(json.dumps({**figures, **extra}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
