@@ -10,6 +10,7 @@ import numpy as np
 
 from distgraph.dtypes import is_float
 from distgraph.errors import GraphError
+from distgraph.ops.index import take
 from distgraph.ops.linear import as_tensors, reshape_to
 from distgraph.ops.reduction import dims_of
 from distgraph.ops.shape import concat
@@ -93,12 +94,6 @@ def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
 
 def _is_array(part: Any) -> bool:
     return isinstance(part, (list, np.ndarray))
-
-
-def take(x: Any, ids: Any, axis: int = 0) -> Tensor:
-    """Elements of a dim by position: the dim is replaced by the dims of `ids`."""
-    tensor, positions = as_tensors(x, np.asarray(ids) if isinstance(ids, (list, int)) else ids)
-    return emit_one("take", tensor, positions, dim=dims_of(axis, tensor.ndim)[0])
 
 
 def expand_dims(x: Any, axis: int | Sequence[int]) -> Tensor:

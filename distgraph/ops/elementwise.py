@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,6 +139,22 @@ def _extreme(kind: str) -> Any:
     return gradient
 
 
+def _arctan2(c: GradientContext) -> Grads:
+    y, x = c.operands
+    square = emit_one("square", x) + emit_one("square", y)
+    return [
+        unbroadcast(c.grad * x / square, y) if c.needs[0] else None,
+        unbroadcast(-c.grad * y / square, x) if c.needs[1] else None,
+    ]
+
+
+def _hypot(c: GradientContext) -> Grads:
+    return [
+        unbroadcast(c.grad * x / c.results[0], x) if need else None
+        for x, need in zip(c.operands, c.needs, strict=True)
+    ]
+
+
 _binary("add", _add, linear=((0, 1),))
 _binary("subtract", _subtract, linear=((0, 1),))
 _binary("multiply", _multiply, linear=((0,), (1,)))
@@ -145,6 +162,8 @@ _binary("divide", _divide, linear=((0,),), infer=_infer_float)
 _binary("power", _power)
 _binary("maximum", _extreme("greater_equal"))
 _binary("minimum", _extreme("less_equal"))
+_binary("arctan2", _arctan2, infer=_infer_float)
+_binary("hypot", _hypot, infer=_infer_float)
 _binary("floor_divide", None)
 _binary("remainder", None)
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift"):
@@ -166,6 +185,15 @@ _unary("square", lambda c: [c.grad * c.operands[0] * 2])
 _unary("reciprocal", lambda c: [-c.grad * c.results[0] * c.results[0]])
 _unary("sin", lambda c: [c.grad * emit_one("cos", c.operands[0])])
 _unary("cos", lambda c: [-c.grad * emit_one("sin", c.operands[0])])
+_unary("tan", lambda c: [c.grad * (emit_one("square", c.results[0]) + 1)])
+_unary("arcsin", lambda c: [c.grad * emit_one("rsqrt", 1 - emit_one("square", c.operands[0]))])
+_unary("arccos", lambda c: [-c.grad * emit_one("rsqrt", 1 - emit_one("square", c.operands[0]))])
+_unary("arctan", lambda c: [c.grad / (emit_one("square", c.operands[0]) + 1)])
+_unary("sinh", lambda c: [c.grad * emit_one("cosh", c.operands[0])])
+_unary("cosh", lambda c: [c.grad * emit_one("sinh", c.operands[0])])
+_unary("log2", lambda c: [c.grad / (c.operands[0] * math.log(2))])
+_unary("log10", lambda c: [c.grad / (c.operands[0] * math.log(10))])
+_unary("trunc", lambda c: [c.grad * 0])
 _unary("floor", lambda c: [c.grad * 0])
 _unary("ceil", lambda c: [c.grad * 0])
 _unary("rint", lambda c: [c.grad * 0])

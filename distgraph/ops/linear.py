@@ -10,6 +10,7 @@ from typing import Any
 
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
+from distgraph.kernels import matmul as kernels
 from distgraph.ops.registry import Attrs, GradientContext, Groups, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
 from distgraph.tensor import Tensor, emit_one
@@ -85,13 +86,6 @@ def _contraction_flops(op: Op, rule: Rule) -> int:
     return 2 * max(1, len(op.operands) - 1) * math.prod(rule.sizes.get(index, 1) for index in rule.indices)
 
 
-def _einsum_kernel(xp: Any, *arrays: Any, out: Any = None, spec: str) -> Any:
-    if out is None:
-        return xp.einsum(spec, *arrays, optimize=True)
-    out[...] = xp.einsum(spec, *arrays, optimize=True)
-    return out
-
-
 def contraction_gradient(terms: Terms, right: str, operands: Sequence[Tensor], grad: Tensor, position: int) -> Tensor:
     """Gradient of one operand of an einsum: the cotangent contracted with the other operands."""
     wanted = terms[position]
@@ -122,7 +116,7 @@ def _each_alone(count: int, attrs: Attrs) -> Groups:
 define(
     "einsum",
     _einsum_rule,
-    _einsum_kernel,
+    kernels.einsum,
     infer=_infer_einsum,
     gradient=_einsum_gradient,
     flops=_contraction_flops,
@@ -148,10 +142,6 @@ def _infer_matmul(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, 
     return [((*reversed(batch), left.shape[-2], right.shape[-1]), dtype)]
 
 
-def _matmul_kernel(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
-    return xp.matmul(x, y, out=out)
-
-
 def _matmul_gradient(c: GradientContext) -> list[Tensor | None]:
     batch = string.ascii_uppercase[: c.grad.ndim - 2]
     lengths = dict(zip(batch, c.grad.shape, strict=False))
@@ -175,7 +165,7 @@ def reshape_to(x: Tensor, shape: Shape) -> Tensor:
 define(
     "matmul",
     "... m k, ... k n -> ... m n",
-    _matmul_kernel,
+    kernels.matmul,
     infer=_infer_matmul,
     gradient=_matmul_gradient,
     flops=_contraction_flops,

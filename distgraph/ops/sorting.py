@@ -1,0 +1,198 @@
+"""Order along one dim: argmax, argmin, sort, argsort, top_k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distgraph.dtypes import is_float
+from distgraph.errors import GraphError
+from distgraph.graph import Op, Value
+from distgraph.ops.linear import as_tensors, reshape_to
+from distgraph.ops.reduction import along_rule, dims_of
+from distgraph.ops.registry import Attrs, GradientContext, Shape, Shapes, define
+from distgraph.rule import Rule, make_rule
+from distgraph.tensor import Tensor, emit, emit_one
+
+Grads = Sequence[Tensor | None]
+
+
+def _arg_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    shape, dim = shapes[0], attrs["dim"]
+    term = tuple((f"i{d}",) for d in range(len(shape)))
+    result = tuple(i for d, i in enumerate(term) if d != dim)
+    return make_rule("arg", (term,), (result,), {f"i{d}": n for d, n in enumerate(shape)}, whole={f"i{dim}"})
+
+
+def _infer_arg(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    shape = operands[0].shape
+    if not -1 < attrs["dim"] < len(shape) or shape[attrs["dim"]] == 0:
+        raise GraphError(f"{operands[0].type} has no element along dim {attrs['dim']}")
+    return [(tuple(n for d, n in enumerate(shape) if d != attrs["dim"]), "i64")]
+
+
+def _arg_kernel(name: str) -> Any:
+    def kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
+        result = getattr(xp, name)(x, axis=dim)
+        if out is None:
+            return result
+        out[...] = result
+        return out
+
+    return kernel
+
+
+def _arg_decompose(reduction: str) -> Any:
+    """Position of the first extreme element as two reductions, which may both be partial.
+
+    The extreme is found first; of the positions that hold it (or a NaN, which wins everywhere) the least is taken.
+    """
+
+    def decompose(attrs: Attrs, x: Tensor) -> Tensor:
+        dim = attrs["dim"]
+        best = emit_one(reduction, x, dims=(dim,), keepdims=True)
+        hit = emit_one("equal", x, best)
+        if is_float(x.dtype):
+            hit = emit_one("logical_or", hit, emit_one("isnan", x))
+        place = emit_one("iota", shape=x.shape, dim=dim, dtype="i64")
+        return emit_one("reduce_min", emit_one("where", hit, place, x.shape[dim]), dims=(dim,), keepdims=False)
+
+    return decompose
+
+
+def _operand_size(op: Op, rule: Rule) -> int:
+    return op.operands[0].size
+
+
+for _name in ("argmax", "argmin"):
+    define(
+        _name,
+        _arg_rule,
+        _arg_kernel(_name),
+        infer=_infer_arg,
+        gradient=lambda c: [None],
+        flops=_operand_size,
+        decompose=_arg_decompose(f"reduce_{_name[3:]}"),
+    )
+
+
+def _sort_flops(op: Op, rule: Rule) -> int:
+    n = max(2, op.operands[0].shape[op.attrs["dim"]])
+    return op.operands[0].size * int(np.ceil(np.log2(n)))
+
+
+def _sort_kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
+    if out is None:
+        return xp.sort(x, axis=dim)
+    out[...] = x
+    out.sort(axis=dim)
+    return out
+
+
+def _argsort_kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
+    order = xp.argsort(x, axis=dim, kind="stable") if xp is np else xp.argsort(x, axis=dim)  # cupy's is stable
+    if out is None:
+        return order
+    out[...] = order
+    return out
+
+
+def _sort_gradient(c: GradientContext) -> Grads:
+    dim = c.attrs["dim"]
+    rank = emit_one("argsort", emit_one("argsort", c.operands[0], dim=dim), dim=dim)
+    return [emit_one("take_along", c.grad, rank, dim=dim)]
+
+
+define("sort", along_rule, _sort_kernel, gradient=_sort_gradient, flops=_sort_flops)
+define(
+    "argsort",
+    along_rule,
+    _argsort_kernel,
+    infer=lambda operands, attrs: [(operands[0].shape, "i64")],
+    gradient=lambda c: [None],
+    flops=_sort_flops,
+)
+
+
+def _top_k_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    shape = shapes[0]
+    term = tuple((f"i{d}",) for d in range(len(shape)))
+    result = (*term[:-1], ())
+    sizes = {f"i{d}": n for d, n in enumerate(shape)}
+    return make_rule("top_k", (term,), (result, result), sizes, whole={f"i{len(shape) - 1}"})
+
+
+def _infer_top_k(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    x, k = operands[0], attrs["k"]
+    if not x.shape or not 1 <= k <= x.shape[-1]:
+        raise GraphError(f"top_k of {x.type} with k={k}: k must be between 1 and the length of the last dim")
+    shape = (*x.shape[:-1], k)
+    return [(shape, x.dtype), (shape, "i64")]
+
+
+def _top_k_kernel(xp: Any, x: Any, out: Any = None, *, k: int) -> Any:
+    """Largest first; of equal ones the first position wins."""
+    wide = x.astype(xp.float32) if x.dtype.itemsize == 2 and x.dtype.kind not in "iu" else x
+    key = ~wide if wide.dtype.kind in "iub" else -wide
+    order = xp.argsort(key, axis=-1, kind="stable") if xp is np else xp.argsort(key, axis=-1)
+    indices = order[..., :k]
+    values = xp.take_along_axis(x, indices, axis=-1)
+    if out is None:
+        return values, indices
+    results = []
+    for target, result in zip(out, (values, indices), strict=True):
+        if target is not None:
+            target[...] = result
+        results.append(result if target is None else target)
+    return tuple(results)
+
+
+def _top_k_gradient(c: GradientContext) -> Grads:
+    if c.grads[0] is None:
+        return [None]
+    x = c.operands[0]
+    return [emit_one("put_along", c.grad, c.results[1], dim=x.ndim - 1, size=x.shape[-1])]
+
+
+define("top_k", _top_k_rule, _top_k_kernel, infer=_infer_top_k, gradient=_top_k_gradient, flops=_operand_size)
+
+
+def _argument(kind: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
+    (tensor,) = as_tensors(x)
+    if axis is None:
+        flat = emit_one(kind, reshape_to(tensor, (tensor.size,)), dim=0)
+        return reshape_to(flat, (1,) * tensor.ndim) if keepdims else flat
+    (dim,) = dims_of(axis, tensor.ndim)
+    found = emit_one(kind, tensor, dim=dim)
+    return reshape_to(found, tuple(1 if d == dim else n for d, n in enumerate(tensor.shape))) if keepdims else found
+
+
+def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Position of the first largest element along a dim, or in the flattened tensor."""
+    return _argument("argmax", x, axis, keepdims)
+
+
+def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Position of the first smallest element along a dim, or in the flattened tensor."""
+    return _argument("argmin", x, axis, keepdims)
+
+
+def sort(x: Any, axis: int = -1) -> Tensor:
+    """Smallest first along a dim."""
+    (tensor,) = as_tensors(x)
+    return emit_one("sort", tensor, dim=dims_of(axis, tensor.ndim)[0])
+
+
+def argsort(x: Any, axis: int = -1) -> Tensor:
+    """Positions that sort a dim; equal elements keep their order."""
+    (tensor,) = as_tensors(x)
+    return emit_one("argsort", tensor, dim=dims_of(axis, tensor.ndim)[0])
+
+
+def top_k(x: Any, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest elements of the last dim, largest first, and their positions."""
+    (tensor,) = as_tensors(x)
+    values, indices = emit("top_k", tensor, k=int(k))
+    return values, indices
