@@ -31,6 +31,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -56,7 +57,9 @@ _WHOLE_EXCHANGE_BYTES: Final = (
 _FLAT_BROADCAST_BYTES: Final = 1 << 16  # broadcast: up to here the root sends everything itself
 _TAG_BITS: Final = 28  # of MPI's tag: MPICH has 29, one is the phase of a collective
 _FAILURE, _ACKNOWLEDGE, _OBJECT = 0, 1, 2  # tags of the control communicator
-_LAST_WORDS_SECONDS: Final = 5.0
+LAST_WORDS_SECONDS: Final = 5.0
+"""How long a rank that fails waits for the others to say why they stop."""
+_JOB_LOOK_SECONDS: Final = 0.01
 
 _Steps = Iterator[list[Any]]
 _Message = tuple[int, Array]
@@ -114,12 +117,13 @@ class MpiTransport:
     Args:
         comm: an mpi4py intracommunicator; default `MPI.COMM_WORLD`.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
+        job: directory in which the launcher's supervisors record the first failure (see `distgraph.runtime.rank`).
 
     Raises:
         RuntimeFault: mpi4py is not installed, or finds no MPI library.
     """
 
-    def __init__(self, comm: Any = None, *, limit: float | None = None) -> None:
+    def __init__(self, comm: Any = None, *, limit: float | None = None, job: Path | None = None) -> None:
         self._mpi = _load_mpi()
         self._limit = time_limit(limit)
         world = self._mpi.COMM_WORLD if comm is None else comm
@@ -131,7 +135,11 @@ class MpiTransport:
         self._latest: dict[Group, _Operation] = {}
         self._pending: list[_Operation] = []
         self._scratch: dict[int, list[np.ndarray[Any, Any]]] = {}
-        self._failure: tuple[int, str] | None = None
+        self._failure: tuple[int | None, str] | None = (
+            None  # rank to answer to, if it can listen; what happened
+        )
+        self._job = job
+        self._looked = time.monotonic()
         self._last_progress = time.monotonic()
         # With a core per rank a long wait may spin; with fewer the core is wanted by the rank that is waited for.
         crowded = int(os.environ.get("MPI_LOCALNRANKS", self._size)) > len(os.sched_getaffinity(0))
@@ -247,13 +255,29 @@ class MpiTransport:
     def check_failure(self) -> None:
         """Raise `RuntimeFault` if another rank has failed."""
         if self._failure is None:
-            status = self._mpi.Status()
-            if not self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE, status):
-                return
-            text = bytearray(status.Get_count(self._mpi.BYTE))
-            self._control.Recv(text, status.Get_source(), _FAILURE)
-            self._failure = (status.Get_source(), text.decode())
-        raise RuntimeFault(f"{self._failure[1]}; rank {self.rank} stops too")
+            self._failure = self._failure_told() or self._failure_recorded()
+        if self._failure is not None:
+            raise RuntimeFault(f"{self._failure[1]}; rank {self.rank} stops too")
+
+    def _failure_told(self) -> tuple[int, str] | None:
+        """What a failing rank has sent."""
+        status = self._mpi.Status()
+        if not self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE, status):
+            return None
+        text = bytearray(status.Get_count(self._mpi.BYTE))
+        self._control.Recv(text, status.Get_source(), _FAILURE)
+        return status.Get_source(), text.decode()
+
+    def _failure_recorded(self) -> tuple[None, str] | None:
+        """What a supervisor has written about a rank that could not send; a rank that raised sends."""
+        if self._job is None or time.monotonic() - self._looked < _JOB_LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        try:
+            text = (self._job / "failed").read_text().partition("\n")[2]
+        except FileNotFoundError:
+            return None
+        return (None, text) if "was killed by" in text else None
 
     def poll(self, ready: Callable[[], bool], what: str) -> None:
         """Drive everything until `ready()`; the wait under every wait of this transport."""
@@ -297,11 +321,14 @@ class MpiTransport:
         """Tell the other ranks, give them a moment for their last words, and end this process. Does not return."""
         sys.stdout.flush()
         sys.stderr.flush()
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
         if (
             self._failure is not None
         ):  # another rank was first and now waits for us; it, or the launcher, ends us
-            self._control.Isend(bytearray(1), self._failure[0], _ACKNOWLEDGE)
+            if self._failure[0] is not None:
+                self._control.Isend(bytearray(1), self._failure[0], _ACKNOWLEDGE)
+            elif self._job is not None:
+                (self._job / f"left.{self.rank}").touch()
             while time.monotonic() < deadline:
                 self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE)
                 time.sleep(0.01)

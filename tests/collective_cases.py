@@ -98,9 +98,7 @@ def all_gather_case(transport: Transport, dtype: str) -> None:
             shapes = [tuple((3, 5, 4)[:dim]) + (n,) + tuple((3, 5, 4)[dim + 1 :]) for n in sizes]
             parts = [data(rank, shape, dtype) for rank, shape in zip(group, shapes, strict=True)]
             x = parts[group.index(transport.rank)]
-            same(
-                collectives.all_gather(transport, x, dim, sizes, group), np.concatenate(parts, axis=dim)
-            )
+            same(collectives.all_gather(transport, x, dim, sizes, group), np.concatenate(parts, axis=dim))
 
 
 def reduce_scatter_case(transport: Transport, dtype: str, op: str) -> None:
@@ -215,7 +213,12 @@ def mixed_waits_case(transport: Transport) -> None:
 def messages_case(transport: Transport) -> None:
     """Matching by source and tag, first come first served, also with oneself; `done` drives them on."""
     rank, size = transport.rank, transport.size
-    inbox = {(source, tag, turn): np.zeros(4, np.int64) for source in range(size) for tag in (7, 1) for turn in (0, 1)}
+    inbox = {
+        (source, tag, turn): np.zeros(4, np.int64)
+        for source in range(size)
+        for tag in (7, 1)
+        for turn in (0, 1)
+    }
     requests = [transport.recv(buffer, source, tag) for (source, tag, _), buffer in inbox.items()]
     for dest, turn, tag in itertools.product(range(size), (0, 1), (1, 7)):
         requests.append(transport.send(np.array([rank, dest, tag, turn]), dest, tag))

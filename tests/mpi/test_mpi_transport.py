@@ -39,7 +39,9 @@ def test_moving(transport: MpiTransport, case: Callable[[Any, str], None], dtype
 
 @pytest.mark.parametrize("case", cases.REDUCING, ids=lambda case: case.__name__)
 @pytest.mark.parametrize(("dtype", "op"), cases.reductions())
-def test_reducing(transport: MpiTransport, case: Callable[[Any, str, str], None], dtype: str, op: str) -> None:
+def test_reducing(
+    transport: MpiTransport, case: Callable[[Any, str, str], None], dtype: str, op: str
+) -> None:
     case(transport, dtype, op)
 
 

@@ -1,0 +1,239 @@
+"""`launch`: output, exit codes, and that a rank which raises, exits or is killed takes all of them along."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from distgraph.errors import RuntimeFault
+from distgraph.runtime import launch as launcher
+from distgraph.runtime import rank as rank_process
+
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+
+PREAMBLE = """
+import os, signal, sys
+import numpy as np
+from distgraph.runtime.launch import current_transport
+t = current_transport()
+rank, everyone = t.rank, tuple(range(t.size))
+print("pid", os.getpid())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def survivors(self) -> list[int]:
+        """Ranks that still exist."""
+        pids = [int(line.split()[1]) for line in self.out.splitlines() if line.startswith("pid ")]
+        return [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than an entry that its parent has yet to collect."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start(tmp_path: Path, body: str, n: int = 3, preamble: str = PREAMBLE) -> Outcome:
+    script = tmp_path / "script.py"
+    script.write_text(preamble + textwrap.dedent(body))
+    out, err = io.StringIO(), io.StringIO()
+    code = launcher.launch(n, [str(script), "--flag", "two words"], stdout=out, stderr=err)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+@needs_mpi
+def test_arguments_output_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    outcome = start(
+        tmp_path,
+        """
+        assert __name__ == "__main__" and sys.path[0] == os.path.dirname(__file__)
+        print(rank, sys.argv[1:], os.environ["OMP_NUM_THREADS"], os.environ["OPENBLAS_NUM_THREADS"])
+        print("to stderr", rank, file=sys.stderr)
+        x = np.ones(5)
+        t.all_reduce(x, "sum", everyone).wait()
+        assert (x == t.size).all()
+        """,
+    )
+    assert outcome.code == 0, outcome.err
+    lines = sorted(line for line in outcome.out.splitlines() if not line.startswith("pid "))
+    assert lines == [f"{rank} ['--flag', 'two words'] 1 2" for rank in range(3)]
+    assert sorted(outcome.err.splitlines()) == [f"to stderr {rank}" for rank in range(3)]
+
+
+WAITS = {
+    "all_reduce": 't.all_reduce(np.zeros(100_000), "sum", everyone).wait()',
+    "recv": "t.recv(np.zeros(10), 1, 4).wait()",
+    "send": "t.send(np.zeros(10_000_000), 1, 4).wait()",
+    "barrier": "t.barrier()",
+    "objects": "t.gather_objects(3, root=2)",
+    "end of script": "pass",
+}
+
+
+@needs_mpi
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
+def test_a_rank_that_raises(tmp_path: Path, wait: str) -> None:
+    outcome = start(
+        tmp_path,
+        f"""
+        t.barrier()
+        if rank == 1:
+            raise ValueError("bad batch")
+        {wait}
+        """,
+    )
+    assert outcome.code == 1
+    assert outcome.err.index('raise ValueError("bad batch")') < outcome.err.index("stops too")
+    assert "error: rank 1: ValueError: bad batch\n" in outcome.err
+    for rank in (0, 2):
+        assert f"error: rank 1 failed: ValueError: bad batch; rank {rank} stops too\n" in outcome.err
+    assert outcome.err.count("Traceback") == 1
+    assert outcome.survivors == []
+
+
+@needs_mpi
+def test_a_user_mistake_has_no_traceback(tmp_path: Path) -> None:
+    outcome = start(
+        tmp_path,
+        """
+        from distgraph.errors import ShardingError
+        if rank == 1:
+            raise ShardingError("axis 'q' is unknown; the mesh has dp, tp")
+        t.barrier()
+        """,
+        n=2,
+    )
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err
+    assert "error: rank 1: axis 'q' is unknown; the mesh has dp, tp\n" in outcome.err
+
+
+@needs_mpi
+def test_all_ranks_raise_at_once(tmp_path: Path) -> None:
+    outcome = start(tmp_path, "raise KeyError(rank)")
+    assert outcome.code == 1
+    assert "KeyError" in outcome.err
+    assert outcome.survivors == []
+
+
+@needs_mpi
+def test_exit_code_of_a_script(tmp_path: Path) -> None:
+    outcome = start(tmp_path, "if rank == 2: sys.exit(7)\nt.barrier()")
+    assert outcome.code == 7
+    assert outcome.survivors == []
+
+
+@needs_mpi
+def test_mistake_before_the_first_transport_call(tmp_path: Path) -> None:
+    outcome = start(tmp_path, "def", preamble="")
+    assert outcome.code == 1
+    assert "SyntaxError" in outcome.err
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_rank_that_is_killed(tmp_path: Path, name: str) -> None:
+    outcome = start(
+        tmp_path,
+        f"""
+        t.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.{name})
+        t.all_reduce(np.zeros(100_000), "sum", everyone).wait()
+        """,
+    )
+    number = signal.Signals[name]
+    assert outcome.code == 128 + number
+    for rank in (0, 2):
+        assert f"error: rank 1 was killed by {name}; rank {rank} stops too\n" in outcome.err
+    assert f"error: rank 1 was killed by {name}, all 3 ranks are stopped" in outcome.err.splitlines()[-1]
+    assert "BAD TERMINATION" not in outcome.out + outcome.err
+    assert outcome.survivors == []
+
+
+@needs_mpi
+def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    """Ctrl-C at a job that hangs."""
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + "t.recv(np.zeros(1), rank, 4).wait()")
+    command = f"from distgraph.runtime.launch import launch; raise SystemExit(launch(2, [{str(script)!r}]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    outcome = Outcome(process.returncode, "".join(lines) + out, err)
+    assert outcome.code == 130
+    assert outcome.err == "error: interrupted; all ranks are stopped\n"
+    assert outcome.survivors == []
+
+
+@needs_mpi
+def test_plain_mpiexec_does_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + "if rank == 1: raise ValueError('bad batch')\nt.barrier()")
+    command = [launcher.find_mpiexec(), "-n", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "error: rank 1: ValueError: bad batch\n" in done.stderr
+    assert "error: rank 1 failed: ValueError: bad batch; rank 0 stops too\n" in done.stderr
+
+
+def test_mistakes_of_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFault, match="at least 1"):
+        launcher.launch(0, ["x.py"])
+    with pytest.raises(RuntimeFault, match=r"script '.*absent.py' does not exist"):
+        launcher.launch(2, [str(tmp_path / "absent.py")])
+    with pytest.raises(RuntimeFault, match="script '' does not exist"):
+        launcher.launch(2, [])
+
+
+def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeFault, match="pip install"):
+        launcher.find_mpiexec()
+
+
+def test_alone_without_a_launcher() -> None:
+    """In a process of its own: no MPI is loaded to find out that there is one rank."""
+    code = (
+        "import sys; from distgraph.runtime.launch import current_transport;"
+        "assert current_transport() is None; assert not [m for m in sys.modules if m.startswith('mpi4py')]"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)
+
+
+def test_without_mpi4py_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setattr(rank_process, "_current", [])
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(RuntimeFault, match=r"mpi4py cannot be loaded .*; install it with"):
+        launcher.current_transport()
