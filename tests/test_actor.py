@@ -140,6 +140,26 @@ def test_credits_of_1f1b_and_gpipe() -> None:
     assert all(edge.buffers is None for edge in bounded(graph, "gpipe").edges)
 
 
+def test_what_a_backward_reads_again_may_be_one_ahead() -> None:
+    tasks = (
+        Task("recv", "recv", 1, (1,), True),
+        Task("forward", "forward", 1, (1,), True),
+        Task("backward", "backward", 1, (1,), True),
+        Task("earlier", "backward", 0, (0,), True),
+        Task("late", "forward", 3, (3,), True),
+    )
+    edges = [
+        ("recv", "forward"),
+        ("recv", "backward"),
+        ("forward", "backward"),
+        ("forward", "earlier"),
+        ("recv", "late"),
+    ]
+    graph = TaskGraph(tasks, tuple(Edge(*names) for names in edges), 8)
+    # four stages, at stage 1: three micro-batches from forward to backward, four from recv
+    assert [edge.buffers for edge in bounded(graph, "1f1b").edges] == [2, 4, 3, None, 3]
+
+
 def test_a_limit_of_the_graph_goes_before_the_policy() -> None:
     graph = pipeline([(0,), (1,)], 8)
     narrow = replace(graph, edges=(replace(graph.edges[0], buffers=5), *graph.edges[1:]))
@@ -167,6 +187,10 @@ def test_a_barrier_inside_the_step_leaves_the_edges_across_it_without_limit() ->
     graph = linear("forward", "sync", "backward", once=(1,))
     graph = replace(graph, edges=(*graph.edges, Edge("t0", "t2")))
     assert barriers(graph)["t2"] == {"t1"}
+    assert barriers(linear("forward", "sync", "backward", "send", once=(1,)))["t3"] == {"t1"}
+    assert (
+        barriers(linear("load", "forward", "backward", once=(0,)))["t2"] == set()
+    )  # waits for no micro-batch
     assert [edge.buffers for edge in bounded(graph, "1f1b").edges] == [None, None, None]
 
 

@@ -122,6 +122,21 @@ def test_grid_shows_length_and_tasks_without_length() -> None:
     ]
 
 
+def test_grid_gives_each_task_without_length_a_line() -> None:
+    graph = with_transfers(plain(2, 1))
+    timeline = simulate(graph, {"forward": 1.0, "backward": 1.0, "send": 0.0, "recv": 0.0})
+    assert [line.split() for line in timeline.grid().splitlines()] == [
+        ["F0", "-"],
+        ["S0", "R0"],
+        ["-", "F0"],
+        ["-", "B0"],
+        ["R0", "S0"],
+        ["B0", "-"],
+    ]
+    tasks = tuple(Task(name, "sync", 0, (0,), True) for name in "ab")
+    assert simulate(TaskGraph(tasks, (Edge("a", "b"),), 1), {"sync": 0.0}).grid() == "G0\nGa0"
+
+
 def test_symbols_tell_tasks_of_one_kind_apart() -> None:
     tasks = [Task(f"send.{i}", "send", 0, (0,), True) for i in range(28)]
     named = list(symbols(tasks).values())
@@ -167,6 +182,18 @@ def test_transfers_that_take_no_time_change_nothing(policy: str, stages: int, mi
     assert explicit.peak_live() == direct.peak_live()
 
 
+def test_news_that_takes_no_time_is_heard_before_a_device_is_given_away() -> None:
+    # rank 0 ends its fourth forward at 4, when the first gradient comes by way of a send: that goes first
+    graph = plain(2, 6)
+    edges = [edge for edge in graph.edges if edge.source != "backward.s1"]
+    edges += [Edge("backward.s1", "send"), Edge("send", "backward.s0")]
+    graph = TaskGraph((*graph.tasks, Task("send", "send", 1, (1,), True)), tuple(edges), 6)
+    policy = Policy("no credits", room(None, None), backward_first)
+    timeline = simulate(graph, {"forward": 1.0, "backward": 2.0, "send": 0.0}, policy=policy)
+    steps = [(run.task, run.micro, run.start) for run in timeline.of_rank(0)]
+    assert steps[3:5] == [("forward.s0", 3, 3.0), ("backward.s0", 0, 4.0)]
+
+
 def test_a_task_on_many_ranks_waits_for_all_of_them_and_is_not_starved() -> None:
     tasks = (
         Task("seed", "load", 0, (1,), False),
@@ -176,7 +203,7 @@ def test_a_task_on_many_ranks_waits_for_all_of_them_and_is_not_starved() -> None
     )
     graph = TaskGraph(tasks, (Edge("seed", "both"),), 2)
     timeline = simulate(graph, {"seed": 1, "long": 3, "rest": 5, "both": 1})
-    # ready at 1, rank 0 is busy until 3: rank 1 is kept for it and does not begin five seconds of something less
+    # ready at 1, rank 0 is busy until 3: rank 1 is kept for it and does not begin five seconds of rest
     for rank in (0, 1):
         assert next(run.start for run in timeline.of_rank(rank) if run.task == "both") == 3
     no_overlap(timeline)
