@@ -51,7 +51,10 @@ def inlined(function: Function) -> Function:
 
 
 def _njit(function: Function, inline: str) -> Function:
-    numba = import_module("numba")
+    try:
+        numba = import_module("numba")
+    except ImportError:  # the modules of loops can still be imported and read; `fused` never hands them out
+        return function
     options = {"nogil": True, "fastmath": SAFE_FASTMATH, "inline": inline, "error_model": "numpy"}
     try:
         compiled: Function = numba.njit(cache=True, **options)(function)

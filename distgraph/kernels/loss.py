@@ -67,7 +67,7 @@ def cross_entropy(
     The whole is then LSE = logsumexp of the shards' lse and LOSS = LSE - sum over shards of (lse - loss).
 
     Args:
-        logits: [..., n], the classes from ``offset``.
+        logits: [..., n], the classes from ``offset``; with n = 0 both results are -infinity.
         labels: [...], any integer type, in [0, classes).
         classes: number of classes in all; offset + n where not given.
 
@@ -80,6 +80,9 @@ def cross_entropy(
     size = logits.shape[-1]
     _check_labels(xp, "cross_entropy", labels, offset + size if classes is None else classes)
     out_loss, out_lse = outputs(out, 2)
+    if size == 0:  # the last shard of an uneven split may hold no class
+        nothing = xp.full(labels.shape, -np.inf, logits.dtype)
+        return store(xp, nothing, out_loss), store(xp, nothing.copy(), out_lse)
     loops = fused_for("_rows", xp, logits, np.float32)
     if loops is None:
         m = logits.max(axis=-1, keepdims=True)

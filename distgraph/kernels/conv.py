@@ -1,0 +1,221 @@
+"""Convolution in one to three spatial dims, channels first, as im2col and one GEMM per block of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+
+_CACHE_COLUMNS = 1 << 20
+"""Elements of the im2col block on a CPU: 4 MiB of float32."""
+_DEVICE_COLUMNS = 1 << 28
+"""The same on a GPU: 1 GiB of float32."""
+
+Pads = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Where a kernel lies over its input: sizes, per spatial dim."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Pads
+    dilation: tuple[int, ...]
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def plain(self) -> bool:
+        """A 1 x 1 kernel that moves by one: the input is its own im2col."""
+        return prod(self.kernel) == 1 and prod(self.stride) == 1 and not any(a or b for a, b in self.padding)
+
+
+def window_of(
+    what: str,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int] | int,
+    padding: Sequence[Sequence[int]] | int,
+    dilation: Sequence[int] | int = 1,
+) -> _Window:
+    """Check and complete the attributes of a convolution or a pooling; one number stands for all spatial dims.
+
+    Raises:
+        GraphError: wrong number of dims, or the window does not fit in the padded input.
+    """
+    n = len(size)
+    strides = (stride,) * n if isinstance(stride, int) else tuple(stride)
+    dilations = (dilation,) * n if isinstance(dilation, int) else tuple(dilation)
+    pads: Pads = ((padding, padding),) * n if isinstance(padding, int) else tuple((p[0], p[1]) for p in padding)
+    if not len(kernel) == len(strides) == len(dilations) == len(pads) == n:
+        raise GraphError(
+            f"{what}: input has {n} spatial dims but window {tuple(kernel)}, stride {strides}, padding {pads}, "
+            f"dilation {dilations}; give one entry for each dim"
+        )
+    out = tuple(
+        (i + a + b - d * (k - 1) - 1) // s + 1
+        for i, k, s, (a, b), d in zip(size, kernel, strides, pads, dilations, strict=True)
+    )
+    if min(out, default=1) < 1:
+        raise GraphError(f"{what}: window {tuple(kernel)} does not fit in input {tuple(size)} with padding {pads}")
+    return _Window(tuple(kernel), strides, pads, dilations, tuple(size), out)
+
+
+def padded(xp: Namespace, x: Array, window: _Window, value: float = 0.0) -> Array:
+    """``x`` with its spatial dims padded; ``x`` itself where there is nothing to pad."""
+    if not any(a or b for a, b in window.padding):
+        return x
+    return xp.pad(x, ((0, 0), (0, 0), *window.padding), constant_values=value)
+
+
+def positions(window: _Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Each place in the window, with the slices of the padded input that it meets over all outputs."""
+    for place in product(*(range(k) for k in window.kernel)):
+        yield place, tuple(
+            slice(p * d, p * d + (o - 1) * s + 1, s)
+            for p, d, o, s in zip(place, window.dilation, window.output, window.stride, strict=True)
+        )
+
+
+def _columns(xp: Namespace, x: Array, window: _Window) -> Array:
+    """The windows of padded x [n, c, *spatial] as a view [n, c, *kernel, *output]."""
+    outer, inner = x.strides[:2], x.strides[2:]
+    along = tuple(s * d for s, d in zip(inner, window.dilation, strict=True))
+    across = tuple(s * t for s, t in zip(inner, window.stride, strict=True))
+    shape = (*x.shape[:2], *window.kernel, *window.output)
+    return xp.lib.stride_tricks.as_strided(x, shape, (*outer, *along, *across))
+
+
+def _blocks(xp: Namespace, samples: int, area: int) -> Iterator[slice]:
+    """Blocks of samples whose columns fit the budget; ``area`` elements each."""
+    step = max(1, (_CACHE_COLUMNS if xp is np else _DEVICE_COLUMNS) // max(1, area))
+    for n in range(0, samples, step):
+        yield slice(n, min(n + step, samples))
+
+
+def _check_channels(what: str, channels: int, w_shape: Sequence[int], groups: int) -> None:
+    if groups < 1 or channels != w_shape[1] * groups or w_shape[0] % groups:
+        raise GraphError(
+            f"{what}: input has {channels} channels but weight {tuple(w_shape)} with groups={groups} takes "
+            f"{w_shape[1] * groups} and must have a multiple of {groups} outputs"
+        )
+
+
+@computed_in_f32(0)
+def conv(
+    xp: Namespace,
+    x: Array,
+    w: Array,
+    *,
+    stride: Sequence[int] | int = 1,
+    padding: Sequence[Sequence[int]] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    groups: int = 1,
+    out: Array | None = None,
+) -> Array:
+    """y[n, o, p] = sum over c, k of x[n, c, p * stride + k * dilation - low padding] * w[o, c, k] (no flip).
+
+    Args:
+        x: [n, c, *spatial], one to three spatial dims.
+        w: [o, c / groups, *kernel].
+        stride, dilation: for each spatial dim.
+        padding: (low, high) zeros for each spatial dim.
+        groups: output block j of o / groups channels sees input block j of c / groups.
+
+    Returns:
+        [n, o, *output], output = (spatial + low + high - dilation * (kernel - 1) - 1) // stride + 1.
+
+    Raises:
+        GraphError: channels or window do not fit.
+    """
+    _check_channels("conv", x.shape[1], w.shape, groups)
+    window = window_of("conv", x.shape[2:], w.shape[2:], stride, padding, dilation)
+    samples, made, area = x.shape[0], w.shape[0], prod(window.output)
+    y = empty(xp, out, (samples, made, *window.output), x.dtype)
+    depth = w.shape[1] * prod(window.kernel)
+    weights = w.reshape(groups, made // groups, depth)
+    target = y.reshape(samples, groups, made // groups, area)
+    wide = padded(xp, x, window)
+    for n in _blocks(xp, samples, groups * depth * area):
+        columns = wide[n] if window.plain else _columns(xp, wide[n], window)
+        xp.matmul(weights, columns.reshape(-1, groups, depth, area), out=target[n])
+    return store(xp, y, out)
+
+
+@computed_in_f32(0)
+def conv_grad_input(
+    xp: Namespace,
+    dy: Array,
+    w: Array,
+    *,
+    input_shape: Sequence[int],
+    stride: Sequence[int] | int = 1,
+    padding: Sequence[Sequence[int]] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    groups: int = 1,
+    out: Array | None = None,
+) -> Array:
+    """dx, the transpose of `conv` in x: columns w^T dy added back where they came from (col2im).
+
+    Args:
+        dy: [n, o, *output].
+        w: [o, c / groups, *kernel].
+        input_shape: [n, c, *spatial] of x, and of the result.
+    """
+    _check_channels("conv_grad_input", input_shape[1], w.shape, groups)
+    window = window_of("conv_grad_input", input_shape[2:], w.shape[2:], stride, padding, dilation)
+    samples, made, area = dy.shape[0], w.shape[0], prod(window.output)
+    depth = w.shape[1] * prod(window.kernel)
+    weights = w.reshape(groups, made // groups, depth).swapaxes(1, 2)
+    spread = [i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True)]
+    dx = xp.zeros((samples, input_shape[1], *spread), dy.dtype)
+    channels = input_shape[1]
+    for n in _blocks(xp, samples, groups * depth * area):
+        columns = xp.matmul(weights, dy[n].reshape(-1, groups, made // groups, area))
+        columns = columns.reshape(-1, channels, *window.kernel, *window.output)
+        for place, where in positions(window):
+            dx[(n, slice(None), *where)] += columns[(slice(None), slice(None), *place)]
+    inner = tuple(slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
+    return store(xp, xp.ascontiguousarray(dx[(slice(None), slice(None), *inner)]), out)
+
+
+@computed_in_f32(0)
+def conv_grad_weight(
+    xp: Namespace,
+    x: Array,
+    dy: Array,
+    *,
+    kernel_shape: Sequence[int],
+    stride: Sequence[int] | int = 1,
+    padding: Sequence[Sequence[int]] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    groups: int = 1,
+    out: Array | None = None,
+) -> Array:
+    """dw, the transpose of `conv` in w: dy times the columns of x, summed over samples and places in one GEMM a block.
+
+    Args:
+        x: [n, c, *spatial].
+        dy: [n, o, *output].
+        kernel_shape: [o, c / groups, *kernel] of w, and of the result.
+    """
+    _check_channels("conv_grad_weight", x.shape[1], kernel_shape, groups)
+    window = window_of("conv_grad_weight", x.shape[2:], kernel_shape[2:], stride, padding, dilation)
+    made, area, dims = kernel_shape[0], prod(window.output), len(window.kernel)
+    depth = kernel_shape[1] * prod(window.kernel)
+    dw = xp.zeros((groups, made // groups, depth), x.dtype)
+    wide = padded(xp, x, window)
+    for n in _blocks(xp, x.shape[0], groups * depth * area):
+        columns = _columns(xp, wide[n], window)  # [n, c, *kernel, *output] -> [c, *kernel, n, *output]
+        order = (*range(1, 2 + dims), 0, *range(2 + dims, 2 + 2 * dims))
+        columns = columns.transpose(order).reshape(groups, depth, -1)
+        changes = dy[n].reshape(-1, made, area).swapaxes(0, 1).reshape(groups, made // groups, -1)
+        dw += xp.matmul(changes, columns.swapaxes(1, 2))
+    return store(xp, dw.reshape(tuple(kernel_shape)), out)

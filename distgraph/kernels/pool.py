@@ -1,0 +1,126 @@
+"""Max and average pooling in one to three spatial dims, channels first: one pass per place in the window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+from distgraph.kernels.conv import padded, positions, window_of
+
+_ALL = slice(None)
+
+
+def _lowest(dtype: np.dtype) -> float:
+    """What no element is below."""
+    return -np.inf if dtype.kind == "f" else np.iinfo(dtype).min
+
+
+@computed_in_f32(0)
+def max_pool(
+    xp: Namespace,
+    x: Array,
+    *,
+    window: Sequence[int],
+    stride: Sequence[int] | int | None = None,
+    padding: Sequence[Sequence[int]] | int = 0,
+    out: Array | None = None,
+) -> Array:
+    """y[n, c, p] = max over k of x[n, c, p * stride + k - low padding]; padding never wins.
+
+    Args:
+        x: [n, c, *spatial].
+        window: size in each spatial dim.
+        stride: as ``window`` where not given.
+        padding: (low, high) for each spatial dim.
+
+    Raises:
+        GraphError: the window does not fit.
+    """
+    over = window_of("max_pool", x.shape[2:], window, window if stride is None else stride, padding)
+    wide = padded(xp, x, over, _lowest(x.dtype))
+    y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
+    for i, (_, where) in enumerate(positions(over)):
+        part = wide[(_ALL, _ALL, *where)]
+        if i == 0:
+            y[...] = part
+        else:
+            xp.maximum(y, part, out=y)
+    return store(xp, y, out)
+
+
+@computed_in_f32(2)
+def max_pool_grad(
+    xp: Namespace,
+    x: Array,
+    y: Array,
+    dy: Array,
+    *,
+    window: Sequence[int],
+    stride: Sequence[int] | int | None = None,
+    padding: Sequence[Sequence[int]] | int = 0,
+    out: Array | None = None,
+) -> Array:
+    """dx: each dy goes to the first place (row-major) of its window where x equals y, the result of `max_pool`."""
+    over = window_of("max_pool_grad", x.shape[2:], window, window if stride is None else stride, padding)
+    wide = padded(xp, x, over, _lowest(x.dtype))
+    dx = xp.zeros(wide.shape, dy.dtype)
+    free = xp.ones(y.shape, bool)
+    for _, where in positions(over):
+        place = (_ALL, _ALL, *where)
+        chosen = free & (wide[place] == y)
+        dx[place] += dy * chosen
+        free &= ~chosen
+    inner = tuple(slice(a, a + i) for i, (a, _) in zip(over.input, over.padding, strict=True))
+    return store(xp, xp.ascontiguousarray(dx[(_ALL, _ALL, *inner)]), out)
+
+
+@computed_in_f32(0)
+def avg_pool(
+    xp: Namespace,
+    x: Array,
+    *,
+    window: Sequence[int],
+    stride: Sequence[int] | int | None = None,
+    padding: Sequence[Sequence[int]] | int = 0,
+    out: Array | None = None,
+) -> Array:
+    """y[n, c, p] = mean over k of x[n, c, p * stride + k - low padding]; padding counts as zeros.
+
+    Arguments as `max_pool`.
+    """
+    over = window_of("avg_pool", x.shape[2:], window, window if stride is None else stride, padding)
+    wide = padded(xp, x, over)
+    y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
+    for i, (_, where) in enumerate(positions(over)):
+        part = wide[(_ALL, _ALL, *where)]
+        if i == 0:
+            y[...] = part
+        else:
+            y += part
+    y *= x.dtype.type(1 / prod(over.kernel))
+    return store(xp, y, out)
+
+
+@computed_in_f32(0)
+def avg_pool_grad(
+    xp: Namespace,
+    dy: Array,
+    *,
+    input_shape: Sequence[int],
+    window: Sequence[int],
+    stride: Sequence[int] | int | None = None,
+    padding: Sequence[Sequence[int]] | int = 0,
+    out: Array | None = None,
+) -> Array:
+    """dx: each dy spread evenly over its window. ``input_shape`` is that of x and of the result."""
+    over = window_of("avg_pool_grad", input_shape[2:], window, window if stride is None else stride, padding)
+    spread = [i + a + b for i, (a, b) in zip(over.input, over.padding, strict=True)]
+    dx = xp.zeros((*input_shape[:2], *spread), dy.dtype)
+    share = dy * dy.dtype.type(1 / prod(over.kernel))
+    for _, where in positions(over):
+        dx[(_ALL, _ALL, *where)] += share
+    inner = tuple(slice(a, a + i) for i, (a, _) in zip(over.input, over.padding, strict=True))
+    return store(xp, xp.ascontiguousarray(dx[(_ALL, _ALL, *inner)]), out)
