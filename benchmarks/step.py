@@ -116,7 +116,8 @@ def check_losses(case: Case, results: dict[str, Measured]) -> None:
     for side, measured in others:
         for step, (a, b) in enumerate(zip(reference.losses, measured.losses, strict=True)):
             if not abs(a - b) <= LOSS_TOLERANCE * abs(a):
-                raise SystemExit(f"{case.name} step {step}: loss is {a:.7g} by {first} but {b:.7g} by {side}")
+                both = f"{a:.7g} by {first} but {b:.7g} by {side}"
+                raise SystemExit(f"{case.name} step {step}: loss is {both}")
 
 
 def run_rounds(
@@ -140,7 +141,7 @@ def ratio(seconds: dict[str, list[float]], side: str, other: str) -> float:
 
 
 def ratios(case: Case, seconds: dict[str, list[float]]) -> dict[str, float]:
-    """The figures of a case: ours over each other side, or hand-written over PyTorch where ours did not run."""
+    """Ours over each other side of a case, or hand-written over PyTorch where ours did not run."""
     if "ours" in seconds:
         return {key: ratio(seconds, "ours", side) for side, key in case.keys.items() if side in seconds}
     if "handwritten" in seconds:

@@ -7,21 +7,21 @@ parameters, sizes as in `benchmarks.peers`.
 
     python -m benchmarks.peers.torch_peers mlp_dp2
 
-starts the second rank itself; the ranks meet through a file. Losses may be read off only between steps.
+starts the second rank itself; the ranks meet at a free port of this machine. Losses may be read off only
+between steps.
 """
 
 import argparse
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -51,6 +51,7 @@ from benchmarks.peers import (
 )
 
 Step = Callable[[], float]
+PORT = "BENCHMARK_PORT"  # tells the child where rank 0 listens
 
 
 def adam(parameters: Iterable[nn.Parameter], fused: bool = True) -> torch.optim.Adam:
@@ -236,31 +237,36 @@ def run_serial(arguments: argparse.Namespace) -> None:
     merge([timed_steps(step, lambda: None, arguments.steps, arguments.warmup)]).print()
 
 
-def run_rank(arguments: argparse.Namespace, rank: int, meeting: str) -> None:
+def run_rank(arguments: argparse.Namespace, store: TCPStore, rank: int) -> None:
     """Run one rank of a program of two; rank 0 prints the report."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     step = MLP_PROGRAMS[arguments.name](mlp_sizes(arguments))
     timed = timed_steps(step, dist.barrier, arguments.steps, arguments.warmup)
     ranks: list[tuple[list[float], list[float]] | None] = [None, None]
     dist.all_gather_object(ranks, timed)
     if rank == 0:
         merge([one for one in ranks if one is not None]).print()
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def make_store(port: int, master: bool) -> TCPStore:
+    """The ranks' meeting point; the master listens on a free port if `port` is 0."""
+    return TCPStore("127.0.0.1", port, 2, is_master=master, wait_for_workers=False)
 
 
 def run_pair(arguments: argparse.Namespace) -> int:
     """Run rank 0 here and rank 1 in a child, which never outlives this call."""
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        environment = {**os.environ, "BENCHMARK_MEETING": meeting}
-        command = [sys.executable, "-m", "benchmarks.peers.torch_peers", *sys.argv[1:]]
-        child = subprocess.Popen(command, env=environment, stdout=sys.stderr)
-        try:
-            run_rank(arguments, 0, meeting)
-            return child.wait(timeout=30)
-        finally:
-            child.kill()
-            child.wait()
+    store = make_store(0, master=True)
+    environment = {**os.environ, PORT: str(store.port)}
+    command = [sys.executable, "-m", "benchmarks.peers.torch_peers", *sys.argv[1:]]
+    child = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    try:
+        run_rank(arguments, store, 0)
+        return child.wait(timeout=30)
+    finally:
+        child.kill()
+        child.wait()
 
 
 def main() -> int:
@@ -270,10 +276,10 @@ def main() -> int:
     if arguments.name not in MLP_PROGRAMS:
         run_serial(arguments)
         return 0
-    meeting = os.environ.get("BENCHMARK_MEETING")
-    if meeting is None:
+    port = os.environ.get(PORT)
+    if port is None:
         return run_pair(arguments)
-    run_rank(arguments, 1, meeting)
+    run_rank(arguments, make_store(int(port), master=False), 1)
     return 0
 
 
