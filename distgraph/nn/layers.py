@@ -1,0 +1,179 @@
+"""The layers: linear, embedding, norms, dropout, convolution, pooling, and containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.init import Init, fan_in_uniform
+from distgraph.nn.module import Module
+from distgraph.nn.parameter import Parameter
+from distgraph.tensor import Tensor
+
+
+class Linear(Module):
+    """y = x w + b.
+
+    Args:
+        inputs, outputs: lengths of the last dim before and after.
+        bias: whether there is a b.
+        init: of w; by default uniform within 1 / sqrt(inputs).
+
+    Parameters: weight [inputs, outputs], bias [outputs].
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = True, init: Init | None = None, dtype: str = "f32"
+    ) -> None:
+        self.weight = Parameter((inputs, outputs), dtype, init or fan_in_uniform(inputs))
+        self.bias = Parameter((outputs,), dtype, ("zeros",)) if bias else None
+
+    def forward(self, x: Any) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        y = ops.matmul(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class Embedding(Module):
+    """A table of rows that are looked up by number. Parameters: weight [rows, width]."""
+
+    def __init__(self, rows: int, width: int, init: Init = ("normal", 0.02), dtype: str = "f32") -> None:
+        self.weight = Parameter((rows, width), dtype, init)
+
+    def forward(self, ids: Any) -> Tensor:
+        """ids [...] integers -> [..., width]."""
+        return ops.embedding(self.weight, ids)
+
+
+class LayerNorm(Module):
+    """Layer norm over the last dim. Parameters: weight [width], bias [width]."""
+
+    def __init__(self, width: int, eps: float = 1e-5, dtype: str = "f32") -> None:
+        self.weight = Parameter((width,), dtype, ("ones",))
+        self.bias = Parameter((width,), dtype, ("zeros",))
+        self.eps = eps
+
+    def forward(self, x: Any) -> Tensor:
+        """x [..., width] -> the same shape."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Module):
+    """Root-mean-square norm over the last dim. Parameters: weight [width]."""
+
+    def __init__(self, width: int, eps: float = 1e-6, dtype: str = "f32") -> None:
+        self.weight = Parameter((width,), dtype, ("ones",))
+        self.eps = eps
+
+    def forward(self, x: Any) -> Tensor:
+        """x [..., width] -> the same shape."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class Dropout(Module):
+    """Zeroes elements with probability `rate` while training and scales the rest by 1 / (1 - rate).
+
+    Which elements are dropped depends on seed, step and position only: not on layout, ranks or micro-batches, which
+    follow each other along `batch_dim`.
+    """
+
+    def __init__(self, rate: float, batch_dim: int | None = 0) -> None:
+        if not 0 <= rate < 1:
+            raise GraphError(f"rate of Dropout is {rate} but must be at least 0 and below 1")
+        self.rate = rate
+        self.batch_dim = batch_dim
+
+    def forward(self, x: Any) -> Any:
+        """Any shape."""
+        return ops.dropout(x, self.rate, self.batch_dim) if self.rate and self.training else x
+
+
+class Sequential(Module):
+    """Modules and functions, one after the other."""
+
+    def __init__(self, *steps: Callable[..., Any]) -> None:
+        self.steps = list(steps)
+
+    def forward(self, x: Any) -> Any:
+        """The output of each step is the input of the next."""
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, position: int) -> Callable[..., Any]:
+        return self.steps[position]
+
+
+class ReLU(Module):
+    """max(x, 0)."""
+
+    def forward(self, x: Any) -> Tensor:
+        """Any shape."""
+        return ops.relu(x)
+
+
+class GELU(Module):
+    """x times the normal distribution function, or its tanh approximation."""
+
+    def __init__(self, approximate: bool = False) -> None:
+        self.approximate = approximate
+
+    def forward(self, x: Any) -> Tensor:
+        """Any shape."""
+        return ops.gelu(x, self.approximate)
+
+
+class SiLU(Module):
+    """x * sigmoid(x)."""
+
+    def forward(self, x: Any) -> Tensor:
+        """Any shape."""
+        return ops.silu(x)
+
+
+class Tanh(Module):
+    """Hyperbolic tangent."""
+
+    def forward(self, x: Any) -> Tensor:
+        """Any shape."""
+        return ops.tanh(x)
+
+
+class Sigmoid(Module):
+    """1 / (1 + exp(-x))."""
+
+    def forward(self, x: Any) -> Tensor:
+        """Any shape."""
+        return ops.sigmoid(x)
+
+
+class Flatten(Module):
+    """All dims but the first in one."""
+
+    def forward(self, x: Any) -> Tensor:
+        """x [n, ...] -> [n, rest]."""
+        return ops.reshape(x, (x.shape[0], -1))
+
+
+class CrossEntropy(Module):
+    """Mean cross-entropy of logits [..., classes] and integer labels [...]."""
+
+    def forward(self, logits: Any, labels: Any) -> Tensor:
+        """A scalar."""
+        return ops.mean(ops.cross_entropy(logits, labels))
+
+
+class MeanSquaredError(Module):
+    """Mean of the squared differences."""
+
+    def forward(self, prediction: Any, target: Any) -> Tensor:
+        """A scalar."""
+        return ops.mean(ops.square(prediction - target))

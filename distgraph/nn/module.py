@@ -1,0 +1,122 @@
+"""Module: parameters and submodules found by attribute, named by their path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from distgraph.errors import GraphError
+from distgraph.nn.parameter import Buffer, Parameter
+from distgraph.trace import Trace
+
+
+class Module:
+    """A part of a model. Subclasses set parameters and submodules as attributes and define `forward`.
+
+    Submodules may also stand in lists, tuples and dicts. A parameter that two modules share has the name of its first
+    place, and its gradients sum.
+
+    Example:
+        class MLP(Module):
+            def __init__(self) -> None:
+                self.up, self.down = Linear(64, 256), Linear(256, 64)
+
+            def forward(self, x):
+                return self.down(gelu(self.up(x)))
+    """
+
+    _path: str | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes."""
+        raise GraphError(f"{type(self).__name__} does not define forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace `forward`; its ops carry the module's path as their scope."""
+        trace = Trace.current()
+        if self._path is None:
+            name_tree(self)
+        path = self._path or ""
+        if trace.scope and path.startswith(f"{trace.scope}."):
+            path = path[len(trace.scope) + 1 :]
+        elif path == trace.scope:
+            path = ""
+        with trace.within(scope=path):
+            return self.forward(*args, **kwargs)
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """(relative path, module or parameter) of what this module holds itself."""
+        for name, value in vars(self).items():
+            if not name.startswith("_"):
+                yield from _held(name, value)
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """(path, module) of this module and everything below it, each module once."""
+        yield from _modules(self, prefix, set())
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """(path, parameter) in order of definition, each parameter once; buffers not included."""
+        return [(path, p) for path, p in self.named_tensors() if not isinstance(p, Buffer)]
+
+    def named_buffers(self) -> list[tuple[str, Buffer]]:
+        """(path, buffer) in order of definition."""
+        return [(path, p) for path, p in self.named_tensors() if isinstance(p, Buffer)]
+
+    def named_tensors(self) -> list[tuple[str, Parameter]]:
+        """(path, parameter or buffer) relative to this module; names the tree where that has not happened yet."""
+        if self._path is None:
+            name_tree(self)
+        return _tensors(self)
+
+    def parameters(self) -> list[Parameter]:
+        """Every parameter, in order of definition."""
+        return [p for _, p in self.named_parameters()]
+
+    def parameter_count(self) -> int:
+        """Number of learned numbers."""
+        return sum(p.size for p in self.parameters())
+
+    @property
+    def training(self) -> bool:
+        """True while the training graph is traced, False in evaluation and prediction."""
+        return Trace.current().training
+
+
+def name_tree(root: Module, prefix: str = "") -> None:
+    """Give every module and parameter below a root its path; a root entered later renames what is below it."""
+    for path, module in root.named_modules(prefix):
+        module._path = path
+    for path, parameter in _tensors(root):
+        parameter.name = f"{prefix}.{path}" if prefix else path
+
+
+def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Module, Parameter)):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from _held(f"{name}.{position}", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _held(f"{name}.{key}", item)
+
+
+def _modules(module: Module, path: str, seen: set[int]) -> Iterator[tuple[str, Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, value in module.children():
+        if isinstance(value, Module):
+            yield from _modules(value, f"{path}.{name}" if path else name, seen)
+
+
+def _tensors(root: Module) -> list[tuple[str, Parameter]]:
+    found: list[tuple[str, Parameter]] = []
+    seen: set[int] = set()
+    for path, module in root.named_modules():
+        for name, value in module.children():
+            if isinstance(value, Parameter) and id(value) not in seen:
+                seen.add(id(value))
+                found.append((f"{path}.{name}" if path else name, value))
+    return found

@@ -1,0 +1,126 @@
+"""Parameter: a tensor that is learned. It has a shape and an initialisation, and no memory until a rank makes its block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distgraph.dtypes import short
+from distgraph.errors import GraphError
+from distgraph.init import Init, check_init
+from distgraph.spec import DistAttr
+from distgraph.tensor import Tensor, TensorOperators
+from distgraph.trace import Trace
+
+
+class Parameter(TensorOperators):
+    """What a module learns (or, as a `Buffer`, keeps). Inside a trace it acts as a tensor.
+
+    Attributes:
+        shape, dtype: global shape and short dtype name.
+        init: see `distgraph.init`.
+        trainable: whether the optimiser changes it.
+        annotation: mesh and layout that the user wrote, or None.
+        name: module path such as "blocks.3.attn.q.weight"; set when the root module is entered.
+    """
+
+    kind = "param"
+
+    def __init__(
+        self,
+        shape: Sequence[int] | int,
+        dtype: Any = "f32",
+        init: Init = ("normal", 0.02),
+        trainable: bool = True,
+        annotation: DistAttr | None = None,
+    ) -> None:
+        check_init(init)
+        self.shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.dtype = short(dtype)
+        self.init = init
+        self.trainable = trainable
+        self.annotation = annotation
+        self.name = ""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    def __distgraph_tensor__(self, trace: Trace) -> Tensor:
+        """The tensor that stands for this parameter in a trace. Raises GraphError when another one has its name."""
+        if not self.name:
+            raise GraphError(f"a parameter of shape {self.shape} is used outside of a module; call its module instead")
+        first = trace.parameters.setdefault(self.name, self)
+        if first is not self:
+            raise GraphError(
+                f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules attributes of one"
+            )
+        tensor = trace.source(
+            self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs()
+        )
+        if self.annotation is not None:
+            trace.annotate(tensor.value, self.annotation)
+        return tensor
+
+    def _attrs(self) -> dict[str, Any]:
+        return {"trainable": self.trainable}
+
+    def tensor(self) -> Tensor:
+        """The tensor that stands for this parameter in the current trace."""
+        return Trace.current().tensor(self)
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802 (NumPy's name)
+        """Dims in reverse order."""
+        return self.tensor().T
+
+    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
+        """Same elements in row-major order, other shape."""
+        return self.tensor().reshape(*shape)
+
+    def transpose(self, *dims: int | Sequence[int]) -> Tensor:
+        """Dims in another order; reversed by default."""
+        return self.tensor().transpose(*dims)
+
+    def astype(self, dtype: Any) -> Tensor:
+        """Cast."""
+        return self.tensor().astype(dtype)
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Sum over dims."""
+        return self.tensor().sum(axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """Mean over dims."""
+        return self.tensor().mean(axis, keepdims)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name or '?'} : {self.dtype}[{', '.join(map(str, self.shape))}])"
+
+
+class Buffer(Parameter):
+    """What a module keeps from step to step without learning it, such as running statistics."""
+
+    kind = "state"
+
+    def __init__(self, shape: Sequence[int] | int, dtype: Any = "f32", init: Init = ("zeros",)) -> None:
+        super().__init__(shape, dtype, init, trainable=False)
+
+    def _attrs(self) -> dict[str, Any]:
+        return {}
+
+    def update(self, new: Tensor) -> None:
+        """Take a new value at the end of the step. Raises GraphError when the shape or dtype differs."""
+        old = self.tensor()
+        if new.value.type != old.value.type:
+            raise GraphError(f"buffer {self.name} is {old.value.type} but its new value is {new.value.type}")
+        new.trace.updates.append((old.value.name, new.value))

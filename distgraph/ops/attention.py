@@ -1,0 +1,156 @@
+"""Scaled dot-product attention as one op. Batch, key groups, heads and query rows may be split; keys stay whole.
+
+Splitting the query rows over a sequence axis gathers only keys and values, and their gradients come back as partial
+sums (one reduce_scatter): the scores are never materialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distgraph.errors import GraphError
+from distgraph.graph import Op, Value
+from distgraph.kernels import attention as kernels
+from distgraph.ops.normalize import require_float
+from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
+from distgraph.rule import Rule, bind
+from distgraph.tensor import Tensor, emit
+
+Grads = Sequence[Tensor | None]
+
+
+def _sizes(shapes: Shapes) -> tuple[int, int, int, int, int]:
+    """(b, h, g, s, t). Raises GraphError when q, k, v do not fit."""
+    q, k, v = shapes
+    fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3]
+    if not fits or not k[1] or q[1] % k[1]:
+        raise GraphError(
+            f"q {q}, k {k}, v {v} do not fit; expected q [b, h, s, d], k [b, g, t, d] and v [b, g, t, e] with h a "
+            "multiple of g"
+        )
+    return q[0], q[1], k[1], q[2], k[2]
+
+
+def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    _, heads, groups, _, _ = _sizes(shapes)
+    text = "b (g r) s@ d!, b g t! d!, b g t! e! -> b (g r) s e!, b (g r) s"
+    return bind(text, shapes, None, (("g", groups), ("r", heads // groups)))
+
+
+def _grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    _, heads, groups, _, _ = _sizes(shapes[1:4])
+    text = (
+        "b (g r) s@ e!, b (g r) s d!, b g t! d!, b g t! e!, b (g r) s e!, b (g r) s "
+        "-> b (g r) s d!, b g t! d!, b g t! e!"
+    )
+    return bind(text, shapes, None, (("g", groups), ("r", heads // groups)))
+
+
+def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    q, k, v = operands
+    b, h, _, s, _ = _sizes((q.shape, k.shape, v.shape))
+    dtype = require_float(q)
+    if not q.dtype == k.dtype == v.dtype:
+        raise GraphError(f"q is {q.type}, k {k.type}, v {v.type}; cast them to one dtype with .astype")
+    return [((b, h, s, v.shape[3]), dtype), ((b, h, s), dtype)]
+
+
+def _infer_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(x.shape, x.dtype) for x in operands[1:4]]
+
+
+def _visible(attrs: Attrs, local: Local) -> Attrs:
+    """Under a causal mask, how many keys the last local query row sees: the kernel aligns the mask at the end."""
+    if not attrs.get("causal") or not local.layout.of("s"):
+        return attrs
+    q = 0 if len(local.op.operands) == 3 else 1
+    queries, keys = local.op.operands[q].shape[2], local.op.operands[q + 1].shape[2]
+    return {**attrs, "keys": max(0, local.bounds("s")[1] + keys - queries)}
+
+
+def _kernel(xp: Any, q: Any, k: Any, v: Any, out: Any = None, *, keys: int | None = None, **attrs: Any) -> Any:
+    if keys is not None:
+        k, v = k[:, :, :keys], v[:, :, :keys]
+    return kernels.attention(xp, q, k, v, out=out, **attrs)
+
+
+def _grad_kernel(
+    xp: Any, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, out: Any = None, *, keys: int | None = None, **attrs: Any
+) -> Any:
+    if keys is None or keys >= k.shape[2]:
+        return kernels.attention_grad(xp, do, q, k, v, o, lse, out=out, **attrs)
+    dq, near_k, near_v = kernels.attention_grad(xp, do, q, k[:, :, :keys], v[:, :, :keys], o, lse, **attrs)
+    dk, dv = xp.zeros_like(k), xp.zeros_like(v)  # the keys beyond are hidden from every row of this rank
+    dk[:, :, :keys], dv[:, :, :keys] = near_k, near_v
+    if out is None:
+        return dq, dk, dv
+    for target, result in zip(out, (dq, dk, dv), strict=True):
+        if target is not None:
+            target[...] = result
+    return tuple(r if t is None else t for t, r in zip(out, (dq, dk, dv), strict=True))
+
+
+def _pairs(shapes: Shapes, attrs: Attrs) -> int:
+    """(query, key) pairs that are computed, over batch and heads."""
+    b, h, _, s, t = _sizes(shapes)
+    visible = sum(min(t, max(0, i + t - s + 1)) for i in range(s)) if attrs.get("causal") else s * t
+    return b * h * visible
+
+
+def _flops(op: Op, rule: Rule) -> int:
+    q, k, v = (x.shape for x in op.operands)
+    return 2 * _pairs((q, k, v), op.attrs) * (q[3] + v[3])
+
+
+def _grad_flops(op: Op, rule: Rule) -> int:
+    q, k, v = (x.shape for x in op.operands[1:4])
+    return 2 * _pairs((q, k, v), op.attrs) * (3 * q[3] + 2 * v[3])  # the scores again, dq, dk; dp, dv
+
+
+def _gradient(c: GradientContext) -> Grads:
+    o, lse = c.results
+    do, dlse = c.grads
+    if do is None or dlse is not None:
+        raise GraphError("the log-sum-exp of attention has no gradient; compute the scores with einsum for one")
+    grads: Grads = emit("attention_grad", do, *c.operands, o, lse, **c.attrs)
+    return grads
+
+
+define(
+    "attention",
+    _rule,
+    _kernel,
+    infer=_infer,
+    gradient=_gradient,
+    flops=_flops,
+    localize=_visible,
+    cost="matmul",
+)
+define(
+    "attention_grad",
+    _grad_rule,
+    _grad_kernel,
+    infer=_infer_grad,
+    flops=_grad_flops,
+    localize=_visible,
+    cost="matmul",
+)
+
+
+def attention(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(scale * q k^T) v for every head.
+
+    Args:
+        q: [b, h, s, d].
+        k: [b, g, t, d]; h is a multiple of g, and h / g query heads share a key head.
+        v: [b, g, t, e].
+        causal: query i sees the keys up to i + t - s.
+        scale: 1 / sqrt(d) where not given.
+
+    Returns:
+        [b, h, s, e].
+    """
+    size = q.shape[-1]
+    o: Tensor = emit("attention", q, k, v, causal=bool(causal), scale=size**-0.5 if scale is None else float(scale))[0]
+    return o

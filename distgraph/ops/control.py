@@ -1,0 +1,107 @@
+"""Loops whose number of turns is found while running: the condition and the body are graphs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distgraph.errors import GraphError
+from distgraph.graph import Graph, Op, Value
+from distgraph.interpret import interpret
+from distgraph.ops.linear import as_tensors
+from distgraph.ops.registry import Attrs, Shape, Shapes, define, flops
+from distgraph.rule import Rule, make_rule
+from distgraph.tensor import Tensor
+
+MAX_TURNS = 1_000_000
+"""Turns after which a loop counts as endless."""
+
+
+def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    """Nothing is split: every rank runs the whole loop on whole tensors."""
+    terms = tuple(((),) * len(shape) for shape in shapes)
+    return make_rule("while_loop", terms, terms[: len(attrs["body"].outputs)], {})
+
+
+def _kernel(xp: Any, *arrays: Any, out: Any = None, condition: Graph, body: Graph) -> Any:
+    names = [op.attrs["name"] for op in body.sources("input")]
+    count = len(body.outputs)
+    state, fixed = tuple(arrays[:count]), tuple(arrays[count:])
+    for _ in range(MAX_TURNS):
+        given = dict(zip(names, state + fixed, strict=True))
+        go, _ = interpret(condition, given, xp=xp)
+        if not bool(go["y"]):
+            break
+        state = tuple(interpret(body, given, xp=xp)[0].values())
+    else:
+        raise GraphError(f"while_loop ran {MAX_TURNS} turns without its condition turning false")
+    if out is None:
+        return tuple(x.copy() if any(x is a for a in arrays) else x for x in state)
+    targets = out if isinstance(out, (tuple, list)) else (out,)
+    for target, x in zip(targets, state, strict=True):
+        if target is not None:
+            target[...] = x
+    return tuple(x if t is None else t for t, x in zip(targets, state, strict=True))
+
+
+def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(value.shape, value.dtype) for value in operands[: len(attrs["body"].outputs)]]
+
+
+def _flops(op: Op, rule: Rule) -> int:
+    """Of one turn: how many there are is not known before the run."""
+    return sum(flops(inner) for name in ("condition", "body") for inner in op.attrs[name].ops if inner.operands)
+
+
+define("while_loop", _rule, _kernel, infer=_infer, flops=_flops, cost="launch")
+
+
+def while_loop(
+    condition: Callable[..., Any], body: Callable[..., Any], state: Sequence[Any], fixed: Sequence[Any] = ()
+) -> tuple[Tensor, ...]:
+    """Repeat `state = body(*state, *fixed)` while `condition(*state, *fixed)` holds. Not differentiable.
+
+    Args:
+        condition: returns a bool scalar.
+        body: returns the new state: a tensor or tuple of the same shapes and dtypes.
+        state: what changes from turn to turn.
+        fixed: other tensors that condition and body read; they see no tensor from outside but these.
+
+    Raises:
+        GraphError: the body changes a shape or dtype, the condition is no bool scalar, or one of them uses a tensor
+            from outside.
+
+    Example:
+        `(n, power) = while_loop(lambda n, p: p < 1000.0, lambda n, p: (n + 1, p * 2.0), (0, 1.0))`
+    """
+    tensors = as_tensors(*state, *fixed)
+    count = len(tuple(state))
+    test = _subgraph("condition", condition, tensors)
+    if len(test.outputs) != 1 or test.outputs[0][1].type != "bool[]":
+        found = ", ".join(value.type for _, value in test.outputs)
+        raise GraphError(f"condition of while_loop returns {found} but must return one bool scalar")
+    step = _subgraph("body", body, tensors)
+    before = [t.value.type for t in tensors[:count]]
+    after = [value.type for _, value in step.outputs]
+    if before != after:
+        raise GraphError(f"body of while_loop returns ({', '.join(after)}) but its state is ({', '.join(before)})")
+    if not count:
+        raise GraphError("while_loop has no state; give at least one tensor that changes from turn to turn")
+    return tensors[0].trace.emit("while_loop", tensors, {"condition": test, "body": step})
+
+
+def _subgraph(name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Graph:
+    from distgraph.trace import Trace
+
+    inner = Trace(name)
+    with inner.activate():
+        inputs = [inner.source("input", f"x{i}", t.shape, t.dtype) for i, t in enumerate(tensors)]
+        returned = function(*inputs)
+        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+        labels = ["y"] if name == "condition" else [f"y{i}" for i in range(len(outputs))]
+        graph = inner.finish(dict(zip(labels, outputs, strict=False)))
+    extra = [op.attrs["name"] for op in graph.sources("param", "state")]
+    extra += [op.attrs["name"] for op in graph.sources("input")[len(tensors) :]]
+    if extra:
+        raise GraphError(f"{name} of while_loop reads {', '.join(extra)} from outside; pass it in `fixed`")
+    return graph

@@ -1,0 +1,196 @@
+"""Random numbers and dropout: a hash of (key, salt, position in the global tensor).
+
+The same numbers come out under every layout, on any number of ranks and with any number of micro-batches: a rank hashes
+the global positions of its own block, and a micro-batch those of its own part of the whole batch. The dim along which
+micro-batches follow each other (`batch_dim`) counts as the outermost one, so that positions do not depend on how long
+the whole batch is. The key is an input of the graph: the engine feeds a new one every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+
+from distgraph.dtypes import to_numpy
+from distgraph.errors import GraphError
+from distgraph.graph import Value
+from distgraph.kernels import random as kernels
+from distgraph.ops.normalize import per_element, require_float
+from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
+from distgraph.rule import Rule, make_rule
+from distgraph.tensor import Tensor, emit_one
+
+if TYPE_CHECKING:
+    from distgraph.trace import Trace
+
+KEY = "key"
+"""Name of the graph input that holds the key of the step, u64[]."""
+
+
+def _trace() -> Trace:
+    from distgraph.trace import Trace
+
+    return Trace.current()
+
+
+def step_key() -> Tensor:
+    """The key of this step: an input that the engine feeds with a hash of seed and step."""
+    return _trace().source("input", KEY, (), "u64")
+
+
+def _place(shape: Shape, starts: Shape | None, batch_dim: int | None, micro: int) -> tuple[Shape, Shape]:
+    """Global shape and starts with the batch dim first, and the block shifted to its micro-batch."""
+    starts = starts if starts is not None else (0,) * len(shape)
+    if batch_dim is None or not shape:
+        return shape, starts
+    order = (batch_dim, *(d for d in range(len(shape)) if d != batch_dim))
+    size = shape[batch_dim]
+    moved, begin = [shape[d] for d in order], [starts[d] for d in order]
+    moved[0], begin[0] = size * (micro + 1), begin[0] + size * micro
+    return tuple(moved), tuple(begin)
+
+
+def _random_kernel(
+    draw: Any,
+    xp: Any,
+    key: Any,
+    out: Any = None,
+    *,
+    shape: Shape,
+    dtype: str,
+    salt: int = 0,
+    batch_dim: int | None = 0,
+    starts: Shape | None = None,
+    local_shape: Shape | None = None,
+    micro: int = 0,
+) -> Any:
+    local = tuple(shape if local_shape is None else local_shape)
+    whole, begin = _place(tuple(shape), starts, batch_dim, micro)
+    options = {"shape": whole, "starts": begin, "salt": salt, "dtype": to_numpy(dtype)}
+    if not batch_dim:
+        return draw(xp, key, local_shape=local, out=out, **options)
+    moved = (local[batch_dim], *(n for d, n in enumerate(local) if d != batch_dim))
+    result = xp.moveaxis(draw(xp, key, local_shape=moved, **options), 0, batch_dim)
+    if out is None:
+        return xp.ascontiguousarray(result)
+    out[...] = result
+    return out
+
+
+def _dropout_kernel(
+    xp: Any,
+    x: Any,
+    key: Any,
+    out: Any = None,
+    *,
+    rate: float,
+    salt: int = 0,
+    batch_dim: int | None = 0,
+    shape: Shape | None = None,
+    starts: Shape | None = None,
+    micro: int = 0,
+) -> Any:
+    whole, begin = _place(tuple(x.shape if shape is None else shape), starts, batch_dim, micro)
+    if not batch_dim:
+        return kernels.dropout(xp, x, key, rate=rate, shape=whole, starts=begin, salt=salt, out=out)
+    moved = xp.moveaxis(x, batch_dim, 0)
+    result = kernels.dropout(xp, xp.ascontiguousarray(moved), key, rate=rate, shape=whole, starts=begin, salt=salt)
+    result = xp.moveaxis(result, 0, batch_dim)
+    if out is None:
+        return xp.ascontiguousarray(result)
+    out[...] = result
+    return out
+
+
+def _local_block(attrs: Attrs, local: Local) -> Attrs:
+    return {**attrs, "starts": local.starts(0, result=True), "local_shape": local.result_shapes[0]}
+
+
+def _local_mask(attrs: Attrs, local: Local) -> Attrs:
+    return {**attrs, "shape": local.op.results[0].shape, "starts": local.starts(0, result=True)}
+
+
+def _random_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    shape = attrs["shape"]
+    term = tuple((f"i{d}",) for d in range(len(shape)))
+    return make_rule("random", ((),), (term,), {f"i{d}": n for d, n in enumerate(shape)})
+
+
+def _check_batch_dim(attrs: Attrs, ndim: int) -> None:
+    batch_dim = attrs.get("batch_dim", 0)
+    if batch_dim is not None and ndim and not 0 <= batch_dim < ndim:
+        raise GraphError(f"batch_dim is {batch_dim} but the tensor has {ndim} dims; use None where there is no batch")
+
+
+def _infer_random(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    if operands[0].shape != ():
+        raise GraphError(f"key is {operands[0].type} but must be a scalar")
+    _check_batch_dim(attrs, len(attrs["shape"]))
+    return [(tuple(attrs["shape"]), attrs["dtype"])]
+
+
+def _infer_dropout(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    x, key = operands
+    if key.shape != ():
+        raise GraphError(f"key is {key.type} but must be a scalar")
+    if not 0 <= attrs["rate"] < 1:
+        raise GraphError(f"rate is {attrs['rate']} but must be at least 0 and below 1")
+    _check_batch_dim(attrs, len(x.shape))
+    return [(x.shape, require_float(x))]
+
+
+def _dropout_gradient(c: GradientContext) -> Sequence[Tensor | None]:
+    return [emit_one("dropout", c.grad, c.operands[1], **c.attrs), None]
+
+
+for _name, _flops in (("random_uniform", 6), ("random_normal", 20)):
+    define(
+        _name,
+        _random_rule,
+        partial(_random_kernel, getattr(kernels, _name)),
+        infer=_infer_random,
+        flops=per_element(_flops),
+        localize=_local_block,
+        micro=True,
+    )
+
+define(
+    "dropout",
+    elementwise,
+    _dropout_kernel,
+    infer=_infer_dropout,
+    gradient=_dropout_gradient,
+    flops=per_element(7),
+    linear=((0,),),
+    localize=_local_mask,
+    inplace=(0,),
+    micro=True,
+)
+
+
+def random_uniform(shape: Sequence[int], dtype: str = "f32", batch_dim: int | None = 0) -> Tensor:
+    """Uniform in [0, 1), drawn anew every step. `batch_dim`: along which micro-batches follow each other, or None."""
+    return _draw("random_uniform", shape, dtype, batch_dim)
+
+
+def random_normal(shape: Sequence[int], dtype: str = "f32", batch_dim: int | None = 0) -> Tensor:
+    """Standard normal, drawn anew every step. `batch_dim`: along which micro-batches follow each other, or None."""
+    return _draw("random_normal", shape, dtype, batch_dim)
+
+
+def _draw(kind: str, shape: Sequence[int], dtype: str, batch_dim: int | None) -> Tensor:
+    attrs = {"shape": tuple(int(n) for n in shape), "dtype": dtype, "batch_dim": batch_dim if len(shape) else None}
+    return emit_one(kind, step_key(), salt=_trace().salt(), **attrs)
+
+
+def dropout(x: Any, rate: float, batch_dim: int | None = 0) -> Tensor:
+    """x / (1 - rate) with probability 1 - rate, else 0. The gradient drops the same elements.
+
+    Args:
+        x: any shape.
+        rate: probability of a zero, in [0, 1).
+        batch_dim: along which micro-batches follow each other, or None.
+    """
+    return emit_one("dropout", x, step_key(), rate=float(rate), salt=_trace().salt(), batch_dim=batch_dim)
