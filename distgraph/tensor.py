@@ -258,6 +258,21 @@ class Tensor(TensorOperators):
             "instead of if and while"
         )
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise self._unknown("np.asarray")
+
+    def __float__(self) -> float:
+        raise self._unknown("float")
+
+    def __int__(self) -> int:
+        raise self._unknown("int")
+
+    def _unknown(self, asked: str) -> GraphError:
+        return GraphError(
+            f"%{self.value.name} is traced: its numbers are not known yet, so {asked}() of it has no answer; "
+            "return it from the function, or compute with distgraph.ops"
+        )
+
     def __len__(self) -> int:
         if not self.shape:
             raise GraphError(f"%{self.value.name} has no dims and so no length")

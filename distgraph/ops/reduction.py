@@ -21,13 +21,16 @@ Grads = Sequence[Tensor | None]
 
 def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
     """NumPy's `axis` argument (None, a number, a sequence) as sorted dims. Raises GraphError when out of range."""
-    if axis is None:
-        return tuple(range(ndim))
+    return tuple(range(ndim)) if axis is None else tuple(sorted(dims_in_order(axis, ndim)))
+
+
+def dims_in_order(axis: Any, ndim: int) -> tuple[int, ...]:
+    """A number or a sequence of them as dims, in the order given. Raises GraphError when out of range."""
     given = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
     for d in given:
         if not -ndim <= d < ndim:
             raise GraphError(f"axis {d} is out of range for a tensor of {ndim} dims")
-    dims = tuple(sorted(int(d) % ndim for d in given))
+    dims = tuple(int(d) % ndim for d in given)
     if len(set(dims)) != len(dims):
         raise GraphError(f"axis {axis} names a dim twice")
     return dims
