@@ -1,8 +1,8 @@
 """Tiles: which rank sends which piece of a tensor to which rank, from one layout to another.
 
 *In:* a shape and two layouts, on one mesh or on two. *Out:* a tuple of `Tile`, a piece that one rank hands to
-another. *Invariant:* the tiles of one target rank cover its block exactly once; a rank that holds a piece already
-is its own source, and only then are source and target rank equal.
+another. *Invariant:* the tiles of one target rank cover its block exactly once; a rank that holds a piece
+already is its own source, and only then are source and target rank equal.
 
     [x, _] -> [_, x] on x=2, shape (4, 4): 0->0 [0:2, 0:2]; 1->0 [2:4, 0:2]; 0->1 [0:2, 2:4]; 1->1 [2:4, 2:4]
 """
@@ -79,11 +79,20 @@ def exchange_tiles(
     """
     source_spec.check(shape, mesh, "source of a permute")
     target_spec.check(shape, mesh, "target of a permute")
+    source_spec, target_spec = without_unit_axes(source_spec, mesh), without_unit_axes(target_spec, mesh)
     if source_spec.partial != target_spec.partial:
         raise ShardingError(
-            f"permute from {source_spec} to {target_spec} changes what is partial; reduce or mask in its own step"
+            f"permute from {source_spec} to {target_spec} changes what is partial; reduce or mask first"
         )
     return assign(needs(tuple(shape), mesh, source_spec, mesh, target_spec))
+
+
+def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
+    """The same layout with no mention of mesh axes of size 1."""
+    if all(mesh.axis_size(axis) > 1 for axis in spec.axes):
+        return spec
+    dims = tuple(tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec.dims)
+    return ShardSpec(dims, tuple((axis, kind) for axis, kind in spec.partial if mesh.axis_size(axis) > 1))
 
 
 def needs(
@@ -126,11 +135,11 @@ def _holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[
 
 
 def assign(wanted: Iterable[Need], machine_of: MachineOf | None = None) -> tuple[Tile, ...]:
-    """A sender for every need: the rank itself, else one on its machine, else the least loaded machine and rank.
+    """A sender for every need: the rank itself, else one on its machine, else the least loaded one.
 
     Longest first; then pieces move from the most loaded rank to another holder on the same machine while that
-    lowers the most that a rank sends. A local optimum of the min-max load, exact where pieces are of one size and
-    every holder holds them all.
+    lowers the most that a rank sends. A local optimum of the min-max load, exact where pieces are of one size
+    and every holder holds them all.
 
     Args:
         wanted: pieces and their holders.

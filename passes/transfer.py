@@ -1,17 +1,17 @@
 """Transfer: from a layout on one mesh to a layout on another, each element sent as seldom as can be.
 
-*In:* shape, item size, source and target `DistAttr`; sizes, shapes and ranks of the meshes may differ or overlap.
-*Out:* a `Transfer`: steps on the source mesh, tiles from rank to rank, steps on the target mesh.
+*In:* shape, item size, source and target `DistAttr`; sizes, shapes and ranks of the meshes may differ or
+overlap. *Out:* a `Transfer`: steps on the source mesh, tiles from rank to rank, steps on the target mesh.
 *Invariant:* the tiles of a rank cover its landing block once; no tile carries a value that is still partial.
 
     [x, _] on x=4 (machine A)  ->  [_, _] on h=2, d=4 (machines B, C)
     tiles    each of the 8 ranks gets another eighth: landing [h*d, _]
     after    all_gather(h, d) dim 0: [h*d, _] -> [_, _]
 
-Replicas at the far side would get the same bytes over the same slow links. So the tensor lands spread over the
-axes of the target mesh that replicate it, and an all_gather inside that mesh fills the rest. Which spread: the one
-with the fewest bytes between machines, then the lowest price. Lower bounds and the all_gather: Zhuang et al.,
-"On Optimizing the Communication of Model Parallelism", MLSys 2023, sections 3 and 4.
+Replicas at the far side would get the same bytes over the same slow links. So the tensor lands spread over
+the axes of the target mesh that replicate it, and an all_gather inside that mesh fills the rest. Which
+spread: the one with the fewest bytes between machines, then the lowest price. The all_gather at the far
+side: Zheng et al., "Alpa", OSDI 2022, cross-mesh resharding.
 """
 
 from __future__ import annotations
@@ -22,15 +22,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.redistribute import (
-    Dims,
-    Price,
-    Step,
-    redistribute,
-    redistribute_cost,
-    selections,
-    wire_price,
-)
+from distgraph.passes.moves import Dims, Step, selections
+from distgraph.passes.redistribute import Price, redistribute, redistribute_cost, wire_price
 from distgraph.passes.tiles import (
     MachineOf,
     Tile,
@@ -81,17 +74,18 @@ def transfer(
 ) -> Transfer:
     """The cheapest transfer: fewest bytes between machines first, then the lowest price of all its parts.
 
-    A rank in both meshes takes from itself what it has, then from its own machine, then from the holder that has
-    least to send. Each element goes to a target machine once.
+    A rank in both meshes takes from itself what it has, then from its own machine, then from the holder that
+    has least to send. Each element goes to a target machine once.
 
     Args:
         shape: global shape.
         itemsize: bytes of an element.
         source: mesh and layout now.
         target: mesh and layout wanted.
-        machine_of: rank -> machine. Without it all links count alike, and what enters the target mesh from ranks
-            outside it is kept lowest.
-        price: as for `redistribute`; the tiles are priced as a permute of what the busiest rank sends or receives.
+        machine_of: rank -> machine. Without it all links count alike, and what enters the target mesh from
+            ranks outside it is kept lowest.
+        price: as for `redistribute`; the tiles are priced as a permute of what the busiest rank sends or
+            receives.
 
     Raises:
         ShardingError: a spec does not fit the shape or its mesh.
@@ -177,7 +171,7 @@ def _stay(
 
 
 def _finished(source: DistAttr) -> Iterator[ShardSpec]:
-    """Layouts without pending reductions: reduced in place, or scattered so that more ranks send less each."""
+    """Layouts with nothing pending: reduced in place, or scattered so that more ranks send less each."""
     pending = tuple(axis for axis, _ in source.spec.partial)
     return (ShardSpec(dims) for dims in _spreads(source.spec.dims, pending))
 
@@ -214,7 +208,7 @@ def _crossing(
     target: DistAttr,
     machine_of: MachineOf | None,
 ) -> int:
-    """Elements sent between machines, by the tiles and by what fills the replicas; or into the target mesh."""
+    """Elements sent between machines by the tiles and to fill the replicas; or into the target mesh."""
     if machine_of is None:
         return sum(tile.volume for tile in tiles if tile.source_rank not in target.mesh)
     total = sum(t.volume for t in tiles if machine_of(t.source_rank) != machine_of(t.target_rank))

@@ -1,4 +1,4 @@
-"""A NumPy machine for redistribution steps and tiles: one array a rank, groups and pieces as a transport sees them."""
+"""A NumPy machine for redistribution steps and tiles: one array a rank, groups as a transport sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDENTITY = {"sum": 0.0, "prod": 1.0}
 
 
 def every_spec(mesh: ProcessMesh, ndim: int, kinds: Sequence[str] = REDUCTIONS) -> list[ShardSpec]:
-    """Every layout: each axis idle, behind or before others on any dim, or partial in any of the given ways."""
+    """Every layout: each axis idle, on any dim behind or before others, or partial in any given way."""
     found: dict[ShardSpec, None] = {}
     places = [None, *range(ndim), *kinds]
     for order in itertools.permutations(mesh.axes):
@@ -36,7 +36,7 @@ def every_spec(mesh: ProcessMesh, ndim: int, kinds: Sequence[str] = REDUCTIONS) 
 
 
 def scatter(value: np.ndarray, mesh: ProcessMesh, spec: ShardSpec, seed: int = 0) -> Blocks:
-    """Blocks of a layout. Partial ones differ on every rank and reduce to the value exactly (small integers)."""
+    """Blocks of a layout. Partial ones differ on every rank and reduce to the value exactly."""
     rng = np.random.default_rng(seed)
     parts = {(): value}
     for axis, kind in reversed(spec.partial):  # the last one is outermost: split the value along it first
@@ -71,7 +71,9 @@ def assemble(blocks: Blocks, shape: tuple[int, ...], mesh: ProcessMesh, spec: Sh
     for axis, kind in spec.partial:
         where = mesh.axes.index(axis)
         values = {
-            at: REDUCE[kind].reduce([values[(*at[:where], i, *at[where + 1 :])] for i in range(mesh.shape[where])])
+            at: REDUCE[kind].reduce(
+                [values[(*at[:where], i, *at[where + 1 :])] for i in range(mesh.shape[where])]
+            )
             for at in values
         }
     for rank in blocks:
@@ -91,7 +93,7 @@ def run_step(step: Step, blocks: Blocks, shape: tuple[int, ...], mesh: ProcessMe
     """Blocks after a step, and the most elements that one rank must send (receive, for a permute)."""
     if step.kind == "permute":
         tiles = exchange_tiles(shape, mesh, step.source, step.target)
-        received = {rank: 0 for rank in mesh.members}
+        received = dict.fromkeys(mesh.members, 0)
         for tile in tiles:
             received[tile.target_rank] += 0 if tile.local else tile.volume
         return move_tiles(tiles, blocks, shape, mesh, step.source, mesh, step.target), max(received.values())
