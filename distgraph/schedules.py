@@ -1,0 +1,45 @@
+"""Learning rates over time: plain functions from the number of finished steps to a rate, evaluated on the host.
+
+Example:
+    >>> rate = warmup(cosine(1e-3, steps=100), steps=10)
+    >>> rate(0), rate(10) == cosine(1e-3, steps=100)(0), rate(110)
+    (0.0001, True, 0.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from distgraph.errors import GraphError
+
+Schedule = Callable[[int], float]
+
+
+def constant(rate: float) -> Schedule:
+    """The same rate at every step."""
+    return lambda step: rate
+
+
+def linear(rate: float, steps: int, final: float = 0.0) -> Schedule:
+    """From `rate` down (or up) to `final` in a straight line over `steps`, then `final`."""
+    _check(steps)
+    return lambda step: rate + (final - rate) * min(step / steps, 1.0)
+
+
+def cosine(rate: float, steps: int, final: float = 0.0) -> Schedule:
+    """From `rate` to `final` along half a cosine over `steps`, then `final` (Loshchilov and Hutter, 2017, eq. 5)."""
+    _check(steps)
+    return lambda step: final + (rate - final) * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+
+
+def warmup(after: Schedule | float, steps: int) -> Schedule:
+    """A straight line up to the first rate of `after` over `steps`, then `after`, which starts counting there."""
+    _check(steps)
+    follow = after if callable(after) else constant(after)
+    return lambda step: follow(0) * (step + 1) / steps if step < steps else follow(step - steps)
+
+
+def _check(steps: int) -> None:
+    if steps < 1:
+        raise GraphError(f"steps of a schedule is {steps} but must be at least 1")
