@@ -431,11 +431,12 @@ class _Clock:
 
     def _waits(self, device: int) -> Iterator[str]:
         who = _ranks_text(self.columns[device])
+        waits = f"{who} waits in" if len(self.columns[device]) == 1 else f"{who} wait in"
         if self.order is None:
             for name, devices in self.devices.items():
                 if device in devices and not self.actors[name].done:
                     actor = self.actors[name]
-                    yield f"{who} waits in {name} {actor.next_micro} for {self._reason(actor, device)}"
+                    yield f"{waits} {name} {actor.next_micro} for {self._reason(actor, device)}"
             return
         step = self._recorded(device)
         if step is None:
@@ -443,17 +444,17 @@ class _Clock:
                 name for name in self.devices if device in self.devices[name] and not self.actors[name].done
             ]
             if left:
-                yield f"{who} has come to the end of its order, which leaves out {', '.join(left)}"
+                yield f"{who}: the order ends but leaves out {', '.join(left)}"
             return
         name, micro = step
         actor = self.actors.get(name)
         if actor is None or device not in self.devices[name]:
-            yield f"{who} waits in {name} {micro}, which is no task of its own"
+            yield f"{waits} {name} {micro}, which is no task of its own"
         elif actor.next_micro != micro:
             mine = f"{name} {actor.next_micro}"
-            yield f"{who} waits in {name} {micro} for its own {mine}, which comes later or never"
+            yield f"{waits} {name} {micro} for its own {mine}, which comes later or never"
         else:
-            yield f"{who} waits in {name} {micro} for {self._reason(actor, device)}"
+            yield f"{waits} {name} {micro} for {self._reason(actor, device)}"
 
     def _reason(self, actor: Actor, device: int) -> str:
         lacks = list(actor.waits())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def test_the_orders_under_unequal_times_are_the_published_ones() -> None:
         for line in orders:
             stage, order = line.split(": ")
             assert letters(planned.order(int(stage[1:]))) == order
+
+
+def test_the_document_tells_the_truth() -> None:
+    document = Path(__file__).parents[1] / "docs" / "schedules.md"
+    result = doctest.testfile(str(document), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert result.attempted >= 8
+    assert result.failed == 0
 
 
 def test_gpipe_runs_forward_and_backward_in_order() -> None:
@@ -143,9 +151,7 @@ def test_a_swap_by_hand_is_found_before_it_runs() -> None:
         check(edited("-  B0\nB0 F1", "-  F1\nB0 B0"), plain(2, 2))
     with pytest.raises(RuntimeFault, match=r"(?s)deadlock.*rank 0 waits in backward\.s0 1 for its own"):
         check(edited("F1 F0\n-  B0\nB0 F1\n-  B1\nB1 -", "F1 F0\n-  B0\nB1 F1\n-  B1\nB0 -"), plain(2, 2))
-    with pytest.raises(
-        RuntimeFault, match=r"rank 0 has come to the end of its order, which leaves out backward\.s0"
-    ):
+    with pytest.raises(RuntimeFault, match=r"rank 0: the order ends but leaves out backward\.s0"):
         check(edited("\nB1 -", ""), plain(2, 2))
     with pytest.raises(
         RuntimeFault, match=r"rank 0 has backward\.s0 1 in its order after all its work is done"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import networkx as nx
@@ -20,7 +20,10 @@ def plain(stages: int, micro_batches: int) -> TaskGraph:
     return pipeline([(stage,) for stage in range(stages)], micro_batches, optimize=False)
 
 
-def room(forward_to_backward: int | None, elsewhere: int | None) -> object:
+Room = Callable[[Task, Task, int, bool], int | None]
+
+
+def room(forward_to_backward: int | None, elsewhere: int | None) -> Room:
     return lambda source, target, stages, turns: forward_to_backward if turns else elsewhere
 
 
@@ -260,7 +263,7 @@ def longest_path(graph: TaskGraph, durations: Mapping[str, float], timeline: Tim
     consumer has taken the result that occupies the buffer it needs.
     """
     tasks = {task.name: task for task in graph.tasks}
-    paths: nx.DiGraph = nx.DiGraph()
+    paths: nx.DiGraph[tuple[str, int]] = nx.DiGraph()
     paths.add_nodes_from((task.name, i) for task in graph.tasks for i in range(graph.instances(task)))
     for edge in graph.edges:
         source, target = tasks[edge.source], tasks[edge.target]
@@ -275,7 +278,7 @@ def longest_path(graph: TaskGraph, durations: Mapping[str, float], timeline: Tim
     for a, b in paths.edges:
         paths.edges[a, b]["seconds"] = durations[a[0]]
     for name, micro in list(paths.nodes):
-        paths.add_edge((name, micro), "end", seconds=durations[name])
+        paths.add_edge((name, micro), ("end", 0), seconds=durations[name])
     return float(nx.dag_longest_path_length(paths, weight="seconds"))
 
 
@@ -373,7 +376,7 @@ def test_a_credit_cycle_is_a_deadlock_that_names_the_buffer() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda order: order[:-1], "rank 1 has come to the end of its order, which leaves out backward.s1"),
+        (lambda order: order[:-1], "rank 1: the order ends but leaves out backward.s1"),
         (
             lambda order: [*order[:2], ("forward.s0", 0)],
             "rank 1 waits in forward.s0 0, which is no task of its own",
