@@ -12,10 +12,10 @@ between steps.
 """
 
 import argparse
-import os
-import subprocess
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,6 @@ from benchmarks.peers import (
 )
 
 Step = Callable[[], float]
-PORT = "BENCHMARK_PORT"  # tells the child where rank 0 listens
 
 
 def adam(parameters: Iterable[nn.Parameter], fused: bool = True) -> torch.optim.Adam:
@@ -255,18 +254,27 @@ def make_store(port: int, master: bool) -> TCPStore:
     return TCPStore("127.0.0.1", port, 2, is_master=master, wait_for_workers=False)
 
 
+def run_child(arguments: argparse.Namespace, port: Connection) -> None:
+    """Rank 1: join the store of rank 0 when its port is known."""
+    run_rank(arguments, make_store(port.recv(), master=False), 1)
+
+
 def run_pair(arguments: argparse.Namespace) -> int:
     """Run rank 0 here and rank 1 in a child, which never outlives this call."""
-    store = make_store(0, master=True)
-    environment = {**os.environ, PORT: str(store.port)}
-    command = [sys.executable, "-m", "benchmarks.peers.torch_peers", *sys.argv[1:]]
-    child = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    # forked before any thread exists: saves the seconds of a second import of torch
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=run_child, args=(arguments, receiver), daemon=True)
+    child.start()
     try:
+        store = make_store(0, master=True)
+        sender.send(store.port)
         run_rank(arguments, store, 0)
-        return child.wait(timeout=30)
+        child.join(timeout=30)
+        return child.exitcode if child.exitcode is not None else 1
     finally:
         child.kill()
-        child.wait()
+        child.join()
 
 
 def main() -> int:
@@ -276,11 +284,7 @@ def main() -> int:
     if arguments.name not in MLP_PROGRAMS:
         run_serial(arguments)
         return 0
-    port = os.environ.get(PORT)
-    if port is None:
-        return run_pair(arguments)
-    run_rank(arguments, make_store(int(port), master=False), 1)
-    return 0
+    return run_pair(arguments)
 
 
 if __name__ == "__main__":
