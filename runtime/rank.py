@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 from distgraph.errors import DistGraphError, RuntimeFault
@@ -170,7 +171,7 @@ def _exit_code(error: BaseException) -> int:
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
-def _from_the_script(error: BaseException) -> object:
+def _from_the_script(error: BaseException) -> TracebackType | None:
     """Traceback without the frames that lead to the script."""
     trace = error.__traceback__
     ours = {__file__, run_script.__code__.co_filename, runpy.__file__, "<frozen runpy>"}

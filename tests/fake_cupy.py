@@ -1,0 +1,171 @@
+"""Enough of CuPy and its NCCL to run `NcclTransport` on threads without a GPU: it checks the logic, not the hardware.
+
+Device arrays are NumPy arrays with a pointer; streams run at once, in order; a communicator's calls meet in a table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import collective_cases as cases
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64,
+    6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16,
+}  # fmt: skip
+OPS = {0: "sum", 1: "prod", 2: "max", 3: "min"}
+
+
+class DeviceArray(np.ndarray):
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    def set(self, host: np.ndarray[Any, Any]) -> None:
+        self[...] = host
+
+
+def memory(pointer: int, count: int, datatype: int) -> np.ndarray[Any, Any]:
+    kind = np.dtype(DTYPES[datatype])
+    raw = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(pointer) if count else b""
+    return np.frombuffer(raw, kind)
+
+
+class Network:
+    """Where the communicators of one job meet."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ids = itertools.count()
+        self.wires: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.barriers: dict[Any, threading.Barrier] = {}
+        self.tables: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self.calls: list[str] = []
+
+    def meet(self, key: Any, size: int, rank: int, item: Any) -> list[Any]:
+        with self.lock:
+            barrier = self.barriers.setdefault(key, threading.Barrier(size, timeout=20))
+            self.tables[key][rank] = item
+        barrier.wait()
+        return [self.tables[key][i] for i in range(size)]
+
+
+def make(network: Network, devices: int) -> tuple[Any, Any]:
+    """A `cupy` and a `cupy.cuda.nccl` for ranks on a machine with that many devices."""
+    local = threading.local()
+
+    class Communicator:
+        def __init__(self, size: int, unique: int, rank: int) -> None:
+            self.size, self.unique, self.rank, self.calls = size, unique, rank, 0
+            network.meet(("init", unique), size, rank, None)
+
+        def _reduce(self, sendbuf: int, count: int, kind: int, op: int) -> np.ndarray[Any, Any]:
+            self.calls += 1
+            mine = memory(sendbuf, count, kind).copy()
+            return cases.fold(OPS[op], network.meet((self.unique, self.calls), self.size, self.rank, mine))
+
+        def allReduce(self, sendbuf: int, recvbuf: int, count: int, kind: int, op: int, stream: int) -> None:
+            network.calls.append("allReduce")
+            memory(recvbuf, count, kind)[...] = self._reduce(sendbuf, count, kind, op)
+
+        def reduce(
+            self, sendbuf: int, recvbuf: int, count: int, kind: int, op: int, root: int, stream: int
+        ) -> None:
+            network.calls.append("reduce")
+            total = self._reduce(sendbuf, count, kind, op)
+            if root == self.rank:
+                memory(recvbuf, count, kind)[...] = total
+
+        def reduceScatter(self, sendbuf: int, recvbuf: int, count: int, kind: int, op: int, stream: int) -> None:
+            network.calls.append("reduceScatter")
+            total = self._reduce(sendbuf, count * self.size, kind, op)
+            memory(recvbuf, count, kind)[...] = total[count * self.rank : count * (self.rank + 1)]
+
+        def allGather(self, sendbuf: int, recvbuf: int, count: int, kind: int, stream: int) -> None:
+            network.calls.append("allGather")
+            self.calls += 1
+            mine = memory(sendbuf, count, kind).copy()
+            parts = network.meet((self.unique, self.calls), self.size, self.rank, mine)
+            memory(recvbuf, count * self.size, kind)[...] = np.concatenate(parts)
+
+        def bcast(self, buffer: int, count: int, kind: int, root: int, stream: int) -> None:
+            self.calls += 1
+            mine = memory(buffer, count, kind)
+            mine[...] = network.meet((self.unique, self.calls), self.size, self.rank, mine.copy())[root]
+
+        def send(self, buffer: int, count: int, kind: int, peer: int, stream: int) -> None:
+            network.wires[self.unique, self.rank, peer].put(memory(buffer, count, kind).copy())
+
+        def recv(self, buffer: int, count: int, kind: int, peer: int, stream: int) -> None:
+            def take() -> None:
+                memory(buffer, count, kind)[...] = network.wires[self.unique, peer, self.rank].get(timeout=20)
+
+            if getattr(local, "group", None) is None:
+                take()
+            else:
+                local.group.append(take)
+
+        def abort(self) -> None:
+            network.calls.append("abort")
+
+        def destroy(self) -> None:
+            network.calls.append("destroy")
+
+    class Stream:
+        ptr = 0
+
+        def __init__(self, non_blocking: bool = False) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            assert event.done
+
+        def record(self, event: Any) -> Any:
+            return event
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            assert 0 <= number < devices
+
+        def use(self) -> None:
+            pass
+
+    def group_end() -> None:
+        waiting, local.group = local.group, None
+        for take in waiting:
+            take()
+
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: devices,
+        getDeviceProperties=lambda number: {"uuid": bytes([number] * 16)},
+        CUDARuntimeError=OSError,
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=Device,
+        Stream=Stream,
+        Event=lambda disable_timing: SimpleNamespace(done=True),
+        get_current_stream=Stream,
+    )
+    nccl = SimpleNamespace(
+        available=True,
+        get_unique_id=lambda: next(network.ids),
+        NcclCommunicator=Communicator,
+        NcclError=OSError,
+        groupStart=lambda: setattr(local, "group", []),
+        groupEnd=group_end,
+    )
+    cupy = SimpleNamespace(
+        cuda=cuda,
+        asarray=lambda host: np.array(host, order="C").view(DeviceArray),
+        asnumpy=lambda array: np.array(array),
+    )
+    return cupy, nccl
