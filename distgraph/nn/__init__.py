@@ -18,10 +18,12 @@ from distgraph.nn.layers import (
     Tanh,
 )
 from distgraph.nn.module import Module
+from distgraph.nn.moe import MoE
 from distgraph.nn.parameter import Buffer, Parameter
+from distgraph.nn.spatial import AvgPool2d, BatchNorm2d, Conv2d, MaxPool2d
 
 __all__ = [
-    "Buffer", "CrossEntropy", "Dropout", "Embedding", "Flatten", "GELU", "LayerNorm", "Linear", "MLP",
-    "MeanSquaredError", "Module", "MultiHeadAttention", "Parameter", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid",
+    "AvgPool2d", "BatchNorm2d", "Buffer", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "Flatten", "GELU",
+    "LayerNorm", "Linear", "MLP", "MaxPool2d", "MeanSquaredError", "MoE", "Module", "MultiHeadAttention", "Parameter", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid",
     "Tanh", "TransformerBlock",
 ]

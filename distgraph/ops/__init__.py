@@ -5,6 +5,7 @@ from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
 from distgraph.ops.attention import attention
 from distgraph.ops.compose import expand_dims, flip, getitem, repeat, roll, split, squeeze, stack, tile
 from distgraph.ops.control import while_loop
+from distgraph.ops.conv import avg_pool, conv, max_pool
 from distgraph.ops.distributed import accumulate
 from distgraph.ops.functions import *  # noqa: F403 (elementwise functions, one a NumPy name)
 from distgraph.ops.index import embedding, one_hot, pick, scatter_add, take, take_along

@@ -258,7 +258,9 @@ define(
     elementwise,
     _cast_kernel,
     infer=lambda operands, attrs: [(operands[0].shape, attrs["dtype"])],
-    gradient=lambda c: [emit_one("cast", c.grad, dtype=c.operands[0].dtype)],
+    gradient=lambda c: [
+        emit_one("cast", c.grad, dtype=c.operands[0].dtype) if is_float(c.operands[0].dtype) else None
+    ],
 )
 
 

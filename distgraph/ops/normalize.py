@@ -159,7 +159,7 @@ def _infer_rows(weights: int, statistics: int) -> Callable[[Sequence[Value], Att
         dtype = require_float(x)
         for w in operands[1 : 1 + weights]:
             if not x.shape or w.shape != x.shape[-1:]:
-                raise GraphError(f"weight is {w.type} but the last dim of {x.type} wants ({', '.join(map(str, x.shape[-1:]))})")
+                raise GraphError(f"weight is {w.type} but x is {x.type}; the weight has the length of the last dim of x")
         return [(x.shape, dtype)] + [(x.shape[:-1], dtype)] * statistics
 
     return infer
@@ -176,8 +176,9 @@ def _only_first(c: GradientContext, kind: str) -> Tensor:
     return c.grads[0]
 
 
-def _leading(x: Tensor) -> tuple[int, ...]:
-    return tuple(range(x.ndim - 1))
+def _over_rows(x: Tensor) -> Tensor:
+    """Sum over all dims but the last; a value of its own even where there is nothing to sum."""
+    return total(x, range(x.ndim - 1), keepdims=False) if x.ndim > 1 else emit_one("identity", x)
 
 
 def _split_layer_norm(attrs: Attrs, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -198,8 +199,7 @@ def _split_layer_norm_grad(
     h = (widened(x) - expand(widened(mean))) * scale
     g = grad * w
     dx = scale * (g - total(g, last) * share - h * (total(g * h, last) * share))
-    dw, db = total(grad * h, _leading(x), keepdims=False), total(grad, _leading(x), keepdims=False)
-    return narrowed(dx, x), narrowed(dw, w), narrowed(db, w)
+    return narrowed(dx, x), narrowed(_over_rows(grad * h), w), narrowed(_over_rows(grad), w)
 
 
 def _layer_norm_gradient(c: GradientContext) -> Grads:
@@ -249,7 +249,7 @@ def _split_rms_norm_grad(attrs: Attrs, dy: Tensor, x: Tensor, w: Tensor, rstd: T
     h = widened(x) * scale
     g = grad * w
     dx = scale * (g - h * (total(g * h, (x.ndim - 1,)) * (1 / x.shape[-1])))
-    return narrowed(dx, x), narrowed(total(grad * h, _leading(x), keepdims=False), w)
+    return narrowed(dx, x), narrowed(_over_rows(grad * h), w)
 
 
 def _rms_norm_gradient(c: GradientContext) -> Grads:

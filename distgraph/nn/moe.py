@@ -1,0 +1,103 @@
+"""Mixture of experts with top-2 gating and a fixed capacity, all in einsums (GShard: Lepikhin et al., 2021, algorithm 1).
+
+Dispatch and combine are contractions with a [groups, tokens, experts, capacity] mask, so that experts split over an axis
+turn into all_to_all by the index rules alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.init import Init
+from distgraph.nn.module import Module
+from distgraph.nn.parameter import Parameter
+from distgraph.tensor import Tensor
+
+
+class MoE(Module):
+    """Each token goes to its two best experts, weighted by their gates.
+
+    A group is one sequence. An expert takes at most `capacity` tokens of a group; tokens beyond are passed over (their
+    output is 0, so use it inside a residual connection). First choices come before second ones. The second expert is
+    always asked, not at random, so that a run is the same under every layout.
+
+    Args:
+        width: of input and output.
+        hidden: of each expert.
+        experts: their number, at least 2.
+        capacity_factor: capacity = ceil(2 * factor * tokens / experts).
+
+    Attributes:
+        loss: after a call, the auxiliary loss that keeps experts equally busy, a scalar to be added with a small
+            weight: mean over groups of experts * sum over experts of (share of first choices * mean gate); 1 when even.
+
+    Parameters: gate [width, experts], up [experts, width, hidden], down [experts, hidden, width].
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        capacity_factor: float = 1.0,
+        activation: Any = ops.gelu,
+        init: Init = ("normal", 0.02),
+        dtype: str = "f32",
+    ) -> None:
+        if experts < 2:
+            raise GraphError(f"MoE has {experts} experts but top-2 gating needs at least 2")
+        self.gate = Parameter((width, experts), dtype, init)
+        self.up = Parameter((experts, width, hidden), dtype, init)
+        self.down = Parameter((experts, hidden, width), dtype, init)
+        self.experts, self.capacity_factor, self.activation = experts, capacity_factor, activation
+        self._loss: Tensor | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """Auxiliary loss of the latest call. Raises GraphError before the first."""
+        if self._loss is None:
+            raise GraphError("MoE has no auxiliary loss before it is called; call the module first")
+        return self._loss
+
+    def forward(self, x: Any) -> Tensor:
+        """x [groups, tokens, width] -> the same shape."""
+        gates = ops.softmax(ops.einsum("gsm,me->gse", x, self.gate))
+        combine = self._combine(gates)
+        dispatch = (ops.stop_gradient(combine) > 0.0).astype(x.dtype)
+        routed = ops.einsum("gsec,gsm->egcm", dispatch, x)
+        inner = self.activation(ops.einsum("egcm,emh->egch", routed, self.up))
+        outcome = ops.einsum("egch,ehm->egcm", inner, self.down)
+        return ops.einsum("gsec,egcm->gsm", combine, outcome)
+
+    def _combine(self, gates: Tensor) -> Tensor:
+        """Weight of every token at every place of every expert: [groups, tokens, experts, capacity]."""
+        tokens = gates.shape[1]
+        capacity = max(1, math.ceil(2 * self.capacity_factor * tokens / self.experts))
+        first = self._chosen(gates)
+        second = self._chosen(ops.where(first > 0.0, -1.0, ops.stop_gradient(gates)))
+        self._loss = self._balance(gates, first)
+        before = ops.cumsum(first, 1) - first  # tokens of the same group that asked for this expert earlier
+        taken = ops.reduce("sum", first, 1, True)
+        before_second = ops.cumsum(second, 1) - second + taken
+        weight_first = ops.reduce("sum", gates * first, -1, True)
+        weight_second = ops.reduce("sum", gates * second, -1, True)
+        share = weight_first + weight_second + 1e-9
+        return self._place(first, before, weight_first / share, capacity) + self._place(
+            second, before_second, weight_second / share, capacity
+        )
+
+    def _chosen(self, gates: Tensor) -> Tensor:
+        """1 at the best expert of each token, [groups, tokens, experts]."""
+        return ops.one_hot(ops.argmax(ops.stop_gradient(gates), -1), self.experts, gates.dtype)
+
+    def _balance(self, gates: Tensor, first: Tensor) -> Tensor:
+        """GShard equation 3: differentiable in the gates, the shares of first choices are counts."""
+        return ops.mean(ops.mean(gates, 1) * ops.mean(first, 1)) * float(self.experts**2)
+
+    def _place(self, mask: Tensor, before: Tensor, weight: Tensor, capacity: int) -> Tensor:
+        """Weights at (expert, place); a place beyond the capacity is in no one-hot row and so gets nothing."""
+        place = ops.reduce("sum", before * mask, -1).astype("i32")
+        return ops.einsum("gse,gsc->gsec", mask * weight, ops.one_hot(place, capacity, mask.dtype))

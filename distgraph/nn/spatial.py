@@ -1,0 +1,120 @@
+"""Layers over images: convolution, pooling, batch norm. Channels first: [n, c, h, w]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distgraph import ops
+from distgraph.init import Init, fan_in_uniform
+from distgraph.nn.module import Module
+from distgraph.nn.parameter import Buffer, Parameter
+from distgraph.tensor import Tensor
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+class Conv2d(Module):
+    """Convolution. Parameters: weight [outputs, inputs / groups, h, w], bias [outputs].
+
+    Args:
+        inputs, outputs: channels.
+        kernel, stride, dilation: one number, or (h, w).
+        padding: zeros on each side: one number, (h, w), or a (low, high) pair a dim.
+        groups: output block j sees input block j.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[Any] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        init: Init | None = None,
+        dtype: str = "f32",
+    ) -> None:
+        height, width = _pair(kernel)
+        fan_in = inputs // groups * height * width
+        self.weight = Parameter(
+            (outputs, inputs // groups, height, width), dtype, init or fan_in_uniform(fan_in)
+        )
+        self.bias = Parameter((outputs,), dtype, ("zeros",)) if bias else None
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+
+    def forward(self, x: Any) -> Tensor:
+        """x [n, inputs, h, w] -> [n, outputs, h', w']."""
+        y = ops.conv(x, self.weight, self.stride, self.padding, self.dilation, self.groups)
+        return y if self.bias is None else y + ops.reshape(self.bias, (1, -1, 1, 1))
+
+
+class MaxPool2d(Module):
+    """Largest element of each window; `stride` is the window by default."""
+
+    def __init__(
+        self, window: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: int | Sequence[Any] = 0
+    ) -> None:
+        self.window, self.stride, self.padding = window, stride, padding
+
+    def forward(self, x: Any) -> Tensor:
+        """x [n, c, h, w] -> [n, c, h', w']."""
+        return ops.max_pool(x, self.window, self.stride, self.padding)
+
+
+class AvgPool2d(Module):
+    """Mean of each window; `stride` is the window by default; padding counts as zeros."""
+
+    def __init__(
+        self, window: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: int | Sequence[Any] = 0
+    ) -> None:
+        self.window, self.stride, self.padding = window, stride, padding
+
+    def forward(self, x: Any) -> Tensor:
+        """x [n, c, h, w] -> [n, c, h', w']."""
+        return ops.avg_pool(x, self.window, self.stride, self.padding)
+
+
+class BatchNorm2d(Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias for every channel (Ioffe and Szegedy, 2015).
+
+    Mean and variance are of the whole (micro-)batch wherever it lies, and a split batch costs two reductions of one
+    number a channel. While training, running statistics take in those of the step (the mean over its micro-batches);
+    evaluation uses them.
+
+    Parameters: weight [channels], bias [channels]; buffers running_mean, running_var [channels].
+    """
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5, dtype: str = "f32") -> None:
+        self.weight = Parameter((channels,), dtype, ("ones",))
+        self.bias = Parameter((channels,), dtype, ("zeros",))
+        self.running_mean = Buffer((channels,), dtype, ("zeros",))
+        self.running_var = Buffer((channels,), dtype, ("ones",))
+        self.momentum, self.eps = momentum, eps
+
+    def forward(self, x: Any) -> Tensor:
+        """x [n, channels, ...] -> the same shape."""
+        dims = (0, *range(2, x.ndim))
+        wide = (1, -1) + (1,) * (x.ndim - 2)
+        if self.training:
+            mean = ops.mean(x, dims, keepdims=True)
+            centred = x - mean
+            variance = ops.mean(ops.square(centred), dims, keepdims=True)
+            self._remember(mean, variance, x.size // x.shape[1])
+        else:
+            centred = x - ops.reshape(self.running_mean, wide)
+            variance = ops.reshape(self.running_var, wide)
+        scale = ops.rsqrt(variance + self.eps) * ops.reshape(self.weight, wide)
+        return centred * scale + ops.reshape(self.bias, wide)
+
+    def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Running statistics of the next step; the variance is the unbiased one, as elsewhere."""
+        correction = count / max(1, count - 1)
+        for buffer, seen in ((self.running_mean, mean), (self.running_var, variance * correction)):
+            step = ops.accumulate(ops.stop_gradient(ops.reshape(seen, buffer.shape)))
+            with mean.trace.within(role="optimize"):
+                buffer.update(buffer * (1 - self.momentum) + step * self.momentum)
