@@ -96,6 +96,8 @@ class Graph:
         updates: name of a param or state value -> value that replaces it at the end of a step.
         attrs: value name -> mesh and spec; before completion only what the user wrote, after it every value.
         micro_batches: how often the part before `accumulate` runs in one step; shapes are those of one micro-batch.
+        placements: op name -> mesh that computes it, where the user said so.
+        lost: claims that completion had to drop, for `conflicts()`.
     """
 
     name: str
@@ -104,6 +106,8 @@ class Graph:
     updates: tuple[tuple[str, Value], ...] = ()
     attrs: Mapping[str, DistAttr] = field(default_factory=dict)
     micro_batches: int = 1
+    placements: Mapping[str, ProcessMesh] = field(default_factory=dict)
+    lost: tuple[Any, ...] = field(default=(), compare=False)
 
     @cached_property
     def producers(self) -> dict[str, Op]:

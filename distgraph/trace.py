@@ -14,6 +14,7 @@ import numpy as np
 from distgraph.dtypes import is_float, promote, short
 from distgraph.errors import GraphError, ShardingError
 from distgraph.graph import Graph, Op, Value
+from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import freeze, infer_results
 from distgraph.spec import DistAttr
 from distgraph.tensor import Tensor
@@ -27,17 +28,21 @@ _ACTIVE: ContextVar[Trace | None] = ContextVar("distgraph_trace", default=None)
 class Trace:
     """The graph under construction. Tensors know their trace; parameters find it through `Trace.current()`."""
 
-    def __init__(self, name: str = "main") -> None:
+    def __init__(self, name: str = "main", prefix: str = "") -> None:
         self.name = name
+        self.prefix = prefix
         self.ops: list[Op] = []
         self.attrs: dict[str, DistAttr] = {}
         self.outputs: list[tuple[str, Value]] = []
         self.updates: list[tuple[str, Value]] = []
-        self.boundaries: list[int] = []
         self.role = "forward"
         self.scope = ""
         self.link = ""
+        self.where = ""
+        self.placement: ProcessMesh | None = None
+        self.placements: dict[str, ProcessMesh] = {}
         self.training = True
+        self.parameters: dict[str, Any] = {}  # name -> the parameter object that it stands for
         self._names: set[str] = set()
         self._count = 0
         self._constants: dict[Any, Tensor] = {}
@@ -67,17 +72,35 @@ class Trace:
             _ACTIVE.reset(token)
 
     @contextmanager
-    def within(self, *, role: str | None = None, scope: str | None = None, link: str | None = None) -> Iterator[None]:
-        """Ops emitted inside carry this role, scope (appended to the present one) and link."""
-        before = self.role, self.scope, self.link
+    def within(self, *, role: str | None = None, scope: str | None = None) -> Iterator[None]:
+        """Ops emitted inside carry this role and this scope (appended to the present one)."""
+        before = self.role, self.scope
         self.role = role or self.role
-        self.link = self.link if link is None else link
         if scope:
             self.scope = f"{self.scope}.{scope}" if self.scope else scope
         try:
             yield
         finally:
-            self.role, self.scope, self.link = before
+            self.role, self.scope = before
+
+    @contextmanager
+    def on_behalf_of(self, link: str, scope: str, where: str) -> Iterator[None]:
+        """Ops emitted inside belong to another op or parameter: its name, its scope, its source line."""
+        before = self.link, self.scope, self.where
+        self.link, self.scope, self.where = link, scope, where
+        try:
+            yield
+        finally:
+            self.link, self.scope, self.where = before
+
+    @contextmanager
+    def on(self, mesh: ProcessMesh) -> Iterator[None]:
+        """Ops emitted inside are computed on this mesh."""
+        before, self.placement = self.placement, mesh
+        try:
+            yield
+        finally:
+            self.placement = before
 
     def fresh(self, hint: str = "") -> str:
         """A value name not yet used."""
@@ -85,7 +108,7 @@ class Trace:
             self._names.add(hint)
             return hint
         while True:
-            name = f"{hint}.{self._count}" if hint else str(self._count)
+            name = f"{hint}.{self._count}" if hint else f"{self.prefix}{self._count}"
             self._count += 1
             if name not in self._names:
                 self._names.add(name)
@@ -126,7 +149,7 @@ class Trace:
         """Append an op; operands may be tensors, parameters, numbers or arrays. Raises GraphError if they do not fit."""
         attrs = attrs or {}
         values = tuple(t.value for t in self.tensors(operands))
-        where = caller()
+        where = self.where or caller()
         try:
             inferred = infer_results(kind, values, attrs)
         except GraphError as error:
@@ -134,6 +157,8 @@ class Trace:
             raise GraphError(f"{shown} ({where}): {error}") from None
         results = tuple(Value(self.fresh(), tuple(shape), dtype) for shape, dtype in inferred)
         self.ops.append(Op(kind, values, results, dict(attrs), self.role, self.scope, where, self.link))
+        if self.placement is not None:
+            self.placements[results[0].name] = self.placement
         return tuple(Tensor(value, self) for value in results)
 
     def tensors(self, operands: Sequence[Any]) -> list[Tensor]:
@@ -174,7 +199,14 @@ class Trace:
     def finish(self, outputs: Mapping[str, Tensor] | None = None) -> Graph:
         """The graph built so far. Raises GraphError when an output is no tensor of this trace."""
         labelled = [(label, self.tensor(t).value) for label, t in (outputs or {}).items()]
-        return Graph(self.name, tuple(self.ops), tuple(self.outputs + labelled), tuple(self.updates), dict(self.attrs))
+        return Graph(
+            self.name,
+            tuple(self.ops),
+            tuple(self.outputs + labelled),
+            tuple(self.updates),
+            dict(self.attrs),
+            placements=dict(self.placements),
+        )
 
 
 def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names: Sequence[str] = ()) -> Graph:

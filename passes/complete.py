@@ -1,0 +1,139 @@
+"""Completion: from a few annotations to a mesh and a layout for every value and every op.
+
+In:   a graph (forward, or forward + backward + optimizer) in which some values carry a user's annotation.
+Out:  the same program; every value has a DistAttr and every op an OpLayout. Fused ops whose whole dim arrives split
+      are replaced by their decomposition.
+Invariant: annotations are never changed; no dim loses an axis that an annotation gave it; the result does not depend on
+      any visiting order and completing twice changes nothing.
+
+    %x  : f32[64, 128] [dp, _] = input          # user             %x  : f32[64, 128] [dp, _]
+    %w1 : f32[128, 512] [_, tp] = param         # user             %w1 : f32[128, 512] [_, tp]
+    %h  : f32[64, 512] = matmul(%x, %w1)                    ->     %h  : f32[64, 512] [dp, tp]
+    %w2 : f32[512, 128] = param                                    %w2 : f32[512, 128] [tp, _]
+    %y  : f32[64, 128] = matmul(%h, %w2)                           %y  : f32[64, 128] [dp, _]    # partial(tp), reduced
+
+Phases: meshes (`place`), axes (`claims`), pending reductions (`defer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distgraph.graph import SOURCES, Graph, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import rule_of
+from distgraph.passes.claims import Settled, op_layout, propagate, value_spec
+from distgraph.passes.decompose import decompose
+from distgraph.passes.defer import Kept, deferred, passing_group
+from distgraph.passes.place import place
+from distgraph.rule import OpLayout
+from distgraph.spec import DistAttr, Origin, ShardSpec
+
+_ROUNDS = 4  # a decomposition may bring a fused op of its own whose dim is split
+
+
+def complete(graph: Graph, default: ProcessMesh | None = None) -> Graph:
+    """Give every value and op its layout.
+
+    Args:
+        graph: annotated graph.
+        default: mesh to use when nothing is annotated (everything is then replicated on it).
+
+    Raises:
+        ShardingError: an annotation does not fit, or no mesh is named anywhere.
+    """
+    pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
+    graph = replace(graph, attrs=pinned)
+    for _ in range(_ROUNDS):
+        graph, meshes = place(graph, default)
+        settled = propagate(graph, meshes)
+        split = _split_whole(graph, settled)
+        if not split:
+            break
+        graph = decompose(graph, split)
+    layouts = {op.name: op_layout(meshes[op.name], settled.ops[op.name]) for op in graph.ops}
+    kept = deferred(graph, settled, layouts)
+    return _assemble(graph, meshes, settled, layouts, kept)
+
+
+def _split_whole(graph: Graph, settled: Settled) -> tuple[str, ...]:
+    """Decomposable ops one of whose operands really lies split along a dim that the op needs whole."""
+    found = []
+    for name in settled.split_whole:
+        op = graph.producers[name]
+        rule = rule_of(op)
+        for value, term in zip(op.operands, rule.operands, strict=True):
+            held = {dim for dim, _, _ in settled.values[value.name].values() if dim is not None}
+            if any(rule.whole.intersection(term[dim]) for dim in held):
+                found.append(name)
+                break
+    return tuple(found)
+
+
+def _assemble(
+    graph: Graph,
+    meshes: Mapping[str, ProcessMesh],
+    settled: Settled,
+    layouts: Mapping[str, OpLayout],
+    kept: Kept,
+) -> Graph:
+    attrs: dict[str, DistAttr] = {}
+    ops: list[Op] = []
+    partial_axes: dict[str, list[str]] = {}
+    for name, axis in sorted(kept):
+        partial_axes.setdefault(name, []).append(axis)
+    for op in graph.ops:
+        mesh = meshes[op.name]
+        for value in op.results:
+            attr = graph.attrs.get(value.name)
+            if attr is None:
+                held = settled.values[value.name]
+                spec = value_spec(len(value.shape), mesh, held)
+                axes = partial_axes.get(value.name)
+                if axes:
+                    dims = tuple(tuple(a for a in dim if a not in axes) for dim in spec.dims)
+                    spec = ShardSpec(dims, tuple((a, "sum") for a in axes))
+                attr = DistAttr(mesh, spec, _origin(held, op))
+            attrs[value.name] = attr
+        ops.append(replace(op, layout=_layout_of(op, mesh, layouts[op.name], kept, attrs, layouts)))
+    return graph.with_ops(ops, attrs=attrs, lost=tuple(settled.lost[key] for key in sorted(settled.lost)))
+
+
+def _layout_of(
+    op: Op,
+    mesh: ProcessMesh,
+    layout: OpLayout,
+    kept: Kept,
+    attrs: Mapping[str, DistAttr],
+    layouts: Mapping[str, OpLayout],
+) -> OpLayout:
+    if op.kind in SOURCES or op.kind == "reshard":
+        return follow(op, attrs[op.results[0].name])
+    passed: dict[str, int] = {}
+    for value in op.operands:
+        for axis in mesh.axes:
+            if (value.name, axis) in kept and axis not in passed:
+                group = passing_group(op, value.name, axis, kept, layouts)
+                if group is not None:
+                    passed[axis] = group
+    if not passed:
+        return layout
+    axes = tuple((index, tuple(a for a in split if a not in passed)) for index, split in layout.axes)
+    return OpLayout(mesh, tuple((i, split) for i, split in axes if split), tuple(sorted(passed.items())))
+
+
+def follow(op: Op, attr: DistAttr) -> OpLayout:
+    """Layout of an op without operands that makes its result right where it is wanted."""
+    axes = []
+    for term, split in zip(rule_of(op).results[0], attr.spec.dims, strict=True):
+        if split and term:
+            axes.append((term[0], split))
+    return OpLayout(attr.mesh, tuple(sorted(axes)))
+
+
+def _origin(held: Mapping[str, tuple[int | None, int, Origin]], op: Op) -> Origin:
+    from_user = dict.fromkeys(o.where for dim, _, o in held.values() if dim is not None)
+    if not from_user:
+        return Origin("default", "replicated: no claim reached it")
+    return Origin("rule", f"of %{op.name} {op.kind}, from {', '.join(from_user)}")

@@ -1,0 +1,211 @@
+"""The part of a program that one rank runs: local shapes, local attributes, explicit communication.
+
+In:   the tasks of a lowered graph (see `phases`) and a rank.
+Out:  a RankProgram: for each task of the rank its local ops, and the local type of every value it touches.
+Invariant: ranks of one mesh run the same ops in the same order; only shapes, offsets and partners differ.
+
+    %h : f32[64, 512] [dp, tp] = matmul(%x, %w1)      ->      rank 3: h : f32[32, 256] = matmul(x, w1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distgraph.graph import SOURCES, Graph, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import local_attrs
+from distgraph.passes.phases import Part, Parts
+from distgraph.passes.tiles import Tile, assign, exchange_tiles, needs
+from distgraph.spec import DistAttr, shard_bounds
+
+LocalType = tuple[tuple[int, ...], str]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """One op as one rank runs it.
+
+    Attributes:
+        op: the global op.
+        mode: compute, comm, send, recv, exchange or accumulate.
+        attrs: local attributes of a computation; arguments of the collective otherwise.
+        tail: runs with the last micro-batch only.
+    """
+
+    op: Op
+    mode: str
+    attrs: Mapping[str, Any]
+    tail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTask:
+    """One task on one rank."""
+
+    name: str
+    kind: str
+    per_micro: bool
+    ops: tuple[LocalOp, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """All that a rank runs in one step.
+
+    Attributes:
+        rank: the rank.
+        tasks: its tasks.
+        types: value name -> local shape and dtype, for every value that lies on the rank.
+        parts: the tasks of all ranks.
+    """
+
+    rank: int
+    tasks: tuple[LocalTask, ...]
+    types: dict[str, LocalType]
+    parts: Parts = field(repr=False)
+
+    @property
+    def graph(self) -> Graph:
+        """The lowered graph."""
+        return self.parts.graph
+
+    def bytes_sent(self) -> float:
+        """Bytes that the rank sends in one step (ring algorithms), counted op by op."""
+        micro = self.graph.micro_batches
+        total = 0.0
+        for task in self.tasks:
+            for local in task.ops:
+                times = micro if task.per_micro and not local.tail else 1
+                total += times * float(local.attrs.get("wire", 0.0))
+        return total
+
+
+def partition(parts: Parts, rank: int) -> RankProgram:
+    """The program of one rank."""
+    graph = parts.graph
+    types: dict[str, LocalType] = {}
+    for name, attr in graph.attrs.items():
+        if rank in attr.mesh and name in graph.values:
+            value = graph.values[name]
+            types[name] = (attr.spec.local_shape(value.shape, attr.mesh, rank), value.dtype)
+    numbers = {op.name: i for i, op in enumerate(graph.ops) if op.kind.startswith("comm.")}
+    tasks = tuple(_local_task(parts, part, rank, numbers) for part in parts.tasks if rank in part.mesh)
+    return RankProgram(rank, tasks, types, parts)
+
+
+def _local_task(parts: Parts, part: Part, rank: int, numbers: Mapping[str, int]) -> LocalTask:
+    graph, ops = parts.graph, []
+    for op in part.body:
+        tail = op.name in part.tail
+        if op.kind == "comm.transfer":
+            moves = _transfer(graph, op, part.mesh, rank, numbers[op.name])
+            ops.append(LocalOp(op, moves[0], {**moves[1], "per_micro": parts.phase[op.name] == 1}, tail))
+        elif op.kind.startswith("comm."):
+            mode, attrs = _comm(graph, op, rank, numbers[op.name])
+            ops.append(LocalOp(op, mode, {**attrs, "per_micro": parts.phase[op.name] == 1}, tail))
+        elif op.kind == "accumulate":
+            ops.append(LocalOp(op, "accumulate", {}, False))
+        elif op.kind not in SOURCES:
+            ops.append(LocalOp(op, "compute", local_attrs(op, rank), tail))
+    return LocalTask(part.name, part.kind, part.per_micro, tuple(ops))
+
+
+def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, Any]]:
+    """A collective on the rank's group, or what it comes down to locally (slice, mask)."""
+    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
+    mesh, shape = source.mesh, op.result.shape
+    kind = op.kind.removeprefix("comm.")
+    axes = tuple(op.attrs.get("axes", ()))
+    dim = op.attrs.get("dim")
+    group = mesh.group(rank, axes)
+    itemsize = op.result.nbytes // max(1, op.result.size)
+    mine = itemsize * _count(source.spec.local_shape(shape, mesh, rank))
+    share = (len(group) - 1) / len(group)
+    attrs: dict[str, Any] = {"group": group}
+    if kind == "all_reduce":
+        attrs |= {"reduction": op.attrs["reduction"], "wire": 2 * share * mine}
+    elif kind == "all_gather":
+        out = itemsize * _count(target.spec.local_shape(shape, mesh, rank))
+        attrs |= {"dim": dim, "sizes": _sizes(source, shape, dim, group), "wire": share * out}
+    elif kind == "reduce_scatter":
+        sizes = _sizes(target, shape, dim, group)
+        attrs |= {"dim": dim, "sizes": sizes, "reduction": op.attrs["reduction"], "wire": share * mine}
+    elif kind == "all_to_all":
+        to = op.attrs["to_dim"]
+        attrs |= {
+            "split_dim": to,
+            "split_sizes": _sizes(target, shape, to, group),
+            "concat_dim": dim,
+            "concat_sizes": _sizes(source, shape, dim, group),
+            "wire": share * mine,
+        }
+    elif kind == "permute":
+        tiles = exchange_tiles(shape, mesh, source.spec, target.spec)
+        return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
+    elif kind == "slice":
+        outer, inner = source.spec.bounds(shape, mesh, rank), target.spec.bounds(shape, mesh, rank)
+        where = tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))
+        attrs = {"slices": where}
+    else:
+        attrs = {"keep": mesh.index(rank, axes) == 0, "reduction": op.attrs.get("reduction", "sum")}
+    return f"comm.{kind}", attrs
+
+
+def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -> tuple[str, dict[str, Any]]:
+    """A rank's part of a move between meshes, in the task of one of them: its sends, or its receives."""
+    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
+    shape = op.result.shape
+    tiles = assign(needs(shape, source.mesh, source.spec, target.mesh, target.spec))
+    itemsize = op.result.nbytes // max(1, op.result.size)
+    attrs = _exchange(tiles, source, target, shape, rank, itemsize, number)
+    if mesh == target.mesh:
+        return "recv", {**attrs, "sends": (), "wire": 0.0}
+    return "send", {**attrs, "recvs": (), "copies": ()}
+
+
+def _exchange(
+    tiles: tuple[Tile, ...],
+    source: DistAttr,
+    target: DistAttr,
+    shape: tuple[int, ...],
+    rank: int,
+    itemsize: int,
+    number: int,
+) -> dict[str, Any]:
+    """Slices of the local blocks that a rank sends, receives and copies to itself."""
+    sends: list[tuple[int, Slices]] = []
+    recvs: list[tuple[int, Slices]] = []
+    copies: list[tuple[Slices, Slices]] = []
+    wire = 0.0
+    have = source.spec.bounds(shape, source.mesh, rank) if rank in source.mesh else ()
+    want = target.spec.bounds(shape, target.mesh, rank) if rank in target.mesh else ()
+    for tile in tiles:
+        if tile.source_rank == rank and tile.target_rank == rank:
+            copies.append((_inside(tile, have), _inside(tile, want)))
+        elif tile.source_rank == rank:
+            sends.append((tile.target_rank, _inside(tile, have)))
+            wire += itemsize * _count(tuple(b - a for a, b in tile.bounds))
+        elif tile.target_rank == rank:
+            recvs.append((tile.source_rank, _inside(tile, want)))
+    return {"sends": tuple(sends), "recvs": tuple(recvs), "copies": tuple(copies), "tag": number, "wire": wire}
+
+
+def _inside(tile: Tile, block: tuple[tuple[int, int], ...]) -> Slices:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(tile.bounds, block, strict=True))
+
+
+def _sizes(attr: DistAttr, shape: tuple[int, ...], dim: int, group: tuple[int, ...]) -> tuple[int, ...]:
+    """Length of a dim on every member of a group."""
+    axes, mesh = attr.spec.dims[dim], attr.mesh
+    bounds = (shard_bounds(shape[dim], mesh.count(axes), mesh.index(member, axes)) for member in group)
+    return tuple(stop - start for start, stop in bounds)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total

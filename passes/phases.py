@@ -1,0 +1,203 @@
+"""Cut a lowered graph into tasks: what runs once before the micro-batches, once a micro-batch, and once after them.
+
+In:   a lowered graph (layouts known, changes of layout are `comm.*` ops).
+Out:  tasks, each a run of ops on one mesh with one role, and the edges between them.
+Invariant: an edge between tasks of different meshes is a transfer; the tasks form a DAG; together they hold every op
+      that is not a source exactly once (a transfer twice: its send with the producer, its receive with the consumer).
+
+An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch, *forward* or
+*backward* when it does, *optimize* once it follows an `accumulate`. Inside a part, the *level* counts the changes of mesh
+on the longest path to the op; ops of one part, mesh and level form a task. What follows an `accumulate` on the same mesh
+without leaving it (the reduction of a gradient) is the *tail* of that task: it runs with the last micro-batch, so that
+communication starts as soon as the gradient is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from distgraph.graph import SOURCES, Graph, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import lookup
+
+Key = tuple[str, ProcessMesh, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One task of the step.
+
+    Attributes:
+        name: unique, such as "forward.s1".
+        kind: load, forward, backward or optimize.
+        mesh: ranks that run it together.
+        stage: position of its mesh in the pipeline.
+        per_micro: once a micro-batch, or once a step.
+        body: ops in program order; `comm.transfer` appears as the send in its source's task, as the receive in its target's.
+        tail: names of ops of the body that run with the last micro-batch only.
+    """
+
+    name: str
+    kind: str
+    mesh: ProcessMesh
+    stage: int
+    per_micro: bool
+    body: tuple[Op, ...]
+    tail: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All tasks of a step.
+
+    Attributes:
+        graph: the lowered graph.
+        tasks: in an order in which they could run one after the other.
+        edges: (source task, target task) of every value that crosses.
+        phase: value name -> 0 before the micro-batches, 1 per micro-batch, 2 after them.
+    """
+
+    graph: Graph
+    tasks: tuple[Part, ...]
+    edges: tuple[tuple[str, str], ...]
+    phase: dict[str, int]
+
+
+@dataclass(slots=True)
+class _State:
+    graph: Graph
+    mesh: dict[str, ProcessMesh] = field(default_factory=dict)  # value -> mesh it lies on
+    phase: dict[str, int] = field(default_factory=dict)
+    level: dict[str, int] = field(default_factory=dict)  # op name -> level
+    kind: dict[str, str] = field(default_factory=dict)  # op name -> kind of task
+    tail: set[str] = field(default_factory=set)
+
+
+def phases(graph: Graph) -> Parts:
+    """Tasks of a lowered graph."""
+    state = _State(graph, {name: attr.mesh for name, attr in graph.attrs.items()})
+    for op in graph.ops:
+        _classify(state, op)
+    _sink(state)
+    return _collect(state)
+
+
+def _classify(state: _State, op: Op) -> None:
+    inputs = [state.phase[v.name] for v in op.operands]
+    phase = max(inputs, default=0)
+    if op.kind == "input" and op.results[0].shape != () or lookup(op.kind).micro:
+        phase = max(phase, 1)
+    mesh = state.mesh[op.results[0].name]
+    level, tail = 0, op.kind not in SOURCES
+    for value in op.operands:
+        producer = state.graph.producers[value.name]
+        crossing = state.mesh[value.name] != mesh
+        level = max(level, state.level[producer.name] + crossing)
+        inside = state.phase[value.name] < 2 or producer.kind == "accumulate" or producer.name in state.tail
+        tail = tail and inside and not (crossing and phase == 2)
+    state.level[op.name] = level
+    if op.kind == "accumulate":
+        state.kind[op.name] = "backward" if op.role == "backward" else "forward"
+        phase = 2
+    elif phase == 0:
+        state.kind[op.name] = "load"
+    elif phase == 1:
+        state.kind[op.name] = "backward" if op.role == "backward" else "forward"
+    else:
+        state.kind[op.name] = "optimize"
+        homes = {
+            (state.kind[p.name], state.level[p.name])
+            for p in (state.graph.producers[v.name] for v in op.operands if state.phase[v.name] == 2)
+        }
+        if tail and op.role != "optimize" and len(homes) == 1:
+            ((state.kind[op.name], state.level[op.name]),) = homes
+            state.tail.add(op.name)
+    for value in op.results:
+        state.phase[value.name] = phase
+
+
+def _sink(state: _State) -> None:
+    """Move ops to the latest level that their readers allow, so that fewer tasks are left."""
+    last: dict[tuple[str, ProcessMesh], int] = {}
+    for op in state.graph.ops:
+        if op.kind not in SOURCES:
+            key = (state.kind[op.name], state.mesh[op.name])
+            last[key] = max(last.get(key, 0), state.level[op.name])
+    for op in reversed(state.graph.ops):
+        if op.kind in SOURCES or op.name in state.tail or op.kind == "accumulate":
+            continue
+        kind, mesh = state.kind[op.name], state.mesh[op.name]
+        bound = last[kind, mesh]
+        for value in op.results:
+            for user in state.graph.users[value.name]:
+                if state.mesh[user.name] != mesh:
+                    bound = min(bound, state.level[user.name] - 1)
+                elif state.kind[user.name] == kind:
+                    bound = min(bound, state.level[user.name])
+        state.level[op.name] = max(state.level[op.name], bound)
+
+
+def _collect(state: _State) -> Parts:
+    graph = state.graph
+    bodies: dict[Key, list[Op]] = {}
+    home: dict[str, Key] = {}  # value -> task that makes it
+    edges: dict[tuple[Key, Key], None] = {}
+    for op in graph.ops:
+        if op.kind in SOURCES:
+            continue
+        key = (state.kind[op.name], state.mesh[op.name], state.level[op.name])
+        bodies.setdefault(key, []).append(op)
+        for value in op.results:
+            home[value.name] = key
+        for value in op.operands:
+            source = home.get(value.name)
+            if op.kind == "comm.transfer":
+                source = source or (key[0], state.mesh[value.name], state.level[op.name] - 1)
+                if source != key:
+                    bodies.setdefault(source, []).append(op)
+            if source is not None and source != key:
+                edges[source, key] = None
+    stages = _stages(state, bodies)
+    names: dict[Key, str] = {}
+    for key in sorted(bodies, key=lambda k: (_ORDER[k[0]], k[2], stages[k[1]])):
+        name = f"{key[0]}.s{stages[key[1]]}"
+        names[key] = name if name not in names.values() else f"{name}.l{key[2]}"
+    index = {op.name: i for i, op in enumerate(graph.ops)}
+    tasks = tuple(
+        Part(
+            names[key],
+            key[0],
+            key[1],
+            stages[key[1]],
+            key[0] in ("forward", "backward"),
+            tuple(sorted(bodies[key], key=lambda op: index[op.name])),
+            frozenset(op.name for op in bodies[key] if _in_tail(state, op, key)),
+        )
+        for key in names
+    )
+    return Parts(graph, tasks, tuple((names[a], names[b]) for a, b in edges), state.phase)
+
+
+def _in_tail(state: _State, op: Op, key: Key) -> bool:
+    if op.name in state.tail:
+        return True
+    sends = op.kind == "comm.transfer" and state.mesh[op.operands[0].name] == key[1] != state.mesh[op.name]
+    return sends and key[0] in ("forward", "backward") and state.phase[op.operands[0].name] == 2
+
+
+_ORDER = {"load": 0, "forward": 1, "backward": 2, "optimize": 3}
+
+
+def _stages(state: _State, bodies: dict[Key, list[Op]]) -> dict[ProcessMesh, int]:
+    """Meshes in the order in which the forward part reaches them."""
+    first: dict[ProcessMesh, tuple[int, int]] = {}
+    for kind, mesh, level in bodies:
+        at = (_ORDER[kind], level)
+        first[mesh] = min(first.get(mesh, at), at)
+    # load tasks say nothing about the pipeline: order by forward level where there is one
+    forward: dict[ProcessMesh, int] = {}
+    for kind, mesh, level in bodies:
+        if kind == "forward":
+            forward[mesh] = min(forward.get(mesh, level), level)
+    ordered = sorted(first, key=lambda mesh: (forward.get(mesh, 1 << 30), first[mesh], mesh.members))
+    return {mesh: i for i, mesh in enumerate(ordered)}

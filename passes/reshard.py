@@ -1,0 +1,79 @@
+"""Make every change of layout an explicit op.
+
+In:   a completed graph, in which an op may read a value in another layout than it is stored in, or leave it in one.
+Out:  a graph in which every op reads and leaves its values exactly as they are stored; the differences are `reshard` ops.
+Invariant: same program; users that need the same layout of a value share one reshard; a result is resharded right where
+      it is made (so that communication can start early), an operand right before its first reader.
+
+    %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
+                                                       ->   %p     : [dp, _]             = reshard(%p.raw)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distgraph.errors import GraphError
+from distgraph.graph import SOURCES, Graph, Op, Value
+from distgraph.ops.registry import operand_layout, result_layout
+from distgraph.rule import OpLayout
+from distgraph.spec import DistAttr, Origin
+
+Wanted = dict[tuple[str, DistAttr], Value]
+
+
+def reshard(graph: Graph) -> Graph:
+    """Insert reshard ops. Raises GraphError when the graph is not completed."""
+    attrs = dict(graph.attrs)
+    ops: list[Op] = []
+    shared: Wanted = {}
+    for op in graph.ops:
+        if op.layout is None:
+            raise GraphError(f"{op} has no layout; run the pass complete before reshard")
+        if op.kind == "reshard":
+            ops.append(op)
+            continue
+        operands = tuple(_operand(op, i, ops, attrs, shared) for i in range(len(op.operands)))
+        results, after = _results(op, attrs)
+        ops.append(replace(op, operands=operands, results=results))
+        ops.extend(after)
+    return graph.with_ops(ops, attrs=attrs)
+
+
+def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:
+    value, layout = op.operands[position], op.layout
+    assert layout is not None
+    wanted = DistAttr(layout.mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+    if attrs[value.name] == wanted:
+        return value
+    key = (value.name, wanted)
+    if key not in shared:
+        copy = replace(value, name=f"{value.name}.r{len(shared)}")
+        shared[key] = copy
+        attrs[copy.name] = wanted
+        ops.append(_reshard_op(op, value, copy, wanted))
+    return shared[key]
+
+
+def _results(op: Op, attrs: dict[str, DistAttr]) -> tuple[tuple[Value, ...], list[Op]]:
+    if op.kind in SOURCES:
+        return op.results, []
+    layout = op.layout
+    assert layout is not None
+    results, after = [], []
+    for position, value in enumerate(op.results):
+        made = DistAttr(layout.mesh, result_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+        if attrs[value.name] == made:
+            results.append(value)
+            continue
+        raw = replace(value, name=f"{value.name}.raw")
+        attrs[raw.name] = made
+        results.append(raw)
+        after.append(_reshard_op(op, raw, value, attrs[value.name]))
+    return tuple(results), after
+
+
+def _reshard_op(op: Op, source: Value, target: Value, attr: DistAttr) -> Op:
+    return Op(
+        "reshard", (source,), (target,), {}, op.role, op.scope, op.source, op.link, OpLayout(attr.mesh)
+    )

@@ -1,0 +1,402 @@
+"""Each task as straight-line Python over one array namespace, with every buffer bound beforehand.
+
+    def backward_s0_last(m):                         # mesh(dp=2, tp=2) rank 3
+        einsum_12(x_3, g_9, out=dw_14)               # %14 : f32[128, 256] partial(dp)       mlp.py:31
+        work_14 = all_reduce_start(comm, dw_14, (1, 3), 'sum', dw_14)
+        ...
+        work_14.wait()
+
+The source is kept on the compiled task (`CompiledTask.source`), so that it can be read, dumped and stepped through.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+import linecache
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgraph.dtypes import to_numpy
+from distgraph.graph import SOURCES, Op
+from distgraph.ops.registry import lookup
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime import collectives
+from distgraph.runtime.storage import Storage, is_started
+from distgraph.runtime.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTask:
+    """A task ready to run.
+
+    Attributes:
+        name: of the task.
+        post: starts the receives of micro-batch m; may be called before the task runs.
+        body: runs micro-batch m; `last` when it is the last one.
+        last: the same with what happens once a step.
+        source: Python text of all three.
+    """
+
+    name: str
+    post: Callable[[int], None]
+    body: Callable[[int], None]
+    last: Callable[[int], None]
+    source: str
+
+
+@dataclass(slots=True)
+class Arena:
+    """Memory of one rank: arrays by value name, and what runs are fed and leave behind.
+
+    Attributes:
+        fixed: value name -> array that never moves (sources in memory, kept and scratch buffers, views of them).
+        rings: root name -> buffers, one a micro-batch in flight.
+        feeds: input name -> one array a micro-batch, or a scalar.
+        pending: results of collectives that another task waits for: (value, micro-batch) -> handle.
+        sends: (op, ring position) -> send under way.
+    """
+
+    fixed: dict[str, Any]
+    rings: dict[str, list[Any]]
+    feeds: dict[str, Any]
+    pending: dict[tuple[str, int], Any]
+    sends: dict[tuple[str, int], Any]
+
+
+class _Writer:
+    """Writes one task."""
+
+    def __init__(
+        self, program: RankProgram, storage: Storage, arena: Arena, transport: Transport | None, xp: Any
+    ) -> None:
+        self.program, self.storage, self.arena, self.xp = program, storage, arena, xp
+        self.transport = transport
+        self.names: dict[str, str] = {}
+        self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "feeds": arena.feeds, "pending": arena.pending}
+        self.bound["copyto"] = xp.copyto
+        self.ready: set[str] = set()
+        self.lines: list[str] = []
+        self.micro = program.graph.micro_batches
+
+    def name(self, value: str) -> str:
+        """Python name of a value."""
+        if value not in self.names:
+            text = re.sub(r"\W", "_", value)
+            text = text if text[0].isalpha() and not keyword.iskeyword(text) else f"v{text}"
+            while text in self.names.values() or text in self.bound:
+                text += "_"
+            self.names[value] = text
+        return self.names[value]
+
+    def bind(self, hint: str, thing: Any) -> str:
+        """A global of the task for a Python object."""
+        name, number = hint, 0
+        while name in self.bound and self.bound[name] is not thing:
+            number += 1
+            name = f"{hint}_{number}"
+        self.bound[name] = thing
+        return name
+
+    def line(self, text: str, op: Op | None = None) -> None:
+        if op is not None:
+            described = ", ".join(f"%{v.name}" for v in op.results)
+            text = f"{text:<70}  # {described} {op.kind} {op.source}".rstrip()
+        self.lines.append("    " + text)
+
+    # ------------------------------------------------------------------ operands and results
+
+    def read(self, value: str) -> str:
+        """Name under which a value can be read now; fetches it or makes its view again if need be."""
+        name = self.name(value)
+        if value in self.ready:
+            return name
+        self.ready.add(value)
+        slot = self.storage.slots[value]
+        if value in self.arena.fixed:
+            self.bound[name] = self.arena.fixed[value]
+        elif slot.kind == "source":
+            self.fetch_source(value, name)
+        elif slot.kind == "ring":
+            rings = self.bind(f"ring_{name}", self.arena.rings[slot.root])
+            self.line(f"{name} = {rings}[m % {len(self.arena.rings[slot.root])}]")
+        elif slot.kind == "view":
+            local = self.maker(value)
+            self.view(local, self.read(self.view_source(local)), name)
+        else:
+            raise AssertionError(f"%{value} has no memory in this task")
+        return name
+
+    def fetch_source(self, value: str, name: str) -> None:
+        op = self.program.graph.producers[value]
+        if op.kind == "constant":
+            payload = op.attrs["value"]
+            dtype = to_numpy(op.result.dtype)
+            self.bound[name] = self.xp.asarray(payload, dtype) if isinstance(payload, np.ndarray) else dtype.type(payload)
+        elif op.result.shape == ():
+            self.line(f"{name} = feeds[{op.attrs['name']!r}]")
+        else:
+            self.line(f"{name} = feeds[{op.attrs['name']!r}][m]")
+
+    def maker(self, value: str) -> LocalOp:
+        for task in self.program.tasks:
+            for local in task.ops:
+                if local.mode != "send" and any(v.name == value for v in local.op.results):
+                    return local
+        raise AssertionError(f"%{value} is made nowhere on rank {self.program.rank}")
+
+    def view_source(self, local: LocalOp) -> str:
+        """The value whose memory a view or an in-place op shows."""
+        root = self.storage.slots[local.op.results[0].name].root
+        for operand in local.op.operands:
+            if operand.name in self.storage.slots and self.storage.slots[operand.name].root == root:
+                return operand.name
+        return root
+
+    def view(self, local: LocalOp, source: str, name: str) -> None:
+        """Bind or compute a view."""
+        op = local.op
+        if local.mode == "comm.slice":
+            slices = self.bind(f"slices_{name}", local.attrs["slices"])
+            expression, apply = f"{source}[{slices}]", lambda x: x[local.attrs["slices"]]
+        elif local.mode == "compute" and lookup(op.kind).view:
+            kernel = functools.partial(lookup(op.kind).kernel, self.xp, **local.attrs)
+            expression, apply = f"{self.bind(op.kind, kernel)}({source})", kernel
+        else:
+            expression, apply = source, lambda x: x
+        if source in self.bound:  # the memory never moves: neither does its view
+            self.bound[name] = apply(self.bound[source])
+        else:
+            self.line(f"{name} = {expression}", op)
+
+    def target(self, value: str) -> str:
+        """Name of the buffer that a result is written to."""
+        name = self.name(value)
+        slot = self.storage.slots[value]
+        self.ready.add(value)
+        if value in self.arena.fixed:
+            self.bound[name] = self.arena.fixed[value]
+        elif slot.kind == "ring":
+            rings = self.bind(f"ring_{name}", self.arena.rings[slot.root])
+            self.line(f"{name} = {rings}[m % {len(self.arena.rings[slot.root])}]")
+        elif slot.root != value and slot.root in self.arena.fixed:
+            self.bound[name] = self.arena.fixed[slot.root]  # computed in the memory of what it replaces
+        else:
+            raise AssertionError(f"%{value} has no buffer")
+        return name
+
+    # ------------------------------------------------------------------ ops
+
+    def emit(self, local: LocalOp, *, last: bool) -> None:
+        """One op."""
+        op, mode = local.op, local.mode
+        if mode == "accumulate":
+            self.accumulate(op, last)
+        elif mode == "compute":
+            self.compute(local)
+        elif mode in ("comm.slice", "comm.mask"):
+            self.local_move(local)
+        elif mode == "send":
+            self.send(local)
+        elif mode == "recv":
+            self.receive(local)
+        else:
+            self.collective(local)
+
+    def compute(self, local: LocalOp) -> None:
+        op, declared = local.op, lookup(local.op.kind)
+        first = op.results[0].name
+        slot = self.storage.slots[first]
+        if declared.view and slot.kind == "view" and slot.root != first:
+            self.read(first)
+            return
+        operands = [self.read(v.name) for v in op.operands]
+        targets = [self.target(v.name) for v in op.results]
+        if declared.view and op.kind != "reshape":  # leaves the graph, so it needs memory of its own
+            kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
+            self.line(f"copyto({targets[0]}, {kernel}({operands[0]}))", op)
+            return
+        outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
+        if op.kind == "reshape":
+            self.line(f"copyto({targets[0]}.reshape({operands[0]}.shape), {operands[0]})", op)
+            return
+        if declared.ufunc:
+            function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
+        else:
+            function = self.bind(op.kind.replace(".", "_"), functools.partial(declared.kernel, self.xp, **local.attrs))
+        extra = ", micro=m" if declared.micro else ""
+        self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
+
+    def accumulate(self, op: Op, last: bool) -> None:
+        if self.storage.slots[op.result.name].kind == "view":
+            self.read(op.result.name)
+            return
+        source, target = self.read(op.operands[0].name), self.target(op.result.name)
+        add = self.bind("add", self.xp.add)
+        self.line(f"copyto({target}, {source}) if m == 0 else {add}({target}, {source}, out={target})", op)
+        if last and self.micro > 1:
+            multiply = self.bind("multiply", self.xp.multiply)
+            share = self.bind(f"share_{op.result.dtype}", to_numpy(op.result.dtype).type(1.0 / self.micro))
+            self.line(f"{multiply}({target}, {share}, out={target})")
+
+    def local_move(self, local: LocalOp) -> None:
+        name = local.op.result.name
+        if self.storage.slots[name].kind == "view":
+            self.read(name)
+        elif local.mode == "comm.slice" or local.attrs["keep"]:
+            source, target = self.read(local.op.operands[0].name), self.target(name)
+            slices = self.bind("slices", local.attrs.get("slices", ...))
+            self.line(f"copyto({target}, {source}[{slices}])", local.op)
+        else:
+            self.target(name)  # a buffer of the neutral element, filled once when it was made
+
+    def collective(self, local: LocalOp) -> None:
+        op, attrs = local.op, local.attrs
+        source = self.read(op.operands[0].name)
+        in_place = self.storage.slots[op.result.name].kind == "view"
+        if in_place:
+            target = self.name(op.result.name)
+            self.ready.add(op.result.name)
+        else:
+            target = self.target(op.result.name)
+        if local.mode == "exchange":
+            rank = self.program.rank
+            sends = (*attrs["sends"], *((rank, s) for s, _ in attrs["copies"]))
+            recvs = (*attrs["recvs"], *((rank, t) for _, t in attrs["copies"]))
+            arguments = f"{self.bind('sends', sends)}, {self.bind('recvs', recvs)}, {target}, {self.tag(attrs)}"
+            function = "exchange"
+        else:
+            function = local.mode.removeprefix("comm.")
+            group = repr(attrs["group"])
+            arguments = {
+                "all_reduce": lambda: f"{group}, {attrs['reduction']!r}, {source if in_place else target}",
+                "all_gather": lambda: f"{attrs['dim']}, {attrs['sizes']!r}, {group}, {target}",
+                "reduce_scatter": lambda: (
+                    f"{attrs['dim']}, {attrs['sizes']!r}, {attrs['reduction']!r}, {group}, {target}"
+                ),
+                "all_to_all": lambda: (
+                    f"{attrs['split_dim']}, {attrs['split_sizes']!r}, {attrs['concat_dim']}, "
+                    f"{attrs['concat_sizes']!r}, {group}, {target}"
+                ),
+            }[function]()
+        start = self.bind(f"{function}_start", getattr(collectives, f"{function}_start"))
+        self.line(f"work_{self.name(op.result.name)} = {start}(comm, {source}, {arguments})", op)
+        if in_place:
+            self.line(f"{target} = {source}")
+            if source in self.bound:
+                self.lines.pop()
+                self.bound[target] = self.bound[source]
+
+    def tag(self, attrs: Mapping[str, Any]) -> str:
+        """Messages of different micro-batches and transfers never meet."""
+        return f"{attrs['tag'] * self.micro} + m" if attrs["per_micro"] else str(attrs["tag"] * self.micro)
+
+    def send(self, local: LocalOp) -> None:
+        op, attrs = local.op, local.attrs
+        if not attrs["sends"]:
+            return
+        source = self.read(op.operands[0].name)
+        sends, under_way = self.bind("sends", attrs["sends"]), self.bind("under_way", self.arena.sends)
+        slot = self.storage.slots[op.operands[0].name]
+        depth = self.storage.rings.get(slot.root, 1)
+        start = self.bind("exchange_start", collectives.exchange_start)
+        self.line(f"{under_way}[{op.name!r}, m % {depth}] = {start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})", op)
+
+    def receive(self, local: LocalOp) -> None:
+        op, attrs = local.op, local.attrs
+        target = self.target(op.result.name)
+        if attrs["copies"]:
+            source = self.read(op.operands[0].name)
+            for have, want in attrs["copies"]:
+                self.line(f"{target}[{self.bind('want', want)}] = {source}[{self.bind('have', have)}]", op)
+        if attrs["recvs"]:
+            self.line(f"work_{self.name(op.result.name)} = pending.pop(({op.result.name!r}, m))", op)
+
+    def wait(self, value: str) -> None:
+        self.line(f"work_{self.name(value)}.wait()")
+
+    # ------------------------------------------------------------------ whole functions
+
+    def function(self, task: LocalTask, *, last: bool) -> list[str]:
+        """Lines of the body."""
+        self.lines, self.ready = [], set()
+        started: set[str] = set()
+        for number, local in enumerate(task.ops):
+            if local.tail and not last:
+                continue
+            for value in self.storage.waits.get((task.name, number), ()):
+                if value in started:
+                    self.wait(value)
+                    started.discard(value)
+            for value in self.elsewhere(local, task):
+                self.line(f"work = pending.pop(({value!r}, m), None)")
+                self.line("if work is not None: work.wait()")
+            self.emit(local, last=last)
+            if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
+                started.add(local.op.result.name)
+        for value in self.storage.late[task.name]:
+            if value in started:
+                at = "m" if self.program.parts.phase[value] == 1 else "0"
+                self.line(f"pending[{value!r}, {at}] = work_{self.name(value)}")
+        return self.lines or ["    pass"]
+
+    def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
+        """Results of other tasks' collectives that this op reads (directly or through a view) for the first time."""
+        found = []
+        roots = {
+            self.storage.slots[v.name].root
+            for v in local.op.operands
+            if local.mode != "recv" and v.name in self.storage.slots
+        }
+        for other, names in self.storage.late.items():
+            if other != task.name:
+                found += [n for n in names if self.storage.slots[n].root in roots and n not in self.ready]
+        for name in found:
+            self.ready_elsewhere(name)
+        return found
+
+    def ready_elsewhere(self, name: str) -> None:
+        """Note that a wait for another task's collective has been written."""
+        self.read(name)
+
+    def post(self, task: LocalTask) -> list[str]:
+        """Lines that start the receives."""
+        self.lines, self.ready = [], set()
+        start = self.bind("exchange_start", collectives.exchange_start)
+        for local in task.ops:
+            if local.mode == "recv" and local.attrs["recvs"]:
+                name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
+                target = self.target(name)
+                self.line(f"pending[{name!r}, m] = {start}(comm, None, (), {recvs}, {target}, {self.tag(local.attrs)})")
+        return self.lines or ["    pass"]
+
+
+def compile_task(
+    task: LocalTask, program: RankProgram, storage: Storage, arena: Arena, transport: Transport | None, xp: Any
+) -> CompiledTask:
+    """Generate and compile the three functions of a task."""
+    writer = _Writer(program, storage, arena, transport, xp)
+    base = re.sub(r"\W", "_", task.name)
+    parts = [f"# task {task.name} of rank {program.rank}"]
+    for suffix, lines in (
+        ("post", writer.post(task)),
+        ("body", writer.function(task, last=False)),
+        ("last", writer.function(task, last=True)),
+    ):
+        parts.append(f"def {base}_{suffix}(m):\n" + "\n".join(lines))
+    source = "\n\n\n".join(parts) + "\n"
+    filename = f"<distgraph rank {program.rank} {task.name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # tracebacks show the line
+    exec(compile(source, filename, "exec"), writer.bound)
+    return CompiledTask(
+        task.name, writer.bound[f"{base}_post"], writer.bound[f"{base}_body"], writer.bound[f"{base}_last"], source
+    )
+
+
+def sources_of(program: RankProgram) -> tuple[Op, ...]:
+    """Ops of the rank that bring data in."""
+    return tuple(op for op in program.graph.ops if op.kind in SOURCES and op.results[0].name in program.types)

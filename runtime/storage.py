@@ -1,0 +1,341 @@
+"""Where every value of a rank program lives: liveness, aliases, reuse of buffers.
+
+Kinds of storage:
+    source    parameters, states, inputs and constants: they exist before the step.
+    kept      one buffer for the whole step: read by another task, or an output.
+    ring      as kept, but one buffer for each micro-batch in flight.
+    scratch   dead when its task ends; buffers are reused as soon as their value is dead.
+    view      the memory of another value (its root) seen in another shape; made again where it is needed.
+
+Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op that reads it
+last, or they are scratch values that are never alive together. What a collective reads or writes is alive until it has
+been waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from distgraph.dtypes import itemsize
+from distgraph.graph import SOURCES
+from distgraph.ops.registry import lookup
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+
+_ALIGN = 64
+Place = tuple[str, int]  # task name, number of the op in it
+
+
+@dataclass(slots=True)
+class Slot:
+    """Storage of one value.
+
+    Attributes:
+        kind: source, kept, ring, scratch or view.
+        root: name of the value whose memory it is (itself, unless a view or taken over).
+        contiguous: C-contiguous.
+        block: number of the scratch block.
+    """
+
+    kind: str
+    root: str
+    contiguous: bool = True
+    block: int = -1
+
+
+@dataclass(slots=True)
+class Storage:
+    """Plan for one rank.
+
+    Attributes:
+        slots: value name -> slot.
+        blocks: bytes of every scratch block.
+        rings: root name of a ring value -> number of buffers.
+        waits: (task, op) -> names of collectives' results to wait for right before it.
+        late: task -> results of its collectives that another task waits for, or the end of the step.
+        in_place: update target (param or state) -> value that is computed right in its memory.
+    """
+
+    slots: dict[str, Slot]
+    blocks: list[int] = field(default_factory=list)
+    rings: dict[str, int] = field(default_factory=dict)
+    waits: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    late: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    in_place: dict[str, str] = field(default_factory=dict)
+
+    def bytes_by_kind(self, program: RankProgram) -> dict[str, int]:
+        """Bytes of kept, ring and scratch memory."""
+        found = {"kept": 0, "ring": 0, "scratch": sum(self.blocks)}
+        for name, slot in self.slots.items():
+            if slot.root == name and slot.kind in ("kept", "ring"):
+                found[slot.kind] += nbytes(program, name) * self.rings.get(name, 1)
+        return found
+
+
+def nbytes(program: RankProgram, name: str) -> int:
+    """Bytes of a value's local block."""
+    shape, dtype = program.types[name]
+    return math.prod(shape) * itemsize(dtype)
+
+
+def plan_storage(program: RankProgram, order: Iterable[tuple[str, int]]) -> Storage:
+    """Decide the storage of every value.
+
+    Args:
+        program: what the rank runs.
+        order: (task, micro-batch) pairs as the schedule recorded them for this rank.
+    """
+    planner = _Planner(program)
+    for task in program.tasks:
+        planner.visit(task)
+    planner.find_waits()
+    planner.classify()
+    planner.place_updates()
+    for task in program.tasks:
+        planner.assign_scratch(task)
+    planner.size_rings(list(order))
+    return planner.storage
+
+
+class _Planner:
+    def __init__(self, program: RankProgram) -> None:
+        self.program = program
+        self.slots: dict[str, Slot] = {}
+        self.storage = Storage(self.slots)
+        self.made: dict[str, Place] = {}  # value -> where it is made
+        self.uses: dict[str, list[Place]] = {}  # root -> places that read or write its memory
+        self.readers: dict[str, list[Place]] = {}  # value -> places that read it
+        self.reader_count: dict[str, int] = {}
+        for task in program.tasks:
+            for local in task.ops:
+                for name in {v.name for v in local.op.operands} if local.mode != "recv" or local.attrs["copies"] else ():
+                    self.reader_count[name] = self.reader_count.get(name, 0) + 1
+        for op in program.graph.ops:
+            if op.kind in SOURCES:
+                for value in op.results:
+                    if value.name in program.types:
+                        self.slots[value.name] = Slot("source", value.name)
+
+    def visit(self, task: LocalTask) -> None:
+        """Find aliases and uses."""
+        for number, local in enumerate(task.ops):
+            place = (task.name, number)
+            for value in local.op.operands:
+                if value.name in self.slots and local.mode != "recv":
+                    self.uses.setdefault(self.slots[value.name].root, []).append(place)
+                    self.readers.setdefault(value.name, []).append(place)
+            if local.mode == "send":
+                continue
+            if local.mode == "recv" and local.attrs["copies"]:
+                self.uses.setdefault(self.slots[local.op.operands[0].name].root, []).append(place)
+            for position, value in enumerate(local.op.results):
+                self.made[value.name] = place
+                alias = self.alias(local) if position == 0 else None
+                if alias is None:
+                    self.slots[value.name] = Slot("scratch", value.name)
+                else:
+                    root, contiguous = alias
+                    self.slots[value.name] = Slot("view", root, contiguous)
+                self.uses.setdefault(self.slots[value.name].root, []).append(place)
+
+    def alias(self, local: LocalOp) -> tuple[str, bool] | None:
+        """Root and contiguity when the result is the operand's memory."""
+        op = local.op
+        if op.results[0].name in self.program.graph.kept:
+            return None  # what leaves the graph has memory of its own
+        if local.mode == "comm.all_reduce":
+            operand = op.operands[0].name
+            return (self.slots[operand].root, True) if self.is_only_reader(operand) else None
+        if local.mode == "accumulate":
+            if self.program.graph.micro_batches > 1:
+                return None
+        elif local.mode == "comm.mask":
+            if not (local.attrs["keep"] or local.attrs["reduction"] in ("max", "min")):
+                return None
+        elif local.mode != "comm.slice" and not (local.mode == "compute" and lookup(op.kind).view):
+            return None
+        source = self.slots[op.operands[0].name]
+        same = op.kind in ("identity", "stop_gradient", "accumulate", "comm.mask", "reshard")
+        if op.kind == "reshape":
+            return (source.root, True) if source.contiguous else None
+        if source.kind == "source" and self.program.types[source.root][0] == () and not same:
+            return None  # a scalar is a number, not memory
+        return source.root, same and source.contiguous
+
+    def is_only_reader(self, operand: str) -> bool:
+        """True when nothing else reads the memory of an operand, so that a collective may work in place."""
+        root = self.slots[operand].root
+        if self.slots[root].kind == "source" or not self.slots[operand].contiguous:
+            return False
+        aliases = [name for name, slot in self.slots.items() if slot.root == root]
+        return all(self.reader_count.get(name, 0) == 1 and name not in self.program.graph.kept for name in aliases)
+
+    def find_waits(self) -> None:
+        """A collective is waited for right before the first op that reads its result."""
+        waits: dict[Place, list[str]] = {}
+        position = {task.name: i for i, task in enumerate(self.program.tasks)}
+        for task in self.program.tasks:
+            late = []
+            for number, local in enumerate(task.ops):
+                if not is_started(local):
+                    continue
+                result = local.op.result.name
+                aliases = [n for n, s in self.slots.items() if s.root == self.slots[result].root]
+                readers = [p for n in aliases for p in self.readers.get(n, ())]
+                here = [p for p in readers if p[0] == task.name and p[1] > number]
+                if here:
+                    at = min(here)
+                    waits.setdefault(at, []).append(result)
+                else:
+                    late.append(result)
+                    at = min(readers, key=lambda p: (position[p[0]], p[1]), default=(task.name, len(task.ops)))
+                for value in local.op.operands if local.mode != "recv" else ():
+                    self.uses[self.slots[value.name].root].append(at)
+            self.storage.late[task.name] = tuple(late)
+        self.storage.waits = {place: tuple(names) for place, names in waits.items()}
+
+    def classify(self) -> None:
+        """Roots that another task touches are kept; per micro-batch ones get a ring."""
+        graph = self.program.graph
+        per_micro = {task.name: task.per_micro for task in self.program.tasks}
+        kept = {self.slots[name].root for name in graph.kept if name in self.slots}
+        for name, slot in self.slots.items():
+            if slot.root != name or slot.kind != "scratch":
+                continue
+            task, number = self.made[name]
+            local = next(t for t in self.program.tasks if t.name == task).ops[number]
+            crosses = any(place[0] != task for place in self.uses.get(name, ())) or name in kept
+            sent = self._sent(name)
+            accumulated = local.mode == "accumulate"
+            zeros = local.mode == "comm.mask"
+            if not (crosses or sent or accumulated or zeros):
+                continue
+            once = not per_micro[task] or local.tail or accumulated or zeros
+            slot.kind = "kept" if once or graph.micro_batches == 1 else "ring"
+
+    def _sent(self, root: str) -> bool:
+        tasks = {t.name: t for t in self.program.tasks}
+        return any(
+            number < len(tasks[task].ops) and tasks[task].ops[number].mode in ("send", "exchange")
+            for task, number in self.uses.get(root, ())
+        )
+
+    def place_updates(self) -> None:
+        """Compute updates in the memory of what they replace, where nothing reads the old value any more."""
+        tasks = {t.name: t for t in self.program.tasks}
+        targets = {new.name: old for old, new in self.program.graph.updates if old in self.slots}
+        for name, old in targets.items():
+            if name not in self.made or self.slots[name].root != name:
+                continue
+            task, number = self.made[name]
+            local = tasks[task].ops[number]
+            declared = lookup(local.op.kind)
+            readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]
+            later = [p for p in self.uses.get(old, ()) if self._after(p, (task, number))]
+            if local.mode == "compute" and old in readable and not later and self._same_type(name, old):
+                self.storage.in_place[old] = name
+                self.slots[name].kind, self.slots[name].root = "view", old
+
+    def _after(self, place: Place, other: Place) -> bool:
+        if place[0] == other[0]:
+            return place[1] > other[1]
+        kinds = {t.name: t.kind for t in self.program.tasks}
+        return kinds[place[0]] == "optimize"
+
+    def _same_type(self, first: str, second: str) -> bool:
+        return self.program.types[first] == self.program.types[second]
+
+    def assign_scratch(self, task: LocalTask) -> None:
+        """Linear scan over one task: a dead value's block serves the next one that fits."""
+        last = {
+            root: max(number for t, number in places if t == task.name)
+            for root, places in self.uses.items()
+            if root in self.slots and self.slots[root].kind == "scratch" and any(t == task.name for t, _ in places)
+        }
+        free = list(range(len(self.storage.blocks)))
+        dying: dict[int, list[str]] = {}
+        for root, number in last.items():
+            dying.setdefault(number, []).append(root)
+        for number, local in enumerate(task.ops):
+            for value in local.op.results if local.mode != "send" else ():
+                slot = self.slots[value.name]
+                if slot.kind != "scratch" or slot.root != value.name or self.made[value.name] != (task.name, number):
+                    continue
+                donor = self._donor(local, value.name, number, last)
+                if donor is not None:
+                    slot.block = self.slots[donor].block
+                    dying[number].remove(donor)
+                else:
+                    slot.block = self._take(free, nbytes(self.program, value.name))
+            for root in dying.get(number, ()):
+                if self.slots[root].block >= 0:
+                    free.append(self.slots[root].block)
+
+    def _donor(self, local: LocalOp, name: str, number: int, last: Mapping[str, int]) -> str | None:
+        """Root of an operand whose buffer the first result may take over, because this op reads it last."""
+        if local.mode != "compute" or local.op.results[0].name != name:
+            return None
+        roots = [self.slots[v.name].root for v in local.op.operands]
+        names = {v.name for v in local.op.operands}
+        for position in lookup(local.op.kind).inplace:
+            if position >= len(roots):
+                continue
+            operand, root = local.op.operands[position].name, roots[position]
+            slot = self.slots[root]
+            shared = len({n for n in names if self.slots[n].root == root}) > 1
+            fits = self._same_type(operand, name) and nbytes(self.program, root) == nbytes(self.program, name)
+            if slot.kind == "scratch" and last.get(root) == number and fits and not shared:
+                if self.slots[operand].contiguous:
+                    return root
+        return None
+
+    def _take(self, free: list[int], size: int) -> int:
+        size = -(-max(size, 1) // _ALIGN) * _ALIGN
+        fitting = [b for b in free if size <= self.storage.blocks[b] <= 2 * size + 4096]
+        if fitting:
+            best = min(fitting, key=lambda b: (self.storage.blocks[b], -b))
+            free.remove(best)
+            return best
+        growing = [b for b in free if self.storage.blocks[b] < size]
+        if growing:
+            best = max(growing, key=lambda b: self.storage.blocks[b])
+            if 2 * self.storage.blocks[best] >= size:
+                free.remove(best)
+                self.storage.blocks[best] = size
+                return best
+        self.storage.blocks.append(size)
+        return len(self.storage.blocks) - 1
+
+    def size_rings(self, order: list[tuple[str, int]]) -> None:
+        """Buffers of a ring: the longest stretch of micro-batches that are alive together."""
+        at = {step: i for i, step in enumerate(order)}
+        micro = self.program.graph.micro_batches
+        received = {
+            local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
+        }
+        for root, slot in self.slots.items():
+            if slot.kind != "ring" or slot.root != root:
+                continue
+            tasks = {task for task, _ in self.uses[root]}
+            intervals = []
+            for m in range(micro):
+                spots = [at[task, m] for task in tasks if (task, m) in at]
+                intervals.append((min(spots) - (1 if root in received else 0), max(spots)))
+            self.storage.rings[root] = _window(intervals)
+
+
+def _window(intervals: list[tuple[int, int]]) -> int:
+    """Largest (newest - oldest + 1) micro-batch alive at any time."""
+    widest = 1
+    for newest, (start, _) in enumerate(intervals):
+        alive = [m for m, (begin, end) in enumerate(intervals) if begin <= start <= end]
+        widest = max(widest, max(alive) - min(alive) + 1 if alive else 1, newest - min(alive, default=newest) + 1)
+    return widest
+
+
+def is_started(local: LocalOp) -> bool:
+    """True for what is begun here and waited for later."""
+    return local.mode in ("recv", "exchange") or (
+        local.mode.startswith("comm.") and local.mode not in ("comm.slice", "comm.mask")
+    )

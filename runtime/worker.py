@@ -1,0 +1,170 @@
+"""One rank at work: its memory, its compiled tasks, one step after the other.
+
+The worker runs tasks in the order that the schedule recorded (all ranks of a mesh in the same one), starts the receives
+of the next task before it runs the present one, and waits for a collective only where its result is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distgraph.dtypes import to_numpy
+from distgraph.errors import RuntimeFault
+from distgraph.graph import Value
+from distgraph.ops.registry import lookup
+from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
+from distgraph.runtime.schedule import RecordedOrder, Schedule
+from distgraph.runtime.storage import Storage, plan_storage
+from distgraph.runtime.transport import Transport
+
+_NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
+
+
+class Worker:
+    """Runs the program of one rank.
+
+    Args:
+        program: what the rank runs.
+        schedule: recorded order of all tasks.
+        transport: connection to the other ranks; None for a program of one rank.
+        xp: array namespace, NumPy or CuPy.
+        sources: local blocks of parameters and states by value name; they are updated in place.
+
+    Raises:
+        RuntimeFault: a parameter or state of the program is missing or has the wrong local shape.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        schedule: Schedule,
+        transport: Transport | None,
+        xp: Any,
+        sources: Mapping[str, Any],
+    ) -> None:
+        self.program, self.schedule, self.xp = program, schedule, xp
+        order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
+        self.storage = plan_storage(program, order)
+        self.arena = Arena({}, {}, {}, {}, {})
+        self._allocate(sources)
+        self.tasks: dict[str, CompiledTask] = {
+            task.name: compile_task(task, program, self.storage, self.arena, transport, xp) for task in program.tasks
+        }
+        self._outputs = [(label, value) for label, value in program.graph.outputs if value.name in program.types]
+        self._per_micro = [
+            (label, value)
+            for label, value in self._outputs
+            if program.parts.phase[value.name] == 1 and program.graph.micro_batches > 1
+        ]
+        self._home = {v.name: t.name for t in program.tasks for o in t.ops if o.mode != "send" for v in o.op.results}
+
+    def _allocate(self, sources: Mapping[str, Any]) -> None:
+        program, xp = self.program, self.xp
+        for op in program.graph.sources("param", "state"):
+            name = op.result.name
+            if name not in program.types:
+                continue
+            shape, dtype = program.types[name]
+            block = sources.get(name)
+            if block is None or tuple(block.shape) != shape or block.dtype != to_numpy(dtype):
+                found = "nothing" if block is None else f"{block.dtype}{tuple(block.shape)}"
+                raise RuntimeFault(
+                    f"rank {program.rank} needs %{name} as {dtype}{shape} but was given {found}; initialise or load it"
+                )
+            self.arena.fixed[name] = block
+        blocks = [xp.empty(size, xp.uint8) for size in self.storage.blocks]
+        fills = self._fills()
+        for name, slot in self.storage.slots.items():
+            if slot.root != name or slot.kind not in ("kept", "ring", "scratch"):
+                continue
+            shape, dtype = program.types[name]
+            array_type = to_numpy(dtype)
+            if slot.kind == "scratch":
+                size = math.prod(shape) * array_type.itemsize
+                self.arena.fixed[name] = blocks[slot.block][:size].view(array_type).reshape(shape)
+            elif slot.kind == "kept":
+                self.arena.fixed[name] = xp.full(shape, fills.get(name, 0), array_type)
+            else:
+                count = self.storage.rings[name]
+                self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
+
+    def _fills(self) -> dict[str, float]:
+        """Values that are the neutral element of a reduction on this rank."""
+        return {
+            local.op.result.name: _neutral(local)
+            for task in self.program.tasks
+            for local in task.ops
+            if local.mode == "comm.mask" and not local.attrs["keep"]
+        }
+
+    def step(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one step.
+
+        Args:
+            feeds: for every input of the rank its local blocks, one a micro-batch, or its number if it is a scalar.
+
+        Returns:
+            label -> local block of every output on this rank; a list, one a micro-batch, where the output is not
+            accumulated. Valid until the next step.
+
+        Raises:
+            RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
+        """
+        arena = self.arena
+        arena.feeds.clear()
+        arena.feeds.update(feeds)
+        arena.pending.clear()
+        collected: dict[str, list[Any]] = {label: [] for label, _ in self._per_micro}
+        last = self.program.graph.micro_batches - 1
+        record = RecordedOrder(self.schedule, self.program.rank) if self.program.tasks else None
+        order: Sequence[tuple[str, int]] = record.order if record is not None else ()
+        if order:
+            self.tasks[order[0][0]].post(order[0][1])
+        per_micro = {task.name: task.per_micro for task in self.program.tasks}
+        for position, (name, m) in enumerate(order):
+            if position + 1 < len(order):
+                following, at = order[position + 1]
+                self.tasks[following].post(at)
+            task = self.tasks[name]
+            (task.last if m == last or not per_micro[name] else task.body)(m)
+            for label, value in self._per_micro:
+                if self._home.get(value.name) == name:
+                    collected[label].append(self._block(value, m).copy())
+        for handle in (*arena.pending.values(), *arena.sends.values()):
+            handle.wait()
+        arena.sends.clear()
+        self._commit()
+        outputs = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
+        return {**outputs, **collected}
+
+    def _block(self, value: Value, m: int) -> Any:
+        if value.name in self.arena.fixed:
+            return self.arena.fixed[value.name]
+        if value.name in self.arena.rings:
+            ring = self.arena.rings[value.name]
+            return ring[m % len(ring)]
+        op = self.program.graph.producers[value.name]
+        if op.kind == "constant":
+            return self.xp.asarray(op.attrs["value"], to_numpy(value.dtype))
+        feed = self.arena.feeds[op.attrs["name"]]
+        return feed if value.shape == () else feed[m]
+
+    def _commit(self) -> None:
+        """Parameters and states that were not updated in place take their new values."""
+        for old, new in self.program.graph.updates:
+            if old in self.arena.fixed and old not in self.storage.in_place:
+                self.xp.copyto(self.arena.fixed[old], self._block(new, 0))
+
+    @property
+    def source(self) -> str:
+        """Python text of all tasks."""
+        return "\n\n".join(task.source for task in self.tasks.values())
+
+
+def _neutral(local: LocalOp) -> float:
+    declared = lookup(local.op.kind)
+    assert declared.cost == "comm"
+    return _NEUTRAL[local.attrs["reduction"]]
