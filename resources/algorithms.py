@@ -1,13 +1,15 @@
 """Collective algorithms as loads on links.
 
-An algorithm is a list of stages, one after the other. A stage is a set of flows that run at the same time, pipelined:
-it takes (number of sequential steps) x (longest route's latency) + (most loaded link's bytes / its bandwidth). All
-bytes are fractions of the collective's size, so a collective's time is a line alpha + beta * bytes per algorithm.
+An algorithm is a list of stages, one after the other. A stage is a set of flows that run at the same time,
+pipelined: it takes (number of sequential steps) x (longest route's latency) + (most loaded link's bytes / its
+bandwidth). All bytes are fractions of the collective's size, so a collective's time is a line alpha + beta *
+bytes per algorithm.
 
-Sizes: all_reduce, all_to_all, broadcast, permute, send: bytes on one rank. all_gather: bytes of the gathered result.
-reduce_scatter: bytes of one rank's whole input.
+Sizes: all_reduce, all_to_all, broadcast, permute, send: bytes on one rank. all_gather: bytes of the gathered
+result. reduce_scatter: bytes of one rank's whole input.
 
-Algorithms (Thakur, Rabenseifner, Gropp 2005; NCCL's rings and double binary trees; Jouppi et al. 2023 for the torus):
+Algorithms (Thakur, Rabenseifner, Gropp 2005; NCCL's rings and double binary trees; Jouppi et al. 2023 for the
+torus):
   ring          both ways round the devices in global order, half the bytes each way
   rings         as many rings over direct links as fit, the best fractional packing (a linear programme)
   rails         a ring across machines per NIC, each leaving its machine through another NIC
@@ -112,8 +114,8 @@ def _packed(router: Router, kind: str, group: Group) -> Stages | None:
 def packed_rings(router: Router, group: Group) -> list[tuple[Group, float]] | None:
     """The directed rings over direct links that together carry most, with weights that sum to 1.
 
-    A linear programme over all rings of the group: maximise the sum of rates under every directed link's bandwidth.
-    None where the group is too large, is not joined by direct links only, or has no ring.
+    A linear programme over all rings of the group: maximise the sum of rates under every directed link's
+    bandwidth. None where the group is too large, is not joined by direct links only, or has no ring.
     """
     if not 3 <= len(group) <= _PACKING_LIMIT:
         return None
@@ -152,8 +154,11 @@ def _solve_packing(router: Router, group: Group, names: Group) -> list[tuple[Gro
     for column, ring in enumerate(rings):
         uses[[row[hop] for hop in _cycle(ring)], column] = 1.0
     scale = max(direct.values())
-    solved = linprog(-np.ones(len(rings)), A_ub=uses, b_ub=np.array(list(direct.values())) / scale, method="highs")
-    rates = solved.x / solved.x.sum()
+    solved = linprog(
+        -np.ones(len(rings)), A_ub=uses, b_ub=np.array(list(direct.values())) / scale, method="highs"
+    )
+    best = np.asarray(solved.x)
+    rates = best / best.sum()
     rename = dict(zip(group, names, strict=True))
     return [
         (tuple(rename[device] for device in ring), float(rate))
@@ -163,7 +168,9 @@ def _solve_packing(router: Router, group: Group, names: Group) -> list[tuple[Gro
 
 
 def _rails(router: Router, kind: str, group: Group) -> Stages | None:
-    """One ring per NIC; ring j starts each machine's part at its j-th device, so that it leaves through another NIC."""
+    """One ring per NIC; ring j starts each machine's part at its j-th device, so that it leaves through
+    another NIC.
+    """
     parts = _by_machine(router.cluster, group)
     channels = _channels(router.cluster, parts)
     if len(parts) < 2 or channels < 2:
@@ -225,7 +232,9 @@ def _torus(router: Router, kind: str, group: Group) -> Stages | None:
     return tuple(scatter if kind == "reduce_scatter" else gather)
 
 
-def _axis_stage(grid: np.ndarray[tuple[int, ...], np.dtype[np.int64]], axes: list[int], at: int, kind: str) -> Stage:
+def _axis_stage(
+    grid: np.ndarray[tuple[int, ...], np.dtype[np.int64]], axes: list[int], at: int, kind: str
+) -> Stage:
     flows: list[Flow] = []
     steps = 0
     for part in range(len(axes)):
@@ -270,8 +279,11 @@ def _trees(cluster: Cluster, group: Group, *, down_only: bool) -> Stages:
     flows: list[Flow] = []
     depth = 0
     for channel in range(channels):
-        turned = [part[channel * len(part) // channels :] + part[: channel * len(part) // channels] for part in parts]
-        chains = turned if len(parts) > 1 else [(device,) for device in group]
+        turned = [
+            part[channel * len(part) // channels :] + part[: channel * len(part) // channels]
+            for part in parts
+        ]
+        chains: list[Group] = list(turned) if len(parts) > 1 else [(device,) for device in group]
         if down_only and len(parts) > 1:  # the root heads every tree
             chains[0] = parts[0]
         for orientation in (chains, [chains[0], *chains[:0:-1]]):
@@ -285,7 +297,9 @@ def _trees(cluster: Cluster, group: Group, *, down_only: bool) -> Stages:
 
 
 def _binary_tree(chains: Sequence[Group]) -> tuple[list[tuple[int, int]], int]:
-    """Edges (parent, child) of a binary heap of the chains' heads, each head leading its chain; and the longest way."""
+    """Edges (parent, child) of a binary heap of the chains' heads, each head leading its chain; and the
+    longest way.
+    """
     edges = [(chains[(at - 1) // 2][0], chains[at][0]) for at in range(1, len(chains))]
     edges += [hop for chain in chains for hop in itertools.pairwise(chain)]
     return edges, (len(chains)).bit_length() - 1 + max(len(chain) for chain in chains) - 1

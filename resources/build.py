@@ -1,13 +1,22 @@
-"""From a checked resource file to a Cluster: repeats, names, links inside machines, the network between them."""
+"""From a checked resource file to a Cluster: repeats, names, links inside machines, the network between."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster, Device, Link, Machine, MeasuredTable, Network, Switch
-from distgraph.resources.schema import InsideEntry, Level, MachineEntry, MeasuredEntry, NetworkEntry, ResourceFile
+from distgraph.resources.schema import (
+    Dtype,
+    InsideEntry,
+    Level,
+    MachineEntry,
+    MeasuredEntry,
+    NetworkEntry,
+    ResourceFile,
+)
 from distgraph.resources.topology import TreeLevel, Wire, Wiring, pcie_pairs, star, torus, tree
 
 
@@ -27,7 +36,9 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
             base = machine_entry.name or f"m{template}_"
             name = f"{base}{copy}" if machine_entry.count > 1 or machine_entry.name is None else base
             if any(machine.name == name for machine in machines):
-                raise ResourceError(f"{file}: {origin}.name: {name} is the name of two machines; give them different names")
+                raise ResourceError(
+                    f"{file}: {origin}.name: {name} is the name of two machines; give them different names"
+                )
             machine, new_devices, wiring = _build_machine(
                 machine_entry, name, len(machines), len(devices), len(links), template, origin, file
             )
@@ -46,12 +57,24 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
 
 def _table(entry: MeasuredEntry) -> MeasuredTable:
     return MeasuredTable(
-        entry.collective, entry.machines, entry.devices_per_machine, tuple(entry.sizes), tuple(entry.times), entry.model
+        entry.collective,
+        entry.machines,
+        entry.devices_per_machine,
+        tuple(entry.sizes),
+        tuple(entry.times),
+        entry.model,
     )
 
 
 def _build_machine(
-    entry: MachineEntry, name: str, index: int, first_device: int, first_link: int, template: int, origin: str, file: str
+    entry: MachineEntry,
+    name: str,
+    index: int,
+    first_device: int,
+    first_link: int,
+    template: int,
+    origin: str,
+    file: str,
 ) -> tuple[Machine, list[Device], Wiring]:
     devices: list[Device] = []
     for number, group in enumerate(entry.devices):
@@ -60,36 +83,51 @@ def _build_machine(
             local = len(devices)
             devices.append(
                 Device(
-                    first_device + local, f"{name}/{group.type}{local}", index, local, group.type, group.model,
-                    group.memory, {**group.peak}, {**group.measured},
+                    first_device + local, f"{name}/{group.type}{local}", index, local, group.type,
+                    group.model, group.memory, _by_dtype(group.peak), _by_dtype(group.measured),
                     group.memory_bandwidth, where,
                 )
             )  # fmt: skip
     nodes = [device.node for device in devices]
     links, switches = _inside(entry.inside, nodes, name, origin, file)
-    nics: list[str] = []
-    nic_of: list[str | None] = [None] * len(nodes)
-    if entry.nics is not None:
-        if entry.nics.count > len(nodes):
-            raise ResourceError(
-                f"{file}: {origin}.nics.count: {entry.nics.count} NICs for {len(nodes)} devices; "
-                "give at most one NIC per device (sum the bandwidth of those that one device drives)"
-            )
-        nics = [f"{name}/nic{number}" for number in range(entry.nics.count)]
-        nic_of = [nics[local * len(nics) // len(nodes)] for local in range(len(nodes))]
-        attach = entry.nics.attach
-        wire = Wire(attach.kind, attach.bandwidth, attach.latency, f"{origin}.nics.attach")
-        # Behind PCIe switches a NIC hangs on the host bridge; otherwise each device has its own way to its NIC.
-        host = f"{name}/host"
-        links += (
-            [wire.join(host, nic) for nic in nics]
-            if host in switches
-            else [wire.join(node, nic) for node, nic in zip(nodes, nic_of, strict=True) if nic is not None]
-        )
+    nics, nic_of, attached = _nics(entry, nodes, name, f"{name}/host" in switches, origin, file)
+    links += attached
     machine = Machine(
-        index, name, tuple(device.index for device in devices), tuple(nics), tuple(nic_of), template, first_link, len(links)
+        index,
+        name,
+        tuple(device.index for device in devices),
+        nics,
+        nic_of,
+        template,
+        first_link,
+        len(links),
     )
     return machine, devices, (links, switches)
+
+
+def _nics(
+    entry: MachineEntry, nodes: list[str], name: str, bridged: bool, origin: str, file: str
+) -> tuple[tuple[str, ...], tuple[str | None, ...], list[Link]]:
+    """The machine's NICs, the NIC of each device, and the links between them."""
+    if entry.nics is None:
+        return (), (None,) * len(nodes), []
+    if entry.nics.count > len(nodes):
+        raise ResourceError(
+            f"{file}: {origin}.nics.count: {entry.nics.count} NICs for {len(nodes)} devices; "
+            "give at most one NIC per device (sum the bandwidth of those that one device drives)"
+        )
+    nics = tuple(f"{name}/nic{number}" for number in range(entry.nics.count))
+    nic_of = tuple(nics[local * len(nics) // len(nodes)] for local in range(len(nodes)))
+    attach = entry.nics.attach
+    wire = Wire(attach.kind, attach.bandwidth, attach.latency, f"{origin}.nics.attach")
+    # Behind PCIe switches a NIC hangs on the host bridge, else each device has its own way to its NIC.
+    if bridged:
+        return nics, nic_of, [wire.join(f"{name}/host", nic) for nic in nics]
+    return nics, nic_of, [wire.join(node, nic) for node, nic in zip(nodes, nic_of, strict=True)]
+
+
+def _by_dtype(rates: Mapping[Dtype, float]) -> dict[str, float]:
+    return {str(dtype): rate for dtype, rate in rates.items()}
 
 
 def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str, file: str) -> Wiring:
@@ -113,7 +151,8 @@ def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str,
     for number, pair in enumerate(entry.links or ()):
         if max(pair[:2]) >= len(nodes) or pair[0] == pair[1]:
             raise ResourceError(
-                f"{file}: {origin}.inside.links[{number}]: expected two different devices below {len(nodes)}, got {pair}"
+                f"{file}: {origin}.inside.links[{number}]: expected two different devices below "
+                f"{len(nodes)}, got {pair}"
             )
         links.append(wire.join(nodes[pair[0]], nodes[pair[1]], pair[2] if len(pair) == 3 else 1))
     return links, []
@@ -126,7 +165,9 @@ def _levels(levels: list[Level] | None) -> list[TreeLevel]:
 def _check_product(shape: list[int], count: int, what: str, where: str) -> None:
     if math.prod(shape) != count:
         product = " x ".join(map(str, shape))
-        raise ResourceError(f"{where}: {product} = {math.prod(shape)} places but {count} {what}; make them equal")
+        raise ResourceError(
+            f"{where}: {product} = {math.prod(shape)} places but {count} {what}; make them equal"
+        )
 
 
 def _build_network(
@@ -135,14 +176,17 @@ def _build_network(
     net = entry.network
     if net is None:
         if len(machines) > 1:
-            raise ResourceError(f"{file}: network: missing, but there are {len(machines)} machines; say how they are joined")
+            raise ResourceError(
+                f"{file}: network: missing, but there are {len(machines)} machines; say how they are joined"
+            )
         return Network(), ([], [])
     if net.over == "devices":
         return _device_torus(net, entry, machines, devices, file)
     for machine in machines:
         if not machine.nics:
             raise ResourceError(
-                f"{file}: machines[{machine.template}].nics: missing, but the network joins the machines' NICs; add nics"
+                f"{file}: machines[{machine.template}].nics: missing, but the network joins the "
+                "machines' NICs; add nics"
             )
     cables = [entry.machines[machine.template].nics for machine in machines for _ in machine.nics]
     nodes = [nic for machine in machines for nic in machine.nics]
@@ -157,9 +201,13 @@ def _build_network(
     _check_product(shape, len(machines), "machines", f"{file}: network.shape")
     planes = {len(machine.nics) for machine in machines}
     if len(planes) > 1 or len({cable.bandwidth if cable else None for cable in cables}) > 1:
-        raise ResourceError(f"{file}: network: a {net.topology} over machines needs equal nics on all of them; use a switch")
+        raise ResourceError(
+            f"{file}: network: a {net.topology} over machines needs equal nics on all of them; use a switch"
+        )
     first = entry.machines[0].nics
-    wire = Wire(net.kind, first.bandwidth if first else None, first.latency if first else None, "machines[0].nics")
+    wire = Wire(
+        net.kind, first.bandwidth if first else None, first.latency if first else None, "machines[0].nics"
+    )
     links = []
     for plane in range(planes.pop()):
         links += torus([machine.nics[plane] for machine in machines], shape, wire)[0]
@@ -174,7 +222,8 @@ def _per_nic(levels: list[TreeLevel], machines: list[Machine], file: str) -> lis
     counts = {len(machine.nics) for machine in machines}
     if len(counts) > 1:
         raise ResourceError(
-            f"{file}: network.levels: the machines have {sorted(counts)} NICs, so a switch level would split one; "
+            f"{file}: network.levels: the machines have {sorted(counts)} NICs, so a switch "
+            "level would split one; "
             "give all machines equally many or use topology switch"
         )
     return [dataclasses.replace(levels[0], children=levels[0].children * counts.pop()), *levels[1:]]
@@ -221,7 +270,9 @@ def _device_torus(
     wire = Wire(net.kind, net.bandwidth, net.latency, "network")
     links, _ = torus([devices[member].node for member in members], shape, wire)
     if any(machine.inside is not None for machine in entry.machines):
-        raise ResourceError(f"{file}: machines[].inside: the network joins the devices already; remove inside")
+        raise ResourceError(
+            f"{file}: machines[].inside: the network joins the devices already; remove inside"
+        )
     return Network(net.topology, "devices", tuple(shape), tuple(members)), (links, [])
 
 

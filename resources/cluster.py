@@ -1,11 +1,11 @@
 """The resource graph: what hardware there is and how it is connected.
 
-A Cluster is machines with devices, NICs and switches, and full-duplex links between them. It is heterogeneous by
-construction: every device carries its own type and numbers, every link its own bandwidth and latency, and the
-devices of one type form a DeviceMesh (as in Paddle's distributed resource graph).
+A Cluster is machines with devices, NICs and switches, and full-duplex links between them. It is heterogeneous
+by construction: every device carries its own type and numbers, every link its own bandwidth and latency, and
+the devices of one type form a DeviceMesh (as in Paddle's distributed resource graph).
 
-Units everywhere: bytes, seconds, FLOP/s, bytes/s. A number that nobody stated is None, never a guess; whoever needs
-it raises a ResourceError that names it.
+Units everywhere: bytes, seconds, FLOP/s, bytes/s. A number that nobody stated is None, never a guess; whoever
+needs it raises a ResourceError that names it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A full-duplex connection of two nodes; each direction has the whole bandwidth (bytes/s), latency in seconds."""
+    """A full-duplex connection of two nodes; each direction has the whole bandwidth (bytes/s), latency in
+    seconds.
+    """
 
     source: str
     target: str
@@ -65,7 +67,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A node that only forwards: NVSwitch, PCIe switch, host bridge, network switch. machine is None in the network."""
+    """A node that only forwards: NVSwitch, PCIe switch, host bridge, network switch. machine is None in the
+    network.
+    """
 
     node: str
     machine: int | None
@@ -75,8 +79,9 @@ class Switch:
 class Machine:
     """Devices in one box. nic_of[local] is the NIC that the device uses, None where it has none.
 
-    template: machines with equal template have the same devices and inside links; first_link is where the machine's
-    links start in `Cluster.links`, link_count how many they are (in the same order for every machine of a template).
+    template: machines with equal template have the same devices and inside links; first_link is where the
+    machine's links start in `Cluster.links`, link_count how many they are (in the same order for every
+    machine of a template).
     """
 
     index: int
@@ -110,7 +115,8 @@ class DeviceMesh:
 class Network:
     """How machines are joined.
 
-    topology: "none" (one machine), "switch" or "tree" (every NIC has one way up), "ring" or "torus" (neighbours),
+    topology: "none" (one machine), "switch" or "tree" (every NIC has one way up), "ring" or "torus"
+        (neighbours),
         "links" (an arbitrary list, as in Paddle's JSON).
     over: "machines" joins NICs, "devices" joins the devices themselves (a TPU pod).
     shape: of the ring or torus. members: the machine or device index at each position, row-major.
@@ -142,7 +148,8 @@ class Cluster:
     Attributes:
         name: of the cluster. source: the file it was read from.
         devices: in global order; `devices[i].index == i`.
-        launch: seconds that starting one collective costs on every rank, whatever its size (None: not stated).
+        launch: seconds that starting one collective costs on every rank, whatever its size (None: not
+            stated).
         measured: tables that take precedence over the model for their collective and shape.
     """
 
@@ -166,7 +173,9 @@ class Cluster:
 
     @cached_property
     def graph(self) -> nx.Graph[str]:
-        """Nodes: devices (role "device"), NICs ("nic"), switches ("switch"). Edges: links, with bandwidth and latency."""
+        """Nodes: devices (role "device"), NICs ("nic"), switches ("switch"). Edges: links, with bandwidth and
+        latency.
+        """
         graph: nx.Graph[str] = nx.Graph(name=self.name)
         for device in self.devices:
             graph.add_node(
@@ -199,7 +208,8 @@ class Cluster:
         for index in members:
             if not 0 <= index < len(self.devices):
                 raise ResourceError(
-                    f"device {index} is not in cluster {self.name}, which has devices 0 to {len(self.devices) - 1}; "
+                    f"device {index} is not in cluster {self.name}, which has devices 0 to "
+                    f"{len(self.devices) - 1}; "
                     "use a smaller mesh or another resource file"
                 )
         if len(set(members)) != len(members):

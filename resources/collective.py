@@ -2,11 +2,13 @@
 
 The time is the least over the algorithms that apply (see `algorithms`) of
 
-    launch + sum over stages of steps * latency of the longest route + bytes on the most loaded link / its bandwidth
+    launch + sum over stages of steps * latency of the longest route + bytes on the most loaded link / its
+    bandwidth
 
-so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a torus
-are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`; their loads
-add up. Where the cluster has a measured table for the shape (machines, devices per machine), the table wins.
+so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a
+torus are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`;
+their loads add up. Where the cluster has a measured table for the shape (machines, devices per machine), the
+table wins.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from distgraph.resources.cluster import Cluster, Link, MeasuredTable
 from distgraph.resources.routing import Router
 from distgraph.resources.units import format_bytes, format_si
 
-_EXACT_PAIRS = 64  # groups up to this size list every pair of an all_to_all; larger ones on a tree are counted
+# Groups up to this size list every pair of an all_to_all; larger ones on a tree are counted.
+_EXACT_PAIRS = 64
 
 
 def wire_bytes(kind: str, group_size: int, nbytes: float) -> float:
@@ -109,13 +112,13 @@ class CollectiveCost:
         """Seconds of one collective, the algorithm and the link that decides.
 
         Args:
-            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast (from group[0]), permute (each to the
-                next of the group, the last to the first), send (from group[0] to group[1]).
+            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast (from group[0]), permute (each
+                to the next of the group, the last to the first), send (from group[0] to group[1]).
             group: device numbers. nbytes: as in `wire_bytes`.
             concurrent: other groups that run the same collective at the same time over the same links.
         Raises:
-            ResourceError: unknown kind or device, send not between two devices, no route, or a bandwidth, latency
-                or launch time that the resource file does not state.
+            ResourceError: unknown kind or device, send not between two devices, no route, or a bandwidth,
+                latency or launch time that the resource file does not state.
         """
         _check_kind(kind)
         members = self.cluster.check_group(group)
@@ -124,7 +127,9 @@ class CollectiveCost:
             need = "2 devices, source and target" if kind == "send" else "at least 1 device"
             raise ResourceError(f"{kind}: needs {need}, got {len(members)}; name the devices")
         if not nbytes >= 0:
-            raise ResourceError(f"{kind}: a size is not negative, got {nbytes} bytes; check the shape and dtype")
+            raise ResourceError(
+                f"{kind}: a size is not negative, got {nbytes} bytes; check the shape and dtype"
+            )
         if len(members) == 1:
             return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
         table = None if others else self._table(kind, members)
@@ -148,8 +153,8 @@ class CollectiveCost:
         launch = self.cluster.launch
         if launch is None:
             raise ResourceError(
-                f"{self.cluster.source}: launch: missing, needed to price {kind}; add the seconds that starting a "
-                'collective costs, such as "10 us", or run distgraph profile'
+                f"{self.cluster.source}: launch: missing, needed to price {kind}; add the seconds "
+                'that starting a collective costs, such as "10 us", or run distgraph profile'
             )
         everyone = (group, *concurrent)
         if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():
@@ -213,7 +218,7 @@ class CollectiveCost:
         return self.cluster.network.topology in ("none", "switch", "tree")
 
     def _counted_all_to_all(self, group: Group, concurrent: tuple[Group, ...], launch: float) -> Line:
-        """The same loads as every pair's route would give, by counting how many devices lie below each link."""
+        """The same loads as every pair's route would give, by counting the devices below each link."""
         load: dict[int, float] = {}
         for members in (group, *concurrent):
             self._count_pairs(load, members)
@@ -262,7 +267,9 @@ class CollectiveCost:
         return None
 
     def _measured(self, table: MeasuredTable, nbytes: float) -> float:
-        """Interpolated on the monotone curve nearest to the table; below it its first time, above it its last rate."""
+        """Interpolated on the monotone curve nearest to the table; below it its first time, above it its last
+        rate.
+        """
         curve = self._curves.get(id(table))
         if curve is None:
             curve = (np.array(table.sizes), isotonic_regression(np.array(table.times)).x)

@@ -19,11 +19,13 @@ from distgraph.resources.schema import check
 def shipped_clusters() -> tuple[str, ...]:
     """Names of the resource files that come with distgraph."""
     folder = files("distgraph.resources") / "files"
-    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
+    return tuple(
+        sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    )
 
 
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
-    """A cluster from a shipped name ("local"), a YAML resource file, or Paddle's cluster JSON (by its suffix .json).
+    """A cluster from a shipped name ("local"), a YAML resource file, or Paddle's cluster JSON (suffix .json).
 
     Raises:
         ResourceError: no such file, not YAML, or not a resource file; names the path in the document.
@@ -33,7 +35,9 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     """
     text = os.fspath(name_or_path)
     if text in shipped_clusters():
-        return _load_yaml(Path(str(files("distgraph.resources") / "files" / f"{text}.yaml")), f"resources/files/{text}.yaml")
+        return _load_yaml(
+            Path(str(files("distgraph.resources") / "files" / f"{text}.yaml")), f"resources/files/{text}.yaml"
+        )
     path = Path(text)
     if not path.is_file():
         raise ResourceError(
@@ -47,9 +51,9 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
 def local_cluster(ranks: int) -> Cluster:
     """This machine with one CPU device per rank.
 
-    The numbers come from the shipped file `local`, which describes one core per device. More ranks than cores share
-    the cores: each device then has that fraction of the FLOP/s and of the memory bandwidth. Memory is always shared
-    evenly.
+    The numbers come from the shipped file `local`, which describes one core per device. More ranks than cores
+    share the cores: each device then has that fraction of the FLOP/s and of the memory bandwidth. Memory is
+    always shared evenly.
 
     Raises:
         ResourceError: ranks is below 1.

@@ -1,10 +1,11 @@
 """Paddle's cluster JSON (`paddle.distributed.auto_parallel` Cluster.build_from_file).
 
-The format: {"machines": [{"hostname", "addr", "port", "devices": [...], "links": [...]}], "alpha_latency": {...}}.
-A device has global_id, local_id, type (GPU, XPU, DCU, NPU, CPU, NIC), model, memory (GB), and sp_gflops, dp_gflops,
-hp_gflops (GFLOP/s); a link has source_global_id, target_global_id, type (NVL, PHB, NET, ...), bandwidth (GB/s) and
-latency (us). Numbers may be text. A bandwidth, latency or gflops of 0 is Paddle's "not stated" and becomes None here.
-alpha_latency parametrises Paddle's own cost formula and has no counterpart in a resource graph, so it is not read.
+The format: {"machines": [{"hostname", "addr", "port", "devices": [...], "links": [...]}], "alpha_latency":
+{...}}. A device has global_id, local_id, type (GPU, XPU, DCU, NPU, CPU, NIC), model, memory (GB), and
+sp_gflops, dp_gflops, hp_gflops (GFLOP/s); a link has source_global_id, target_global_id, type (NVL, PHB, NET,
+...), bandwidth (GB/s) and latency (us). Numbers may be text. A bandwidth, latency or gflops of 0 is Paddle's
+"not stated" and becomes None here. alpha_latency parametrises Paddle's own cost formula and has no
+counterpart in a resource graph, so it is not read.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class _PaddleFile(_Entry):
 def load_paddle(path: str | os.PathLike[str]) -> Cluster:
     """A Cluster from Paddle's cluster JSON.
 
-    Accelerators become devices, in order of global_id inside each machine; a CPU becomes a device only in a machine
-    without accelerators, and else, like a NIC, a node that forwards.
+    Accelerators become devices, in order of global_id inside each machine; a CPU becomes a device only in a
+    machine without accelerators, and else, like a NIC, a node that forwards.
 
     Raises:
         ResourceError: the file is missing or malformed; names the path in the document.
@@ -104,55 +105,65 @@ def _build(found: _PaddleFile, file: str) -> Cluster:
     machines: list[Machine] = []
     devices: list[Device] = []
     switches: list[Switch] = []
-    links: list[Link] = []
     node_of: dict[int, str] = {}
     for number, entry in enumerate(found.machines):
-        name = f"machine{number}"
+        where = f"{file}: machines[{number}].devices"
         first = len(devices)
         everyone = sorted(entry.devices, key=lambda device: device.global_id)
         computing = [device for device in everyone if device.type not in _FORWARDERS]
         computing = computing or [device for device in everyone if device.type == "CPU"]
         if not computing:
-            raise ResourceError(f"{file}: machines[{number}].devices: no GPU, XPU, NPU, DCU or CPU among them; add one")
+            raise ResourceError(f"{where}: no GPU, XPU, NPU, DCU or CPU among them; add one")
         nics = []
         for device in everyone:
+            node = f"machine{number}/{device.type.lower()}{device.global_id}"
             if device.global_id in node_of:
                 raise ResourceError(
-                    f"{file}: machines[{number}].devices: global_id {device.global_id} is also {node_of[device.global_id]}; "
+                    f"{where}: global_id {device.global_id} is also {node_of[device.global_id]}; "
                     "give every device its own"
                 )
-            node_of[device.global_id] = f"{name}/{device.type.lower()}{device.global_id}"
+            node_of[device.global_id] = node
             if device in computing:
-                where = f"machines[{number}].devices[{entry.devices.index(device)}]"
-                devices.append(_device(device, len(devices), number, len(devices) - first, node_of[device.global_id], where))
+                origin = f"machines[{number}].devices[{entry.devices.index(device)}]"
+                devices.append(_device(device, len(devices), number, len(devices) - first, node, origin))
             elif device.type == "NIC":
-                nics.append(node_of[device.global_id])
+                nics.append(node)
             else:
-                switches.append(Switch(node_of[device.global_id], number))
+                switches.append(Switch(node, number))
         nic_of = tuple(nics[i * len(nics) // len(computing)] if nics else None for i in range(len(computing)))
+        name = entry.hostname or f"machine{number}"
         members = tuple(range(first, len(devices)))
-        machines.append(Machine(number, entry.hostname or name, members, tuple(nics), nic_of, number, 0, 0))
-    seen: set[frozenset[str]] = set()
+        machines.append(Machine(number, name, members, tuple(nics), nic_of, number, 0, 0))
+    parts = (tuple(machines), tuple(devices), tuple(switches), _links(found, node_of, file))
+    return Cluster(Path(file).stem, file, *parts, Network("links"))
+
+
+def _links(found: _PaddleFile, node_of: dict[int, str], file: str) -> tuple[Link, ...]:
+    """One full-duplex link for the two directions that Paddle lists; the slower where they differ."""
+    links: dict[frozenset[str], Link] = {}
     for number, entry in enumerate(found.machines):
         for at, link in enumerate(entry.links):
             where = f"machines[{number}].links[{at}]"
             for end in (link.source_global_id, link.target_global_id):
                 if end not in node_of:
-                    raise ResourceError(f"{file}: {where}: global_id {end} is not a device of any machine; add the device")
+                    raise ResourceError(
+                        f"{file}: {where}: global_id {end} is not a device of any machine; add the device"
+                    )
             source, target = node_of[link.source_global_id], node_of[link.target_global_id]
-            pair = frozenset((source, target))
-            if source == target or pair in seen:  # Paddle lists both directions; here a link is full duplex
-                continue
-            seen.add(pair)
             bandwidth, latency = link.bandwidth * 1e9 or None, link.latency * 1e-6 or None
-            links.append(Link(source, target, link.type, bandwidth, latency, where))
-    return Cluster(
-        Path(file).stem, file, tuple(machines), tuple(devices), tuple(switches), tuple(links), Network("links")
-    )
+            known = links.get(frozenset((source, target)))
+            slower = known is None or (bandwidth or 0.0) < (known.bandwidth or 0.0)
+            if slower and source != target:
+                links[frozenset((source, target))] = Link(
+                    source, target, link.type, bandwidth, latency, where
+                )
+    return tuple(links.values())
 
 
 def _device(found: _PaddleDevice, index: int, machine: int, local: int, node: str, origin: str) -> Device:
     stated = {"f32": found.sp_gflops, "f64": found.dp_gflops, "f16": found.hp_gflops}
     peak = {dtype: gflops * 1e9 for dtype, gflops in stated.items() if gflops}
     model = (found.model or found.type).strip()
-    return Device(index, node, machine, local, found.type.lower(), model, found.memory * 1e9, peak, origin=origin)
+    return Device(
+        index, node, machine, local, found.type.lower(), model, found.memory * 1e9, peak, origin=origin
+    )

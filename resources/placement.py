@@ -1,6 +1,7 @@
 """Local search for the rank mapping: steepest swaps and moves, then Kernighan-Lin passes.
 
-In: a Problem (weights between ranks, distance between places, which rank may run on which device) and a mapping.
+In: a Problem (weights between ranks, distance between places, which rank may run on which device) and a
+mapping.
 Out: a mapping that costs no more. Invariant: one rank per device, each rank on a device it is allowed on.
 """
 
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array, csr_array
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.routing import Router
 
 _DEVICE_LEVEL = 128  # clusters up to this size price every pair of devices; larger ones pairs of machines
-_PASS_LIMIT = 512  # ranks up to which Kernighan-Lin passes run; beyond it plain descent
+_PASS_LIMIT = 512  # devices up to which Kernighan-Lin passes run; beyond it plain descent
 _PATIENCE = 48  # steps of a pass without a new best before it is given up
 
 
@@ -33,10 +34,6 @@ class Problem:
     place_of: np.ndarray
     between: np.ndarray
 
-    def row(self, rank: int) -> np.ndarray:
-        """Bytes between this rank and every other."""
-        return np.asarray(self.weights[[rank], :].toarray()).ravel()
-
     def cost(self, mapping: np.ndarray) -> float:
         """Sum over pairs of ranks of bytes x distance."""
         pairs = self.weights.tocoo()
@@ -47,8 +44,9 @@ class Problem:
 def distances(cluster: Cluster, objective: str) -> tuple[np.ndarray, np.ndarray]:
     """Place of each device, and distance between places.
 
-    "bytes": places are machines, 1 apart. "seconds": seconds per byte over the narrowest link of the route; between
-    devices, or in clusters above 128 devices between machines (a machine's own pairs as its first two devices).
+    "bytes": places are machines, 1 apart. "seconds": seconds per byte over the narrowest link of the route;
+    between devices, or in clusters above 128 devices between machines (a machine's own pairs as its first two
+    devices).
 
     Raises:
         ResourceError: an unknown objective, or a bandwidth that the resource file does not state.
@@ -62,7 +60,10 @@ def distances(cluster: Cluster, objective: str) -> tuple[np.ndarray, np.ndarray]
     if len(cluster.devices) <= _DEVICE_LEVEL:
         place_of, faces = np.arange(len(cluster.devices)), [(d.index, d.index) for d in cluster.devices]
     else:
-        place_of, faces = machine_of, [(m.devices[0], m.devices[min(1, len(m.devices) - 1)]) for m in cluster.machines]
+        place_of, faces = (
+            machine_of,
+            [(m.devices[0], m.devices[min(1, len(m.devices) - 1)]) for m in cluster.machines],
+        )
     between = np.zeros((len(faces), len(faces)))
     for a, (here, second) in enumerate(faces):
         for b in range(a + 1):
@@ -78,7 +79,8 @@ def _seconds_per_byte(cluster: Cluster, router: Router, source: int, target: int
         link = router.link(directed)
         if link.bandwidth is None:
             raise ResourceError(
-                f"{cluster.source}: {link.origin}.bandwidth: missing, needed to map ranks by seconds over {link}; "
+                f"{cluster.source}: {link.origin}.bandwidth: missing, needed to map ranks by "
+                f"seconds over {link}; "
                 'add bandwidth such as "25 GB/s", or map by bytes'
             )
         narrowest = max(narrowest, 1.0 / link.bandwidth)
@@ -86,105 +88,125 @@ def _seconds_per_byte(cluster: Cluster, router: Router, source: int, target: int
 
 
 class _State:
-    """A mapping under change. load[r, p]: cost of rank r's traffic if it sat at place p, the others as they are."""
+    """A mapping under change, padded with silent ranks so that every device has one and a move is a swap.
 
-    def __init__(self, problem: Problem, mapping: np.ndarray) -> None:
-        self.problem = problem
-        self.mapping = mapping.copy()
-        self.places = problem.place_of[self.mapping]
-        self.rank_on = np.full(problem.allowed.shape[1], -1, dtype=np.int64)
-        self.rank_on[self.mapping] = np.arange(len(mapping))
-        self.load = np.asarray(problem.weights @ problem.between[self.places, :])
+    load[r, p]: cost of rank r's traffic if it sat at place p, the others as they are.
+    """
 
-    def gains(self, rank: int) -> np.ndarray:
-        """Saving of giving `rank` each device (swapping with whoever sits there); -inf where not allowed."""
-        problem = self.problem
-        place, mine = self.places[rank], self.load[rank]
-        gain = np.where(problem.allowed[rank], mine[place] - mine[problem.place_of], -np.inf)
-        taken = np.flatnonzero(self.rank_on >= 0)
-        others = self.rank_on[taken]
-        theirs = self.load[others, self.places[others]] - self.load[others, place]
-        # Between the two nothing changes, but each load counted the other as staying: put that right, twice.
-        apart = problem.between[place, self.places[others]]
-        same = problem.between[place, place] + problem.between[self.places[others], self.places[others]]
-        theirs = theirs - problem.row(rank)[others] * (2 * apart - same)
-        gain[taken] += np.where(problem.allowed[others, self.mapping[rank]], theirs, -np.inf)
-        gain[self.mapping[rank]] = -np.inf
-        return gain
+    def __init__(self, problem: Problem, start: np.ndarray) -> None:
+        ranks, devices = problem.allowed.shape
+        self.ranks = ranks
+        self.between = problem.between
+        self.place_of = problem.place_of
+        pairs = problem.weights.tocoo()
+        padded = coo_array((pairs.data, (pairs.row, pairs.col)), shape=(devices, devices))
+        self.weights = padded.tocsr()
+        self.allowed = np.ones((devices, devices), dtype=bool)
+        self.allowed[:ranks] = problem.allowed
+        self.mapping = np.concatenate([start, np.setdiff1d(np.arange(devices), start)])
+        self.places = self.place_of[self.mapping]
+        self.load = np.asarray(self.weights @ self.between[self.places, :])
 
-    def give(self, rank: int, device: int) -> None:
-        """Put the rank on the device; whoever sits there takes the rank's old one."""
-        other, old = int(self.rank_on[device]), int(self.mapping[rank])
-        self.rank_on[old] = other
-        self._settle(rank, device)
-        if other >= 0:
-            self._settle(other, old)
+    def gains(self, rank: int, row: np.ndarray) -> np.ndarray:
+        """Saving of swapping `rank` (its weights: row) with every other rank; -inf where not allowed or
+        pointless.
+        """
+        place = self.places[rank]
+        stay = self.load[np.arange(len(self.places)), self.places]
+        gain = stay[rank] - self.load[rank, self.places] + stay - self.load[:, place]
+        # Both loads count the other of the two as staying where it was.
+        same = self.between[place, place] + self.between[self.places, self.places]
+        gain -= row * (2 * self.between[place, self.places] - same)
+        legal = (
+            self.allowed[rank, self.mapping] & self.allowed[:, self.mapping[rank]] & (self.places != place)
+        )
+        return np.where(legal, gain, -np.inf)
 
-    def _settle(self, rank: int, device: int) -> None:
-        before, after = self.places[rank], self.problem.place_of[device]
-        self.mapping[rank], self.places[rank], self.rank_on[device] = device, after, rank
-        if before != after:
-            change = self.problem.between[after] - self.problem.between[before]
-            row = self.problem.weights[[rank], :].tocoo()
+    def all_gains(self, dense: np.ndarray) -> np.ndarray:
+        """`gains` of every rank at once; dense: the weights as a full matrix."""
+        moved = self.load[:, self.places]
+        stay = moved.diagonal()
+        own = self.between.diagonal()[self.places]
+        gain = stay[:, None] + stay[None, :] - moved - moved.T
+        gain -= dense * (2 * self.between[np.ix_(self.places, self.places)] - own[:, None] - own[None, :])
+        fits = self.allowed[:, self.mapping]
+        gain[~(fits & fits.T) | (self.places[:, None] == self.places[None, :])] = -np.inf
+        result: np.ndarray = gain
+        return result
+
+    def swap(self, first: int, second: int) -> None:
+        """The two ranks change devices."""
+        for rank, place in ((first, self.places[second]), (second, self.places[first])):
+            change = self.between[place] - self.between[self.places[rank]]
+            row = self.weights[[rank], :].tocoo()
             self.load[row.col] += np.outer(row.data, change)
+        for array in (self.mapping, self.places):
+            array[[first, second]] = array[[second, first]]
+
+    def result(self) -> np.ndarray:
+        """The real ranks' devices."""
+        return self.mapping[: self.ranks].copy()
 
 
-def refine(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """A mapping that costs no more than the start: descent, then Kernighan-Lin passes until one brings nothing."""
-    best = _descend(problem, start)
-    if len(start) > _PASS_LIMIT:
-        return best
-    cost = problem.cost(best)
-    while True:
-        candidate = _kernighan_lin(problem, best)
-        lower = problem.cost(candidate)
-        if not lower < cost * (1 - 1e-12):
-            return best
-        best, cost = candidate, lower
-
-
-def _descend(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """Best swap or move of one rank after another until a whole round brings nothing."""
+def descend(problem: Problem, start: np.ndarray) -> np.ndarray:
+    """The best swap or move of one rank after another, until a whole round brings nothing; costs no more than
+    start.
+    """
     state = _State(problem, start)
-    tolerance = 1e-9 * max(problem.cost(start), 1e-300)
+    tolerance = 1e-9 * problem.cost(start)
+    everyone = np.arange(len(state.mapping))
     improved = True
     while improved:
         improved = False
-        reach = state.load[np.arange(len(start)), state.places] - state.load.min(axis=1)
-        for rank in np.flatnonzero(reach > 0):
-            gain = state.gains(int(rank))
-            device = int(np.argmax(gain))
-            if gain[device] > tolerance:
-                state.give(int(rank), device)
+        reach = state.load[everyone, state.places] - state.load.min(axis=1)
+        for rank in np.flatnonzero(reach > 0).tolist():
+            row = np.asarray(state.weights[[rank], :].toarray()).ravel()
+            gain = state.gains(rank, row)
+            other = int(np.argmax(gain))
+            if gain[other] > tolerance:
+                state.swap(rank, other)
                 improved = True
-    # Guard against rounding: the start is kept unless the end is really no worse.
-    return state.mapping if problem.cost(state.mapping) <= problem.cost(start) else start
+    return _not_worse(problem, state.result(), start)
 
 
-def _kernighan_lin(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """One pass: the best exchange over and over, also where it costs, each rank once; back to the best point."""
+def kernighan_lin(problem: Problem, start: np.ndarray) -> np.ndarray:
+    """Passes until one brings nothing; each makes the best swap over and over, also where it costs, every
+    rank once.
+
+    Source: Kernighan and Lin, "An efficient heuristic procedure for partitioning graphs", 1970, with swaps
+    between any two places instead of two halves.
+    """
+    best = start
+    if problem.allowed.shape[1] > _PASS_LIMIT:
+        return best
+    dense = np.zeros((problem.allowed.shape[1],) * 2)
+    dense[: len(start), : len(start)] = problem.weights.toarray()
+    while True:
+        candidate = _pass(problem, best, dense)
+        if not problem.cost(candidate) < problem.cost(best) * (1 - 1e-9):
+            return best
+        best = candidate
+
+
+def _pass(problem: Problem, start: np.ndarray, dense: np.ndarray) -> np.ndarray:
     state = _State(problem, start)
-    locked = np.zeros(len(start), dtype=bool)
-    best, best_total, total, since = start.copy(), 0.0, 0.0, 0
-    while not locked.all() and since < _PATIENCE:
-        chosen: tuple[float, int, int] | None = None
-        for rank in np.flatnonzero(~locked):
-            gain = state.gains(int(rank))
-            seated = np.flatnonzero(state.rank_on >= 0)
-            gain[seated[locked[state.rank_on[seated]]]] = -np.inf
-            gain[problem.place_of == state.places[rank]] = -np.inf
-            device = int(np.argmax(gain))
-            if np.isfinite(gain[device]) and (chosen is None or gain[device] > chosen[0]):
-                chosen = (float(gain[device]), int(rank), device)
-        if chosen is None:
+    locked = np.zeros(len(state.mapping), dtype=bool)
+    best, best_total, total, since = start, 0.0, 0.0, 0
+    while since < _PATIENCE:
+        gain = state.all_gains(dense)
+        gain[locked] = -np.inf
+        gain[:, locked] = -np.inf
+        first, second = divmod(int(np.argmax(gain)), len(gain))
+        if not np.isfinite(gain[first, second]):
             break
-        value, rank, device = chosen
-        other = int(state.rank_on[device])
-        state.give(rank, device)
-        locked[rank] = True
-        if other >= 0:
-            locked[other] = True
-        total, since = total + value, since + 1
-        if total > best_total + 1e-12 * abs(best_total):
-            best, best_total, since = state.mapping.copy(), total, 0
-    return best
+        total, since = total + float(gain[first, second]), since + 1
+        state.swap(first, second)
+        locked[[first, second]] = True
+        if total > best_total:
+            best, best_total, since = state.result(), total, 0
+    return _not_worse(problem, best, start)
+
+
+def _not_worse(problem: Problem, found: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Summed savings round; the exact costs decide."""
+    return found if problem.cost(found) <= problem.cost(start) else start

@@ -1,14 +1,16 @@
 """Which links the bytes between two devices cross.
 
-Inside a machine: fewest links, then the fastest, never through a NIC. Between machines: device - NIC - network - NIC -
-device, the network by its topology (up and down a tree, dimension by dimension on a torus, shortest path on a list of
-links). Routes are fixed: the cost of a collective is the load that its routes put on the links.
+Inside a machine: fewest links, then the fastest, never through a NIC. Between machines: device - NIC -
+network - NIC - device, the network by its topology (up and down a tree, dimension by dimension on a torus,
+shortest path on a list of links). Routes are fixed: the cost of a collective is the load that its routes put
+on the links.
 
 A directed link is 2 * (position in Cluster.links) + (0 source to target | 1 back).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -50,7 +52,10 @@ class Router:
             link = cluster.links[position]
             self._edge[link.source, link.target] = 2 * position
             self._edge[link.target, link.source] = 2 * position + 1
-            if network.topology in ("switch", "tree"):  # generated from the leaves up: the source is the lower end
+            if network.topology in (
+                "switch",
+                "tree",
+            ):  # generated from the leaves up: the source is the lower end
                 self._up[link.source] = (link.target, 2 * position)
 
     def link(self, directed: int) -> Link:
@@ -70,13 +75,14 @@ class Router:
         return known
 
     def way_up(self, device: int) -> tuple[Path, Path]:
-        """In a network of switches: the links from the device to its NIC, and those from the NIC to the root."""
+        """In a network of switches: the links from the device to its NIC, and from there to the root."""
         machine, found = self.cluster.machine_of(device), self.cluster.devices[device]
         nic = machine.nic_of[found.local]
         inside = None if nic is None else self._within(machine, found.node, nic)
         if nic is None or inside is None:
             raise ResourceError(
-                f"{self.cluster.source}: {found.node} has no way to a NIC; add nics to machines[{machine.template}]"
+                f"{self.cluster.source}: {found.node} has no way to a NIC; add nics to "
+                f"machines[{machine.template}]"
             )
         climb: list[int] = []
         node = nic
@@ -102,7 +108,8 @@ class Router:
             path = self._across(source, target)
         if path is None:
             raise ResourceError(
-                f"{cluster.source}: nothing connects device {source} ({here.node}) to device {target} ({there.node}); "
+                f"{cluster.source}: nothing connects device {source} ({here.node}) to device "
+                f"{target} ({there.node}); "
                 + ("add a network or links between the machines" if crosses else "add inside to the machine")
             )
         return Route(path, crosses)
@@ -116,7 +123,9 @@ class Router:
         steps = self._inside[key]
         return None if steps is None else tuple(2 * (machine.first_link + at) + back for at, back in steps)
 
-    def _search_machine(self, machine: Machine, source: str, target: str) -> tuple[tuple[int, int], ...] | None:
+    def _search_machine(
+        self, machine: Machine, source: str, target: str
+    ) -> tuple[tuple[int, int], ...] | None:
         graph = self._machine_graphs.get(machine.index)
         if graph is None:
             graph = nx.Graph()
@@ -131,7 +140,8 @@ class Router:
         except (nx.NetworkXNoPath, nx.NodeNotFound):
             return None
         return tuple(
-            (graph.edges[a, b]["at"], int(graph.edges[a, b]["source"] != a)) for a, b in zip(nodes, nodes[1:], strict=False)
+            (graph.edges[a, b]["at"], int(graph.edges[a, b]["source"] != a))
+            for a, b in itertools.pairwise(nodes)
         )
 
     def _across(self, source: int, target: int) -> Path | None:
@@ -141,10 +151,13 @@ class Router:
         out, into = here.nic_of[local], there.nic_of[remote]
         if out is None or into is None:
             return None
+        middle: Path | None
         if cluster.network.over == "machines" and cluster.network.topology in ("ring", "torus"):
             plane = here.nics.index(out)
             into = there.nics[plane]
-            middle = self._along_axes(here.index, there.index, [machine.nics[plane] for machine in cluster.machines])
+            middle = self._along_axes(
+                here.index, there.index, [machine.nics[plane] for machine in cluster.machines]
+            )
         else:
             middle = self._up_and_down(out, into)
         first = self._within(here, cluster.devices[source].node, out)
@@ -171,7 +184,9 @@ class Router:
         return (*climb[: seen[node]], *reversed(descent))
 
     def _along_axes(self, source: int, target: int, nodes: list[str]) -> Path:
-        """Dimension-ordered, the shorter way round each axis; at half way forward from even places, else back."""
+        """Dimension-ordered, the shorter way round each axis; at half way forward from even places, else
+        back.
+        """
         network = self.cluster.network
         shape = network.shape
         at, goal = self._place[source], self._place[target]
@@ -203,9 +218,11 @@ class Router:
                 nodes = nx.dijkstra_path(view, source, target) if nx.has_path(view, source, target) else nodes
         except (nx.NetworkXNoPath, nx.NodeNotFound):
             return None
-        return tuple(self._edge[a, b] for a, b in zip(nodes, nodes[1:], strict=False))
+        return tuple(self._edge[a, b] for a, b in itertools.pairwise(nodes))
 
 
 def _weight(link: Link) -> float:
-    """Hops first; among equally short ways the faster one (the term stays below one hop for any real bandwidth)."""
+    """Hops first; among equally short ways the faster one (the term stays below one hop for any real
+    bandwidth).
+    """
     return 1.0 + (0.0 if link.bandwidth is None else 1e6 / (1e9 + link.bandwidth))

@@ -6,7 +6,15 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from distgraph.errors import ResourceError
@@ -25,7 +33,9 @@ Bandwidth = Annotated[float, BeforeValidator(_parser(BANDWIDTH))]
 Seconds = Annotated[float, BeforeValidator(_parser(TIME))]
 Compute = Annotated[float, BeforeValidator(_parser(COMPUTE))]
 Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send"
+]
 
 
 class Entry(BaseModel):
@@ -55,7 +65,9 @@ class LinkEntry(Entry):
 
 
 class Level(Entry):
-    """One level of a tree: `children` nodes under each switch, whose uplink is their sum over `oversubscription`."""
+    """One level of a tree: `children` nodes under each switch, whose uplink is their sum over
+    `oversubscription`.
+    """
 
     children: PositiveInt
     oversubscription: Annotated[float, Field(gt=0, strict=False)] = 1.0
@@ -82,7 +94,9 @@ class InsideEntry(LinkEntry):
 
 
 class NicEntry(LinkEntry):
-    """`count` network cards; bandwidth and latency are those of the cable; attach is the way from a device to it."""
+    """`count` network cards; bandwidth and latency are those of the cable; attach is the way from a device to
+    it.
+    """
 
     count: PositiveInt = 1
     attach: LinkEntry
@@ -103,7 +117,9 @@ class NetworkEntry(LinkEntry):
         if self.over == "devices" and self.topology not in ("ring", "torus"):
             raise ValueError(f'topology ring or torus with over "devices", not {self.topology}')
         if self.over == "machines" and (self.bandwidth is not None or self.latency is not None):
-            raise ValueError("bandwidth and latency of the cables under nics (of switch levels: levels[].latency)")
+            raise ValueError(
+                "bandwidth and latency of the cables under nics (of switch levels: levels[].latency)"
+            )
         if self.block is not None and (self.over != "devices" or len(self.block) != len(self.shape or ())):
             raise ValueError('block with as many numbers as shape, and only with over "devices"')
         return self
@@ -216,7 +232,7 @@ def _expectation(error: ErrorDetails) -> str:
 
 
 def _path_in(document: object, location: tuple[int | str, ...]) -> tuple[str, object]:
-    """The location as the user wrote it: an index into a list that the user wrote as one mapping is left out."""
+    """The location as the user wrote it: no index where the user wrote one mapping for a list."""
     path, here = "", document
     for step in location:
         if isinstance(step, int):

@@ -1,7 +1,7 @@
 """Generators of links: full, ring, torus, tree with oversubscription, PCIe pairs.
 
-Every generator returns links between named nodes and the switches that it needed on the way. A ring or torus axis of
-length 2 has one link, not two: the neighbour on the left is the neighbour on the right.
+Every generator returns links between named nodes and the switches that it needed on the way. A ring or torus
+axis of length 2 has one link, not two: the neighbour on the left is the neighbour on the right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distgraph.resources.cluster import Link
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What all links of one generator have in common; bandwidth in bytes/s per direction, latency in seconds."""
+    """What all links of one generator have in common; bytes/s of each direction, and seconds."""
 
     kind: str
     bandwidth: float | None
@@ -61,9 +61,14 @@ def torus(nodes: Sequence[str], shape: Sequence[int], wire: Wire) -> Wiring:
 
 
 def tree(
-    nodes: Sequence[str], bandwidths: Sequence[float | None], levels: Sequence[TreeLevel], prefix: str, wire: Wire
+    nodes: Sequence[str],
+    bandwidths: Sequence[float | None],
+    levels: Sequence[TreeLevel],
+    prefix: str,
+    wire: Wire,
 ) -> Wiring:
-    """Leaves up to one root. The first level's links have each leaf's own bandwidth; a root joins what is left.
+    """Leaves up to one root. The first level's links have each leaf's own bandwidth; a root joins what is
+    left.
 
     Args:
         nodes: the leaves. bandwidths: bytes/s of each leaf's link.
@@ -81,10 +86,14 @@ def tree(
             above.append(switch)
             known = [speed for speed in speeds[start : start + width] if speed is not None]
             complete = level is not None and len(known) == len(speeds[start : start + width])
-            above_speeds.append(sum(known) / level.oversubscription if level is not None and complete else None)
+            above_speeds.append(
+                sum(known) / level.oversubscription if level is not None and complete else None
+            )
             links.extend(
                 Link(node, switch, wire.kind, speed, latency, wire.origin)
-                for node, speed in zip(below[start : start + width], speeds[start : start + width], strict=True)
+                for node, speed in zip(
+                    below[start : start + width], speeds[start : start + width], strict=True
+                )
             )
         switches.extend(above)
         if len(above) == 1:
@@ -95,7 +104,7 @@ def tree(
 
 
 def pcie_pairs(nodes: Sequence[str], prefix: str, wire: Wire, host_bandwidth: float | None) -> Wiring:
-    """Two devices on each PCIe switch, the switches on one host bridge, whose ways may be narrower or wider."""
+    """Two devices on each PCIe switch, the switches on one host bridge with ways of their own bandwidth."""
     host = f"{prefix}host"
     links: list[Link] = []
     switches = [host]

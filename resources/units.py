@@ -1,10 +1,12 @@
 """Human units to numbers and back: bytes, seconds, FLOP/s, bytes/s.
 
-A number without a unit is refused: `80` may be GB, GiB or bytes, and the reader of a resource file must not guess.
+A number without a unit is refused: `80` may be GB, GiB or bytes, and the reader of a resource file must not
+guess.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,8 +37,8 @@ COMPUTE = Unit("compute rate", "125 TFLOP/s", "FLOP / second")
 
 
 @lru_cache(maxsize=1)
-def _registry() -> pint.UnitRegistry:
-    registry: pint.UnitRegistry = pint.UnitRegistry()
+def _registry() -> pint.UnitRegistry[float]:
+    registry: pint.UnitRegistry[float] = pint.UnitRegistry()
     registry.define("FLOP = [flop]")
     return registry
 
@@ -49,7 +51,7 @@ def _parse_text(text: str, unit: Unit) -> float:
         value = float(_registry().Quantity(text).to(unit.base).magnitude)
     except (pint.errors.PintError, TypeError, AttributeError) as cause:
         raise ValueError(unit.expectation) from cause
-    if value < 0 or (value == 0 and not unit.may_be_zero):
+    if not math.isfinite(value) or value < 0 or (value == 0 and not unit.may_be_zero):
         raise ValueError(unit.expectation + ("" if unit.may_be_zero else ", greater than zero"))
     return value
 
