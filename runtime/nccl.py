@@ -123,6 +123,7 @@ class NcclTransport:
         self._devices = self._choose_device()
         self._stream = self.cupy.cuda.Stream(non_blocking=True)
         self._communicators: dict[Group, Any] = {}
+        self._prepared: set[Any] = set()
         self._sending: dict[int, _Channel] = {}
         self._receiving: dict[int, _Channel] = {}
         self._notes: list[tuple[Request, Any]] = []
@@ -152,21 +153,24 @@ class NcclTransport:
             None if wanted is None else [sorted(set().union(*parts)) for parts in zip(*wanted, strict=True)]
         )
         all_groups, all_pairs = self._control.broadcast_object(union)
-        for group in all_groups:
-            if group not in self._communicators and not self.shares_device(group):
-                communicator = self._communicator(group)
-                if communicator is not None:
-                    self._communicators[group] = communicator
-        for source, dest in all_pairs:
-            known = self._sending.get(dest) if source == self.rank else self._receiving.get(source)
-            if source == dest or known is not None or self.shares_device((source, dest)):
+        # Every rank takes part in every id, so what is new must not depend on what this rank is a member of.
+        new_groups = [group for group in all_groups if group not in self._prepared]
+        new_pairs = [
+            pair for pair in all_pairs if (pair, "message") not in self._prepared and len(set(pair)) == 2
+        ]
+        for group in new_groups:
+            self._prepared.add(group)
+            if not self.shares_device(group) and (communicator := self._communicator(group)) is not None:
+                self._communicators[group] = communicator
+        for source, dest in new_pairs:
+            self._prepared.add(((source, dest), "message"))
+            if self.shares_device((source, dest)):
                 continue
             communicator = self._communicator((source, dest))
             if communicator is not None:
                 channel = _Channel(communicator, self.cupy.cuda.Stream(non_blocking=True))
-                (self._sending if source == self.rank else self._receiving)[
-                    dest if source == self.rank else source
-                ] = channel
+                channels, peer = (self._sending, dest) if source == self.rank else (self._receiving, source)
+                channels[peer] = channel
 
     # -- collectives ------------------------------------------------------------------------------------------
 

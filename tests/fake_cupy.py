@@ -35,8 +35,9 @@ class DeviceArray(np.ndarray):
 
 def memory(pointer: int, count: int, datatype: int) -> np.ndarray[Any, Any]:
     kind = np.dtype(DTYPES[datatype])
-    raw = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(pointer) if count else b""
-    return np.frombuffer(raw, kind)
+    if not count:
+        return np.empty(0, kind)
+    return np.frombuffer((ctypes.c_uint8 * (count * kind.itemsize)).from_address(pointer), kind)
 
 
 class Network:
@@ -84,7 +85,9 @@ def make(network: Network, devices: int) -> tuple[Any, Any]:
             if root == self.rank:
                 memory(recvbuf, count, kind)[...] = total
 
-        def reduceScatter(self, sendbuf: int, recvbuf: int, count: int, kind: int, op: int, stream: int) -> None:
+        def reduceScatter(
+            self, sendbuf: int, recvbuf: int, count: int, kind: int, op: int, stream: int
+        ) -> None:
             network.calls.append("reduceScatter")
             total = self._reduce(sendbuf, count * self.size, kind, op)
             memory(recvbuf, count, kind)[...] = total[count * self.rank : count * (self.rank + 1)]
