@@ -10,7 +10,7 @@ overlap. *Out:* a `Transfer`: steps on the source mesh, tiles from rank to rank,
 
 Replicas at the far side would get the same bytes over the same slow links. So the tensor lands spread over
 the axes of the target mesh that replicate it, and an all_gather inside that mesh fills the rest. Which
-spread: the one with the fewest bytes between machines, then the lowest price. The all_gather at the far
+spread: the one with the fewest bytes between machines, then the lowest price, then the fewest tiles. The all_gather at the far
 side: Zheng et al., "Alpa", OSDI 2022, cross-mesh resharding.
 """
 
@@ -72,7 +72,7 @@ def transfer(
     machine_of: MachineOf | None = None,
     price: Price = wire_price,
 ) -> Transfer:
-    """The cheapest transfer: fewest bytes between machines first, then the lowest price of all its parts.
+    """The cheapest transfer: fewest bytes between machines, then the lowest price, then the fewest messages.
 
     A rank in both meshes takes from itself what it has, then from its own machine, then from the holder that
     has least to send. Each element goes to a target machine once.
@@ -136,7 +136,7 @@ def _plan(
     target.spec.check(shape, target.mesh, "target of a transfer")
     if source.mesh == target.mesh:
         return _stay(shape, itemsize, source, target, price)
-    best: tuple[tuple[int, float], Transfer] | None = None
+    best: tuple[tuple[int, float, int], Transfer] | None = None
     for start in _finished(source):
         before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start, price)
         for landing in _landings(target):
@@ -145,12 +145,13 @@ def _plan(
             busiest = itemsize * _busiest(tiles)
             ranks = len({*source.mesh.members, *target.mesh.members})
             hop = price("permute", float(busiest), ranks, target.mesh, target.mesh.axes) if busiest else 0.0
-            cost = (_crossing(shape, tiles, landing, target, machine_of), before + hop + after)
+            crossing = _crossing(shape, tiles, landing, target, machine_of)
+            cost = (crossing, before + hop + after, sum(not tile.local for tile in tiles))
             if best is None or cost < best[0]:
                 plan = Transfer((), DistAttr(source.mesh, start), tiles, DistAttr(target.mesh, landing), ())
                 best = cost, plan
     assert best is not None  # both loops have at least one turn
-    (_, total), plan = best
+    (_, total, _), plan = best
     return total, Transfer(
         redistribute(shape, itemsize, source.mesh, source.spec, plan.source.spec, price),
         plan.source,
