@@ -1,4 +1,5 @@
-"""One table of kernel calls, walked by the CPU tests (NumPy against Numba) and the GPU tests (NumPy against CuPy)."""
+"""One table of kernel calls, walked by the CPU tests (NumPy against Numba) and the GPU tests (NumPy against
+CuPy)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels import activation, attention, conv, lookup, loss, matmul, norm, optimizer, pool, softmax
+from distgraph.kernels import (
+    activation,
+    attention,
+    conv,
+    lookup,
+    loss,
+    matmul,
+    norm,
+    optimizer,
+    pool,
+    softmax,
+)
 from distgraph.kernels import random as rnd
 
 KEY = rnd.random_key(11, "kernel cases")
@@ -43,10 +55,19 @@ def _rows_cases(draw: Callable[..., Any], n: int, m: int, tag: str) -> list[Case
         Case(f"rms_norm-{tag}", norm.rms_norm, (x, w)),
         Case(f"rms_norm_grad-{tag}", norm.rms_norm_grad, (dy, x, w, root), tolerance=2e-4),
         Case(f"cross_entropy-{tag}", loss.cross_entropy, (x, labels)),
-        Case(f"cross_entropy-shard-{tag}", loss.cross_entropy, (x, labels + 3), {"offset": 5, "classes": m + 8}),
-        Case(f"cross_entropy_grad-{tag}", loss.cross_entropy_grad, (x, labels, lse, w[0] + 0 * lse), {"offset": 2}),
+        Case(
+            f"cross_entropy-shard-{tag}", loss.cross_entropy, (x, labels + 3), {"offset": 5, "classes": m + 8}
+        ),
+        Case(
+            f"cross_entropy_grad-{tag}",
+            loss.cross_entropy_grad,
+            (x, labels, lse, w[0] + 0 * lse),
+            {"offset": 2},
+        ),
         Case(f"pick-{tag}", loss.pick, (x, labels), {"offset": 4}),
-        Case(f"pick_grad-{tag}", loss.pick_grad, (lse, labels.astype(np.int32)), {"size": m - 3, "offset": 2}),
+        Case(
+            f"pick_grad-{tag}", loss.pick_grad, (lse, labels.astype(np.int32)), {"size": m - 3, "offset": 2}
+        ),
     ]
 
 
@@ -70,7 +91,12 @@ def _element_cases(draw: Callable[..., Any], n: int, m: int, tag: str) -> list[C
         Case(f"momentum-{tag}", optimizer.momentum, (p, g, first, 0.01), {"weight_decay": 0.1}),
         Case(f"momentum-nesterov-{tag}", optimizer.momentum, (p, g, first, 0.01), {"nesterov": True}),
         Case(f"dropout-{tag}", rnd.dropout, (x, KEY), {"rate": 0.3, "salt": 5}),
-        Case(f"dropout-shard-{tag}", rnd.dropout, (x, KEY), {"rate": 0.3, "shape": (2 * n, m + 9), "starts": (n, 9)}),
+        Case(
+            f"dropout-shard-{tag}",
+            rnd.dropout,
+            (x, KEY),
+            {"rate": 0.3, "shape": (2 * n, m + 9), "starts": (n, 9)},
+        ),
     ]
 
 
@@ -81,7 +107,12 @@ def _lookup_cases(draw: Callable[..., Any], n: int, m: int, tag: str) -> list[Ca
         Case(f"embedding-{tag}", lookup.embedding, (draw(n + 6, m), ids)),
         Case(f"embedding-shard-{tag}", lookup.embedding, (draw(n, m), ids), {"offset": 4}),
         Case(f"embedding_grad-{tag}", lookup.embedding_grad, (updates, ids), {"rows": n, "offset": 2}),
-        Case(f"scatter_add-{tag}", lookup.scatter_add, (draw(n, m), ids.astype(np.int32), updates), {"offset": 1}),
+        Case(
+            f"scatter_add-{tag}",
+            lookup.scatter_add,
+            (draw(n, m), ids.astype(np.int32), updates),
+            {"offset": 1},
+        ),
     ]
 
 
@@ -93,7 +124,9 @@ def _attention_cases(draw: Callable[..., Any], s: int, t: int, tag: str) -> list
         attrs = {"causal": causal}
         name = f"{tag}-causal" if causal else tag
         cases.append(Case(f"attention-{name}", attention.attention, (q, k, v), attrs))
-        cases.append(Case(f"attention_grad-{name}", attention.attention_grad, (do, q, k, v, o, lse), attrs, 1e-4))
+        cases.append(
+            Case(f"attention_grad-{name}", attention.attention_grad, (do, q, k, v, o, lse), attrs, 1e-4)
+        )
     return cases
 
 
@@ -126,7 +159,9 @@ def all_cases(dtype: Any = np.float32) -> list[Case]:
 
     cases = _spatial_cases(draw)
     for n, m, tag in ((5, 13, "small"), (131, 257, "large")):
-        cases += _rows_cases(draw, n, m, tag) + _element_cases(draw, n, m, tag) + _lookup_cases(draw, n, m, tag)
+        cases += (
+            _rows_cases(draw, n, m, tag) + _element_cases(draw, n, m, tag) + _lookup_cases(draw, n, m, tag)
+        )
     return cases + _attention_cases(draw, 5, 9, "small") + _attention_cases(draw, 97, 131, "large")
 
 

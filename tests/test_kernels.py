@@ -1,4 +1,5 @@
-"""What holds for every kernel: compiled and plain paths agree, views, outputs, half precision, user's mistakes."""
+"""What holds for every kernel: compiled and plain paths agree, views, outputs, half precision, user's
+mistakes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from kernel_cases import Case, all_cases, as_tuple
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.kernels import _jit, activation, loss, norm, optimizer, softmax
+from distgraph.kernels import random as rnd
 
 CASES = {c.name: c for c in all_cases()}
 RESULTS_OF = {"adam": (0, 2, 3), "momentum": (0, 2)}
@@ -31,9 +33,7 @@ def run(case: Case, **more: object) -> tuple[np.ndarray, ...]:
 
 
 def in_float64(case: Case) -> tuple[np.ndarray, ...]:
-    wide = [
-        a.astype(np.float64) if getattr(a, "dtype", None) == np.float32 else a for a in case.arrays
-    ]
+    wide = [a.astype(np.float64) if getattr(a, "dtype", None) == np.float32 else a for a in case.arrays]
     return as_tuple(case.kernel(np, *wide, **case.attrs))
 
 
@@ -41,8 +41,11 @@ def in_float64(case: Case) -> tuple[np.ndarray, ...]:
 def test_float32_agrees_with_float64(name: str) -> None:
     case = CASES[name]
     for got, want in zip(run(case), in_float64(case), strict=True):
-        assert got.dtype == np.float32 and got.shape == want.shape
-        np.testing.assert_allclose(got, want, rtol=case.tolerance, atol=case.tolerance * max(1, np.abs(want).max()))
+        assert got.dtype == np.float32
+        assert got.shape == want.shape
+        np.testing.assert_allclose(
+            got, want, rtol=case.tolerance, atol=case.tolerance * max(1, np.abs(want).max())
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,11 +134,13 @@ def test_nan_and_infinity_are_not_swallowed() -> None:
     x = np.zeros((130, 128), np.float32)
     x[3, 5], x[4, 6], x[6, :64] = np.nan, -np.nan, -np.inf
     y = softmax.softmax(np, x)
-    assert np.isnan(y[[3, 4]]).all() and not np.isnan(np.delete(y, [3, 4], axis=0)).any()
+    assert np.isnan(y[[3, 4]]).all()
+    assert not np.isnan(np.delete(y, [3, 4], axis=0)).any()
     np.testing.assert_array_equal(y[6], np.repeat([0, 1 / 64], 64).astype(np.float32))
     assert np.isnan(activation.gelu(np, x)[3, 5])
     y, mean, _ = norm.layer_norm(np, x[:6], np.ones(128, np.float32), np.ones(128, np.float32))
-    assert np.isnan(y[3]).all() and np.isnan(mean[3])
+    assert np.isnan(y[3]).all()
+    assert np.isnan(mean[3])
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -168,6 +173,4 @@ def test_wrong_labels_and_outputs_are_refused() -> None:
     with pytest.raises(RuntimeFault, match="expected 2 arrays, got 1"):
         optimizer.momentum(np, x, x, x, 0.1, out=(x,))
     with pytest.raises(GraphError, match="rate is 1"):
-        from distgraph.kernels.random import dropout
-
-        dropout(np, x, 1, rate=1.0)
+        rnd.dropout(np, x, 1, rate=1.0)

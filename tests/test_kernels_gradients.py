@@ -51,9 +51,11 @@ def test_softmax_gradients(axis: int) -> None:
 
 def test_norm_gradients() -> None:
     x, w, b, dy = draw(2, 3, 5), draw(5), draw(5), draw(2, 3, 5)
-    y, mean, rstd = norm.layer_norm(np, x, w, b)
-    check(norm.layer_norm_grad(np, dy, x, w, mean, rstd), lambda: norm.layer_norm(np, x, w, b)[0], [x, w, b], dy)
-    y, rstd = norm.rms_norm(np, x, w)
+    _, mean, rstd = norm.layer_norm(np, x, w, b)
+    check(
+        norm.layer_norm_grad(np, dy, x, w, mean, rstd), lambda: norm.layer_norm(np, x, w, b)[0], [x, w, b], dy
+    )
+    _, rstd = norm.rms_norm(np, x, w)
     check(norm.rms_norm_grad(np, dy, x, w, rstd), lambda: norm.rms_norm(np, x, w)[0], [x, w], dy)
 
 
@@ -102,7 +104,9 @@ CONVOLUTIONS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("x_shape", "w_shape", "attrs"), CONVOLUTIONS)
-def test_convolution_gradients(x_shape: tuple[int, ...], w_shape: tuple[int, ...], attrs: dict[str, Any]) -> None:
+def test_convolution_gradients(
+    x_shape: tuple[int, ...], w_shape: tuple[int, ...], attrs: dict[str, Any]
+) -> None:
     x, w = draw(*x_shape), draw(*w_shape)
     dy = draw(*conv.conv(np, x, w, **attrs).shape)
     dx = conv.conv_grad_input(np, dy, w, input_shape=x_shape, **attrs)

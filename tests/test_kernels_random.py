@@ -1,4 +1,5 @@
-"""Random numbers: reproducible anywhere, independent of sharding, and statistically sound on one fixed seed."""
+"""Random numbers: reproducible anywhere, independent of sharding, and statistically sound on one fixed
+seed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def splitmix64(state: int, count: int) -> list[int]:
 
 
 def test_bits_are_those_of_splitmix64(path: str) -> None:
-    # First output of the reference program (Vigna, splitmix64.c) for seed 0; its state is advanced before mixing.
+    # First output of the reference program (Vigna, splitmix64.c) for seed 0; its state is advanced before
+    # mixing.
     assert int(rnd.random_bits(np, 0x9E3779B97F4A7C15, shape=(1,))[0]) == 0xE220A8397B1DCDAF
     key = rnd.random_key(SEED)
     bits = rnd.random_bits(np, key, shape=(200, 100))
@@ -58,7 +60,9 @@ SPLITS = [(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 4), (3, 2, 1), (2, 3, 4)]
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("shape", [(5, 7, 9), (40, 50, 61)])
-def test_shards_concatenate_to_the_global_numbers(shape: tuple[int, ...], split: tuple[int, ...], path: str) -> None:
+def test_shards_concatenate_to_the_global_numbers(
+    shape: tuple[int, ...], split: tuple[int, ...], path: str
+) -> None:
     key = rnd.random_key(SEED, "layer", 3)
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     makers = {
@@ -109,7 +113,8 @@ def test_streams_of_near_keys_are_unrelated() -> None:
 def test_normal_numbers_are_normal() -> None:
     z = rnd.random_normal(np, rnd.random_key(SEED, "normal"), shape=(COUNT,), dtype="float64")
     assert scipy.stats.kstest(z, "norm").pvalue > 1e-4
-    assert np.isfinite(z).all() and abs(z[:-1] @ z[1:]) / COUNT < 4.5 / np.sqrt(COUNT)
+    assert np.isfinite(z).all()
+    assert abs(z[:-1] @ z[1:]) / COUNT < 4.5 / np.sqrt(COUNT)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

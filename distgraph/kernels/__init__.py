@@ -8,7 +8,8 @@ Calling convention, the same for every kernel::
 ``out`` is an array, or a tuple of arrays of which any may be None: contiguous, of the result's shape; the
 result is written there and returned. Without it the kernel allocates. Inputs may be non-contiguous views.
 An elementwise or row kernel may be given one of its inputs as ``out``.
-Results have the dtype of the input they follow; float16 and bfloat16 are computed in float32 and rounded once.
+Results have the dtype of the input they follow; float16 and bfloat16 are computed in float32 and rounded
+once.
 
 Three implementations stand behind the one name and are chosen per call, from the arrays alone: plain array
 code that runs on NumPy and CuPy; loops compiled by Numba (extra ``fast``) for large NumPy arrays, where one

@@ -17,13 +17,13 @@ Namespace: TypeAlias = Any
 """The module ``numpy`` or the module ``cupy``."""
 
 FUSED_MIN_SIZE = 1 << 14
-"""Elements from which a compiled loop is worth its call and, once, its compilation (measured: at 16 Ki elements
-a NumPy pass takes 5 us, a Numba call 1 us to 2 us)."""
+"""Elements from which a compiled loop is worth its call and, once, its compilation (measured: at 16 Ki
+elements a NumPy pass takes 5 us, a Numba call 1 us to 2 us)."""
 
 
 def is_half(dtype: Any) -> bool:
     """Whether ``dtype`` is float16 or bfloat16, the types that are computed in float32."""
-    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+    return bool(dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16"))
 
 
 def widen(xp: Namespace, x: Array) -> Array:
@@ -46,7 +46,9 @@ def outputs(out: Any, count: int) -> tuple[Array | None, ...]:
     if out is None:
         return (None,) * count
     if not isinstance(out, (tuple, list)):
-        raise RuntimeFault(f"out: expected a tuple of {count} arrays, got {type(out).__name__}; pass (a, None)")
+        raise RuntimeFault(
+            f"out: expected a tuple of {count} arrays, got {type(out).__name__}; pass (a, None)"
+        )
     if len(out) != count:
         raise RuntimeFault(f"out: expected {count} arrays, got {len(out)}; use None for those not wanted")
     return tuple(out)
@@ -86,9 +88,7 @@ def computed_in_f32(*follows: int) -> Callable[[Callable[..., Any]], Callable[..
             if not isinstance(results, tuple):
                 return store(xp, results, out, dtypes[follows[0]])
             outs = outputs(out, len(results))
-            return tuple(
-                store(xp, r, o, dtypes[f]) for r, o, f in zip(results, outs, follows, strict=True)
-            )
+            return tuple(store(xp, r, o, dtypes[f]) for r, o, f in zip(results, outs, follows, strict=True))
 
         return run
 

@@ -5,7 +5,7 @@ Sources are templates over the dtype; CuPy compiles them at first use and caches
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,16 @@ _STATE = "key + (offsets[i / run] + (unsigned long long)(i % run)) * 0x9E3779B97
 _TANH_SIGMOID = "T s = T(1) / (T(1) + exp(T(-1.5957691216057308) * (x + T(0.044715) * x * x * x)));"
 _ERF_CDF = "T s = T(0.5) * (T(1) + erf(x * T(0.7071067811865476)));"
 _SIGMOID = "T s = T(1) / (T(1) + exp(-x));"
+
+_ADAM = """
+T d = g + coupled * p;
+T a = b1 * m + (T(1) - b1) * d;
+T b = b2 * v + (T(1) - b2) * d * d;
+T q = keep * p - size * a / (sqrt(b) * root + eps);
+new_m = a;
+new_v = b;
+new_p = q;
+"""
 
 # name: inputs, outputs, body, preamble
 SOURCES: dict[str, tuple[str, str, str, str]] = {
@@ -48,8 +58,7 @@ SOURCES: dict[str, tuple[str, str, str, str]] = {
     "adam": (
         "T p, T g, T m, T v, T b1, T b2, T size, T root, T eps, T coupled, T keep",
         "T new_p, T new_m, T new_v",
-        "T d = g + coupled * p; T a = b1 * m + (T(1) - b1) * d; T b = b2 * v + (T(1) - b2) * d * d;"
-        "T q = keep * p - size * a / (sqrt(b) * root + eps); new_m = a; new_v = b; new_p = q;",
+        _ADAM,
         "",
     ),
     "random_bits": (
@@ -67,7 +76,7 @@ SOURCES: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def elementwise(name: str) -> Any:
     """The compiled kernel ``name`` of `SOURCES`, called as ``kernel(*inputs, *outputs)``."""
     inputs, results, body, preamble = SOURCES[name]

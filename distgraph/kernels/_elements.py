@@ -147,7 +147,9 @@ def _copy(source: Any, target: Any) -> None:
 
 
 @jit
-def adam(p: Any, g: Any, m: Any, v: Any, coefficients: Any, new: Any, new_p: Any, new_m: Any, new_v: Any) -> None:
+def adam(
+    p: Any, g: Any, m: Any, v: Any, coefficients: Any, new: Any, new_p: Any, new_m: Any, new_v: Any
+) -> None:
     """One step of Adam; ``new`` says for p, m, v whether the output is another array than the input.
 
     ``coefficients``: beta1, beta2, 1 - beta1, 1 - beta2, step size, 1 / sqrt(1 - beta2^t), eps, coupled and
@@ -251,5 +253,3 @@ def add_rows(table: Any, positions: Any, updates: Any) -> None:
             row, change = table[at], updates[i]
             for j in range(row.size):
                 row[j] += change[j]
-
-

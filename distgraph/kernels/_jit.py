@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 SAFE_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def fused(module: str) -> ModuleType | None:
     """The module of compiled loops ``distgraph.kernels.<module>``, or None where Numba is not installed."""
     try:
@@ -39,23 +39,33 @@ def fused_for(module: str, xp: Namespace, x: Array, *dtypes: Any) -> ModuleType 
 def jit(function: Function) -> Function:
     """Compile at first call, for one thread, without the interpreter lock, keeping machine code on disk.
 
-    The disk cache lies beside the source, else in NUMBA_CACHE_DIR or the user's cache directory (Numba tries them in
-    turn); where none can be written the function is compiled anew in each process.
+    The disk cache lies beside the source, else in NUMBA_CACHE_DIR or the user's cache directory (Numba tries
+    them in turn); where none can be written the function is compiled anew in each process.
     """
-    return _njit(function, inline="never")
+    return _njit(function, SAFE_FASTMATH)
+
+
+def exact(function: Function) -> Function:
+    """Compile arithmetic in the order it is written, for functions of one element whose digits depend on it.
+
+    LLVM still inlines them into the loops that call them; the order survives because the flags are on each
+    operation.
+    """
+    return _njit(function, {"contract", "nsz"})
 
 
 def inlined(function: Function) -> Function:
-    """Compile into every compiled caller: for the arithmetic of one element."""
-    return _njit(function, inline="always")
+    """Compile into every compiled caller, with the caller's freedom of order: for the arithmetic of one
+    element."""
+    return _njit(function, SAFE_FASTMATH, inline="always")
 
 
-def _njit(function: Function, inline: str) -> Function:
+def _njit(function: Function, fastmath: set[str], inline: str = "never") -> Function:
     try:
         numba = import_module("numba")
     except ImportError:  # the modules of loops can still be imported and read; `fused` never hands them out
         return function
-    options = {"nogil": True, "fastmath": SAFE_FASTMATH, "inline": inline, "error_model": "numpy"}
+    options = {"nogil": True, "fastmath": fastmath, "inline": inline, "error_model": "numpy"}
     try:
         compiled: Function = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for the cache

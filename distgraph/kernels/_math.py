@@ -1,7 +1,9 @@
-"""Elementary float32 functions without branches or calls, so that LLVM turns loops over them into vector code.
+"""Elementary float32 functions without branches or calls, so that LLVM turns loops over them into vector
+code.
 
-The exponential is within 2 units in the last place, the others within 4 (tested against float64). Needs Numba.
-Numba's disk cache looks at the file of the calling loop only: after a change here, delete `__pycache__`.
+The exponential is within 2 units in the last place, the others within 4 (tested against float64). Needs
+Numba. Numba's disk cache looks at the file of the calling loop only: after a change here, delete
+`__pycache__`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._jit import inlined
+from distgraph.kernels._jit import exact
 
 _F = np.float32
 ZERO, HALF, ONE, TWO = _F(0.0), _F(0.5), _F(1.0), _F(2.0)
@@ -33,11 +35,11 @@ _B0, _B2, _B4 = _F(-1.42647390514189e-02), _F(-7.37332916720468e-03), _F(-1.6828
 _B6, _B8 = _F(-2.13374055278905e-04), _F(-1.45660718464996e-05)
 
 
-@inlined
+@exact
 def exp32(x: Any) -> Any:
     """e to the x; 0 below -87.3 (no denormals), infinity above 88.7, NaN for NaN."""
-    c = x if x > _EXP_LOW else _EXP_LOW
-    c = c if c < _EXP_HIGH else _EXP_HIGH
+    c = x if x > _EXP_LOW else _EXP_LOW  # noqa: FURB136
+    c = c if c < _EXP_HIGH else _EXP_HIGH  # noqa: FURB136
     n = np.floor(c * _LOG2_E + HALF)
     r = c - n * _LN2_HIGH
     r = r - n * _LN2_LOW
@@ -51,11 +53,11 @@ def exp32(x: Any) -> Any:
     return y if x == x else x
 
 
-@inlined
+@exact
 def erf32(x: Any) -> Any:
     """The error function 2 / sqrt(pi) * integral of exp(-t^2) from 0 to x."""
-    c = x if x > -_ERF_LIMIT else -_ERF_LIMIT
-    c = c if c < _ERF_LIMIT else _ERF_LIMIT
+    c = x if x > -_ERF_LIMIT else -_ERF_LIMIT  # noqa: FURB136
+    c = c if c < _ERF_LIMIT else _ERF_LIMIT  # noqa: FURB136
     s = c * c
     a = (((((_A13 * s + _A11) * s + _A9) * s + _A7) * s + _A5) * s + _A3) * s + _A1
     b = (((_B8 * s + _B6) * s + _B4) * s + _B2) * s + _B0
@@ -63,13 +65,13 @@ def erf32(x: Any) -> Any:
     return y if x == x else x
 
 
-@inlined
+@exact
 def sigmoid32(x: Any) -> Any:
     """1 / (1 + exp(-x))."""
     return ONE / (ONE + exp32(-x))
 
 
-@inlined
+@exact
 def tanh32(x: Any) -> Any:
     """Hyperbolic tangent; absolute error 1e-7, which is what a sum with 1 keeps of it."""
     return ONE - TWO / (ONE + exp32(TWO * x))

@@ -1,8 +1,8 @@
 """Compiled loops over the rows of contiguous matrices: softmax, norms, cross-entropy. Needs Numba.
 
-A row stays in the first-level cache over its two or three passes, so memory is read and written once. Each loop
-writes to a scratch row first: LLVM then proves that input and output do not overlap, vectorises, and a kernel
-may be given its input as its output.
+A row stays in the first-level cache over its two or three passes, so memory is read and written once. Each
+loop writes to a scratch row first: LLVM then proves that input and output do not overlap, vectorises, and a
+kernel may be given its input as its output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from distgraph.kernels._jit import inlined, jit
 from distgraph.kernels._math import exp32
 
 _GROUP = 64
-"""Rows whose weight gradients are summed before they join the total: two-level sums keep float32 error small."""
+"""Rows whose weight gradients are summed before they join the total: two-level sums keep float32 error
+small."""
 
 _SIGN, _MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)
 
@@ -279,8 +280,11 @@ def attention_rows(scores: Any, scale: Any, first: Any, limit: Any, lse: Any) ->
 
 
 @jit
-def attention_grad_rows(scores: Any, dp: Any, scale: Any, first: Any, limit: Any, lse: Any, delta: Any) -> None:
-    """scores := p = exp(scale * scores - lse); dp := p * (dp - delta) * scale, both 0 where masked. float32."""
+def attention_grad_rows(
+    scores: Any, dp: Any, scale: Any, first: Any, limit: Any, lse: Any, delta: Any
+) -> None:
+    """scores := p = exp(scale * scores - lse); dp := p * (dp - delta) * scale, both 0 where masked.
+    float32."""
     for a in range(scores.shape[0]):
         for i in range(scores.shape[1]):
             row, grad, count = scores[a, i], dp[a, i], max(min(limit, first + i + 1), 0)

@@ -12,9 +12,15 @@ from distgraph.kernels._jit import fused_for
 
 
 def _one_pass(
-    name: str, xp: Namespace, operands: tuple[Array, ...], out: Array | None, *flags: bool, double: bool = False
+    name: str,
+    xp: Namespace,
+    operands: tuple[Array, ...],
+    out: Array | None,
+    *flags: bool,
+    double: bool = False,
 ) -> Array | None:
-    """Run the one-pass form of ``name``: CUDA on CuPy, compiled on large NumPy arrays; None where there is none.
+    """Run the one-pass form of ``name``: CUDA on CuPy, compiled on large NumPy arrays; None where there is
+    none.
 
     Args:
         flags: the first chooses the "_tanh" variant.
@@ -69,8 +75,11 @@ def gelu(xp: Namespace, x: Array, *, approximate: bool = False, out: Array | Non
 
 
 @computed_in_f32(0)
-def gelu_grad(xp: Namespace, x: Array, dy: Array, *, approximate: bool = False, out: Array | None = None) -> Array:
-    """dx = dy * (Phi(x) + x * phi(x)), phi the normal density; for ``approximate`` the slope of that formula."""
+def gelu_grad(
+    xp: Namespace, x: Array, dy: Array, *, approximate: bool = False, out: Array | None = None
+) -> Array:
+    """dx = dy * (Phi(x) + x * phi(x)), phi the normal density; for ``approximate`` the slope of that
+    formula."""
     done = _one_pass("gelu_grad", xp, (x, dy), out, approximate)
     if done is not None:
         return done
@@ -125,5 +134,3 @@ def tanh_grad(xp: Namespace, y: Array, dy: Array, *, out: Array | None = None) -
     """dx = dy * (1 - y^2) with y = tanh(x)."""
     done = _one_pass("tanh_grad", xp, (y, dy), out, double=True)
     return store(xp, dy * (1 - y * y), out) if done is None else done
-
-

@@ -63,7 +63,8 @@ def _grouped(x: Array, groups: int) -> Array:
 
 
 def _hidden(xp: Namespace, rows: int, seen: int, first: int) -> Array | None:
-    """True at [i, j] where key j lies after the last one that query row i of a tile may see; None if nowhere."""
+    """True at [i, j] where key j lies after the last one that query row i of a tile may see; None if
+    nowhere."""
     if first + 1 >= seen:
         return None
     return xp.arange(seen) > xp.arange(rows)[:, None] + first
@@ -93,7 +94,14 @@ def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, loops:
 
 @computed_in_f32(0, 0)
 def attention(
-    xp: Namespace, q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None, out: Any = None
+    xp: Namespace,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    out: Any = None,
 ) -> tuple[Array, Array]:
     """o = softmax(scale * q k^T) v for each head; query heads share the keys of their group.
 
@@ -121,7 +129,11 @@ def attention(
     if o.size == 0 or keys == 0:
         o[...], lse[...] = 0, -np.inf
         return store(xp, o, out_o), store(xp, lse, out_lse)
-    q, k, v = _grouped(blas_ready(q), groups), blas_ready(k).swapaxes(-1, -2)[:, :, None], blas_ready(v)[:, :, None]
+    q, k, v = (
+        _grouped(blas_ready(q), groups),
+        blas_ready(k).swapaxes(-1, -2)[:, :, None],
+        blas_ready(v)[:, :, None],
+    )
     loops = _loops(xp, q, keys)
     grouped_o, grouped_lse = _grouped(o, groups), _grouped(lse, groups)
     budget = _CACHE_SCORES if xp is np else _DEVICE_SCORES
@@ -182,8 +194,8 @@ def attention_grad(
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attention`, the probabilities computed anew from lse (Dao et al., 2022, appendix B.4):
 
-    p = exp(scale * q k^T - lse), dv = p^T do, ds = p * (do v^T - sum(do * o)) * scale, dq = ds k, dk = ds^T q;
-    dk and dv are summed over the query heads of their group.
+    p = exp(scale * q k^T - lse), dv = p^T do, ds = p * (do v^T - sum(do * o)) * scale, dq = ds k, dk = ds^T
+    q; dk and dv are summed over the query heads of their group.
 
     Returns:
         dq [b, h, s, d], dk [b, g, t, d], dv [b, g, t, e].

@@ -45,7 +45,8 @@ def window_of(
     padding: Sequence[Sequence[int]] | int,
     dilation: Sequence[int] | int = 1,
 ) -> _Window:
-    """Check and complete the attributes of a convolution or a pooling; one number stands for all spatial dims.
+    """Check and complete the attributes of a convolution or a pooling; one number stands for all spatial
+    dims.
 
     Raises:
         GraphError: wrong number of dims, or the window does not fit in the padded input.
@@ -53,18 +54,22 @@ def window_of(
     n = len(size)
     strides = (stride,) * n if isinstance(stride, int) else tuple(stride)
     dilations = (dilation,) * n if isinstance(dilation, int) else tuple(dilation)
-    pads: Pads = ((padding, padding),) * n if isinstance(padding, int) else tuple((p[0], p[1]) for p in padding)
+    pads: Pads = (
+        ((padding, padding),) * n if isinstance(padding, int) else tuple((p[0], p[1]) for p in padding)
+    )
     if not len(kernel) == len(strides) == len(dilations) == len(pads) == n:
         raise GraphError(
-            f"{what}: input has {n} spatial dims but window {tuple(kernel)}, stride {strides}, padding {pads}, "
-            f"dilation {dilations}; give one entry for each dim"
+            f"{what}: input has {n} spatial dims but window {tuple(kernel)}, stride {strides}, "
+            f"padding {pads}, dilation {dilations}; give one entry for each dim"
         )
     out = tuple(
         (i + a + b - d * (k - 1) - 1) // s + 1
         for i, k, s, (a, b), d in zip(size, kernel, strides, pads, dilations, strict=True)
     )
     if min(out, default=1) < 1:
-        raise GraphError(f"{what}: window {tuple(kernel)} does not fit in input {tuple(size)} with padding {pads}")
+        raise GraphError(
+            f"{what}: window {tuple(kernel)} does not fit in input {tuple(size)} with padding {pads}"
+        )
     return _Window(tuple(kernel), strides, pads, dilations, tuple(size), out)
 
 
@@ -78,9 +83,12 @@ def padded(xp: Namespace, x: Array, window: _Window, value: float = 0.0) -> Arra
 def positions(window: _Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """Each place in the window, with the slices of the padded input that it meets over all outputs."""
     for place in product(*(range(k) for k in window.kernel)):
-        yield place, tuple(
-            slice(p * d, p * d + (o - 1) * s + 1, s)
-            for p, d, o, s in zip(place, window.dilation, window.output, window.stride, strict=True)
+        yield (
+            place,
+            tuple(
+                slice(p * d, p * d + (o - 1) * s + 1, s)
+                for p, d, o, s in zip(place, window.dilation, window.output, window.stride, strict=True)
+            ),
         )
 
 
@@ -199,7 +207,8 @@ def conv_grad_weight(
     groups: int = 1,
     out: Array | None = None,
 ) -> Array:
-    """dw, the transpose of `conv` in w: dy times the columns of x, summed over samples and places in one GEMM a block.
+    """dw, the transpose of `conv` in w: dy times the columns of x, summed over samples and places in one GEMM
+    a block.
 
     Args:
         x: [n, c, *spatial].

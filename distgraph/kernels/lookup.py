@@ -37,11 +37,17 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
 
 
 def _add_rows(xp: Namespace, table: Array, at: Array, updates: Array) -> None:
-    """table[at[i]] += updates[i] for positions inside the table; ``table`` [rows, width], ``updates`` [n, width].
+    """table[at[i]] += updates[i] for positions inside the table; ``table`` [rows, width], ``updates`` [n,
+    width].
 
     In order of i on NumPy with Numba; sorted by row on plain NumPy; in any order (atomics) on CuPy.
     """
-    if xp is np and updates.size >= FUSED_MIN_SIZE and table.dtype == updates.dtype and table.flags.c_contiguous:
+    if (
+        xp is np
+        and updates.size >= FUSED_MIN_SIZE
+        and table.dtype == updates.dtype
+        and table.flags.c_contiguous
+    ):
         loops = fused_for("_elements", xp, updates, np.float32, np.float64)
         if loops is not None:
             loops.add_rows(table, np.ascontiguousarray(at), np.ascontiguousarray(updates))

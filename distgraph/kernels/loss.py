@@ -18,7 +18,9 @@ def _check_labels(xp: Namespace, kernel: str, labels: Array, classes: int) -> No
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
-        raise RuntimeFault(f"{kernel}: label {wrong} is outside the {classes} classes 0..{classes - 1}; check the data")
+        raise RuntimeFault(
+            f"{kernel}: label {wrong} is outside the {classes} classes 0..{classes - 1}; check the data"
+        )
 
 
 def _local(xp: Namespace, labels: Array, offset: int, size: int) -> tuple[Array, Array]:
@@ -59,12 +61,19 @@ def pick_grad(
 
 @computed_in_f32(0, 0)
 def cross_entropy(
-    xp: Namespace, logits: Array, labels: Array, *, offset: int = 0, classes: int | None = None, out: Any = None
+    xp: Namespace,
+    logits: Array,
+    labels: Array,
+    *,
+    offset: int = 0,
+    classes: int | None = None,
+    out: Any = None,
 ) -> tuple[Array, Array]:
     """lse = log(sum(exp(logits))) and loss = lse - logits[label - offset], for each row.
 
-    With the classes split among ranks both are of this shard: the loss is lse alone where the label is elsewhere.
-    The whole is then LSE = logsumexp of the shards' lse and LOSS = LSE - sum over shards of (lse - loss).
+    With the classes split among ranks both are of this shard: the loss is lse alone where the label is
+    elsewhere. The whole is then LSE = logsumexp of the shards' lse and LOSS = LSE - sum over shards of (lse -
+    loss).
 
     Args:
         logits: [..., n], the classes from ``offset``; with n = 0 both results are -infinity.

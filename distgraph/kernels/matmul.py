@@ -15,15 +15,20 @@ from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, 
 
 
 def blas_ready(x: Array) -> Array:
-    """``x`` itself where BLAS reads its last two dims as they lie (row- or column-major), else a contiguous copy.
+    """``x`` itself where BLAS reads its last two dims as they lie (row- or column-major), else a contiguous
+    copy.
 
     NumPy multiplies other layouts element by element, far slower than this copy.
     """
     if not isinstance(x, np.ndarray) or x.ndim < 2 or x.dtype.kind not in "fc":
         return x
     (rows, columns), (down, across), item = x.shape[-2:], x.strides[-2:], x.itemsize
-    row_major = (across == item or columns == 1) and (rows == 1 or (down >= columns * item and down % item == 0))
-    column_major = (down == item or rows == 1) and (columns == 1 or (across >= rows * item and across % item == 0))
+    row_major = (across == item or columns == 1) and (
+        rows == 1 or (down >= columns * item and down % item == 0)
+    )
+    column_major = (down == item or rows == 1) and (
+        columns == 1 or (across >= rows * item and across % item == 0)
+    )
     return x if row_major or column_major else np.ascontiguousarray(x)
 
 
@@ -31,7 +36,8 @@ def blas_ready(x: Array) -> Array:
 def matmul(xp: Namespace, a: Array, b: Array, *, out: Array | None = None) -> Array:
     """y[..., m, n] = sum over k of a[..., m, k] * b[..., k, n], leading dims broadcast as in NumPy.
 
-    Leading dims of ``a`` against a plain matrix ``b`` are collapsed into one GEMM. Transposed views are not copied.
+    Leading dims of ``a`` against a plain matrix ``b`` are collapsed into one GEMM. Transposed views are not
+    copied.
 
     Args:
         a: [..., m, k] or [k].
@@ -42,7 +48,9 @@ def matmul(xp: Namespace, a: Array, b: Array, *, out: Array | None = None) -> Ar
     direct = out if out is not None and out.dtype == dtype else None
     if a.ndim > 2 and b.ndim == 2 and a.flags.c_contiguous:
         y = empty(xp, direct, (*a.shape[:-1], b.shape[-1]), dtype)
-        xp.matmul(a.reshape(prod(a.shape[:-1]), a.shape[-1]), b, out=y.reshape(prod(a.shape[:-1]), b.shape[-1]))
+        xp.matmul(
+            a.reshape(prod(a.shape[:-1]), a.shape[-1]), b, out=y.reshape(prod(a.shape[:-1]), b.shape[-1])
+        )
         return store(xp, y, out)
     y = xp.matmul(a, b) if direct is None else xp.matmul(a, b, out=direct)
     return store(xp, y, out)
@@ -78,7 +86,9 @@ def _parse(spec: str) -> tuple[tuple[Names, ...], Names]:
     known = {n for term in names[:-1] for n in term}
     for n in names[-1]:
         if n not in known or names[-1].count(n) > 1:
-            raise GraphError(f"einsum {spec!r}: result index {n} must be once in the result and in some operand")
+            raise GraphError(
+                f"einsum {spec!r}: result index {n} must be once in the result and in some operand"
+            )
     return tuple(names[:-1]), names[-1]
 
 
@@ -192,7 +202,9 @@ def _check(spec: str, terms: tuple[Names, ...], shapes: tuple[tuple[int, ...], .
             raise GraphError(f"einsum {spec!r}: operand {i} has {len(shape)} dims but {len(term)} indices")
         for name, size in zip(term, shape, strict=True):
             if sizes.setdefault(name, size) != size:
-                raise GraphError(f"einsum {spec!r}: index {name} is {sizes[name]} before but {size} in operand {i}")
+                raise GraphError(
+                    f"einsum {spec!r}: index {name} is {sizes[name]} before but {size} in operand {i}"
+                )
 
 
 def _single(xp: Namespace, x: Array, names: Names, result: Names, out: Array | None) -> Array:

@@ -21,7 +21,8 @@ def _loops(xp: Namespace, x: Array, *others: Array) -> Any:
 def layer_norm(
     xp: Namespace, x: Array, w: Array, b: Array, *, eps: float = 1e-5, out: Any = None
 ) -> tuple[Array, Array, Array]:
-    """y = (x - mean) * rstd * w + b with rstd = 1 / sqrt(var + eps), mean and (biased) variance over the last dim.
+    """y = (x - mean) * rstd * w + b with rstd = 1 / sqrt(var + eps), mean and (biased) variance over the last
+    dim.
 
     Args:
         x: [..., n].
@@ -47,7 +48,9 @@ def layer_norm(
         rstd = empty(xp, out_rstd, x.shape[:-1], x.dtype)
         w, b = np.ascontiguousarray(w), np.ascontiguousarray(b)
         width = x.shape[-1]
-        loops.layer_norm(rows(x), w, b, x.dtype.type(eps), y.reshape(-1, width), mean.reshape(-1), rstd.reshape(-1))
+        loops.layer_norm(
+            rows(x), w, b, x.dtype.type(eps), y.reshape(-1, width), mean.reshape(-1), rstd.reshape(-1)
+        )
     return store(xp, y, out_y), store(xp, mean, out_mean), store(xp, rstd, out_rstd)
 
 
@@ -57,7 +60,8 @@ def layer_norm_grad(
 ) -> tuple[Array, Array, Array]:
     """Gradients of `layer_norm`, with h = (x - mean) * rstd and g = dy * w:
 
-    dx = rstd * (g - mean(g) - h * mean(g * h)), dw = sum(dy * h), db = sum(dy), sums over all but the last dim.
+    dx = rstd * (g - mean(g) - h * mean(g * h)), dw = sum(dy * h), db = sum(dy), sums over all but the last
+    dim.
 
     Returns:
         dx [..., n], dw [n], db [n].
@@ -103,7 +107,9 @@ def rms_norm(xp: Namespace, x: Array, w: Array, *, eps: float = 1e-6, out: Any =
     else:
         y, rstd = empty(xp, out_y, x.shape, x.dtype), empty(xp, out_rstd, x.shape[:-1], x.dtype)
         width = x.shape[-1]
-        loops.rms_norm(rows(x), np.ascontiguousarray(w), x.dtype.type(eps), y.reshape(-1, width), rstd.reshape(-1))
+        loops.rms_norm(
+            rows(x), np.ascontiguousarray(w), x.dtype.type(eps), y.reshape(-1, width), rstd.reshape(-1)
+        )
     return store(xp, y, out_y), store(xp, rstd, out_rstd)
 
 
@@ -111,7 +117,8 @@ def rms_norm(xp: Namespace, x: Array, w: Array, *, eps: float = 1e-6, out: Any =
 def rms_norm_grad(
     xp: Namespace, dy: Array, x: Array, w: Array, rstd: Array, *, out: Any = None
 ) -> tuple[Array, Array]:
-    """Gradients of `rms_norm`, with h = x * rstd and g = dy * w: dx = rstd * (g - h * mean(g * h)), dw = sum(dy * h).
+    """Gradients of `rms_norm`, with h = x * rstd and g = dy * w: dx = rstd * (g - h * mean(g * h)), dw =
+    sum(dy * h).
 
     Returns:
         dx [..., n], dw [n].

@@ -12,7 +12,8 @@ from distgraph.kernels._jit import fused_for
 
 
 def _unshared(inputs: tuple[Array, ...], outs: tuple[Array | None, ...]) -> tuple[Array, ...]:
-    """Copy each NumPy input that some output would overwrite too early: inputs[i] may only be outs[i] itself."""
+    """Copy each NumPy input that some output would overwrite too early: inputs[i] may only be outs[i]
+    itself."""
 
     def clobbered(i: int, x: Array) -> bool:
         return any(
@@ -29,7 +30,8 @@ def _is_new(x: Array, out: Array) -> bool:
 
 
 def _scalar(xp: Namespace, value: Any) -> Any:
-    """A Python float of a 0-d array; a CuPy 0-d array stays on the device, so that the stream does not stall."""
+    """A Python float of a 0-d array; a CuPy 0-d array stays on the device, so that the stream does not
+    stall."""
     return value if xp is not np and isinstance(value, xp.ndarray) else float(value)
 
 
@@ -50,10 +52,12 @@ def adam(
     decoupled: bool = False,
     out: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """One step t of Adam (Kingma and Ba, 2015, algorithm 1) or, ``decoupled``, AdamW (Loshchilov and Hutter, 2019).
+    """One step t of Adam (Kingma and Ba, 2015, algorithm 1) or, ``decoupled``, AdamW (Loshchilov and Hutter,
+    2019).
 
-    g' = g + weight_decay * p (or g where decoupled), m' = beta1 m + (1 - beta1) g', v' = beta2 v + (1 - beta2) g'^2,
-    p' = p - lr * (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps) [- lr * weight_decay * p where decoupled].
+    g' = g + weight_decay * p (or g where decoupled), m' = beta1 m + (1 - beta1) g', v' = beta2 v + (1 -
+    beta2) g'^2, p' = p - lr * (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps) [- lr * weight_decay *
+    p where decoupled].
 
     Args:
         p, g, m, v: parameter, gradient, first and second moment, of one shape.
@@ -85,7 +89,7 @@ def adam(
             loops.adam(*vectors, np.array(numbers, dtype), new, *(r.reshape(-1) for r in results))
         else:
             _adam_passes((p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
-    return tuple(store(xp, r, o) for r, o in zip(results, outs, strict=True))  # type: ignore[return-value]
+    return tuple(store(xp, r, o) for r, o in zip(results, outs, strict=True))
 
 
 def _adam_passes(state: tuple[Array, ...], numbers: tuple[float, ...], results: tuple[Array, ...]) -> None:

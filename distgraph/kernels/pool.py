@@ -63,7 +63,8 @@ def max_pool_grad(
     padding: Sequence[Sequence[int]] | int = 0,
     out: Array | None = None,
 ) -> Array:
-    """dx: each dy goes to the first place (row-major) of its window where x equals y, the result of `max_pool`."""
+    """dx: each dy goes to the first place (row-major) of its window where x equals y, the result of
+    `max_pool`."""
     over = window_of("max_pool_grad", x.shape[2:], window, window if stride is None else stride, padding)
     wide = padded(xp, x, over, _lowest(x.dtype))
     dx = xp.zeros(wide.shape, dy.dtype)

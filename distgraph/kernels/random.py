@@ -5,8 +5,9 @@ Element i (row-major position in the *global* array) of the stream ``key`` is::
     bits(key, i) = mix(key + i * 0x9E3779B97F4A7C15)      modulo 2^64
     mix(z): z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;  z = (z ^ z >> 27) * 0x94D049BB133111EB;  z ^ z >> 31
 
-that is, SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) read at any place; ``key`` is itself a hash, so two streams
-start far apart. A shard is described by the global ``shape``, its ``starts`` in each dim and its ``local_shape``.
+that is, SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) read at any place; ``key`` is itself a hash, so two
+streams start far apart. A shard is described by the global ``shape``, its ``starts`` in each dim and its
+``local_shape``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def fold_key(key: Any, salt: int | str) -> int:
 def _runs(
     xp: Namespace, shape: Sequence[int], starts: Sequence[int] | None, local: Sequence[int]
 ) -> tuple[Array, int]:
-    """The global positions of a shard as runs: (first position of each run as uint64 [runs], length of a run).
+    """The global positions of a shard as runs: (first position of each run as uint64 [runs], length of a
+    run).
 
     Raises:
         GraphError: the shard does not lie in ``shape``.
@@ -72,7 +74,9 @@ def _runs(
     starts = tuple(starts) if starts is not None else (0,) * len(shape)
     fits = len(shape) == len(starts) == len(local)
     if not fits or any(s < 0 or s + n > g for g, s, n in zip(shape, starts, local, strict=True) if n):
-        raise GraphError(f"random: shard {tuple(local)} at {starts} is not inside {tuple(shape)}; check the starts")
+        raise GraphError(
+            f"random: shard {tuple(local)} at {starts} is not inside {tuple(shape)}; check the starts"
+        )
     run, dim = 1, len(shape)
     first = 0
     while dim > 0:  # trailing dims that lie whole in the shard, and the one before them, make one run
@@ -165,11 +169,14 @@ def random_uniform(
     dtype: Any = "float32",
     out: Array | None = None,
 ) -> Array:
-    """Uniform in [0, 1): the upper 24 bits / 2^24, or for float64 the upper 53 bits / 2^53, so 1 is never drawn.
+    """Uniform in [0, 1): the upper 24 bits / 2^24, or for float64 the upper 53 bits / 2^53, so 1 is never
+    drawn.
 
     Half-precision types round to nearest and may give 1. Arguments as `random_bits`.
     """
-    bits = random_bits(xp, key, shape=shape, starts=starts, local_shape=_local(shape, local_shape, out), salt=salt)
+    bits = random_bits(
+        xp, key, shape=shape, starts=starts, local_shape=_local(shape, local_shape, out), salt=salt
+    )
     kind = np.dtype(dtype if out is None else out.dtype)
     digits, wide = (53, np.float64) if kind == np.float64 else (24, np.float32)
     values = (bits >> np.uint64(64 - digits)).astype(wide)
@@ -188,12 +195,15 @@ def random_normal(
     dtype: Any = "float32",
     out: Array | None = None,
 ) -> Array:
-    """Standard normal: the inverse distribution function at (the upper 52 bits + 1/2) / 2^52, in float64, rounded once.
+    """Standard normal: the inverse distribution function at (the upper 52 bits + 1/2) / 2^52, in float64,
+    rounded once.
 
     Within 8.2 of 0, symmetric. Identical under any sharding; NumPy and CuPy agree to rounding. Arguments as
     `random_bits`.
     """
-    bits = random_bits(xp, key, shape=shape, starts=starts, local_shape=_local(shape, local_shape, out), salt=salt)
+    bits = random_bits(
+        xp, key, shape=shape, starts=starts, local_shape=_local(shape, local_shape, out), salt=salt
+    )
     uniform = (bits >> np.uint64(12)).astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-52
@@ -213,7 +223,8 @@ def dropout(
     salt: int | str = 0,
     out: Array | None = None,
 ) -> Array:
-    """y = x / (1 - rate) where the upper 32 random bits reach rate * 2^32, else 0; applied to dy it is the gradient.
+    """y = x / (1 - rate) where the upper 32 random bits reach rate * 2^32, else 0; applied to dy it is the
+    gradient.
 
     Args:
         x: this shard.
@@ -235,7 +246,9 @@ def dropout(
     if xp is not np:
         if x.size:
             contiguous = xp.ascontiguousarray(x).reshape(-1)
-            elementwise("dropout")(contiguous, np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1))
+            elementwise("dropout")(
+                contiguous, np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1)
+            )
         return store(xp, y, out)
     loops = fused("_elements") if x.size >= FUSED_MIN_SIZE and x.dtype in (np.float32, np.float64) else None
     if loops is not None:

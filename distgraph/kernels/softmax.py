@@ -10,7 +10,9 @@ from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, 
 from distgraph.kernels._jit import fused_for
 
 
-def _fused_rows(name: str, xp: Namespace, operands: tuple[Array, ...], out: Array | None, axis: int, *dtypes: Any) -> Any:
+def _fused_rows(
+    name: str, xp: Namespace, operands: tuple[Array, ...], out: Array | None, axis: int, *dtypes: Any
+) -> Any:
     """Run the compiled loop ``name`` over the last dim, or return None where it does not apply."""
     first = operands[0]
     if axis not in (-1, first.ndim - 1):
@@ -65,7 +67,9 @@ def log_softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = 
 
 
 @computed_in_f32(0)
-def log_softmax_grad(xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Array | None = None) -> Array:
+def log_softmax_grad(
+    xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Array | None = None
+) -> Array:
     """dx = dy - exp(y) * sum(dy) along ``axis``, with y the result of `log_softmax`."""
     done = _fused_rows("log_softmax_grad", xp, (y, dy), out, axis, np.float32)
     if done is not None:
