@@ -10,8 +10,8 @@ overlap. *Out:* a `Transfer`: steps on the source mesh, tiles from rank to rank,
 
 Replicas at the far side would get the same bytes over the same slow links. So the tensor lands spread over
 the axes of the target mesh that replicate it, and an all_gather inside that mesh fills the rest. Which
-spread: the one with the fewest bytes between machines, then the lowest price, then the fewest tiles. The all_gather at the far
-side: Zheng et al., "Alpa", OSDI 2022, cross-mesh resharding.
+spread: the one with the fewest bytes between machines, then the lowest price, then the fewest tiles. The
+all_gather at the far side: Zheng et al., "Alpa", OSDI 2022, cross-mesh resharding.
 """
 
 from __future__ import annotations
