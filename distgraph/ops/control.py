@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from distgraph.dtypes import short
 from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.interpret import interpret
@@ -76,32 +77,38 @@ def while_loop(
     """
     tensors = as_tensors(*state, *fixed)
     count = len(tuple(state))
-    test = _subgraph("condition", condition, tensors)
+    if not count:
+        raise GraphError("while_loop has no state; give at least one tensor that changes from turn to turn")
+    return tensors[0].trace.emit("while_loop", tensors, while_subgraph(condition, body, tensors, count))
+
+
+def while_subgraph(
+    condition: Callable[..., Any], body: Callable[..., Any], operands: Sequence[Any], count: int
+) -> dict[str, Graph]:
+    """Attributes of a while_loop over operands (anything with a shape and dtype), the first `count` its state."""
+    test, step = _subgraph("condition", condition, operands), _subgraph("body", body, operands)
     if len(test.outputs) != 1 or test.outputs[0][1].type != "bool[]":
         found = ", ".join(value.type for _, value in test.outputs)
         raise GraphError(f"condition of while_loop returns {found} but must return one bool scalar")
-    step = _subgraph("body", body, tensors)
-    before = [t.value.type for t in tensors[:count]]
+    before = [op.result.type for op in step.sources("input")[:count]]
     after = [value.type for _, value in step.outputs]
     if before != after:
         raise GraphError(f"body of while_loop returns ({', '.join(after)}) but its state is ({', '.join(before)})")
-    if not count:
-        raise GraphError("while_loop has no state; give at least one tensor that changes from turn to turn")
-    return tensors[0].trace.emit("while_loop", tensors, {"condition": test, "body": step})
+    return {"condition": test, "body": step}
 
 
-def _subgraph(name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Graph:
+def _subgraph(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Graph:
     from distgraph.trace import Trace
 
     inner = Trace(name)
     with inner.activate():
-        inputs = [inner.source("input", f"x{i}", t.shape, t.dtype) for i, t in enumerate(tensors)]
+        inputs = [inner.source("input", f"x{i}", t.shape, short(t.dtype)) for i, t in enumerate(operands)]
         returned = function(*inputs)
         outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
         labels = ["y"] if name == "condition" else [f"y{i}" for i in range(len(outputs))]
         graph = inner.finish(dict(zip(labels, outputs, strict=False)))
     extra = [op.attrs["name"] for op in graph.sources("param", "state")]
-    extra += [op.attrs["name"] for op in graph.sources("input")[len(tensors) :]]
+    extra += [op.attrs["name"] for op in graph.sources("input")[len(operands) :]]
     if extra:
         raise GraphError(f"{name} of while_loop reads {', '.join(extra)} from outside; pass it in `fixed`")
     return graph

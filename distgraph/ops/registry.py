@@ -18,7 +18,7 @@ import numpy as np
 
 from distgraph.dtypes import promote
 from distgraph.errors import GraphError
-from distgraph.graph import Op, Value
+from distgraph.graph import Graph, Op, Value
 from distgraph.rule import OpLayout, Rule, bind, bounds, operand_spec, result_spec
 from distgraph.spec import ShardSpec
 
@@ -157,7 +157,22 @@ def freeze(attr: Any) -> Any:
         return tuple(freeze(a) for a in attr)
     if isinstance(attr, Mapping):
         return tuple(sorted((k, freeze(v)) for k, v in attr.items()))
-    return attr
+    return _Same(attr) if attr.__hash__ is None or isinstance(attr, Graph) else attr
+
+
+class _Same:
+    """Stands for something that has no hash, such as a subgraph: equal to itself only, which it keeps alive."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
 
 
 def rule_of(op: Op) -> Rule:
