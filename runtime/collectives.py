@@ -1,13 +1,17 @@
-"""Collectives on tensors: what generated rank programs call. They know dims and uneven shards; transports move flat buffers.
+"""Collectives on tensors: what generated rank programs call.
 
-Every collective has a `*_start` form that returns a `Handle`; `handle.wait()` gives the array. Start early, wait late.
-`group` is a tuple of global ranks in order; `sizes[i]` is the local length of the dim in question on member i, may
-differ between members and may be 0. Arrays are NumPy or CuPy; `out` must be C-contiguous and is returned.
+They know dims and uneven shards; transports move flat buffers.
 
-Data is packed only where the layout asks for it: with the dim in front (or only dims of length 1 before it) the shards
-are stretches of memory already, and `x` and `out` are the transport's buffers themselves.
+Every collective has a `*_start` form that returns a `Handle`; `handle.wait()` gives the array. Start early,
+wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length of the dim in question
+on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out` must be C-contiguous
+and is returned.
 
-Invariant: the input is not changed, except by `all_reduce(x, out=x)`, and must not be written before `wait` returned.
+Data is packed only where the layout asks for it: with the dim in front (or only dims of length 1 before it)
+the shards are stretches of memory already, and `x` and `out` are the transport's buffers themselves.
+
+Invariant: the input is not changed, except by `all_reduce(x, out=x)`, and must not be written before `wait`
+returned.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class Handle:
 
     def done(self) -> bool:
         """Whether `wait` would return at once; drives the operation on."""
-        return all([request.done() for request in self._requests])
+        open_requests = [request for request in self._requests if not request.done()]
+        return not open_requests
 
 
 def all_reduce_start(
@@ -205,7 +210,7 @@ def permute_start(
     if send_to == transport.rank or recv_from == transport.rank:
         if send_to != recv_from:
             raise RuntimeFault(
-                f"permute: rank {transport.rank} keeps its array, so it both sends to and receives from itself"
+                f"permute: rank {transport.rank} sends to itself, so it must receive from itself, and the reverse"
             )
         out[...] = x
         return Handle([], out)
@@ -293,7 +298,8 @@ def exchange(
         sends: (destination rank, slices of x); tiles for one rank in the order in which it lists them.
         recvs: (source rank, slices of out), likewise. Tiles of a rank for itself are copied.
         out: local result, written only where tiles land; None where this rank only sends.
-        tag: 0 <= tag < 2**27; exchanges under way between the same two ranks must differ in it or start in the same
+        tag: 0 <= tag < 2**27; exchanges under way between the same two ranks must differ in it or start in
+        the same
             order on both.
     """
     return exchange_start(transport, x, sends, recvs, out, tag).wait()
@@ -388,6 +394,6 @@ def _check_dim(
     position = position_in(group, transport.rank, what)
     if len(sizes) != len(group) or sizes[position] != x.shape[dim]:
         raise RuntimeFault(
-            f"{what}: rank {transport.rank} has length {x.shape[dim]} in dim {dim} but sizes {list(sizes)} of group "
-            f"{group} say otherwise"
+            f"{what}: rank {transport.rank} has length {x.shape[dim]} in dim {dim} but sizes {list(sizes)} "
+            f"of group {group} say otherwise"
         )

@@ -1,9 +1,9 @@
 """Ranks as threads of one process: the transport behind `python train.py` with no launcher.
 
-The ranks see each other's arrays, so a collective is a *meeting*: each member leaves its buffers and goes on; the last
-one to arrive does the whole work, by group position, and wakes the others. No member depends on another one's waits, and
-nothing is copied but the result. A message goes from the sender's buffer straight into the receiver's, by whichever
-of the two comes second.
+The ranks see each other's arrays, so a collective is a *meeting*: each member leaves its buffers and goes
+on; the last one to arrive does the whole work, by group position, and wakes the others. No member depends on
+another one's waits, and nothing is copied but the result. A message goes from the sender's buffer straight
+into the receiver's, by whichever of the two comes second.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class _InProcessRequest:
                 break
             if time.monotonic() - max(begun, world.last_progress) >= world.limit:
                 raise RuntimeFault(
-                    f"rank {rank}: {self._what} made no progress in {world.limit:g} s; look for a rank that does not "
-                    "take part, or raise DISTGRAPH_TIMEOUT"
+                    f"rank {rank}: {self._what} made no progress in {world.limit:g} s; look for a rank "
+                    "that does not take part, or raise DISTGRAPH_TIMEOUT"
                 )
         world.raise_failure(rank)
 
@@ -198,8 +198,8 @@ class InProcessTransport:
                     have, want = out_of[i].stop - out_of[i].start, into[j].stop - into[j].start
                     if have != want:
                         raise RuntimeFault(
-                            f"all_to_all: rank {group[j]} sends {have} elements to rank {group[i]}, which expects "
-                            f"{want}; the ranks run different programs"
+                            f"all_to_all: rank {group[j]} sends {have} elements to rank {group[i]}, which "
+                            f"expects {want}; the ranks run different programs"
                         )
                     target[into[j]] = source[out_of[i]]
 
@@ -284,8 +284,8 @@ class InProcessTransport:
                 del world.meetings[key]
         if (meeting.what, meeting.terms) != (what, terms):
             raise RuntimeFault(
-                f"collective {number} of group {group}: rank {self.rank} started {what} {terms} but another member "
-                f"{meeting.what} {meeting.terms}; the ranks run different programs"
+                f"collective {number} of group {group}: rank {self.rank} started {what} {terms} but another "
+                f"member {meeting.what} {meeting.terms}; the ranks run different programs"
             )
         if last:
             work([meeting.brought[i] for i in range(len(group))])
@@ -342,7 +342,8 @@ def run_ranks(
     Returns: what each rank returned, in rank order.
 
     Raises:
-        RuntimeFault: a rank raised. The message names the first to fail; its exception, with its traceback, is the
+        RuntimeFault: a rank raised. The message names the first to fail; its exception, with its traceback,
+        is the
             `__cause__`, so Python prints it first. The other ranks stop at their next transport call.
 
     Example:
@@ -356,7 +357,7 @@ def run_ranks(
     def body(transport: InProcessTransport) -> None:
         try:
             results[transport.rank] = fn(transport)
-        except BaseException as error:  # the caller's thread raises it again
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it again
             transport.abort(error)
 
     threads = [

@@ -1,7 +1,8 @@
-"""Starting ranks as processes on this machine, and ending all of them when one fails: `distgraph run -n 4 script.py args`.
+"""Starting ranks as processes, and ending all of them when one fails: `distgraph run -n 4 script.py args`.
 
-A rank that raises prints its traceback; the others print one line each and leave. When a rank is killed, the others say
-so likewise. The launcher then names the rank and the signal, passes the exit code on, and leaves no process behind.
+A rank that raises prints its traceback; the others print one line each and leave. When a rank is killed, the
+others say so likewise. The launcher then names the rank and the signal, passes the exit code on, and leaves
+no process behind.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _GRACE_SECONDS: Final = 5.0
 # What MPICH's mpiexec prints about a death; we say it ourselves.
 _REMARKS: Final = re.compile(
     rb"={60,}\s*$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT STRING|"
-    rb"This typically refers to a problem with your application|Please see the FAQ page for debugging suggestions"
+    rb"This typically refers to a problem with your application|"
+    rb"Please see the FAQ page for debugging suggestions"
 )
 
 
@@ -67,11 +69,13 @@ def launch(
     Args:
         n: number of ranks.
         argv: path of the script, then its arguments.
-        env: environment of the ranks; default this one. BLAS gets one thread per rank where it says nothing else.
+        env: environment of the ranks; default this one. BLAS gets one thread per rank where it says nothing
+        else.
         stdout: where the ranks' output goes, line by line; default this process's.
         stderr: likewise for errors.
 
-    Returns: exit code: 0 only if every rank succeeded; 128 + signal where a rank was killed; 130 after Ctrl-C.
+    Returns: exit code: 0 only if every rank succeeded; 128 + signal where a rank was killed; 130 after
+    Ctrl-C.
 
     Raises:
         RuntimeFault: n < 1, no such script, or no mpiexec.

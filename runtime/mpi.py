@@ -1,25 +1,26 @@
 """Ranks as processes: the MPI transport (mpi4py), host arrays.
 
-Collectives are written out as non-blocking sends and receives, driven on whenever the rank starts or waits for
-anything. Three reasons:
+Collectives are written out as non-blocking sends and receives, driven on whenever the rank starts or waits
+for anything. Three reasons:
 
-* Order. Contributions are added by position in the group, so the bits equal those of the in-process transport, and 16-bit
-  floats travel as 16 bits but are accumulated in f32 (MPI has no type for either).
-* Deadlock. There are no communicators per group, whose creation blocks: groups that overlap in any way may be used
-  in any order. Messages of a group carry a tag made from its members.
+* Order. Contributions are added by position in the group, so the bits equal those of the in-process
+  transport, and 16-bit floats travel as 16 bits but are accumulated in f32 (MPI has no type for either).
+* Deadlock. There are no communicators per group, whose creation blocks: groups that overlap in any way may
+  be used in any order. Messages of a group carry a tag made from its members.
 * Speed. Measured with MPICH 5.0.2 (ch4:ucx), 2 ranks on 2 cores, 4 MiB f32, medians:
-  all_reduce alone: MPI Allreduce 379 us, Iallreduce 375 us, Ialltoall + add + Iallgather 423 us, this exchange 287 us
-  (up to 64 KiB each rank sends all of it to every other one: 16 KiB 10 us against 13 us of Allreduce).
-  Eight of them, each started after two 256x1024x1024 products, with other load on the machine: products alone 170 ms,
-  Allreduce after each 333 ms, Iallreduce and one Waitall 210 ms, this exchange polled once per start 183 ms.
-  A progress thread (blocking Allreduce, or this exchange in a second thread) did not help where ranks = cores:
-  163 and 179 ms against 162 ms without on the quiet machine, for it takes the core or the interpreter lock from BLAS.
+  all_reduce alone: MPI Allreduce 379 us, Iallreduce 375 us, Ialltoall + add + Iallgather 423 us, this
+  exchange 287 us (up to 64 KiB each rank sends all of it to every other one: 16 KiB 10 us against 13 us of
+  Allreduce). Eight of them, each started after two 256x1024x1024 products, with other load on the machine:
+  products alone 170 ms, Allreduce after each 333 ms, Iallreduce and one Waitall 210 ms, this exchange polled
+  once per start 183 ms. A progress thread (blocking Allreduce, or this exchange in a second thread) did not
+  help where ranks = cores: 163 and 179 ms against 162 ms without on the quiet machine, for it takes the core
+  or the interpreter lock from BLAS.
 
-Waiting polls with `sched_yield`: where there are more ranks than cores a bare spin costs 5 to 20 ms per message (4
-ranks on 2 cores), a yielding one tens of us.
+Waiting polls with `sched_yield`: where there are more ranks than cores a bare spin costs 5 to 20 ms per
+message (4 ranks on 2 cores), a yielding one tens of us.
 
-A failing rank tells the others over a communicator of its own, waits for their last words, then leaves with exit code 1;
-whatever launched the ranks ends those that did not listen.
+A failing rank tells the others over a communicator of its own, waits for their last words, then leaves with
+exit code 1; whatever launched the ranks ends those that did not listen.
 """
 
 from __future__ import annotations
@@ -29,53 +30,42 @@ import os
 import pickle
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from distgraph.errors import RuntimeFault
+from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
 from distgraph.runtime.transport import (
     Array,
     Group,
     Request,
     check_counts,
     check_reduction,
-    even_counts,
     flat,
     position_in,
-    reduce_in_order,
     stretches,
     time_limit,
 )
 
-_WHOLE_EXCHANGE_BYTES: Final = (
-    1 << 16
-)  # all_reduce: up to here each member sends all of its buffer to all others
-_FLAT_BROADCAST_BYTES: Final = 1 << 16  # broadcast: up to here the root sends everything itself
-_TAG_BITS: Final = 28  # of MPI's tag: MPICH has 29, one is the phase of a collective
 _FAILURE, _ACKNOWLEDGE, _OBJECT = 0, 1, 2  # tags of the control communicator
 LAST_WORDS_SECONDS: Final = 5.0
 """How long a rank that fails waits for the others to say why they stop."""
 _JOB_LOOK_SECONDS: Final = 0.01
 
-_Steps = Iterator[list[Any]]
-_Message = tuple[int, Array]
-
 
 class _Operation:
     """A request: a generator that yields the MPI requests to be complete before its next step.
 
-    Steps of operations of one group are taken in the order of their starts, so that equal tags match in order.
+    Steps of operations of one group are taken in the order of their starts, so that equal tags match in
+    order.
     """
 
     __slots__ = ("_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
 
-    def __init__(
-        self, transport: MpiTransport, what: str, steps: _Steps, previous: _Operation | None
-    ) -> None:
+    def __init__(self, transport: MpiTransport, what: str, steps: Steps, previous: _Operation | None) -> None:
         self._transport, self.what, self._steps, self.previous = transport, what, steps, previous
         self.requests: list[Any] = []
         self._taken = 0
@@ -117,7 +107,8 @@ class MpiTransport:
     Args:
         comm: an mpi4py intracommunicator; default `MPI.COMM_WORLD`.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
-        job: directory in which the launcher's supervisors record the first failure (see `distgraph.runtime.rank`).
+        job: directory in which the launcher's supervisors record the first failure (see
+        `distgraph.runtime.rank`).
 
     Raises:
         RuntimeFault: mpi4py is not installed, or finds no MPI library.
@@ -128,20 +119,17 @@ class MpiTransport:
         self._limit = time_limit(limit)
         world = self._mpi.COMM_WORLD if comm is None else comm
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
+        self._exchange = Exchange(self._collectives)
         self._rank, self._size = int(world.Get_rank()), int(world.Get_size())
         self._everyone: Group = tuple(range(self._size))
-        self._tags: dict[Group, int] = {}
-        self._groups: dict[int, Group] = {}
         self._latest: dict[Group, _Operation] = {}
         self._pending: list[_Operation] = []
-        self._scratch: dict[int, list[np.ndarray[Any, Any]]] = {}
-        self._failure: tuple[int | None, str] | None = (
-            None  # rank to answer to, if it can listen; what happened
-        )
+        # The rank to answer to, where it can listen, and what happened.
+        self._failure: tuple[int | None, str] | None = None
         self._job = job
         self._looked = time.monotonic()
         self._last_progress = time.monotonic()
-        # With a core per rank a long wait may spin; with fewer the core is wanted by the rank that is waited for.
+        # With a core per rank a long wait may spin; with fewer the rank that is waited for wants the core.
         crowded = int(os.environ.get("MPI_LOCALNRANKS", self._size)) > len(os.sched_getaffinity(0))
         self._patience = 0.001 if crowded else 0.02
 
@@ -153,17 +141,17 @@ class MpiTransport:
     def size(self) -> int:
         return self._size
 
-    # -- collectives ------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
-        steps = self._all_reduce_steps(flat(buffer, "all_reduce"), op, group)
+        steps = self._exchange.all_reduce(flat(buffer, "all_reduce"), op, group)
         return self._start(f"all_reduce({op}) of {buffer.nbytes} bytes", steps, group)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         check_counts("all_gather", recv.size, counts, group)
         self._check_own("all_gather", send.size, counts, group)
-        steps = self._all_gather_steps(flat(send, "all_gather"), flat(recv, "all_gather"), counts, group)
+        steps = self._exchange.all_gather(flat(send, "all_gather"), flat(recv, "all_gather"), counts, group)
         return self._start(f"all_gather of {recv.nbytes} bytes", steps, group)
 
     def reduce_scatter(
@@ -173,7 +161,7 @@ class MpiTransport:
         check_counts("reduce_scatter", send.size, counts, group)
         self._check_own("reduce_scatter", recv.size, counts, group)
         source, target = flat(send, "reduce_scatter"), flat(recv, "reduce_scatter")
-        steps = self._reduce_scatter_steps(source, target, counts, op, group)
+        steps = self._exchange.reduce_scatter(source, target, counts, op, group)
         return self._start(f"reduce_scatter({op}) of {send.nbytes} bytes", steps, group)
 
     def all_to_all(
@@ -187,31 +175,33 @@ class MpiTransport:
                 f"all_to_all: rank {self.rank} keeps {send_counts[me]} elements, expects {recv_counts[me]}"
             )
         source, target = flat(send, "all_to_all"), flat(recv, "all_to_all")
-        steps = self._all_to_all_steps(source, target, stretches(send_counts), stretches(recv_counts), group)
+        steps = self._exchange.all_to_all(
+            source, target, stretches(send_counts), stretches(recv_counts), group
+        )
         return self._start(f"all_to_all of {send.nbytes} bytes", steps, group)
 
     def broadcast(self, buffer: Array, root: int, group: Group) -> Request:
         position_in(group, root, "broadcast")
-        steps = self._broadcast_steps(flat(buffer, "broadcast"), root, group)
+        steps = self._exchange.broadcast(flat(buffer, "broadcast"), root, group)
         return self._start(f"broadcast of {buffer.nbytes} bytes from rank {root}", steps, group)
 
-    # -- messages ---------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
         self._check_peer("send", dest, tag)
-        data = _octets(flat(buffer, "send"))
+        data = octets(flat(buffer, "send"))
 
-        def steps() -> _Steps:
+        def steps() -> Steps:
             yield [self._messages.Isend(data, dest, tag)]
 
         return self._start(f"send to rank {dest} (tag {tag}, {data.size} bytes)", steps(), None)
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
         self._check_peer("recv", source, tag)
-        data, target = _octets(flat(buffer, "recv")), buffer
+        data, target = octets(flat(buffer, "recv")), buffer
         what = f"recv from rank {source} (tag {tag}, {data.size} bytes)"
 
-        def steps() -> _Steps:
+        def steps() -> Steps:
             status = self._mpi.Status()
             request = self._messages.Irecv(data, source, tag)
             yield [_WithStatus(request, status)]
@@ -227,7 +217,7 @@ class MpiTransport:
         members = self._everyone if group is None else group
         marks = np.zeros(len(members), np.uint8)
         mark = marks[position_in(members, self.rank, "barrier") :][:1].copy()
-        steps = self._all_gather_steps(mark, marks, [1] * len(members), members)
+        steps = self._exchange.all_gather(mark, marks, [1] * len(members), members)
         self._start("barrier", steps, members).wait()
 
     def gather_objects(self, obj: Any, root: int = 0) -> list[Any] | None:
@@ -244,7 +234,7 @@ class MpiTransport:
                 self._send_object(obj, rank)
         return obj
 
-    # -- progress, failure, end ---------------------------------------------------------------------------------
+    # -- progress, failure, end --------------------------------------------------------------------
 
     def progress(self) -> None:
         """Drive everything under way without blocking; raise if another rank failed."""
@@ -290,8 +280,8 @@ class MpiTransport:
                 now = time.monotonic()
                 if now - max(begun, self._last_progress) > self._limit:
                     raise RuntimeFault(
-                        f"rank {self.rank}: {what} made no progress in {self._limit:g} s; look for a rank that does "
-                        "not take part, or raise DISTGRAPH_TIMEOUT"
+                        f"rank {self.rank}: {what} made no progress in {self._limit:g} s; look for a rank "
+                        "that does not take part, or raise DISTGRAPH_TIMEOUT"
                     )
                 if now - begun > self._patience:
                     time.sleep(1e-4)
@@ -306,7 +296,8 @@ class MpiTransport:
                 complete = self._mpi.Request.Testall(requests)
         except self._mpi.Exception as error:
             raise RuntimeFault(
-                f"rank {self.rank}: {what}: MPI says {error.Get_error_string()!r}; the ranks run different programs"
+                f"rank {self.rank}: {what}: MPI says {error.Get_error_string()!r}; "
+                "the ranks run different programs"
             ) from error
         if complete:
             self._last_progress = time.monotonic()
@@ -318,7 +309,7 @@ class MpiTransport:
         return self._failure is not None
 
     def abort(self, error: BaseException) -> NoReturn:
-        """Tell the other ranks, give them a moment for their last words, and end this process. Does not return."""
+        """Tell the other ranks, give them a moment for their last words, and end this process."""
         sys.stdout.flush()
         sys.stderr.flush()
         deadline = time.monotonic() + LAST_WORDS_SECONDS
@@ -345,104 +336,18 @@ class MpiTransport:
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
     def close(self) -> None:
-        """Free the communicators; collective. Nothing may be under way."""
+        """Give up what is still expected and free the communicators; collective."""
+        for operation in self._pending:
+            for request in operation.requests:
+                (request.request if isinstance(request, _WithStatus) else request).Cancel()
+        self._pending.clear()
         for comm in (self._messages, self._collectives, self._control):
             if comm != self._mpi.COMM_NULL:
                 comm.Free()
-        self._scratch.clear()
 
-    # -- how a collective moves ---------------------------------------------------------------------------------
+    # -- bookkeeping -------------------------------------------------------------------------------
 
-    def _all_reduce_steps(self, mine: Array, op: str, group: Group) -> _Steps:
-        me, others = self._peers(group)
-        if not others or not mine.size:
-            return
-        tag = self._tag(group)
-        if mine.nbytes * len(others) <= _WHOLE_EXCHANGE_BYTES:
-            pieces = {peer: self._take(mine.size, mine.dtype) for peer in others}
-            yield self._exchange([(p, mine) for p in others], list(pieces.items()), tag)
-            ordered = [mine if rank == self.rank else pieces[rank] for rank in group]
-            reduce_in_order(ordered, op, mine)
-            self._give(pieces.values())
-            return
-        places = stretches(even_counts(mine.size, len(group)))
-        kept = mine[places[me]]
-        pieces = {peer: self._take(kept.size, mine.dtype) for peer in others}
-        by_rank = dict(zip(group, places, strict=True))
-        yield self._exchange([(p, mine[by_rank[p]]) for p in others], list(pieces.items()), tag)
-        reduce_in_order([kept if rank == self.rank else pieces[rank] for rank in group], op, kept)
-        self._give(pieces.values())
-        yield self._exchange([(p, kept) for p in others], [(p, mine[by_rank[p]]) for p in others], tag + 1)
-
-    def _all_gather_steps(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> _Steps:
-        _, others = self._peers(group)
-        by_rank = dict(zip(group, stretches(counts), strict=True))
-        recv[by_rank[self.rank]] = send
-        if others:
-            receives = [(p, recv[by_rank[p]]) for p in others]
-            yield self._exchange([(p, send) for p in others], receives, self._tag(group))
-
-    def _reduce_scatter_steps(
-        self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
-    ) -> _Steps:
-        _, others = self._peers(group)
-        by_rank = dict(zip(group, stretches(counts), strict=True))
-        pieces = {peer: self._take(recv.size, recv.dtype) for peer in others}
-        if others:
-            sends = [(p, send[by_rank[p]]) for p in others]
-            yield self._exchange(sends, list(pieces.items()), self._tag(group))
-        kept = send[by_rank[self.rank]]
-        reduce_in_order([kept if rank == self.rank else pieces[rank] for rank in group], op, recv)
-        self._give(pieces.values())
-
-    def _all_to_all_steps(
-        self, send: Array, recv: Array, out_of: list[slice], into: list[slice], group: Group
-    ) -> _Steps:
-        me, others = self._peers(group)
-        recv[into[me]] = send[out_of[me]]
-        position = {rank: i for i, rank in enumerate(group)}
-        if others:
-            sends = [(p, send[out_of[position[p]]]) for p in others]
-            yield self._exchange(sends, [(p, recv[into[position[p]]]) for p in others], self._tag(group))
-
-    def _broadcast_steps(self, buffer: Array, root: int, group: Group) -> _Steps:
-        """From the root to all, or for large buffers a stretch to each member and an all_gather of those."""
-        _, others = self._peers(group)
-        if not others or not buffer.size:
-            return
-        tag = self._tag(group)
-        if len(group) == 2 or buffer.nbytes <= _FLAT_BROADCAST_BYTES:
-            if self.rank == root:
-                yield self._exchange([(p, buffer) for p in others], [], tag)
-            else:
-                yield self._exchange([], [(root, buffer)], tag)
-            return
-        receivers = [rank for rank in group if rank != root]
-        places = stretches(even_counts(buffer.size, len(receivers)))
-        by_rank = {rank: buffer[place] for rank, place in zip(receivers, places, strict=True)}
-        if self.rank == root:
-            yield self._exchange(list(by_rank.items()), [], tag)
-            return
-        mine = by_rank[self.rank]
-        yield self._exchange([], [(root, mine)], tag)
-        peers = [rank for rank in receivers if rank != self.rank]
-        yield self._exchange([(p, mine) for p in peers], [(p, by_rank[p]) for p in peers], tag + 1)
-
-    def _exchange(self, sends: Sequence[_Message], receives: Sequence[_Message], tag: int) -> list[Any]:
-        """Post messages between members of a group; both sides skip the empty ones."""
-        comm = self._collectives
-        requests = [comm.Irecv(_octets(data), peer, tag) for peer, data in receives if data.size]
-        requests += [comm.Isend(_octets(data), peer, tag) for peer, data in sends if data.size]
-        return requests
-
-    def _peers(self, group: Group) -> tuple[int, list[int]]:
-        """Own position, and the other members from the next one round, so that not all send to the first at once."""
-        me = position_in(group, self.rank, "collective")
-        return me, [*group[me + 1 :], *group[:me]]
-
-    # -- bookkeeping ----------------------------------------------------------------------------------------------
-
-    def _start(self, what: str, steps: _Steps, group: Group | None) -> _Operation:
+    def _start(self, what: str, steps: Steps, group: Group | None) -> _Operation:
         self.progress()
         operation = _Operation(self, what, steps, None if group is None else self._latest.get(group))
         if not operation.advance():
@@ -450,30 +355,6 @@ class MpiTransport:
         if group is not None:
             self._latest[group] = operation
         return operation
-
-    def _tag(self, group: Group) -> int:
-        """An even tag made from the members; the odd one above it is for second phases."""
-        tag = self._tags.get(group)
-        if tag is None:
-            tag = (zlib.crc32(np.asarray(group, np.int64).tobytes()) & ((1 << (_TAG_BITS - 1)) - 1)) << 1
-            other = self._groups.setdefault(tag, group)
-            if other != group:
-                raise RuntimeFault(
-                    f"rank {self.rank}: groups {other} and {group} get the same message tag {tag}; "
-                    "number the ranks of the mesh differently"
-                )
-            self._tags[group] = tag
-        return tag
-
-    def _take(self, count: int, dtype: Any) -> np.ndarray[Any, Any]:
-        """Scratch memory; kept for reuse, because fresh pages cost more than the addition done in them."""
-        nbytes = count * np.dtype(dtype).itemsize
-        free = self._scratch.setdefault(nbytes, [])
-        return (free.pop() if free else np.empty(nbytes, np.uint8)).view(dtype)
-
-    def _give(self, pieces: Any) -> None:
-        for piece in pieces:
-            self._scratch[piece.nbytes].append(piece.view(np.uint8))
 
     def _check_own(self, what: str, have: int, counts: Sequence[int], group: Group) -> None:
         want = counts[position_in(group, self.rank, what)]
@@ -483,8 +364,8 @@ class MpiTransport:
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size:
             raise RuntimeFault(f"{what}: rank {peer} is not one of the {self.size} ranks")
-        if not 0 <= tag < 1 << _TAG_BITS:
-            raise RuntimeFault(f"{what}: tag {tag} is not in 0 .. 2**{_TAG_BITS} - 1")
+        if not 0 <= tag < 1 << TAG_BITS:
+            raise RuntimeFault(f"{what}: tag {tag} is not in 0 .. 2**{TAG_BITS} - 1")
 
     def _send_object(self, obj: Any, dest: int) -> None:
         request = self._control.Isend(bytearray(pickle.dumps(obj)), dest, _OBJECT)
@@ -510,11 +391,6 @@ class _WithStatus:
 
     def __init__(self, request: Any, status: Any) -> None:
         self.request, self.status = request, status
-
-
-def _octets(data: Array) -> Array:
-    """Bytes of a flat array: MPI needs no type of its own for bf16, f16 or bool, for it never computes."""
-    return data.view(np.uint8)
 
 
 def _load_mpi() -> Any:

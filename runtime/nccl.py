@@ -1,17 +1,19 @@
 """Ranks with a GPU each: the NCCL transport (`cupy.cuda.nccl`), CuPy arrays.
 
-Another transport, MPI between processes, is used for bootstrap and control only: unique ids, small objects, failures, and
-the agreement on messages. Where two members of a group share a GPU, which NCCL refuses, the group's data is staged through
-host memory and moved by that other transport.
+Another transport, MPI between processes, is used for bootstrap and control only: unique ids, small objects,
+failures, and the agreement on messages. Where two members of a group share a GPU, which NCCL refuses, the
+group's data is staged through host memory and moved by that other transport.
 
-Streams: collectives run on a stream of their own, messages on one per peer and direction, so that communication overlaps
-the computation on the caller's current stream. An operation waits (on the device) for what the current stream had been
-given when it was started; `Request.wait` makes the current stream wait for the operation and returns: the host blocks
-only for a message whose other side has not been posted yet. So a collective that never ends is noticed where the host
-next waits: `synchronize`, which has the time limit, and is to be called before results are read.
+Streams: collectives run on a stream of their own, messages on one per peer and direction, so that
+communication overlaps the computation on the caller's current stream. An operation waits (on the device) for
+what the current stream had been given when it was started; `Request.wait` makes the current stream wait for
+the operation and returns: the host blocks only for a message whose other side has not been posted yet. So a
+collective that never ends is noticed where the host next waits: `synchronize`, which has the time limit, and
+is to be called before results are read.
 
-Messages: NCCL knows no tags and a send occupies its stream until it is received. So a receiver tells the sender over
-the control transport what it is ready for; the sender answers, and both launch in the order of the answers.
+Messages: NCCL knows no tags and a send occupies its stream until it is received. So a receiver tells the
+sender over the control transport what it is ready for; the sender answers, and both launch in the order of
+the answers.
 
 Communicators are made by `prepare`, collectively and in one order for all ranks, because making one blocks.
 """
@@ -42,7 +44,7 @@ from distgraph.runtime.transport import (
     time_limit,
 )
 
-# ncclDataType_t and ncclRedOp_t of nccl.h; bool travels as bytes, on which max, min and prod are any, all and all.
+# ncclDataType_t and ncclRedOp_t of nccl.h; bools are bytes, whose max, min and prod are any, all and all.
 _TYPES: Final = {
     "int8": 0, "uint8": 1, "bool": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
     "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
@@ -53,7 +55,7 @@ _READY_TAG, _GO_TAG = (1 << 28) - 2, (1 << 28) - 1  # of the control transport
 
 
 class _DeviceRequest:
-    """Work on a communication stream, perhaps not launched yet. Keeps its arrays alive until it has been waited for."""
+    """Work on a communication stream, perhaps not launched yet; keeps its arrays alive until waited for."""
 
     __slots__ = ("_arrays", "_transport", "event", "what")
 
@@ -107,7 +109,8 @@ class _Channel:
 class NcclTransport:
     """One rank of a job with GPUs; see `distgraph.runtime.transport.Transport`. Making one is collective.
 
-    Uses CUDA device (place of this rank among those of its machine) modulo (devices of the machine) and makes it current.
+    Uses CUDA device (place of this rank among those of its machine) modulo (devices of the machine) and
+    makes it current.
 
     Args:
         control: transport of the same ranks for host data.
@@ -172,7 +175,7 @@ class NcclTransport:
                 channels, peer = (self._sending, dest) if source == self.rank else (self._receiving, source)
                 channels[peer] = channel
 
-    # -- collectives ------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
@@ -264,7 +267,7 @@ class NcclTransport:
             lambda comm, stream: comm.bcast(at, buffer.size, kind, first, stream),
         )
 
-    # -- messages -----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
         flat(buffer, "send")
@@ -296,7 +299,7 @@ class NcclTransport:
             while channel.heard:
                 self._launch_message(channel, channel.heard.popleft(), sending=False)
 
-    # -- control ------------------------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------------
 
     def barrier(self, group: Group | None = None) -> None:
         self.synchronize()
@@ -309,7 +312,7 @@ class NcclTransport:
         return self._control.broadcast_object(obj, root)
 
     def synchronize(self) -> None:
-        """Wait on the host for the collectives that were started, with the time limit and an ear for failures."""
+        """Wait on the host for the collectives that were started, with the time limit."""
         event = self._mark(self._stream)
         self.poll(lambda: bool(event.done), "collectives on the device")
 
@@ -320,8 +323,8 @@ class NcclTransport:
             self.progress()
             if time.monotonic() - begun > self._limit:
                 raise RuntimeFault(
-                    f"rank {self.rank}: {what} made no progress in {self._limit:g} s; look for a rank that does not "
-                    "take part, or raise DISTGRAPH_TIMEOUT"
+                    f"rank {self.rank}: {what} made no progress in {self._limit:g} s; look for a rank "
+                    "that does not take part, or raise DISTGRAPH_TIMEOUT"
                 )
             os.sched_yield()
 
@@ -337,7 +340,7 @@ class NcclTransport:
         self._sending.clear()
         self._receiving.clear()
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- how it is done ----------------------------------------------------------------------------
 
     def _choose_device(self) -> list[tuple[str, bytes]]:
         """Make this rank's device current; (machine, UUID of the device) of every rank."""
@@ -384,7 +387,7 @@ class NcclTransport:
         return request
 
     def _exchange(self, comm: Any, stream: int, parts: Sequence[Array], targets: Sequence[Array]) -> None:
-        """Part i to member i, target i from member i, own ones included; empty ones are skipped on both sides."""
+        """Part i to member i, target i from member i, own ones included; both sides skip the empty ones."""
         self._nccl.groupStart()
         for peer, (part, target) in enumerate(zip(parts, targets, strict=True)):
             if part.size:
@@ -455,7 +458,8 @@ def _load_cupy() -> tuple[Any, Any]:
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         raise RuntimeFault(
-            f"nccl transport: CuPy with NCCL cannot be loaded ({error}); install it with: pip install distgraph[cuda12]"
+            f"nccl transport: CuPy with NCCL cannot be loaded ({error}); "
+            "install it with: pip install distgraph[cuda12]"
         ) from error
     if not getattr(nccl, "available", True):
         raise RuntimeFault(

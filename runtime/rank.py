@@ -2,12 +2,13 @@
 
     mpiexec -> supervisor (does nothing but wait) -> rank (runs the script)
 
-The two are one program forked before it has loaded anything. The supervisor learns how the rank ended, which mpiexec
-does not tell reliably (of several dead ranks it may name one that it killed itself). It writes what it saw into the
-job's directory, where the other ranks look while they wait: so each of them can say why it stops.
+The two are one program forked before it has loaded anything. The supervisor learns how the rank ended, which
+mpiexec does not tell reliably (of several dead ranks it may name one that it killed itself). It writes what
+it saw into the job's directory, where the other ranks look while they wait: so each of them can say why it
+stops.
 
-Files of the job's directory: `rank.R` process number and start time of rank R; `failed` exit code and text of the first failure;
-`left.R` rank R has said its last words after a failure.
+Files of the job's directory: `rank.R` process number and start time of rank R; `failed` exit code and text
+of the first failure; `left.R` rank R has said its last words after a failure.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _current: list[MpiTransport] = []
 
 
 def ranks_of_job() -> int:
-    """Number of MPI ranks that the launcher of this process started; 1 without a launcher. Does not load MPI."""
+    """Number of MPI ranks that the launcher started; 1 without a launcher. Does not load MPI."""
     return _number(_SIZE_VARIABLES) or 1
 
 
@@ -58,8 +59,8 @@ def current_transport() -> MpiTransport | None:
     transport = MpiTransport(job=_job_directory())
     if transport.size != expected:
         raise RuntimeFault(
-            f"launcher started {expected} ranks but mpi4py sees {transport.size}; use the mpiexec of the MPI that "
-            "mpi4py was built for (pip install mpich), or `distgraph run`"
+            f"launcher started {expected} ranks but mpi4py sees {transport.size}; use the mpiexec of the MPI "
+            "that mpi4py was built for (pip install mpich), or `distgraph run`"
         )
     _current.append(transport)
     sys.excepthook = lambda kind, error, trace: fail(error)
@@ -70,8 +71,8 @@ def current_transport() -> MpiTransport | None:
 def fail(error: BaseException) -> None:
     """Report an exception that nobody caught, and take the other ranks down.
 
-    The rank where it began prints its traceback (none for a mistake that distgraph explains) and then the error in one
-    line; the others only the line. Does not return where there are several ranks.
+    The rank where it began prints its traceback (none for a mistake that distgraph explains) and then the
+    error in one line; the others only the line. Does not return where there are several ranks.
     """
     transport = _current[0] if _current else None
     followed = transport is not None and transport.failed_elsewhere
@@ -91,7 +92,7 @@ def fail(error: BaseException) -> None:
 
 
 def run_script(argv: Sequence[str]) -> None:
-    """Run a script as `__main__` in this process; its uncaught exception, or exit with a code, ends all ranks."""
+    """Run a script as `__main__` here; its uncaught exception, or exit with a code, ends all ranks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # whole lines in one write, so that those of ranks don't mix
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -110,7 +111,7 @@ def run_script(argv: Sequence[str]) -> None:
 
 
 def supervise(argv: Sequence[str]) -> None:
-    """Run a script in a child of this process and end as the child does; a death by signal is told to the others."""
+    """Run a script in a child of this process and end as it does; tell the others of a death by signal."""
     job, rank = _job_directory(), _number(_RANK_VARIABLES)
     if job is None or rank is None:
         run_script(argv)
@@ -139,7 +140,7 @@ def supervise(argv: Sequence[str]) -> None:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None if there is none. Tells a number used again."""
+    """When a process was started, in clock ticks since boot; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -191,7 +192,7 @@ def _number(variables: Sequence[str]) -> int | None:
 
 
 def _leave() -> None:
-    """At exit: wait for the others within reach of their failures; MPI's own finalisation would not hear of them."""
+    """At exit: wait for the others within reach of their failures, of which MPI_Finalize would not hear."""
     try:
         _current[0].barrier()
     except RuntimeFault as error:

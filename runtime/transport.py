@@ -1,19 +1,22 @@
 """What every transport offers to a rank program, and the arithmetic that they share.
 
-A transport moves flat, C-contiguous arrays between ranks; it knows nothing of tensors, dims or meshes (those live in
-`distgraph.runtime.collectives`). There is one object per rank. Every operation but `barrier` and the two for small
-Python objects returns at once with a `Request`; until `wait` has returned, the buffers belong to the transport: don't
-write what is being sent, don't read what is being received.
+A transport moves flat, C-contiguous arrays between ranks; it knows nothing of tensors, dims or meshes (those
+live in `distgraph.runtime.collectives`). There is one object per rank. Every operation but `barrier` and the
+two for small Python objects returns at once with a `Request`; until `wait` has returned, the buffers belong
+to the transport: don't write what is being sent, don't read what is being received.
 
 Invariants:
-* Operations on the same group are started in the same order by all its members. Operations of different groups are not
-  ordered against each other. `send` and `recv` are matched by (source, tag), first come first served.
-* A rank that waits for anything drives everything else that it has started, so start early and wait late is always safe.
-* A reduction adds contributions by position in the group: ((x0 + x1) + x2) + ... . In-process and MPI ranks therefore
-  produce the same bits, on every member, every time. 16-bit floats (f16, bf16) are accumulated in f32 and rounded once.
-  (NCCL chooses its own order; it is deterministic for a given group and size but its bits differ.)
-* No wait is without a limit: `time_limit` seconds without progress raise `RuntimeFault`, and so does the failure of
-  another rank.
+* Operations on the same group are started in the same order by all its members. Operations of different
+  groups are not ordered against each other. `send` and `recv` are matched by (source, tag), first come first
+  served.
+* A rank that waits for anything drives everything else that it has started, so start early and wait late is
+  always safe.
+* A reduction adds contributions by position in the group: ((x0 + x1) + x2) + ... . In-process and MPI ranks
+  therefore produce the same bits, on every member, every time. 16-bit floats (f16, bf16) are accumulated in
+  f32 and rounded once. (NCCL chooses its own order; it is deterministic for a given group and size but its
+  bits differ.)
+* No wait is without a limit: `time_limit` seconds without progress raise `RuntimeFault`, and so does the
+  failure of another rank.
 """
 
 from __future__ import annotations
@@ -65,8 +68,8 @@ class Request(Protocol):
 class Transport(Protocol):
     """The ranks of one job as seen by one of them; to be used by one thread at a time.
 
-    `buffer`, `send` and `recv` are C-contiguous arrays whose dtype is the same on all members. `counts` are elements
-    per member of the group, in group order, and may be 0.
+    `buffer`, `send` and `recv` are C-contiguous arrays whose dtype is the same on all members. `counts` are
+    elements per member of the group, in group order, and may be 0.
     """
 
     @property
@@ -78,7 +81,7 @@ class Transport(Protocol):
         """Number of ranks in the job."""
 
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
-        """Replace `buffer` on every member by the reduction ("sum" | "max" | "min" | "prod") over the members."""
+        """Replace `buffer` on every member by its reduction over the members: op is one of `REDUCTIONS`."""
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         """Put the `counts[i]` elements of member i into `recv` (sum(counts) elements), in group order."""
@@ -86,7 +89,7 @@ class Transport(Protocol):
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
-        """Reduce `send` (sum(counts) elements) over the members; member i receives its i-th stretch of it in `recv`."""
+        """Reduce `send` (sum(counts) elements) over the members; member i gets its i-th stretch in `recv`."""
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
@@ -177,8 +180,8 @@ def flat(array: Array, what: str) -> Array:
     """
     if not array.flags.c_contiguous:
         raise RuntimeFault(
-            f"{what}: array of shape {tuple(array.shape)} is not C-contiguous but a transport moves contiguous "
-            "buffers; copy it first"
+            f"{what}: array of shape {tuple(array.shape)} is not C-contiguous but a transport moves "
+            "contiguous buffers; copy it first"
         )
     return array.reshape(-1)
 

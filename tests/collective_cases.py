@@ -1,4 +1,5 @@
-"""What every transport must do, as functions of one rank's transport: run on threads, under mpiexec and with NCCL.
+"""What every transport must do, as functions of one rank's transport: run on threads, under mpiexec and with
+NCCL.
 
 Every rank makes the data of all ranks from the same seeds, so each knows what NumPy says the answer is.
 """
@@ -56,8 +57,14 @@ def uneven(total: int, parts: int) -> list[int]:
     return [max(0, min(block, total - i * block)) for i in range(parts)]
 
 
+def with_length(dim: int, length: int) -> tuple[int, ...]:
+    shape = [3, 5, 4]
+    shape[dim] = length
+    return tuple(shape)
+
+
 def fold(op: str, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Reduction by position, in f32 for 16-bit floats, then rounded once: what the transports promise, bit for bit."""
+    """Reduction by position, in f32 for 16-bit floats and rounded once: what the transports promise."""
     dtype = arrays[0].dtype
     wide = np.float32 if dtype.itemsize == 2 else dtype
     result = functools.reduce(REFERENCE[op], [array.astype(wide) for array in arrays])
@@ -95,7 +102,7 @@ def all_gather_case(transport: Transport, dtype: str) -> None:
             continue
         for dim, total in itertools.product(range(3), (7, 2, 0)):
             sizes = uneven(total, len(group))
-            shapes = [tuple((3, 5, 4)[:dim]) + (n,) + tuple((3, 5, 4)[dim + 1 :]) for n in sizes]
+            shapes = [with_length(dim, n) for n in sizes]
             parts = [data(rank, shape, dtype) for rank, shape in zip(group, shapes, strict=True)]
             x = parts[group.index(transport.rank)]
             same(collectives.all_gather(transport, x, dim, sizes, group), np.concatenate(parts, axis=dim))
@@ -108,7 +115,7 @@ def reduce_scatter_case(transport: Transport, dtype: str, op: str) -> None:
         me = group.index(transport.rank)
         for dim, total in itertools.product(range(3), (7, 2, 0)):
             sizes = uneven(total, len(group))
-            shape = tuple((3, 5, 4)[:dim]) + (total,) + tuple((3, 5, 4)[dim + 1 :])
+            shape = with_length(dim, total)
             whole = fold(op, [data(rank, shape, dtype) for rank in group])
             want = np.split(whole, np.cumsum(sizes)[:-1], axis=dim)[me]
             x = data(transport.rank, shape, dtype)
@@ -195,7 +202,7 @@ def early_start_case(transport: Transport) -> None:
 
 
 def mixed_waits_case(transport: Transport) -> None:
-    """Rank 0 waits for a collective before it sends what the others want before they wait for the collective."""
+    """Rank 0 waits for a collective, then sends what the others want before they wait for the collective."""
     everyone = tuple(range(transport.size))
     x = np.full(100_000, 1.0)
     handle = collectives.all_reduce_start(transport, x, everyone, "sum")
@@ -222,8 +229,8 @@ def messages_case(transport: Transport) -> None:
     requests = [transport.recv(buffer, source, tag) for (source, tag, _), buffer in inbox.items()]
     for dest, turn, tag in itertools.product(range(size), (0, 1), (1, 7)):
         requests.append(transport.send(np.array([rank, dest, tag, turn]), dest, tag))
-    while not all([request.done() for request in requests]):
-        pass
+    while requests:
+        requests = [request for request in requests if not request.done()]
     for (source, tag, turn), buffer in inbox.items():
         assert buffer.tolist() == [source, rank, tag, turn]
 

@@ -1,6 +1,6 @@
-"""Enough of CuPy and its NCCL to run `NcclTransport` on threads without a GPU: it checks the logic, not the hardware.
+"""Enough of CuPy and its NCCL to run `NcclTransport` on threads without a GPU: its logic, not the hardware.
 
-Device arrays are NumPy arrays with a pointer; streams run at once, in order; a communicator's calls meet in a table.
+Device arrays are NumPy arrays with a pointer; streams run at once, in order; calls meet in a table.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Network:
         return [self.tables[key][i] for i in range(size)]
 
 
-def make(network: Network, devices: int) -> tuple[Any, Any]:
+def make(network: Network, devices: int) -> tuple[Any, Any]:  # noqa: C901 - one small class each
     """A `cupy` and a `cupy.cuda.nccl` for ranks on a machine with that many devices."""
     local = threading.local()
 

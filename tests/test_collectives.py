@@ -1,4 +1,4 @@
-"""Every collective against NumPy on 1 to 4 ranks of this process: uneven and empty shards, every dtype and reduction."""
+"""Every collective against NumPy on 1 to 4 threads: uneven and empty shards, every dtype and reduction."""
 
 from __future__ import annotations
 

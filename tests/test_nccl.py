@@ -1,4 +1,4 @@
-"""The logic of the NCCL transport on a stand-in for CuPy (`fake_cupy`): every case, with and without shared devices.
+"""The logic of the NCCL transport on a stand-in for CuPy, with and without shared devices.
 
 The same cases on real hardware are in `tests/gpu`.
 """
@@ -43,9 +43,7 @@ def prepared(control: InProcessTransport) -> OnDevice:
 
 @pytest.mark.parametrize(("size", "devices"), [(1, 1), (2, 2), (3, 3), (4, 4), (2, 1), (3, 2)])
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.__name__)
-def test_plain(
-    case: Callable[[Any], None], size: int, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain(case: Callable[[Any], None], size: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, devices)
     run_ranks(size, lambda control: case(prepared(control)))
 
@@ -62,7 +60,9 @@ def test_moving(
 
 @pytest.mark.parametrize(("size", "devices"), [(1, 1), (3, 3), (3, 2)])
 @pytest.mark.parametrize("case", cases.REDUCING, ids=lambda case: case.__name__)
-@pytest.mark.parametrize(("dtype", "op"), [("float32", "sum"), ("int64", "prod"), ("bfloat16", "max"), ("bool", "min")])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("float32", "sum"), ("int64", "prod"), ("bfloat16", "max"), ("bool", "min")]
+)
 def test_reducing(
     case: Callable[[Any, str, str], None],
     dtype: str,
@@ -106,7 +106,9 @@ def test_messages_may_be_posted_in_any_order_of_tags(network: fake_cupy.Network)
 def test_what_was_not_prepared_is_refused(network: fake_cupy.Network) -> None:
     def program(control: InProcessTransport) -> None:
         transport = OnDevice(nccl.NcclTransport(control))
-        with pytest.raises(RuntimeFault, match=r"group \(0, 1\) has no NCCL communicator; name it in prepare"):
+        with pytest.raises(
+            RuntimeFault, match=r"group \(0, 1\) has no NCCL communicator; name it in prepare"
+        ):
             transport.all_reduce(np.zeros(2), "sum", (0, 1))
         with pytest.raises(RuntimeFault, match="name it in prepare"):
             transport.send(np.zeros(2), 1 - control.rank, 0)

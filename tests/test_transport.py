@@ -40,7 +40,7 @@ def test_a_rank_that_raises_stops_the_others(wait: Any) -> None:
             seen[transport.rank] = str(error)
             raise
 
-    with pytest.raises(RuntimeFault, match="^rank 1 failed: ValueError: bad batch$") as caught:
+    with pytest.raises(RuntimeFault, match=r"^rank 1 failed: ValueError: bad batch$") as caught:
         run_ranks(3, program, limit=100)
     assert seen == {r: f"rank 1 failed: ValueError: bad batch; rank {r} stops too" for r in (0, 2)}
     assert rank_threads() == []
@@ -101,7 +101,7 @@ def test_pieces_of_all_to_all_must_match() -> None:
         counts = [[1, 2], [1, 2]][transport.rank]
         transport.all_to_all(np.zeros(3), np.zeros(3), counts, [1, 2], (0, 1)).wait()
 
-    with pytest.raises(RuntimeFault, match="sends 2 elements to rank 0, which expects 2|expects 1|expects 2"):
+    with pytest.raises(RuntimeFault, match=r"rank \d sends \d elements to rank \d, which expects \d"):
         run_ranks(2, program)
 
 

@@ -1,4 +1,4 @@
-"""The NCCL transport on hardware; one GPU is enough: one rank over NCCL, two ranks that share it through the host."""
+"""The NCCL transport on hardware; one GPU is enough: one rank on NCCL, two that share it through the host."""
 
 from __future__ import annotations
 
