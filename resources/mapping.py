@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import quadratic_assignment
 from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from distgraph.errors import InfeasibleError, ResourceError
 from distgraph.resources.cluster import Cluster, Device
@@ -29,7 +30,8 @@ from distgraph.resources.units import format_bytes, format_si
 
 Objective = Literal["bytes", "seconds"]
 
-_GREEDY_STARTS = 16
+_GREEDY_STARTS = 16  # first ranks that the greedy is tried from; fewer where there are many ranks
+_GREEDY_WORK = 4096
 _RELAXATION_LIMIT = 128
 _SMALL = 32  # devices up to which every start is refined in full
 _PROMISING = 3
@@ -289,23 +291,30 @@ def _starts(
     totals = np.asarray(problem.weights.sum(axis=1)).ravel()
     firsts = [0, *(int(rank) for rank in np.argsort(-totals, kind="stable") if rank != 0)]
     machine_of = np.array([device.machine for device in cluster.devices])
-    for first in firsts[:_GREEDY_STARTS]:
-        found = greedy(problem, machine_of, first)
-        if found is not None:
-            yield f"greedy from rank {first}", found
+    for first in firsts[: max(1, min(_GREEDY_STARTS, _GREEDY_WORK // ranks))]:
+        for name, best_fit in (("greedy", False), ("best-fit greedy", True)):
+            found = greedy(problem, machine_of, first, best_fit=best_fit)
+            if found is not None:
+                yield f"{name} from rank {first}", found
     yield "matching", matching
     if problem.allowed.all() and ranks >= 3 and problem.allowed.shape[1] <= _RELAXATION_LIMIT:
         yield "relaxation", _relaxed(problem)
 
 
-def greedy(problem: Problem, machine_of: np.ndarray, first: int) -> np.ndarray | None:
+def greedy(
+    problem: Problem, machine_of: np.ndarray, first: int, *, best_fit: bool = False
+) -> np.ndarray | None:
     """The greedy of Paddle's talk: place a rank, then the rank that exchanges most with those on that
     machine.
 
     When the machine is full, or no rank is left that talks to it, the unplaced rank with the lowest number
-    opens the next machine that has a free legal device. None where a rank finds no free legal device.
+    opens the next machine that has a free legal device. With best_fit it opens the fullest machine that still
+    has room for all unplaced ranks that it exchanges with, directly or through others, else the emptiest one.
 
     Source: "Automatic parallelism in PaddlePaddle for heterogeneous scenarios", section 3, rank mapping.
+
+    Returns:
+        Device of each rank; None where a rank finds no free legal device.
     """
     ranks, devices = problem.allowed.shape
     mapping = np.full(ranks, -1, dtype=np.int64)
@@ -317,11 +326,12 @@ def greedy(problem: Problem, machine_of: np.ndarray, first: int) -> np.ndarray |
         if len(fitting) == 0:
             return None
         here = fitting[machine_of[fitting] == machine]
-        device = int(here[0] if len(here) else fitting[0])
-        if machine_of[device] != machine:
-            machine = int(machine_of[device])
+        if len(here) == 0:
+            machine = _best_machine(problem, machine_of, fitting, mapping, rank) if best_fit else -1
+            here = fitting[machine_of[fitting] == machine] if best_fit else fitting
+            machine = int(machine_of[here[0]])
             attraction = np.zeros(ranks)
-        mapping[rank], free[device] = device, False
+        mapping[rank], free[here[0]] = here[0], False
         attraction += np.asarray(problem.weights[[rank], :].toarray()).ravel()
         if placed == ranks:
             break
@@ -331,8 +341,21 @@ def greedy(problem: Problem, machine_of: np.ndarray, first: int) -> np.ndarray |
         if fits.any() and attraction[fits].max() > 0:
             rank = int(np.argmax(np.where(fits, attraction, -1.0)))
         else:
-            rank = int(np.flatnonzero(fits if fits.any() else waiting)[0])
+            rank = int(np.flatnonzero(fits if fits.any() and not best_fit else waiting)[0])
+            machine = -1 if best_fit else machine
     return mapping
+
+
+def _best_machine(
+    problem: Problem, machine_of: np.ndarray, fitting: np.ndarray, mapping: np.ndarray, rank: int
+) -> int:
+    waiting = np.flatnonzero(mapping < 0)
+    within = problem.weights[waiting, :][:, waiting]
+    _, label = connected_components(within, directed=False)
+    needed = int((label == label[np.searchsorted(waiting, rank)]).sum())
+    seats = np.bincount(machine_of[fitting])
+    enough = np.flatnonzero(seats >= needed)
+    return int(enough[np.argmin(seats[enough])] if len(enough) else np.argmax(seats))
 
 
 def _relaxed(problem: Problem) -> np.ndarray:
@@ -343,9 +366,11 @@ def _relaxed(problem: Problem) -> np.ndarray:
     apart = problem.between[np.ix_(problem.place_of, problem.place_of)]
     scale = max(weights.max(), 1.0)
     # FAQ from its default start draws nothing; the generator only keeps it off numpy's global one.
-    options = {"rng": np.random.default_rng(0)}
     found = quadratic_assignment(
-        weights / scale, apart / max(apart.max(), 1e-300), method="faq", options=options
+        weights / scale,
+        apart / max(apart.max(), 1e-300),
+        method="faq",
+        options={"rng": np.random.default_rng(0)},
     )
     mapping: np.ndarray = np.asarray(found.col_ind[:ranks], dtype=np.int64)
     return mapping

@@ -186,15 +186,22 @@ def test_cluster_is_immutable_and_survives_pickling():
 
 
 def paddle_document() -> dict:
-    """Two machines of two GPUs, a CPU and a NIC each, in Paddle's format: numbers as text, both directions listed."""
+    """Two machines of two GPUs, a CPU and a NIC each, as Paddle writes it: numbers as text, links twice."""
     machines = []
     for number in range(2):
         base = number * 4
         gpus = [
-            {"global_id": base + i, "local_id": i, "type": "GPU", "model": " Tesla V100", "memory": "32",
-             "sp_gflops": "15700", "dp_gflops": 7800}
+            {
+                "global_id": base + i,
+                "local_id": i,
+                "type": "GPU",
+                "model": " Tesla V100",
+                "memory": "32",
+                "sp_gflops": "15700",
+                "dp_gflops": 7800,
+            }
             for i in range(2)
-        ]  # fmt: skip
+        ]
         cpu = {
             "global_id": base + 2,
             "local_id": 0,
@@ -215,9 +222,17 @@ def paddle_document() -> dict:
             for a, b in ((0, 1), (1, 0))
         ]
         links += [
-            {"source_global_id": base + a, "target_global_id": base + b, "type": "PHB", "bandwidth": 24.0, "latency": "1"}
-            for a in range(3) for b in (2, 3) if a != b
-        ]  # fmt: skip
+            {
+                "source_global_id": base + a,
+                "target_global_id": base + b,
+                "type": "PHB",
+                "bandwidth": 24.0,
+                "latency": "1",
+            }
+            for a in range(3)
+            for b in (2, 3)
+            if a != b
+        ]
         links.append(
             {
                 "source_global_id": base + 3,
@@ -226,8 +241,15 @@ def paddle_document() -> dict:
                 "bandwidth": 12.5,
             }
         )
-        machines.append({"hostname": f"host{number}", "addr": "10.0.0.1", "port": "60009", "devices": [*gpus, cpu, nic],
-                         "links": links})  # fmt: skip
+        machines.append(
+            {
+                "hostname": f"host{number}",
+                "addr": "10.0.0.1",
+                "port": "60009",
+                "devices": [*gpus, cpu, nic],
+                "links": links,
+            }
+        )
     return {"alpha_latency": {"base": {"ring": 8.4}}, "machines": machines}
 
 
@@ -240,8 +262,11 @@ def write(tmp_path, document) -> str:
 def test_paddle_cluster_json(tmp_path):
     cluster = load_cluster(write(tmp_path, paddle_document()))
     assert [device.node for device in cluster.devices] == [
-        "machine0/gpu0", "machine0/gpu1", "machine1/gpu4", "machine1/gpu5",
-    ]  # fmt: skip
+        "machine0/gpu0",
+        "machine0/gpu1",
+        "machine1/gpu4",
+        "machine1/gpu5",
+    ]
     first = cluster.devices[0]
     assert (first.type, first.model, first.memory) == ("gpu", "Tesla V100", 32e9)
     assert first.peak == {"f32": 15.7e12, "f64": 7.8e12}
@@ -266,15 +291,19 @@ def test_paddle_numbers_that_are_not_stated_are_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["machines"][1]["devices"][0].update(memory="lots"),
-         r'machines\[1\]\.devices\[0\]\.memory: expected a number, got "lots"'),
+        (
+            lambda d: d["machines"][1]["devices"][0].update(memory="lots"),
+            r'machines\[1\]\.devices\[0\]\.memory: expected a number, got "lots"',
+        ),
         (lambda d: d["machines"][0]["devices"][1].update(global_id=0), "global_id 0 is also machine0/gpu0"),
-        (lambda d: d["machines"][0]["links"][0].update(target_global_id=99),
-         r"machines\[0\]\.links\[0\]: global_id 99 is not a device"),
+        (
+            lambda d: d["machines"][0]["links"][0].update(target_global_id=99),
+            r"machines\[0\]\.links\[0\]: global_id 99 is not a device",
+        ),
         (lambda d: d.pop("machines"), "machines: missing"),
         (lambda d: d["machines"][0].update(devices=[{"global_id": 9, "type": "NIC"}]), "no GPU, XPU"),
     ],
-)  # fmt: skip
+)
 def test_malformed_paddle_json(tmp_path, change, message):
     document = paddle_document()
     change(document)

@@ -49,7 +49,8 @@ def test_three_devices_on_a_switch(kind, steps, share):
 def test_a_physical_ring_uses_both_directions():
     cost = CollectiveCost(single(5, {"topology": "ring"}))
     assert lines(cost, "all_gather", range(5))["ring"] == line(LAUNCH + 4e-6, (4 / 5) / 2 / (100 * GB))
-    # Each sends 1/5 to each other: two forward (one and two hops), two backward: 1 + 2 fifths on each direction.
+    # Each sends 1/5 to each other: two forward (one and two hops), two backward: 1 + 2 fifths on each
+    # direction.
     assert lines(cost, "all_to_all", range(5))["pairwise"] == line(LAUNCH + 4 * 2e-6, 3 / 5 / (100 * GB))
 
 
@@ -72,7 +73,8 @@ def test_pcie_pairs_meet_at_the_host_bridge():
 
 
 def test_ring_packing_uses_every_lane():
-    # 0 - 1 double, 1 - 2 double, 0 - 2 single: rings 012 and 021 over one lane each way; the second lanes have no ring.
+    # 0 - 1 double, 1 - 2 double, 0 - 2 single: rings 012 and 021 over one lane each way; the second lanes
+    # have no ring.
     cluster = single(3, {"topology": "links", "links": [[0, 1, 2], [1, 2, 2], [0, 2]]})
     found = lines(CollectiveCost(cluster), "all_reduce", range(3))
     assert found["rings"] == line(LAUNCH + 4e-6, (4 / 3) / 2 / (100 * GB))
@@ -88,7 +90,7 @@ def test_ring_packing_needs_direct_links():
     assert lines(cost, "all_gather", range(4))["ring"] == line(LAUNCH + 9e-6, (3 / 4) / (100 * GB))
 
 
-# Two machines of two devices: inside 100 GB/s and 2 us; across 20 GB/s to the NIC, 10 GB/s cable, 14 us in all.
+# Two machines of two devices: inside 100 GB/s and 2 us; across 20 GB/s to the NIC, 10 GB/s cable, 14 us.
 
 ACROSS = 2 * (2e-6 + 5e-6)
 
@@ -98,7 +100,8 @@ def test_ranks_of_a_machine_share_its_nic():
     one = LAUNCH + ACROSS + 1e9 / (10 * GB)
     assert cost.time("send", (0, 2), 1e9) == pytest.approx(one)
     assert cost.time("send", (0, 2), 1e9, concurrent=[(1, 3)]) == pytest.approx(one + 1e9 / (10 * GB))
-    # Two devices of a machine each send a quarter to each of two devices of the other: all of the size on the cable.
+    # Two devices of a machine each send a quarter to each of two devices of the other: all of the size on the
+    # cable.
     assert lines(cost, "all_to_all", range(4))["pairwise"] == line(LAUNCH + 3 * ACROSS, 1 / (10 * GB))
 
 
@@ -164,8 +167,8 @@ def torus_of_hosts(shape: list[int]) -> CollectiveCost:
 def test_torus_axes():
     cost = torus_of_hosts([4, 3])
     # Half the bytes scatter along 4 and then (a quarter of them) along 3, the other half the other way round:
-    # per direction, first stage 1/2 * 3/4 / 2 on the long axis; second 1/2 * 1/3 * 3/4 / 2 on the long axis against
-    # 1/2 * 1/4 * 2/3 / 2 on the short one. The busier axis decides each stage.
+    # per direction, first stage 1/2 * 3/4 / 2 on the long axis; second 1/2 * 1/3 * 3/4 / 2 on the long axis
+    # against 1/2 * 1/4 * 2/3 / 2 on the short one. The busier axis decides each stage.
     first, second = 0.5 * 0.75 / 2, 0.5 / 3 * 0.75 / 2
     scatter = line(LAUNCH + 3e-6 + 3e-6, (first + second) / (50 * GB))
     assert lines(cost, "reduce_scatter", range(12))["torus"] == scatter
@@ -336,17 +339,24 @@ def without(path: list[str]) -> CollectiveCost:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (["launch"], r"test\.yaml: launch: missing, needed to price all_reduce; add the seconds that starting"),
-        (["machines", "inside", "bandwidth"],
-         r'machines\[0\]\.inside\.bandwidth: missing, needed to price all_reduce over nvlink a/gpu\d - a/switch; '
-         r'add bandwidth such as "25 GB/s", or run distgraph profile'),
+        (
+            ["launch"],
+            r"test\.yaml: launch: missing, needed to price all_reduce; add the seconds that starting",
+        ),
+        (
+            ["machines", "inside", "bandwidth"],
+            (
+                r"machines\[0\]\.inside\.bandwidth: missing, needed to price all_reduce over nvlink "
+                r'a/gpu\d - a/switch; add bandwidth such as "25 GB/s", or run distgraph profile'
+            ),
+        ),
         (["machines", "inside", "latency"], r"machines\[0\]\.inside\.latency: missing"),
         (["machines", "nics", "bandwidth"], r"machines\[0\]\.nics\.bandwidth: missing"),
         (["machines", "nics", "latency"], r"machines\[0\]\.nics\.latency: missing"),
         (["machines", "nics", "attach", "bandwidth"], r"machines\[0\]\.nics\.attach\.bandwidth: missing"),
         (["machines", "nics", "attach", "latency"], r"machines\[0\]\.nics\.attach\.latency: missing"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_number_is_named_never_assumed(path, message):
     with pytest.raises(ResourceError, match=message):
         without(path).time("all_reduce", range(4), 1e6)

@@ -85,48 +85,115 @@ ONE, DEVICES, NET = ["machines", 1], ["machines", 1, "devices"], ["network"]
 MISTAKES = [
     ([*DEVICES, "memory"], 80, 'machines[1].devices.memory: expected a size such as "80 GiB", got 80'),
     ([*DEVICES, "memory"], "80", 'machines[1].devices.memory: expected a size such as "80 GiB", got "80"'),
-    ([*DEVICES, "memory"], "80 XiB", 'machines[1].devices.memory: expected a size such as "80 GiB", got "80 XiB"'),
-    ([*DEVICES, "memory"], "80 us", 'machines[1].devices.memory: expected a size such as "80 GiB", got "80 us"'),
-    ([*DEVICES, "memory"], "0 GiB",
-     'machines[1].devices.memory: expected a size such as "80 GiB", greater than zero, got "0 GiB"'),
-    ([*DEVICES, "memory"], "-1 GiB",
-     'machines[1].devices.memory: expected a size such as "80 GiB", greater than zero, got "-1 GiB"'),
-    ([*DEVICES, "memory"], ..., "machines[1].devices.memory: missing; add the field, see docs/resources.md for its form"),
-    ([*DEVICES, "memroy"], "1 GiB",
-     "machines[1].devices.memroy: unknown field; check its spelling against docs/resources.md"),
-    ([*DEVICES, "type"], "abacus",
-     "machines[1].devices.type: expected one of 'gpu', 'xpu', 'cpu', 'tpu' or 'npu', got \"abacus\""),
+    (
+        [*DEVICES, "memory"],
+        "80 XiB",
+        'machines[1].devices.memory: expected a size such as "80 GiB", got "80 XiB"',
+    ),
+    (
+        [*DEVICES, "memory"],
+        "80 us",
+        'machines[1].devices.memory: expected a size such as "80 GiB", got "80 us"',
+    ),
+    (
+        [*DEVICES, "memory"],
+        "0 GiB",
+        'machines[1].devices.memory: expected a size such as "80 GiB", greater than zero, got "0 GiB"',
+    ),
+    (
+        [*DEVICES, "memory"],
+        "-1 GiB",
+        'machines[1].devices.memory: expected a size such as "80 GiB", greater than zero, got "-1 GiB"',
+    ),
+    (
+        [*DEVICES, "memory"],
+        ...,
+        "machines[1].devices.memory: missing; add the field, see docs/resources.md for its form",
+    ),
+    (
+        [*DEVICES, "memroy"],
+        "1 GiB",
+        "machines[1].devices.memroy: unknown field; check its spelling against docs/resources.md",
+    ),
+    (
+        [*DEVICES, "type"],
+        "abacus",
+        "machines[1].devices.type: expected one of 'gpu', 'xpu', 'cpu', 'tpu' or 'npu', got \"abacus\"",
+    ),
     ([*DEVICES, "count"], 0, "machines[1].devices.count: expected a number greater than 0, got 0"),
     ([*DEVICES, "count"], "8", 'machines[1].devices.count: expected a whole number, got "8"'),
-    ([*DEVICES, "peak", "f32"], "10 GB/s",
-     'machines[1].devices.peak.f32: expected a compute rate such as "125 TFLOP/s", got "10 GB/s"'),
-    ([*DEVICES, "peak", "f31"], "10 TFLOP/s",
-     "machines[1].devices.peak.f31: expected one of 'f16', 'bf16', 'f32', 'f64', 'f8' or 'i8', got \"10 TFLOP/s\""),
+    (
+        [*DEVICES, "peak", "f32"],
+        "10 GB/s",
+        'machines[1].devices.peak.f32: expected a compute rate such as "125 TFLOP/s", got "10 GB/s"',
+    ),
+    (
+        [*DEVICES, "peak", "f31"],
+        "10 TFLOP/s",
+        (
+            "machines[1].devices.peak.f31: expected one of 'f16', 'bf16', 'f32', 'f64', 'f8' or 'i8', "
+            'got "10 TFLOP/s"'
+        ),
+    ),
     ([*ONE, "devices"], [], "machines[1].devices: expected at least 1 entry, got []"),
     ([*ONE, "devices"], 8, "machines[1].devices: expected a list, got 8"),
-    ([*ONE, "inside", "bandwidth"], "25 Gb",
-     'machines[1].inside.bandwidth: expected a bandwidth such as "25 Gbit/s", got "25 Gb"'),
-    ([*ONE, "inside", "latency"], 2e-6,
-     'machines[1].inside.latency: expected a time such as "2 us", got 2e-06'),
+    (
+        [*ONE, "inside", "bandwidth"],
+        "25 Gb",
+        'machines[1].inside.bandwidth: expected a bandwidth such as "25 Gbit/s", got "25 Gb"',
+    ),
+    (
+        [*ONE, "inside", "latency"],
+        2e-6,
+        'machines[1].inside.latency: expected a time such as "2 us", got 2e-06',
+    ),
     ([*ONE, "inside", "topology"], "torus", "machines[1].inside: expected shape with topology torus, got "),
     ([*ONE, "nics", "attach"], ..., "machines[1].nics.attach: missing; add the field"),
-    ([*ONE, "nics", "count"], 5, "machines[1].nics.count: 5 NICs for 4 devices; give at most one NIC per device"),
+    (
+        [*ONE, "nics", "count"],
+        5,
+        "machines[1].nics.count: 5 NICs for 4 devices; give at most one NIC per device",
+    ),
     ([*ONE, "nics"], ..., "machines[1].nics: missing, but the network joins the machines' NICs; add nics"),
     ([*ONE, "name"], "a", "machines[1].name: a is the name of two machines"),
     (["network"], ..., "network: missing, but there are 2 machines; say how they are joined"),
     ([*NET, "topology"], "mesh", "network.topology: expected one of"),
     ([*NET, "bandwidth"], "1 GB/s", "network: expected bandwidth and latency of the cables under nics"),
-    (["network"], {"topology": "torus", "shape": [3, 2]},
-     "network.shape: 3 x 2 = 6 places but 2 machines; make them equal"),
+    (
+        ["network"],
+        {"topology": "torus", "shape": [3, 2]},
+        "network.shape: 3 x 2 = 6 places but 2 machines; make them equal",
+    ),
     (["machines"], [], "machines: expected at least 1 entry, got []"),
     (["machines"], {"a": 1}, "machines: expected a list, got "),
     (["launch"], -3, 'launch: expected a time such as "2 us", got -3'),
-    (["measured"], [{"collective": "all_reduce", "machines": 1, "devices_per_machine": 2, "sizes": ["1 MiB"],
-                     "times": []}], "measured[0].times: expected at least 1 entry, got []"),
-    (["measured"], [{"collective": "all_reduce", "machines": 1, "devices_per_machine": 2,
-                     "sizes": ["2 MiB", "1 MiB"], "times": ["1 us", "2 us"]}],
-     "measured[0]: expected sizes in increasing order, got "),
-]  # fmt: skip
+    (
+        ["measured"],
+        [
+            {
+                "collective": "all_reduce",
+                "machines": 1,
+                "devices_per_machine": 2,
+                "sizes": ["1 MiB"],
+                "times": [],
+            }
+        ],
+        "measured[0].times: expected at least 1 entry, got []",
+    ),
+    (
+        ["measured"],
+        [
+            {
+                "collective": "all_reduce",
+                "machines": 1,
+                "devices_per_machine": 2,
+                "sizes": ["2 MiB", "1 MiB"],
+                "times": ["1 us", "2 us"],
+            }
+        ],
+        "measured[0]: expected sizes in increasing order, got ",
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "value", "message"), MISTAKES, ids=[row[2][:50] for row in MISTAKES])
@@ -206,7 +273,7 @@ def test_files_that_are_no_yaml(tmp_path):
 
 def test_unknown_name_lists_what_there_is():
     with pytest.raises(
-        ResourceError, match="nonesuch: neither a file nor a shipped cluster; shipped are .*local"
+        ResourceError, match=r"nonesuch: neither a file nor a shipped cluster; shipped are .*local"
     ):
         load_cluster("nonesuch")
 
