@@ -4,8 +4,8 @@
     ("uniform", 0.1)   uniform in [-0.1, 0.1)
     ("zeros",) ("ones",) ("constant", 3.0)
 
-A block is computed from the seed, the parameter's name and its own global positions alone: no rank ever holds the whole,
-and the numbers are the same under every layout.
+A block is computed from the seed, the parameter's name and its own global positions alone: no rank ever holds
+the whole, and the numbers are the same under every layout.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0}
 
 def check_init(init: Init) -> None:
     """Raises GraphError when an initialisation is malformed."""
-    if not isinstance(init, tuple) or not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
+    if not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
         raise GraphError(
-            f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), ("zeros",) or '
-            '("ones",)'
+            f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), ("zeros",) '
+            'or ("ones",)'
         )
 
 
@@ -78,5 +78,5 @@ def materialize(
 
 
 def fan_in_uniform(fan_in: int) -> Init:
-    """Uniform within 1 / sqrt(fan_in): keeps the variance of a linear layer's output at a third of its input's."""
+    """Uniform within 1 / sqrt(fan_in): a linear layer's output has a third of its input's variance."""
     return ("uniform", 1 / math.sqrt(max(1, fan_in)))

@@ -51,7 +51,9 @@ def interpret(
     return outputs, {names[old]: values[new.name] for old, new in graph.updates}
 
 
-def _run(op: Op, values: Mapping[str, Array], given: Mapping[str, Mapping[str, Array]], micro: int, xp: Any) -> Any:
+def _run(
+    op: Op, values: Mapping[str, Array], given: Mapping[str, Mapping[str, Array]], micro: int, xp: Any
+) -> Any:
     if op.kind in given:
         return (_source(op, given[op.kind], xp),)
     if op.kind == "constant":
@@ -75,7 +77,7 @@ def _source(op: Op, given: Mapping[str, Array], xp: Any) -> Array:
 
 
 def _declared(op: Op, value: Value, array: Array, xp: Any) -> Array:
-    """A result in the dtype that the graph declares: array libraries promote ints and floats in their own ways."""
+    """A result in the dtype that the graph declares: array libraries promote in their own ways."""
     array = xp.asarray(array)
     if array.shape != value.shape:
         raise AssertionError(f"{op} gives shape {array.shape} but is declared {value.type}")

@@ -1,6 +1,7 @@
 """Optimisers: they append the update of every parameter, and of their own states, to the graph.
 
-The states are sources of the graph named after their parameter ("fc1.weight.adam_m"), so their layout may be annotated,
+The states are sources of the graph named after their parameter ("fc1.weight.adam_m"), so their layout may be
+annotated,
 completed and searched like that of anything else: states split over the data-parallel axis are ZeRO.
 """
 
@@ -52,7 +53,7 @@ class Optimizer:
         return float(self.lr(step) if callable(self.lr) else self.lr)
 
     def inputs(self, step: int) -> dict[str, float]:
-        """Values of the graph inputs that `update` reads: after `step` finished steps, this is number step + 1."""
+        """Values of the graph inputs that `update` reads, after `step` finished steps."""
         return {"lr": self.learning_rate(step), "step": float(step + 1)}
 
     def update(self, trace: Trace, pairs: Pairs) -> None:
@@ -68,9 +69,13 @@ class Optimizer:
         sources = {op.name: op for op in trace.ops if op.kind == "param"}
         for p, g in pairs:
             if p.value.name not in sources:
-                raise GraphError(f"%{p.value.name} is no parameter of trace {trace.name!r} and cannot be optimised")
+                raise GraphError(
+                    f"%{p.value.name} is no parameter of trace {trace.name!r} and cannot be optimised"
+                )
             if p.shape != g.shape:
-                raise GraphError(f"parameter %{p.value.name} is {p.value.type} but its gradient {g.value.type}")
+                raise GraphError(
+                    f"parameter %{p.value.name} is {p.value.type} but its gradient {g.value.type}"
+                )
         with trace.activate(), trace.within(role="optimize"):
             if self.clip_norm is not None:
                 with trace.on_behalf_of("", "", ""):
@@ -105,7 +110,9 @@ class _Slot:
     def state(self, kind: str, shape: Sequence[int] | None = None, dtype: str | None = None) -> Tensor:
         """A state of this parameter, zero at first."""
         shape = self.p.shape if shape is None else tuple(shape)
-        state = self.trace.source("state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=("zeros",))
+        state = self.trace.source(
+            "state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=("zeros",)
+        )
         attr = self.state_spec(self.name, shape) if self.state_spec else None
         if attr is not None:
             self.trace.annotate(state.value, attr)
@@ -166,7 +173,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(Adam):
-    """Adam with weight decay apart from the gradient: p shrinks by lr * weight_decay (Loshchilov and Hutter, 2019)."""
+    """Adam whose weight decay is apart: p shrinks by lr * weight_decay (Loshchilov and Hutter, 2019)."""
 
     weight_decay: float = 0.01
     decoupled: bool = field(default=True, init=False)
@@ -174,10 +181,10 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adafactor(Optimizer):
-    """Adafactor (Shazeer and Stern, 2018, algorithm 4): the second moment of a matrix kept as one row and one column.
+    """Adafactor (Shazeer and Stern, 2018, alg. 4): the second moment of a matrix as one row and one column.
 
-    Without relative step sizes: the rate is `lr`. Tensors with fewer than two dims keep a whole second moment; of
-    those with more, the last two dims are factored.
+    Without relative step sizes: the rate is `lr`. Tensors with fewer than two dims keep a whole second
+    moment; of those with more, the last two dims are factored.
 
     Attributes:
         decay: c in beta2 = 1 - step ** -c.
@@ -235,7 +242,11 @@ def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
     total = None
     for g in grads:
         wide = g if g.dtype in ("f32", "f64") else g.astype("f32")
-        part = emit_one("reduce_sum", ops.square(wide), dims=tuple(range(g.ndim)), keepdims=False) if g.ndim else ops.square(wide)
+        part = (
+            emit_one("reduce_sum", ops.square(wide), dims=tuple(range(g.ndim)), keepdims=False)
+            if g.ndim
+            else ops.square(wide)
+        )
         total = part if total is None else total + part
     norm = ops.sqrt(total)
     scale = ops.minimum(limit / (norm + 1e-6), 1.0)
@@ -266,5 +277,13 @@ def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
 
 
 __all__ = [
-    "SGD", "Adafactor", "Adam", "AdamW", "Optimizer", "StateSpec", "clip_by_global_norm", "matrices_only", "shard_states",
+    "SGD",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "StateSpec",
+    "clip_by_global_norm",
+    "matrices_only",
+    "shard_states",
 ]

@@ -1,4 +1,4 @@
-"""Learning rates over time: plain functions from the number of finished steps to a rate, evaluated on the host.
+"""Learning rates over time: functions from the number of finished steps to a rate, evaluated on the host.
 
 Example:
     >>> rate = warmup(cosine(1e-3, steps=100), steps=10)
@@ -28,13 +28,13 @@ def linear(rate: float, steps: int, final: float = 0.0) -> Schedule:
 
 
 def cosine(rate: float, steps: int, final: float = 0.0) -> Schedule:
-    """From `rate` to `final` along half a cosine over `steps`, then `final` (Loshchilov and Hutter, 2017, eq. 5)."""
+    """From `rate` to `final` along half a cosine over `steps` (Loshchilov and Hutter, 2017, eq. 5)."""
     _check(steps)
     return lambda step: final + (rate - final) * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
 
 
 def warmup(after: Schedule | float, steps: int) -> Schedule:
-    """A straight line up to the first rate of `after` over `steps`, then `after`, which starts counting there."""
+    """A straight line up to the first rate of `after` over `steps`, then `after` from its start."""
     _check(steps)
     follow = after if callable(after) else constant(after)
     return lambda step: follow(0) * (step + 1) / steps if step < steps else follow(step - steps)

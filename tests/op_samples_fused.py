@@ -1,4 +1,4 @@
-"""Sample instances of the fused ops: norms, activations, loss, attention, optimiser steps, random numbers, convolution.
+"""Sample instances of the fused ops: rows, activations, loss, attention, optimisers, random, convolution.
 
 References are SciPy's functions, or the textbook formula written over whole tensors, loops and all.
 """
@@ -34,7 +34,9 @@ def _labels(classes: int, *shape: int) -> Any:
     return _RNG.integers(0, classes, shape).astype(np.int32)
 
 
-def _add(kind: str, *operands: Any, reference: Any = None, wrt: Any = None, dtypes: Any = None, **attrs: Any) -> None:
+def _add(
+    kind: str, *operands: Any, reference: Any = None, wrt: Any = None, dtypes: Any = None, **attrs: Any
+) -> None:
     options = {} if dtypes is None else {"dtypes": dtypes}
     SAMPLES.setdefault(kind, []).append(Sample(operands, attrs, reference, wrt, **options))
 
@@ -130,7 +132,7 @@ for _shape in ((5, 6), (2, 3, 5), (4,)):
     _add("cross_entropy", _logits, _at, reference=_cross_entropy)
     _add(
         "cross_entropy_grad", _logits, _at, _lse, np.asarray(_normal(*_shape[:-1])),
-        reference=_cross_entropy_grad, dtypes=("f32",),  # of a rounded lse the exponential is far off in half precision
+        reference=_cross_entropy_grad, dtypes=("f32",),  # not half: exp of a rounded lse is far off
     )  # fmt: skip
 
 # attention
@@ -218,11 +220,15 @@ def _windows(x: Any, kernel: Any, attrs: Any, fill: float = 0.0) -> Any:
     stride, dilation = attrs["stride"], attrs.get("dilation", (1,) * len(kernel))
     wide = np.pad(x, ((0, 0), (0, 0), *attrs["padding"]), constant_values=fill)
     made = [
-        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(wide.shape[2:], kernel, stride, dilation, strict=True)
+        (n - d * (k - 1) - 1) // s + 1
+        for n, k, s, d in zip(wide.shape[2:], kernel, stride, dilation, strict=True)
     ]
     result = np.empty((*x.shape[:2], *made, *kernel))
     for p in np.ndindex(*made):
-        at = [slice(i * s, i * s + d * (k - 1) + 1, d) for i, s, d, k in zip(p, stride, dilation, kernel, strict=True)]
+        at = [
+            slice(i * s, i * s + d * (k - 1) + 1, d)
+            for i, s, d, k in zip(p, stride, dilation, kernel, strict=True)
+        ]
         result[(slice(None), slice(None), *p)] = wide[(slice(None), slice(None), *at)]
     return result
 
@@ -266,17 +272,17 @@ for _groups, _c, _o, _sides, _size, _kernel in (
     )  # fmt: skip
 
 _POOL = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 1), (0, 1))}
-_x = (_RNG.permutation(3 * 2 * 5 * 4).reshape(3, 2, 5, 4) - 60.5) / 8  # different numbers: maxima have a derivative
+# different numbers, so that maxima have a derivative
+_x = (_RNG.permutation(3 * 2 * 5 * 4).reshape(3, 2, 5, 4) - 60.5) / 8
 _best = _windows(_x, _POOL["window"], _POOL, -np.inf).max((-1, -2))
 _change = _normal(*_best.shape)
 
 
 def _max_pool_grad(x: Any, y: Any, dy: Any) -> Any:
     result = np.zeros(x.shape)
-    for n, c, *_ in np.argwhere(y == y):
-        for where in np.ndindex(*y.shape[2:]):
-            place = np.argwhere(x[n, c] == y[(n, c, *where)])[0]
-            result[(n, c, *place)] += dy[(n, c, *where)] / y[0, 0].size  # each (n, c) comes once a place of the output
+    for n, c, *where in np.ndindex(*y.shape):
+        place = np.argwhere(x[n, c] == y[(n, c, *where)])[0]
+        result[(n, c, *place)] += dy[(n, c, *where)]
     return result
 
 

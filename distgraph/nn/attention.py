@@ -39,8 +39,8 @@ class MultiHeadAttention(Module):
         key_heads = heads if key_heads is None else key_heads
         if width % heads or heads % key_heads:
             raise GraphError(
-                f"width {width}, heads {heads} and key_heads {key_heads} do not fit; width must be a multiple of heads "
-                "and heads of key_heads"
+                f"width {width}, heads {heads} and key_heads {key_heads} do not fit; width must be a multiple "
+                "of heads and heads of key_heads"
             )
         self.heads, self.key_heads, self.head_width, self.causal = heads, key_heads, width // heads, causal
         inner = key_heads * self.head_width
@@ -115,7 +115,9 @@ class TransformerBlock(Module):
         dtype: str = "f32",
     ) -> None:
         self.norm1 = LayerNorm(width, dtype=dtype)
-        self.attn = MultiHeadAttention(width, heads, causal, key_heads, dropout=dropout, init=init, dtype=dtype)
+        self.attn = MultiHeadAttention(
+            width, heads, causal, key_heads, dropout=dropout, init=init, dtype=dtype
+        )
         self.norm2 = LayerNorm(width, dtype=dtype)
         self.mlp = mlp or MLP(width, hidden, activation, dropout=dropout, init=init, dtype=dtype)
 

@@ -13,8 +13,8 @@ from distgraph.trace import Trace
 class Module:
     """A part of a model. Subclasses set parameters and submodules as attributes and define `forward`.
 
-    Submodules may also stand in lists, tuples and dicts. A parameter that two modules share has the name of its first
-    place, and its gradients sum.
+    Submodules may also stand in lists, tuples and dicts. A parameter that two modules share has the name of
+    its first place, and its gradients sum.
 
     Example:
         class MLP(Module):
@@ -63,7 +63,7 @@ class Module:
         return [(path, p) for path, p in self.named_tensors() if isinstance(p, Buffer)]
 
     def named_tensors(self) -> list[tuple[str, Parameter]]:
-        """(path, parameter or buffer) relative to this module; names the tree where that has not happened yet."""
+        """(path, parameter or buffer) relative to this module; names the tree where that is still to do."""
         if self._path is None:
             name_tree(self)
         return _tensors(self)
@@ -83,7 +83,7 @@ class Module:
 
 
 def name_tree(root: Module, prefix: str = "") -> None:
-    """Give every module and parameter below a root its path; a root entered later renames what is below it."""
+    """Give every module and parameter below a root its path; a root entered later renames them."""
     for path, module in root.named_modules(prefix):
         module._path = path
     for path, parameter in _tensors(root):

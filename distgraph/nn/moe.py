@@ -1,7 +1,7 @@
-"""Mixture of experts with top-2 gating and a fixed capacity, all in einsums (GShard: Lepikhin et al., 2021, algorithm 1).
+"""Mixture of experts: top-2 gating, fixed capacity, all in einsums (GShard; Lepikhin et al., 2021, alg. 1).
 
-Dispatch and combine are contractions with a [groups, tokens, experts, capacity] mask, so that experts split over an axis
-turn into all_to_all by the index rules alone.
+Dispatch and combine are contractions with a [groups, tokens, experts, capacity] mask, so that experts split
+over an axis turn into all_to_all by the index rules alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from distgraph.tensor import Tensor
 class MoE(Module):
     """Each token goes to its two best experts, weighted by their gates.
 
-    A group is one sequence. An expert takes at most `capacity` tokens of a group; tokens beyond are passed over (their
-    output is 0, so use it inside a residual connection). First choices come before second ones. The second expert is
-    always asked, not at random, so that a run is the same under every layout.
+    A group is one sequence. An expert takes at most `capacity` tokens of a group; tokens beyond are passed
+    over (their output is 0, so use it inside a residual connection). First choices come before second ones.
+    The second expert is always asked, not at random, so that a run is the same under every layout.
 
     Args:
         width: of input and output.
@@ -32,7 +32,8 @@ class MoE(Module):
 
     Attributes:
         loss: after a call, the auxiliary loss that keeps experts equally busy, a scalar to be added with a small
-            weight: mean over groups of experts * sum over experts of (share of first choices * mean gate); 1 when even.
+            weight: mean over groups of experts * sum over experts of share of first choices * mean gate, so that
+            1 means evenly busy.
 
     Parameters: gate [width, experts], up [experts, width, hidden], down [experts, hidden, width].
     """
@@ -98,6 +99,6 @@ class MoE(Module):
         return ops.mean(ops.mean(gates, 1) * ops.mean(first, 1)) * float(self.experts**2)
 
     def _place(self, mask: Tensor, before: Tensor, weight: Tensor, capacity: int) -> Tensor:
-        """Weights at (expert, place); a place beyond the capacity is in no one-hot row and so gets nothing."""
+        """Weights at (expert, place); a place beyond the capacity is in no one-hot row: nothing."""
         place = ops.reduce("sum", before * mask, -1).astype("i32")
         return ops.einsum("gse,gsc->gsec", mask * weight, ops.one_hot(place, capacity, mask.dtype))

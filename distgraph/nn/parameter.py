@@ -1,4 +1,4 @@
-"""Parameter: a tensor that is learned. It has a shape and an initialisation, and no memory until a rank makes its block."""
+"""Parameter: a tensor that is learned. It has a shape and an initialisation, and no memory of its own."""
 
 from __future__ import annotations
 
@@ -56,17 +56,18 @@ class Parameter(TensorOperators):
         return size
 
     def __distgraph_tensor__(self, trace: Trace) -> Tensor:
-        """The tensor that stands for this parameter in a trace. Raises GraphError when another one has its name."""
+        """The tensor of this parameter in a trace. Raises GraphError when another one has its name."""
         if not self.name:
-            raise GraphError(f"a parameter of shape {self.shape} is used outside of a module; call its module instead")
+            raise GraphError(
+                f"a parameter of shape {self.shape} is used outside of a module; call its module instead"
+            )
         first = trace.parameters.setdefault(self.name, self)
         if first is not self:
             raise GraphError(
-                f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules attributes of one"
+                f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules attributes "
+                "of one module"
             )
-        tensor = trace.source(
-            self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs()
-        )
+        tensor = trace.source(self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs())
         if self.annotation is not None:
             trace.annotate(tensor.value, self.annotation)
         return tensor
@@ -79,7 +80,7 @@ class Parameter(TensorOperators):
         return Trace.current().tensor(self)
 
     @property
-    def T(self) -> Tensor:  # noqa: N802 (NumPy's name)
+    def T(self) -> Tensor:
         """Dims in reverse order."""
         return self.tensor().T
 

@@ -57,7 +57,10 @@ class MaxPool2d(Module):
     """Largest element of each window; `stride` is the window by default."""
 
     def __init__(
-        self, window: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: int | Sequence[Any] = 0
+        self,
+        window: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[Any] = 0,
     ) -> None:
         self.window, self.stride, self.padding = window, stride, padding
 
@@ -70,7 +73,10 @@ class AvgPool2d(Module):
     """Mean of each window; `stride` is the window by default; padding counts as zeros."""
 
     def __init__(
-        self, window: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: int | Sequence[Any] = 0
+        self,
+        window: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[Any] = 0,
     ) -> None:
         self.window, self.stride, self.padding = window, stride, padding
 
@@ -82,9 +88,9 @@ class AvgPool2d(Module):
 class BatchNorm2d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias for every channel (Ioffe and Szegedy, 2015).
 
-    Mean and variance are of the whole (micro-)batch wherever it lies, and a split batch costs two reductions of one
-    number a channel. While training, running statistics take in those of the step (the mean over its micro-batches);
-    evaluation uses them.
+    Mean and variance are of the whole (micro-)batch wherever it lies, and a split batch costs two reductions
+    of one number a channel. While training, running statistics take in those of the step (the mean over its
+    micro-batches); evaluation uses them.
 
     Parameters: weight [channels], bias [channels]; buffers running_mean, running_var [channels].
     """

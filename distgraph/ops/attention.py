@@ -1,7 +1,7 @@
-"""Scaled dot-product attention as one op. Batch, key groups, heads and query rows may be split; keys stay whole.
+"""Scaled dot-product attention as one op. Batch, heads and query rows may be split; keys stay whole.
 
-Splitting the query rows over a sequence axis gathers only keys and values, and their gradients come back as partial
-sums (one reduce_scatter): the scores are never materialised.
+Splitting the query rows over a sequence axis gathers only keys and values, and their gradients come back as
+partial sums (one reduce_scatter): the scores are never materialised.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _sizes(shapes: Shapes) -> tuple[int, int, int, int, int]:
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3]
     if not fits or not k[1] or q[1] % k[1]:
         raise GraphError(
-            f"q {q}, k {k}, v {v} do not fit; expected q [b, h, s, d], k [b, g, t, d] and v [b, g, t, e] with h a "
-            "multiple of g"
+            f"q {q}, k {k}, v {v} do not fit; expected q [b, h, s, d], k [b, g, t, d] and v [b, g, t, e] with "
+            "h a multiple of g"
         )
     return q[0], q[1], k[1], q[2], k[2]
 
@@ -61,7 +61,7 @@ def _infer_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
 
 
 def _visible(attrs: Attrs, local: Local) -> Attrs:
-    """Under a causal mask, how many keys the last local query row sees: the kernel aligns the mask at the end."""
+    """Under a causal mask, how many keys the last local query row sees: the mask ends there."""
     if not attrs.get("causal") or not local.layout.of("s"):
         return attrs
     q = 0 if len(local.op.operands) == 3 else 1
@@ -69,14 +69,26 @@ def _visible(attrs: Attrs, local: Local) -> Attrs:
     return {**attrs, "keys": max(0, local.bounds("s")[1] + keys - queries)}
 
 
-def _kernel(xp: Any, q: Any, k: Any, v: Any, out: Any = None, *, keys: int | None = None, **attrs: Any) -> Any:
+def _kernel(
+    xp: Any, q: Any, k: Any, v: Any, out: Any = None, *, keys: int | None = None, **attrs: Any
+) -> Any:
     if keys is not None:
         k, v = k[:, :, :keys], v[:, :, :keys]
     return kernels.attention(xp, q, k, v, out=out, **attrs)
 
 
 def _grad_kernel(
-    xp: Any, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, out: Any = None, *, keys: int | None = None, **attrs: Any
+    xp: Any,
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    out: Any = None,
+    *,
+    keys: int | None = None,
+    **attrs: Any,
 ) -> Any:
     if keys is None or keys >= k.shape[2]:
         return kernels.attention_grad(xp, do, q, k, v, o, lse, out=out, **attrs)
@@ -112,7 +124,9 @@ def _gradient(c: GradientContext) -> Grads:
     o, lse = c.results
     do, dlse = c.grads
     if do is None or dlse is not None:
-        raise GraphError("the log-sum-exp of attention has no gradient; compute the scores with einsum for one")
+        raise GraphError(
+            "the log-sum-exp of attention has no gradient; compute the scores with einsum for one"
+        )
     grads: Grads = emit("attention_grad", do, *c.operands, o, lse, **c.attrs)
     return grads
 
@@ -152,5 +166,7 @@ def attention(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None 
         [b, h, s, e].
     """
     size = q.shape[-1]
-    o: Tensor = emit("attention", q, k, v, causal=bool(causal), scale=size**-0.5 if scale is None else float(scale))[0]
+    o: Tensor = emit(
+        "attention", q, k, v, causal=bool(causal), scale=size**-0.5 if scale is None else float(scale)
+    )[0]
     return o

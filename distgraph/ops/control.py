@@ -51,7 +51,9 @@ def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
 
 def _flops(op: Op, rule: Rule) -> int:
     """Of one turn: how many there are is not known before the run."""
-    return sum(flops(inner) for name in ("condition", "body") for inner in op.attrs[name].ops if inner.operands)
+    return sum(
+        flops(inner) for name in ("condition", "body") for inner in op.attrs[name].ops if inner.operands
+    )
 
 
 define("while_loop", _rule, _kernel, infer=_infer, flops=_flops, cost="launch")
@@ -69,8 +71,8 @@ def while_loop(
         fixed: other tensors that condition and body read; they see no tensor from outside but these.
 
     Raises:
-        GraphError: the body changes a shape or dtype, the condition is no bool scalar, or one of them uses a tensor
-            from outside.
+        GraphError: the body changes a shape or dtype, the condition is no bool scalar, or one of them uses a
+            tensor from outside.
 
     Example:
         `(n, power) = while_loop(lambda n, p: p < 1000.0, lambda n, p: (n + 1, p * 2.0), (0, 1.0))`
@@ -85,7 +87,7 @@ def while_loop(
 def while_subgraph(
     condition: Callable[..., Any], body: Callable[..., Any], operands: Sequence[Any], count: int
 ) -> dict[str, Graph]:
-    """Attributes of a while_loop over operands (anything with a shape and dtype), the first `count` its state."""
+    """Attributes of a while_loop over operands (with a shape and dtype), the first `count` its state."""
     test, step = _subgraph("condition", condition, operands), _subgraph("body", body, operands)
     if len(test.outputs) != 1 or test.outputs[0][1].type != "bool[]":
         found = ", ".join(value.type for _, value in test.outputs)
@@ -93,7 +95,9 @@ def while_subgraph(
     before = [op.result.type for op in step.sources("input")[:count]]
     after = [value.type for _, value in step.outputs]
     if before != after:
-        raise GraphError(f"body of while_loop returns ({', '.join(after)}) but its state is ({', '.join(before)})")
+        raise GraphError(
+            f"body of while_loop returns ({', '.join(after)}) but its state is ({', '.join(before)})"
+        )
     return {"condition": test, "body": step}
 
 

@@ -1,7 +1,8 @@
 """Convolution and pooling in one to three spatial dims, channels first. Batch and channels split by rule.
 
-Spatial dims stay whole: splitting them needs the neighbours' edges. Input channels are summed over, so a split there
-leaves a partial result; with groups the split is one of groups, or of what lies inside a single group.
+Spatial dims stay whole: splitting them needs the neighbours' edges. Input channels are summed over, so a
+split there leaves a partial result; with groups the split is one of groups, or of what lies inside a single
+group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from distgraph.graph import Op, Value
 from distgraph.kernels import conv as kernels
 from distgraph.kernels import pool
 from distgraph.ops.linear import as_tensors
-from distgraph.ops.normalize import per_element, require_float
+from distgraph.ops.normalize import require_float
 from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.rule import Rule, bind
 from distgraph.tensor import Tensor, emit_one
@@ -58,11 +59,13 @@ def _infer_conv(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
     x, w = operands
     groups = attrs["groups"]
     if not 3 <= len(x.shape) <= 5 or len(w.shape) != len(x.shape):
-        raise GraphError(f"x is {x.type} and w {w.type}; expected [n, c, 1 to 3 spatial dims] and [o, c / groups, ...]")
+        raise GraphError(
+            f"x is {x.type} and w {w.type}; expected [n, c, 1 to 3 spatial dims] and [o, c / groups, ...]"
+        )
     if groups < 1 or x.shape[1] != w.shape[1] * groups or w.shape[0] % groups:
         raise GraphError(
-            f"x has {x.shape[1]} channels but w {w.type} with groups={groups} takes {w.shape[1] * groups} and must "
-            f"have a multiple of {groups} outputs"
+            f"x has {x.shape[1]} channels but w {w.type} with groups={groups} takes {w.shape[1] * groups} and "
+            f"must have a multiple of {groups} outputs"
         )
     dtype = require_float(x)
     if w.dtype != dtype:
@@ -160,7 +163,10 @@ define(
 
 
 def _pool_output(x: Shape, attrs: Attrs, what: str) -> Shape:
-    return (*x[:2], *kernels.window_of(what, x[2:], attrs["window"], attrs["stride"], attrs["padding"]).output)
+    return (
+        *x[:2],
+        *kernels.window_of(what, x[2:], attrs["window"], attrs["stride"], attrs["padding"]).output,
+    )
 
 
 def _infer_pool(what: str) -> Any:
@@ -187,8 +193,9 @@ def _pool_rule(template: str) -> Any:
 
 
 def _window_flops(op: Op, rule: Rule) -> int:
-    smallest = min((v.size for v in op.operands + op.results))
-    return smallest * math.prod(op.attrs["window"])
+    smallest = min(v.size for v in op.operands + op.results)
+    window: tuple[int, ...] = op.attrs["window"]
+    return smallest * math.prod(window)
 
 
 def _max_pool_gradient(c: GradientContext) -> Grads:
@@ -262,19 +269,29 @@ def conv(
     """
     tensors = as_tensors(x, w)
     count = max(0, tensors[0].ndim - 2)
-    sides = {"stride": _each(stride, count), "padding": _pairs(padding, count), "dilation": _each(dilation, count)}
+    sides = {
+        "stride": _each(stride, count),
+        "padding": _pairs(padding, count),
+        "dilation": _each(dilation, count),
+    }
     return emit_one("conv", *tensors, groups=int(groups), **sides)
 
 
 def max_pool(
-    x: Any, window: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: int | Sequence[Any] = 0
+    x: Any,
+    window: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[Any] = 0,
 ) -> Tensor:
-    """Largest element of each window: x [n, c, *spatial] -> [n, c, *output]; `stride` is the window by default."""
+    """Largest element of each window: x [n, c, *spatial] -> [n, c, *output]; stride as the window by default."""
     return _pool("max_pool", x, window, stride, padding)
 
 
 def avg_pool(
-    x: Any, window: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: int | Sequence[Any] = 0
+    x: Any,
+    window: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[Any] = 0,
 ) -> Tensor:
     """Mean of each window, padding counted as zeros: x [n, c, *spatial] -> [n, c, *output]."""
     return _pool("avg_pool", x, window, stride, padding)

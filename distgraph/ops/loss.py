@@ -1,7 +1,7 @@
 """Cross-entropy of logits and integer labels.
 
-With the classes split, `cross_entropy` decomposes into reductions whose results have one number a row: what crosses the
-network is a maximum, a sum and the picked logit of every row, never the logits.
+With the classes split, `cross_entropy` decomposes into reductions whose results have one number a row: what
+crosses the network is a maximum, a sum and the picked logit of every row, never the logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def _check_labels(logits: Value, labels: Value) -> str:
     if is_float(labels.dtype) or labels.dtype == "bool":
         raise GraphError(f"labels are {labels.type} but must be integers; cast them with .astype('i32')")
     if not logits.shape or labels.shape != logits.shape[:-1]:
-        raise GraphError(f"labels are {labels.type} but logits {logits.type} want one label a row, {logits.shape[:-1]}")
+        raise GraphError(
+            f"labels are {labels.type} but logits {logits.type} want one label a row, {logits.shape[:-1]}"
+        )
     return require_float(logits)
 
 
@@ -53,7 +55,9 @@ def _loss_gradient(c: GradientContext) -> Grads:
     logits, labels = c.operands
     dloss, dlse = c.grads
     if dlse is not None or dloss is None:
-        raise GraphError("the log-sum-exp of cross_entropy has no gradient; use distgraph.ops.logsumexp for one")
+        raise GraphError(
+            "the log-sum-exp of cross_entropy has no gradient; use distgraph.ops.logsumexp for one"
+        )
     return [emit_one("cross_entropy_grad", logits, labels, c.results[1], dloss), None]
 
 

@@ -1,7 +1,8 @@
-"""Ops that need a whole dim at once: softmax, log-softmax, layer norm, root-mean-square norm, and their gradients.
+"""Ops that need a whole dim at once: softmax, log-softmax, layer norm, rms norm, and their gradients.
 
-Each is one fused kernel while the dim it runs over is whole. Where that dim arrives split, `decompose` says the same in
-primitive ops, so that only row statistics are reduced among ranks and the tensor itself is never gathered.
+Each is one fused kernel while the dim it runs over is whole. Where that dim arrives split, `decompose` says
+the same in primitive ops, so that only row statistics are reduced among ranks and the tensor itself is never
+gathered.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _along_axis(shapes: Shapes, attrs: Attrs) -> Rule:
     letters = tuple(f"i{d}" for d in range(len(shape)))
     term = tuple((letter,) for letter in letters)
     whole = {letters[attrs["axis"]]}
-    return make_rule("i.. k! -> i.. k!", (term,) * len(shapes), (term,), dict(zip(letters, shape, strict=True)), whole)
+    return make_rule(
+        "i.. k! -> i.. k!", (term,) * len(shapes), (term,), dict(zip(letters, shape, strict=True)), whole
+    )
 
 
 def _infer_along_axis(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -159,7 +162,9 @@ def _infer_rows(weights: int, statistics: int) -> Callable[[Sequence[Value], Att
         dtype = require_float(x)
         for w in operands[1 : 1 + weights]:
             if not x.shape or w.shape != x.shape[-1:]:
-                raise GraphError(f"weight is {w.type} but x is {x.type}; the weight has the length of the last dim of x")
+                raise GraphError(
+                    f"weight is {w.type} but x is {x.type}; the weight has the length of the last dim of x"
+                )
         return [(x.shape, dtype)] + [(x.shape[:-1], dtype)] * statistics
 
     return infer
@@ -172,7 +177,9 @@ def _infer_rows_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shap
 
 def _only_first(c: GradientContext, kind: str) -> Tensor:
     if c.grads[0] is None or any(g is not None for g in c.grads[1:]):
-        raise GraphError(f"row statistics of {kind} have no gradient; compute them with mean and var where one is needed")
+        raise GraphError(
+            f"row statistics of {kind} have no gradient; compute them with mean and var where one is needed"
+        )
     return c.grads[0]
 
 

@@ -1,9 +1,10 @@
 """Random numbers and dropout: a hash of (key, salt, position in the global tensor).
 
-The same numbers come out under every layout, on any number of ranks and with any number of micro-batches: a rank hashes
-the global positions of its own block, and a micro-batch those of its own part of the whole batch. The dim along which
-micro-batches follow each other (`batch_dim`) counts as the outermost one, so that positions do not depend on how long
-the whole batch is. The key is an input of the graph: the engine feeds a new one every step.
+The same numbers come out under every layout, on any number of ranks and with any number of micro-batches: a
+rank hashes the global positions of its own block, and a micro-batch those of its own part of the whole batch.
+The dim along which micro-batches follow each other (`batch_dim`) counts as the outermost one, so that
+positions do not depend on how long the whole batch is. The key is an input of the graph: the engine feeds a
+new one every step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
 
 from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
@@ -96,7 +96,9 @@ def _dropout_kernel(
     if not batch_dim:
         return kernels.dropout(xp, x, key, rate=rate, shape=whole, starts=begin, salt=salt, out=out)
     moved = xp.moveaxis(x, batch_dim, 0)
-    result = kernels.dropout(xp, xp.ascontiguousarray(moved), key, rate=rate, shape=whole, starts=begin, salt=salt)
+    result = kernels.dropout(
+        xp, xp.ascontiguousarray(moved), key, rate=rate, shape=whole, starts=begin, salt=salt
+    )
     result = xp.moveaxis(result, 0, batch_dim)
     if out is None:
         return xp.ascontiguousarray(result)
@@ -121,7 +123,9 @@ def _random_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 def _check_batch_dim(attrs: Attrs, ndim: int) -> None:
     batch_dim = attrs.get("batch_dim", 0)
     if batch_dim is not None and ndim and not 0 <= batch_dim < ndim:
-        raise GraphError(f"batch_dim is {batch_dim} but the tensor has {ndim} dims; use None where there is no batch")
+        raise GraphError(
+            f"batch_dim is {batch_dim} but the tensor has {ndim} dims; use None where there is no batch"
+        )
 
 
 def _infer_random(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -171,17 +175,21 @@ define(
 
 
 def random_uniform(shape: Sequence[int], dtype: str = "f32", batch_dim: int | None = 0) -> Tensor:
-    """Uniform in [0, 1), drawn anew every step. `batch_dim`: along which micro-batches follow each other, or None."""
+    """Uniform in [0, 1), new every step. `batch_dim`: where micro-batches follow each other, or None."""
     return _draw("random_uniform", shape, dtype, batch_dim)
 
 
 def random_normal(shape: Sequence[int], dtype: str = "f32", batch_dim: int | None = 0) -> Tensor:
-    """Standard normal, drawn anew every step. `batch_dim`: along which micro-batches follow each other, or None."""
+    """Standard normal, new every step. `batch_dim`: where micro-batches follow each other, or None."""
     return _draw("random_normal", shape, dtype, batch_dim)
 
 
 def _draw(kind: str, shape: Sequence[int], dtype: str, batch_dim: int | None) -> Tensor:
-    attrs = {"shape": tuple(int(n) for n in shape), "dtype": dtype, "batch_dim": batch_dim if len(shape) else None}
+    attrs = {
+        "shape": tuple(int(n) for n in shape),
+        "dtype": dtype,
+        "batch_dim": batch_dim if len(shape) else None,
+    }
     return emit_one(kind, step_key(), salt=_trace().salt(), **attrs)
 
 

@@ -1,7 +1,7 @@
 """Optimiser steps as one op each: a single pass over the parameter, its gradient and its states.
 
-Elementwise, so any layout of the states is legal: states that are split over the data-parallel axis make the gradient
-arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO.
+Elementwise, so any layout of the states is legal: states that are split over the data-parallel axis make the
+gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def _rule(results: int) -> Callable[[Shapes, Attrs], Rule]:
     return rule
 
 
-def _infer(names: tuple[str, ...], kept: tuple[int, ...]) -> Callable[[Sequence[Value], Attrs], list[tuple[Shape, str]]]:
-    """Every named operand has the shape of the first; what follows them are scalars; results follow `kept`."""
+def _infer(
+    names: tuple[str, ...], kept: tuple[int, ...]
+) -> Callable[[Sequence[Value], Attrs], list[tuple[Shape, str]]]:
+    """Named operands have the shape of the first, those after them are scalars; results follow `kept`."""
 
     def infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
         first = operands[0]
