@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, outputs, store
+from distgraph.kernels._common import (
+    FUSED_MIN_SIZE,
+    Array,
+    Namespace,
+    computed_in_f32,
+    empty,
+    is_half,
+    outputs,
+    store,
+    widen,
+)
 from distgraph.kernels._jit import fused
 from distgraph.kernels.matmul import blas_ready
 
@@ -178,7 +188,6 @@ def _grad_tile(
     dp *= scale
 
 
-@computed_in_f32(1, 2, 3)
 def attention_grad(
     xp: Namespace,
     do: Array,
@@ -197,9 +206,31 @@ def attention_grad(
     p = exp(scale * q k^T - lse), dv = p^T do, ds = p * (do v^T - sum(do * o)) * scale, dq = ds k, dk = ds^T
     q; dk and dv are summed over the query heads of their group.
 
+    A half-precision lse is computed anew: rounded, it would put the probabilities of a row off by percents.
+
     Returns:
         dq [b, h, s, d], dk [b, g, t, d], dv [b, g, t, e].
     """
+    if is_half(lse.dtype):
+        lse = attention(xp, widen(xp, q), widen(xp, k), widen(xp, v), causal=causal, scale=scale)[1]
+    return _attention_grad(xp, do, q, k, v, o, lse, causal=causal, scale=scale, out=out)  # type: ignore[no-any-return]
+
+
+@computed_in_f32(1, 2, 3)
+def _attention_grad(
+    xp: Namespace,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    *,
+    causal: bool,
+    scale: float | None,
+    out: Any = None,
+) -> tuple[Array, Array, Array]:
+    """`attention_grad` for operands of float32 or float64."""
     sizes = _split(q, k, v)
     groups, keys = sizes[1], sizes[4]
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
