@@ -1,29 +1,95 @@
-"""NumPy on traced tensors: the array API namespace, and what NumPy's own functions become.
+"""The array API namespace of traced tensors: what `x.__array_namespace__()` returns.
 
-`x.__array_namespace__()` returns this module, so that array-API code traces; `np.exp(x)`, `np.add.reduce(x)` and
-`np.concatenate([x, y])` arrive in `apply_ufunc` and `apply_function` and become the same ops. Dtypes are short names.
+Functions have the names of the array API standard; dtypes are short names. NumPy's own functions, called with traced
+tensors, come here by way of `distgraph.protocols`.
 """
 
 from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from distgraph import ops
-from distgraph.dtypes import NAMES, is_float, promote, short
+from distgraph.dtypes import is_float, promote, short
 from distgraph.errors import GraphError
 from distgraph.ops import (  # noqa: F401 (names of the array API standard)
-    add, arange, argmax, argmin, argsort, bitwise_and, bitwise_or, bitwise_xor, broadcast_to, ceil, clip, concat,
-    cos, cosh, divide, equal, exp, expand_dims, expm1, flip, floor, floor_divide, full, greater, greater_equal, hypot,
-    isfinite, isinf, isnan, less, less_equal, log, log1p, log2, log10, logical_and, logical_not, logical_or,
-    logical_xor, matmul, maximum, mean, minimum, multiply, negative, not_equal, ones, outer, reciprocal, reshape,
-    remainder, repeat, roll, sign, sin, sinh, sort, sqrt, square, squeeze, stack, std, subtract, take, tan, tile, tril,
-    triu, trunc, var, where, zeros,
-)  # fmt: skip
+    add,
+    arange,
+    argmax,
+    argmin,
+    argsort,
+    bitwise_and,
+    bitwise_or,
+    bitwise_xor,
+    broadcast_to,
+    ceil,
+    clip,
+    concat,
+    cos,
+    cosh,
+    divide,
+    equal,
+    exp,
+    expand_dims,
+    expm1,
+    flip,
+    floor,
+    floor_divide,
+    full,
+    greater,
+    greater_equal,
+    hypot,
+    isfinite,
+    isinf,
+    isnan,
+    less,
+    less_equal,
+    log,
+    log1p,
+    log2,
+    log10,
+    logical_and,
+    logical_not,
+    logical_or,
+    logical_xor,
+    matmul,
+    maximum,
+    mean,
+    minimum,
+    multiply,
+    negative,
+    not_equal,
+    ones,
+    outer,
+    reciprocal,
+    remainder,
+    repeat,
+    reshape,
+    roll,
+    sign,
+    sin,
+    sinh,
+    sort,
+    sqrt,
+    square,
+    squeeze,
+    stack,
+    std,
+    subtract,
+    take,
+    tan,
+    tile,
+    tril,
+    triu,
+    trunc,
+    var,
+    where,
+    zeros,
+)
 from distgraph.ops.linear import as_tensors, reshape_to
 from distgraph.ops.registry import REGISTRY
 from distgraph.tensor import Tensor, emit_one
@@ -42,11 +108,12 @@ class Unsupported(GraphError, AttributeError):
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise Unsupported(f"numpy.{name} does not trace; {_way_out(name)}")
+    raise Unsupported(f"numpy.{name} does not trace; {way_out(name)}")
 
 
-def _way_out(name: str) -> str:
-    near = sorted(n for n in {*REGISTRY, *_BY_NAME} if n.startswith(name[:3]))[:6]
+def way_out(name: str) -> str:
+    """What to do instead of a function that does not trace, for messages."""
+    near = sorted(n for n in {*REGISTRY, *globals()} if n.startswith(name[:3]) and n.islower())[:6]
     beside = f" (near it: {', '.join(near)})" if near else ""
     return f"compose it from the functions of distgraph.ops{beside}, or compute it before tracing"
 
@@ -239,7 +306,11 @@ def dot(x: Any, y: Any) -> Tensor:
     left, right = as_tensors(x, y)
     if not left.shape or not right.shape:
         return left * right
-    return matmul(left, right) if right.ndim <= 2 else tensordot(left, right, ((left.ndim - 1,), (right.ndim - 2,)))
+    return (
+        matmul(left, right)
+        if right.ndim <= 2
+        else tensordot(left, right, ((left.ndim - 1,), (right.ndim - 2,)))
+    )
 
 
 def inner(x: Any, y: Any) -> Tensor:
@@ -300,7 +371,9 @@ def eye(rows: int, columns: int | None = None, k: int = 0, dtype: Any = "f32") -
     return ops.cast(ops.equal(ops.iota(shape, 0) + k, ops.iota(shape, 1)), dtype)
 
 
-def linspace(start: float, stop: float, num: int, dtype: Any = "f32", endpoint: builtins.bool = True) -> Tensor:
+def linspace(
+    start: float, stop: float, num: int, dtype: Any = "f32", endpoint: builtins.bool = True
+) -> Tensor:
     """Evenly spaced numbers."""
     step = (stop - start) / builtins.max(1, num - 1 if endpoint else num)
     return ops.iota((num,), 0, dtype) * step + start
@@ -318,149 +391,8 @@ def result_type(*operands: Any) -> str:
 def isdtype(dtype: Any, kind: str | tuple[str, ...]) -> builtins.bool:
     """Whether a dtype is of a kind of the array API standard."""
     name = short(dtype)
+    wanted = (kind,) if isinstance(kind, str) else kind
     kinds = {"bool": name == "bool", "real floating": is_float(name), "signed integer": name.startswith("i")}
     kinds |= {"unsigned integer": name.startswith("u"), "integral": name[0] in "iu"}
     kinds |= {"numeric": name != "bool", "complex floating": False}
-    return builtins.any(kinds.get(k, short(k) == name if k in NAMES else False) for k in ([kind] if isinstance(kind, str) else kind))
-
-
-# NumPy's protocols
-
-
-def _concatenate(arrays: Sequence[Any], axis: int | None = 0) -> Tensor:
-    if axis is None:
-        return concat([ops.reshape(x, -1) for x in arrays], 0)
-    return concat(arrays, axis)
-
-
-def _vstack(arrays: Sequence[Any]) -> Tensor:
-    return concat([ops.reshape(t, (1, -1)) if t.ndim < 2 else t for t in as_tensors(*arrays)], 0)
-
-
-def _hstack(arrays: Sequence[Any]) -> Tensor:
-    found = as_tensors(*arrays)
-    return concat(found, 0 if found[0].ndim == 1 else 1)
-
-
-def _pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float = 0) -> Tensor:
-    if mode != "constant":
-        raise GraphError(f"numpy.pad with mode {mode!r} does not trace; use 'constant', or concat the edges")
-    (tensor,) = as_tensors(x)
-    sides = np.broadcast_to(np.asarray(pad_width), (tensor.ndim, 2))
-    return ops.pad(tensor, sides[:, 0].tolist(), sides[:, 1].tolist(), constant_values)
-
-
-def _expand_reshape(x: Any, shape: Any = None, newshape: Any = None) -> Tensor:
-    return ops.reshape(x, shape if shape is not None else newshape)
-
-
-def _nan_to_num(x: Any, nan: float = 0.0) -> Tensor:
-    return ops.where(ops.isnan(x), nan, x)
-
-
-def _std(x: Any, axis: Any = None, ddof: float = 0, keepdims: builtins.bool = False) -> Tensor:
-    return ops.std(x, axis, keepdims, ddof)
-
-
-def _var(x: Any, axis: Any = None, ddof: float = 0, keepdims: builtins.bool = False) -> Tensor:
-    return ops.var(x, axis, keepdims, ddof)
-
-
-def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: builtins.bool = False) -> Tensor:
-    if ord not in (None, 2, "fro") or (ord == 2 and axis is None and as_tensors(x)[0].ndim > 1):
-        raise GraphError(f"numpy.linalg.norm with ord {ord!r} does not trace; only the Euclidean norm of vectors does")
-    return ops.norm(x, axis, keepdims)
-
-
-def _tri(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda m, k=0: function(m, k)
-
-
-_BY_NAME: dict[str, Callable[..., Any]] = {
-    "all": all, "amax": max, "amin": min, "any": any, "argmax": argmax, "argmin": argmin, "argsort": argsort,
-    "around": round, "broadcast_arrays": broadcast_arrays, "broadcast_to": broadcast_to, "clip": clip,
-    "concatenate": _concatenate, "copy": positive, "count_nonzero": count_nonzero, "cumprod": cumulative_prod,
-    "cumsum": cumulative_sum, "cumulative_prod": cumulative_prod, "cumulative_sum": cumulative_sum, "diff": diff,
-    "dot": dot, "einsum": ops.einsum, "empty_like": zeros_like, "expand_dims": expand_dims, "flip": flip,
-    "full_like": full_like, "hstack": _hstack, "inner": inner, "linalg.norm": _norm,
-    "linalg.matrix_transpose": matrix_transpose, "linalg.vecdot": vecdot, "max": max, "mean": mean, "min": min,
-    "matrix_transpose": matrix_transpose, "moveaxis": moveaxis, "nan_to_num": _nan_to_num, "ndim": lambda a: a.ndim,
-    "ones_like": ones_like, "outer": outer, "pad": _pad, "permute_dims": permute_dims, "prod": prod,
-    "ravel": lambda a: ops.reshape(a, -1), "repeat": repeat, "reshape": _expand_reshape, "roll": roll,
-    "round": round, "shape": lambda a: a.shape, "size": lambda a: a.size, "sort": sort, "split": ops.split,
-    "squeeze": squeeze, "stack": stack, "std": _std, "sum": sum, "swapaxes": swapaxes, "take": take,
-    "take_along_axis": take_along_axis, "tensordot": tensordot, "tile": tile, "transpose": transpose,
-    "tril": _tri(tril), "triu": _tri(triu), "unstack": unstack, "var": _var, "vstack": _vstack, "where": where,
-    "zeros_like": zeros_like,
-}  # fmt: skip
-_UFUNCS: dict[str, Callable[..., Any]] = {
-    "conjugate": positive,
-    "positive": positive,
-    "invert": bitwise_invert,
-    "true_divide": divide,
-    "logaddexp": logaddexp,
-    "matmul": matmul,
-    "vecdot": vecdot,
-    "fabs": abs,
-    "mod": remainder,
-    "float_power": pow,
-    "exp2": lambda x: exp(x * math.log(2)),
-    "deg2rad": lambda x: x * (math.pi / 180),
-    "rad2deg": lambda x: x * (180 / math.pi),
-}
-_REDUCE = {
-    "add": "sum",
-    "multiply": "prod",
-    "maximum": "max",
-    "minimum": "min",
-    "logical_or": "any",
-    "logical_and": "all",
-}
-_ACCUMULATE = {"add": ops.cumsum, "multiply": ops.cumprod}
-
-
-def _drop_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without those that say nothing. Raises GraphError for the ones that cannot be traced."""
-    kept = {k: v for k, v in kwargs.items() if v is not np._NoValue and not (k in ("out", "dtype") and v is None)}
-    for refused in ("out", "where", "casting", "subok", "order", "initial"):
-        value = kept.pop(refused, None)
-        if value is not None and value is not True and value not in ("same_kind", "C", "K"):
-            raise GraphError(f"numpy.{name} with {refused}= does not trace; leave it out, tensors are never written to")
-    return kept
-
-
-def apply_ufunc(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A NumPy ufunc (or its reduce, accumulate, outer) of traced tensors. Raises GraphError for others."""
-    name = ufunc.__name__
-    options = _drop_defaults(name, kwargs)
-    dtype = options.pop("dtype", None)
-    if dtype is not None:
-        inputs = [ops.cast(x, dtype) for x in inputs]
-    if method == "__call__" and not options:
-        if name in _UFUNCS:
-            return _UFUNCS[name](*inputs)
-        if name in REGISTRY:
-            return emit_one(name, *inputs)
-    if method == "reduce" and name in _REDUCE:
-        return ops.reduce(_REDUCE[name], inputs[0], options.get("axis", 0), options.get("keepdims", False))
-    if method == "accumulate" and name in _ACCUMULATE:
-        return _ACCUMULATE[name](inputs[0], options.get("axis", 0))
-    if method == "outer" and name in REGISTRY:
-        left, right = as_tensors(*inputs)
-        return emit_one(name, reshape_to(left, left.shape + (1,) * right.ndim), right)
-    called = name if method == "__call__" else f"{name}.{method}"
-    raise GraphError(f"numpy.{called} does not trace with {sorted(options) or 'these operands'}; {_way_out(name)}")
-
-
-def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A NumPy function of traced tensors. Raises GraphError for one that has no counterpart, or for its options."""
-    module = getattr(function, "__module__", "numpy") or "numpy"
-    name = function.__name__ if module == "numpy" else f"{module.removeprefix('numpy.')}.{function.__name__}"
-    known = _BY_NAME.get(name)
-    if known is None:
-        raise Unsupported(f"numpy.{name} does not trace; {_way_out(name)}")
-    options = _drop_defaults(name, kwargs)
-    try:
-        return known(*args, **options)
-    except TypeError as error:
-        raise GraphError(f"numpy.{name} with {sorted(options) or 'these arguments'} does not trace: {error}") from None
+    return builtins.any(kinds.get(k, k == name) for k in wanted)

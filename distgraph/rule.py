@@ -121,7 +121,9 @@ def bind(
     parsed_left = [_parse_tensor(part, flags) for part in left.split(",")] if left.strip() else []
     parsed_right = [_parse_tensor(part, flags) for part in right.split(",")] if right.strip() else []
     if len(parsed_left) != len(operand_shapes):
-        raise GraphError(f"rule {text!r} has {len(parsed_left)} operands but {len(operand_shapes)} were given")
+        raise GraphError(
+            f"rule {text!r} has {len(parsed_left)} operands but {len(operand_shapes)} were given"
+        )
     known = dict(sizes)
     extra = _ellipsis_rank(text, parsed_left, operand_shapes)
     if not parsed_left and result_shapes is not None:
@@ -219,7 +221,9 @@ def _solve(text: str, subject: str, term: Term, shape: Shape, known: dict[str, i
             known[unknown[0]] = length // product
         elif unknown or product != length:
             described = ", ".join(f"{i}={known.get(i, '?')}" for i in indices)
-            raise GraphError(f"index {' '.join(indices)} is {length} in {subject} but {described} elsewhere ({text})")
+            raise GraphError(
+                f"index {' '.join(indices)} is {length} in {subject} but {described} elsewhere ({text})"
+            )
 
 
 def representable(rule: Rule, layout: OpLayout) -> bool:
@@ -247,7 +251,9 @@ def _dim_ok(dim: tuple[str, ...], sizes: Mapping[str, int], layout: OpLayout) ->
 
 
 @lru_cache(maxsize=262144)
-def operand_spec(rule: Rule, operand: int, layout: OpLayout, linear: tuple[tuple[int, ...], ...] = ()) -> ShardSpec:
+def operand_spec(
+    rule: Rule, operand: int, layout: OpLayout, linear: tuple[tuple[int, ...], ...] = ()
+) -> ShardSpec:
     """Layout that the op needs operand number `operand` in."""
     partial = tuple((axis, "sum") for axis, group in layout.partial if operand in linear[group])
     return ShardSpec(_dims(rule.operands[operand], layout), partial)
@@ -269,7 +275,11 @@ def bounds(rule: Rule, layout: OpLayout, rank: int, index: str) -> tuple[int, in
     """(start, stop) of the positions of an index that one rank computes."""
     axes = layout.of(index)
     mesh = layout.mesh
-    return shard_bounds(rule.sizes[index], mesh.count(axes), mesh.index(rank, axes)) if axes else (0, rule.sizes[index])
+    return (
+        shard_bounds(rule.sizes[index], mesh.count(axes), mesh.index(rank, axes))
+        if axes
+        else (0, rule.sizes[index])
+    )
 
 
 def choices(rule: Rule, mesh: ProcessMesh, linear: Sequence[tuple[int, ...]] = ()) -> tuple[OpLayout, ...]:

@@ -130,12 +130,12 @@ class TensorOperators:
         return namespace
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        from distgraph.numpy import apply_ufunc
+        from distgraph.protocols import apply_ufunc
 
         return apply_ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from distgraph.numpy import apply_function
+        from distgraph.protocols import apply_function
 
         return apply_function(function, args, kwargs)
 

@@ -82,7 +82,9 @@ def build(kind: str, sample: Sample, operands: Sequence[Array] | None = None) ->
     return Op(kind, values, results, dict(sample.attrs))
 
 
-def run(op: Op, arrays: Sequence[Array], attrs: Mapping[str, Any] | None = None, out: Any = None) -> tuple[Array, ...]:
+def run(
+    op: Op, arrays: Sequence[Array], attrs: Mapping[str, Any] | None = None, out: Any = None
+) -> tuple[Array, ...]:
     """The kernel; operands are read-only while it runs, so that a kernel that writes to them is caught."""
     declared = lookup(op.kind)
     options = dict(op.attrs if attrs is None else attrs)
@@ -110,7 +112,9 @@ def terms(op: Op) -> int:
 
 def assert_close(found: Array, expected: Array, op: Op, factor: float, context: str) -> None:
     """Equal for exact types; else within eps x (number of terms summed) x factor of the largest element."""
-    assert tuple(found.shape) == tuple(expected.shape), f"{context}: shape {found.shape}, expected {expected.shape}"
+    assert tuple(found.shape) == tuple(expected.shape), (
+        f"{context}: shape {found.shape}, expected {expected.shape}"
+    )
     if found.dtype.kind in "biu" and expected.dtype.kind in "biu":
         assert np.array_equal(found, expected), f"{context}: {found} is not {expected}"
         return
@@ -156,7 +160,9 @@ def _check_out(op: Op, sample: Sample, expected: tuple[Array, ...]) -> None:
         arrays = [a.copy() for a in sample.operands]
         rest = tuple(np.empty(v.shape, to_numpy(v.dtype)) for v in op.results[1:])
         out = (arrays[position], *rest) if rest else arrays[position]
-        assert_close(run(op, arrays, out=out)[0], expected[0], op, 4, f"{op.kind} in place of operand {position}")
+        assert_close(
+            run(op, arrays, out=out)[0], expected[0], op, 4, f"{op.kind} in place of operand {position}"
+        )
 
 
 def check_dtype(kind: str, sample: Sample, dtype: str) -> None:
@@ -168,7 +174,9 @@ def check_dtype(kind: str, sample: Sample, dtype: str) -> None:
     for position, (found, wanted, value) in enumerate(
         zip(run(op, narrow), run(build(kind, sample, wide), wide), op.results, strict=True)
     ):
-        assert short(found.dtype) == value.dtype, f"{kind} {dtype}: result {found.dtype}, inferred {value.type}"
+        assert short(found.dtype) == value.dtype, (
+            f"{kind} {dtype}: result {found.dtype}, inferred {value.type}"
+        )
         assert_close(found, wanted, op, 16, f"{kind} {dtype} result {position} {attrs}")
 
 
@@ -202,11 +210,17 @@ def check_gradient(kind: str, sample: Sample) -> None:
     for i in wrt:
         expected = _differences(objective, sample.operands, i)
         error = np.abs(found[f"g{i}"] - expected).max(initial=0.0)
-        allowed = 1e-6 * max(1.0, np.abs(expected).max(initial=0.0))  # step^2 of the central difference, and its noise
-        assert error <= allowed, f"gradient of {kind} {dict(sample.attrs)} by operand {i} is off by {error:.3g}"
+        allowed = 1e-6 * max(
+            1.0, np.abs(expected).max(initial=0.0)
+        )  # step^2 of the central difference, and its noise
+        assert error <= allowed, (
+            f"gradient of {kind} {dict(sample.attrs)} by operand {i} is off by {error:.3g}"
+        )
 
 
-def _differences(objective: Callable[[Sequence[Array]], float], arrays: Sequence[Array], position: int) -> Array:
+def _differences(
+    objective: Callable[[Sequence[Array]], float], arrays: Sequence[Array], position: int
+) -> Array:
     step = 1e-5
     result = np.zeros(arrays[position].shape)
     for at in np.ndindex(*arrays[position].shape):
@@ -259,19 +273,23 @@ def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layou
         for value, spec, result, blocks in zip(op.results, result_specs, made, whole, strict=True):
             where = spec.slices(value.shape, mesh, rank)
             shape = spec.local_shape(value.shape, mesh, rank)
-            assert tuple(result.shape) == shape, f"{context}: rank {rank} made {result.shape}, its block is {shape}"
+            assert tuple(result.shape) == shape, (
+                f"{context}: rank {rank} made {result.shape}, its block is {shape}"
+            )
             key = coordinates(spec, mesh, rank)
             if key not in blocks:
                 blocks[key] = (np.zeros(value.shape, result.dtype), np.zeros(value.shape, bool))
             total, seen = blocks[key]
             again = seen[where]
-            assert np.array_equal(total[where][again], result[again], equal_nan=result.dtype.kind not in "biuV"), (
-                f"{context}: rank {rank} differs from its replica"
-            )
+            assert np.array_equal(
+                total[where][again], result[again], equal_nan=result.dtype.kind not in "biuV"
+            ), f"{context}: rank {rank} differs from its replica"
             total[where] = result
             seen[where] = True
     for spec, blocks, expected in zip(result_specs, whole, serial, strict=True):
-        assert all(seen.all() for _, seen in blocks.values()), f"{context}: part of the result is made by no rank"
+        assert all(seen.all() for _, seen in blocks.values()), (
+            f"{context}: part of the result is made by no rank"
+        )
         assert_close(combine(spec, {k: t for k, (t, _) in blocks.items()}), expected, op, 64, context)
 
 
@@ -319,7 +337,9 @@ def _pieces(held: _Held, keys: tuple[tuple[int, ...], ...]) -> dict[tuple[int, .
     x = held.x
     rng = np.random.default_rng(len(keys))
     drawn = [
-        np.asarray(rng.integers(0, 3, x.shape) if x.dtype.kind in "iu" else rng.standard_normal(x.shape)).astype(x.dtype)
+        np.asarray(
+            rng.integers(0, 3, x.shape) if x.dtype.kind in "iu" else rng.standard_normal(x.shape)
+        ).astype(x.dtype)
         for _ in keys[1:]
     ]
     return dict(zip(keys, map(np.asarray, [x - sum(drawn), *drawn]), strict=True))

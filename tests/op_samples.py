@@ -33,7 +33,9 @@ def distinct(*shape: int) -> Any:
     return (_RNG.permutation(int(np.prod(shape))).reshape(shape) - 3.3) / 4
 
 
-def add(kind: str, *operands: Any, reference: Any = None, wrt: Any = None, dtypes: Any = None, **attrs: Any) -> None:
+def add(
+    kind: str, *operands: Any, reference: Any = None, wrt: Any = None, dtypes: Any = None, **attrs: Any
+) -> None:
     options = {} if dtypes is None else {"dtypes": dtypes}
     arrays = tuple(np.asarray(x) for x in operands)
     SAMPLES.setdefault(kind, []).append(Sample(arrays, attrs, reference, wrt, **options))
@@ -66,7 +68,9 @@ add("multiply", integers(-5, 6, 5, 3), integers(-5, 6, 5, 1), reference=np.multi
 add("power", positive(5, 3), normal(3), reference=np.power)
 for _name in ("floor_divide", "remainder"):
     add(_name, integers(-9, 10, 5, 3), integers(1, 5, 3), reference=getattr(np, _name))
-    add(_name, normal(5, 3), positive(5, 1), reference=getattr(np, _name), dtypes=())  # steps differ by rounding
+    add(
+        _name, normal(5, 3), positive(5, 1), reference=getattr(np, _name), dtypes=()
+    )  # steps differ by rounding
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift"):
     add(_name, integers(0, 9, 5, 3), integers(0, 4, 3), reference=getattr(np, _name))
 for _name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"):
@@ -111,7 +115,13 @@ for _name, _domain, _function in (
     ("reduce_sum", normal, np.sum), ("reduce_prod", inside, np.prod), ("reduce_max", distinct, np.max),
     ("reduce_min", distinct, np.min),
 ):  # fmt: skip
-    for _shape, _dims in (((5, 6), (1,)), ((5, 6), (0,)), ((2, 3, 5), (0, 2)), ((7,), (0,)), ((3, 1, 4), (1, 2))):
+    for _shape, _dims in (
+        ((5, 6), (1,)),
+        ((5, 6), (0,)),
+        ((2, 3, 5), (0, 2)),
+        ((7,), (0,)),
+        ((3, 1, 4), (1, 2)),
+    ):
         for _keep in (False, True):
             add(
                 _name,
@@ -178,7 +188,12 @@ add("broadcast_to", normal(5, 1), shape=(2, 5, 3), reference=lambda x: np.broadc
 add("broadcast_to", normal(5, 1), shape=(5, 3), reference=lambda x: np.broadcast_to(x, (5, 3)))
 add("broadcast_to", normal(), shape=(5, 3), reference=lambda x: np.broadcast_to(x, (5, 3)))
 add(
-    "slice", normal(7, 5, 3), starts=(1, 0, 0), stops=(6, 5, 3), strides=(2, 1, 1), reference=lambda x: x[1:6:2]
+    "slice",
+    normal(7, 5, 3),
+    starts=(1, 0, 0),
+    stops=(6, 5, 3),
+    strides=(2, 1, 1),
+    reference=lambda x: x[1:6:2],
 )
 add("slice", normal(5, 6), starts=(0, 2), stops=(5, 2), strides=(1, 1), reference=lambda x: x[:, 2:2])
 add(
@@ -210,7 +225,12 @@ def _put(x: Any, ids: Any, size: int) -> Any:
 
 
 add("embedding", normal(7, 3), integers(0, 7, 2, 5), reference=lambda table, ids: table[ids])
-add("embedding", integers(0, 99, 5, 2), integers(0, 5, 6, dtype=np.int64), reference=lambda table, ids: table[ids])
+add(
+    "embedding",
+    integers(0, 99, 5, 2),
+    integers(0, 5, 6, dtype=np.int64),
+    reference=lambda table, ids: table[ids],
+)
 add(
     "embedding_grad", normal(2, 5, 3), integers(0, 7, 2, 5), rows=7,
     reference=lambda grad, ids: _at(np.zeros((7, 3)), ids, grad),
@@ -219,17 +239,52 @@ add("take", normal(5, 6, 2), integers(0, 6, 4), dim=1, reference=lambda x, ids: 
 add("take", normal(5, 3), integers(0, 5, 2, 3), dim=0, reference=lambda x, ids: np.take(x, ids, axis=0))
 add("scatter_add", normal(6, 3), integers(0, 6, 5), normal(5, 3), reference=_at)
 add("pick", normal(5, 6), integers(0, 6, 5), reference=lambda x, labels: x[np.arange(5), labels])
-add("pick", normal(2, 3, 5), integers(0, 5, 2, 3), reference=lambda x, l: np.take_along_axis(x, l[..., None], 2)[..., 0])
-add("pick_grad", normal(5), integers(0, 6, 5), size=6, reference=lambda g, labels: np.eye(6)[labels] * g[:, None])
-add("take_along", normal(5, 6), integers(0, 6, 5, 3), dim=1, reference=lambda x, i: np.take_along_axis(x, i, 1))
-add("take_along", normal(5, 3), integers(0, 5, 2, 3), dim=0, reference=lambda x, i: np.take_along_axis(x, i, 0))
+add(
+    "pick",
+    normal(2, 3, 5),
+    integers(0, 5, 2, 3),
+    reference=lambda x, l: np.take_along_axis(x, l[..., None], 2)[..., 0],
+)
+add(
+    "pick_grad",
+    normal(5),
+    integers(0, 6, 5),
+    size=6,
+    reference=lambda g, labels: np.eye(6)[labels] * g[:, None],
+)
+add(
+    "take_along",
+    normal(5, 6),
+    integers(0, 6, 5, 3),
+    dim=1,
+    reference=lambda x, i: np.take_along_axis(x, i, 1),
+)
+add(
+    "take_along",
+    normal(5, 3),
+    integers(0, 5, 2, 3),
+    dim=0,
+    reference=lambda x, i: np.take_along_axis(x, i, 0),
+)
 add("put_along", normal(5, 3), integers(0, 6, 5, 3), dim=1, size=6, reference=lambda x, i: _put(x, i, 6))
-add("one_hot", integers(0, 5, 2, 6), classes=5, dtype="f32", reference=lambda i: np.eye(5, dtype=np.float32)[i])
+add(
+    "one_hot",
+    integers(0, 5, 2, 6),
+    classes=5,
+    dtype="f32",
+    reference=lambda i: np.eye(5, dtype=np.float32)[i],
+)
 
 # without operands, and blocks at computed places
 
 add("iota", shape=(5, 6), dim=1, dtype="i64", reference=lambda: np.tile(np.arange(6), (5, 1)))
-add("iota", shape=(5, 3), dim=0, dtype="f32", reference=lambda: np.arange(5, dtype=np.float32)[:, None] + np.zeros(3, np.float32))
+add(
+    "iota",
+    shape=(5, 3),
+    dim=0,
+    dtype="f32",
+    reference=lambda: np.arange(5, dtype=np.float32)[:, None] + np.zeros(3, np.float32),
+)
 add("full", shape=(5, 3), value=2.5, dtype="f32", reference=lambda: np.full((5, 3), 2.5, np.float32))
 add("dynamic_slice", normal(5, 6), np.array([0, 2]), sizes=(5, 3), reference=lambda x, at: x[:, 2:5])
 add("dynamic_slice", normal(5, 6), np.array([4, 9]), sizes=(2, 3), reference=lambda x, at: x[3:5, 3:6])

@@ -69,7 +69,9 @@ def test_index_that_must_be_whole_is_split(kind: str, mutate: Callable[..., None
     assert caught(check_layouts, kind)
 
 
-@pytest.mark.parametrize("kind", ["transpose", "broadcast_to", "reduce_sum", "concat", "embedding", "take", "pad", "one_hot"])
+@pytest.mark.parametrize(
+    "kind", ["transpose", "broadcast_to", "reduce_sum", "concat", "embedding", "take", "pad", "one_hot"]
+)
 def test_letters_swapped(kind: str, mutate: Callable[..., None]) -> None:
     right = REGISTRY[kind].rule
 
@@ -94,7 +96,8 @@ def test_reshape_that_ignores_nesting(mutate: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reduction"), [("reduce_max", "sum"), ("reduce_sum", "max"), ("reduce_prod", "sum"), ("reduce_any", "min")]
+    ("kind", "reduction"),
+    [("reduce_max", "sum"), ("reduce_sum", "max"), ("reduce_prod", "sum"), ("reduce_any", "min")],
 )
 def test_wrong_reduction(kind: str, reduction: str, mutate: Callable[..., None]) -> None:
     mutate(kind, reduction=reduction)

@@ -11,7 +11,9 @@ from distgraph.graph import SOURCES
 from distgraph.ops.registry import REGISTRY
 
 FED = set(SOURCES)  # data that the runtime brings in: nothing to compute
-RUNTIME = {"accumulate", "reshard"} | {k for k in REGISTRY if k.startswith("comm.")}  # the identity on one rank
+RUNTIME = {"accumulate", "reshard"} | {
+    k for k in REGISTRY if k.startswith("comm.")
+}  # the identity on one rank
 
 SAMPLES = PRIMITIVES | FUSED
 CASES = list(every(SAMPLES))

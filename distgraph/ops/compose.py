@@ -37,7 +37,9 @@ def getitem(x: Any, key: Any) -> Tensor:
             length = len(range(start, stop, stride))
             if stride < 0:
                 flips.append(dim)
-                start, stop, stride = (start + (length - 1) * stride, start + 1, -stride) if length else (0, 0, 1)
+                start, stop, stride = (
+                    (start + (length - 1) * stride, start + 1, -stride) if length else (0, 0, 1)
+                )
             starts.append(start)
             stops.append(max(start, stop))
             strides.append(stride)
@@ -51,16 +53,22 @@ def getitem(x: Any, key: Any) -> Tensor:
             strides.append(1)
         else:
             if rows is not None:
-                raise GraphError(f"{tensor.value.type} is indexed by two arrays; use take or pick, one dim at a time")
+                raise GraphError(
+                    f"{tensor.value.type} is indexed by two arrays; use take or pick, one dim at a time"
+                )
             rows = (len(shape), part)
             starts.append(0)
             stops.append(n)
             strides.append(1)
             shape.append(n)
         dim += 1
-    whole = all((a, b, s) == (0, n, 1) for a, b, s, n in zip(starts, stops, strides, tensor.shape, strict=True))
-    cut = tensor if whole else emit_one(
-        "slice", tensor, starts=tuple(starts), stops=tuple(stops), strides=tuple(strides)
+    whole = all(
+        (a, b, s) == (0, n, 1) for a, b, s, n in zip(starts, stops, strides, tensor.shape, strict=True)
+    )
+    cut = (
+        tensor
+        if whole
+        else emit_one("slice", tensor, starts=tuple(starts), stops=tuple(stops), strides=tuple(strides))
     )
     if flips:
         cut = emit_one("flip", cut, dims=tuple(flips))
@@ -75,16 +83,22 @@ def _is_index(part: Any) -> bool:
 def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
     """The key with its ellipsis written out, one part a dim. Raises GraphError for what cannot be traced."""
     for part in key:
-        dtype = part.dtype if isinstance(part, Tensor) else np.asarray(part).dtype if _is_array(part) else None
+        dtype = (
+            part.dtype if isinstance(part, Tensor) else np.asarray(part).dtype if _is_array(part) else None
+        )
         if isinstance(part, (bool, np.bool_)) or (dtype is not None and str(dtype) == "bool"):
-            raise GraphError(f"{x.value.type} is indexed by a boolean mask: its length is not known while tracing; "
-                             "use dg.ops.where")
+            raise GraphError(
+                f"{x.value.type} is indexed by a boolean mask: its length is not known while tracing; "
+                "use dg.ops.where"
+            )
         if isinstance(part, Tensor) and is_float(part.dtype):
             raise GraphError(f"{x.value.type} is indexed by {part.value.type}; cast it to an integer dtype")
     used = sum(part is not None and part is not Ellipsis for part in key)
     ellipses = sum(part is Ellipsis for part in key)
     if used > x.ndim or ellipses > 1:
-        raise GraphError(f"{x.value.type} has {x.ndim} dims but the index names {used} (and {ellipses} ellipses)")
+        raise GraphError(
+            f"{x.value.type} has {x.ndim} dims but the index names {used} (and {ellipses} ellipses)"
+        )
     fill = [slice(None)] * (x.ndim - used)
     if not ellipses:
         return [*key, *fill]
@@ -102,16 +116,22 @@ def expand_dims(x: Any, axis: int | Sequence[int]) -> Tensor:
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     places = dims_of(given, tensor.ndim + len(given))
     lengths = iter(tensor.shape)
-    return reshape_to(tensor, tuple(1 if d in places else next(lengths) for d in range(tensor.ndim + len(given))))
+    return reshape_to(
+        tensor, tuple(1 if d in places else next(lengths) for d in range(tensor.ndim + len(given)))
+    )
 
 
 def squeeze(x: Any, axis: Any = None) -> Tensor:
     """Dims of length 1 removed; all of them by default. Raises GraphError when a named one is longer."""
     (tensor,) = as_tensors(x)
-    dims = tuple(d for d, n in enumerate(tensor.shape) if n == 1) if axis is None else dims_of(axis, tensor.ndim)
+    dims = (
+        tuple(d for d, n in enumerate(tensor.shape) if n == 1) if axis is None else dims_of(axis, tensor.ndim)
+    )
     for d in dims:
         if tensor.shape[d] != 1:
-            raise GraphError(f"dim {d} of {tensor.value.type} is {tensor.shape[d]} long; only length 1 is squeezed")
+            raise GraphError(
+                f"dim {d} of {tensor.value.type} is {tensor.shape[d]} long; only length 1 is squeezed"
+            )
     return reshape_to(tensor, tuple(n for d, n in enumerate(tensor.shape) if d not in dims))
 
 
@@ -122,7 +142,9 @@ def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
     n = tensor.shape[dim]
     if isinstance(sections, (int, np.integer)):
         if sections < 1 or n % sections:
-            raise GraphError(f"dim {dim} of {tensor.value.type} does not split in {sections} equal parts; give positions")
+            raise GraphError(
+                f"dim {dim} of {tensor.value.type} does not split in {sections} equal parts; give positions"
+            )
         cuts = [n // sections * i for i in range(1, int(sections))]
     else:
         cuts = [int(c) for c in sections]

@@ -62,7 +62,9 @@ def _infer_bool(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
     return [(_shape(operands), "bool")]
 
 
-def _unary(name: str, gradient: Any = None, *, numpy: str = "", linear: bool = False, integers: bool = False) -> None:
+def _unary(
+    name: str, gradient: Any = None, *, numpy: str = "", linear: bool = False, integers: bool = False
+) -> None:
     define(
         name,
         elementwise,

@@ -14,7 +14,9 @@ from distgraph.tensor import Tensor, emit_one
 def _function(kind: str, arity: int) -> Callable[..., Tensor]:
     def function(*operands: Any) -> Tensor:
         if len(operands) != arity:
-            raise GraphError(f"{kind} takes {arity} operand{'s' if arity > 1 else ''} but got {len(operands)}")
+            raise GraphError(
+                f"{kind} takes {arity} operand{'s' if arity > 1 else ''} but got {len(operands)}"
+            )
         return emit_one(kind, *operands)
 
     function.__name__ = function.__qualname__ = kind

@@ -33,7 +33,9 @@ def check_positions(xp: Any, ids: Any, length: int) -> None:
     """Refuse positions outside 0..length-1. On NumPy only: on a GPU the check would stall the stream."""
     if xp is np and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= length):
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise RuntimeFault(f"position {wrong} is outside 0..{length - 1}; check the ids against the length of the dim")
+        raise RuntimeFault(
+            f"position {wrong} is outside 0..{length - 1}; check the ids against the length of the dim"
+        )
 
 
 def _no_flops(op: Op, rule: Rule) -> int:
@@ -41,7 +43,9 @@ def _no_flops(op: Op, rule: Rule) -> int:
 
 
 def _letters(prefix: str, shape: Shape) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]]:
-    return tuple((f"{prefix}{d}",) for d in range(len(shape))), {f"{prefix}{d}": n for d, n in enumerate(shape)}
+    return tuple((f"{prefix}{d}",) for d in range(len(shape))), {
+        f"{prefix}{d}": n for d, n in enumerate(shape)
+    }
 
 
 # rows of a dim by position
@@ -136,7 +140,11 @@ def _embedding_grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     rest, more = _letters("i", shapes[0][len(shapes[1]) :])
     result = (("v",), *rest)
     return make_rule(
-        "embedding_grad", ((*positions, *rest), positions), (result,), sizes | more | {"v": attrs["rows"]}, located={"v"}
+        "embedding_grad",
+        ((*positions, *rest), positions),
+        (result,),
+        sizes | more | {"v": attrs["rows"]},
+        located={"v"},
     )
 
 
@@ -180,7 +188,9 @@ def _infer_scatter(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape,
     _integer(ids, "operand 1")
     wanted = (*ids.shape, *x.shape[1:])
     if not x.shape or updates.shape != wanted or updates.dtype != x.dtype:
-        raise GraphError(f"updates are {updates.type} but {x.type} at {ids.type} takes {x.dtype}{list(wanted)}")
+        raise GraphError(
+            f"updates are {updates.type} but {x.type} at {ids.type} takes {x.dtype}{list(wanted)}"
+        )
     return [(x.shape, x.dtype)]
 
 
@@ -249,7 +259,9 @@ define(
 
 def _pick_grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters("i", shapes[0])
-    return make_rule("pick_grad", (term, term), ((*term, ("v",)),), sizes | {"v": attrs["size"]}, located={"v"})
+    return make_rule(
+        "pick_grad", (term, term), ((*term, ("v",)),), sizes | {"v": attrs["size"]}, located={"v"}
+    )
 
 
 def _localize_pick_grad(attrs: Attrs, local: Local) -> Attrs:
@@ -297,7 +309,9 @@ def _infer_take_along(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Sha
     if len(ids.shape) != len(x.shape) or any(
         a != b for d, (a, b) in enumerate(zip(x.shape, ids.shape, strict=True)) if d != dim
     ):
-        raise GraphError(f"positions are {ids.type} but {x.type} needs the same lengths in every dim but {dim}")
+        raise GraphError(
+            f"positions are {ids.type} but {x.type} needs the same lengths in every dim but {dim}"
+        )
     return [(ids.shape, x.dtype)]
 
 
@@ -354,14 +368,20 @@ def _infer_put_along(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shap
     return [(tuple(attrs["size"] if d == attrs["dim"] else n for d, n in enumerate(x.shape)), x.dtype)]
 
 
-def _put_along_kernel(xp: Any, x: Any, ids: Any, out: Any = None, *, dim: int, size: int, offset: int = 0) -> Any:
+def _put_along_kernel(
+    xp: Any, x: Any, ids: Any, out: Any = None, *, dim: int, size: int, offset: int = 0
+) -> Any:
     shape = tuple(size if d == dim else n for d, n in enumerate(x.shape))
     wide = np.dtype(np.float32) if x.dtype.itemsize == 2 and x.dtype.kind not in "iu" else x.dtype
     total = xp.zeros(shape, wide)
     at = ids.astype(np.int64) - offset
     inside = (at >= 0) & (at < size)
     if x.size and size:
-        where = list(xp.indices(ids.shape, sparse=True)) if xp is np else list(xp.ogrid[tuple(map(slice, ids.shape))])
+        where = (
+            list(xp.indices(ids.shape, sparse=True))
+            if xp is np
+            else list(xp.ogrid[tuple(map(slice, ids.shape))])
+        )
         where[dim] = xp.where(inside, at, 0)
         xp.add.at(total, tuple(where), xp.where(inside, x, x.dtype.type(0)).astype(wide))
     if out is None:
@@ -403,9 +423,7 @@ def _infer_one_hot(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape,
     return [((*operands[0].shape, attrs["classes"]), short(attrs["dtype"]))]
 
 
-def _one_hot_kernel(
-    xp: Any, ids: Any, out: Any = None, *, classes: int, dtype: str, offset: int = 0
-) -> Any:
+def _one_hot_kernel(xp: Any, ids: Any, out: Any = None, *, classes: int, dtype: str, offset: int = 0) -> Any:
     hit = ids[..., None] == xp.arange(offset, offset + classes)
     if out is None:
         return hit.astype(to_numpy(dtype))
@@ -449,7 +467,9 @@ def take(x: Any, ids: Any, axis: int = 0) -> Tensor:
     if not isinstance(ids, Tensor) and not hasattr(ids, "__distgraph_tensor__"):
         known, n = np.asarray(ids), tensor.shape[dim]
         if known.size and known.dtype.kind in "iu" and (known.min() < -n or known.max() >= n):
-            raise GraphError(f"positions {known.min()}..{known.max()} are out of range for dim {dim}: {tensor.value.type}")
+            raise GraphError(
+                f"positions {known.min()}..{known.max()} are out of range for dim {dim}: {tensor.value.type}"
+            )
         ids = known % n if n and known.dtype.kind in "iu" else known
     return emit_one("take", *as_tensors(tensor, ids), dim=dim)
 

@@ -44,7 +44,9 @@ def parse_einsum(spec: str) -> tuple[Terms, str]:
             raise GraphError(f"einsum {spec!r}: {term!r} repeats an index; take the diagonal first")
     missing = set(right.replace("...", "")) - {c for term in terms for c in term}
     if missing:
-        raise GraphError(f"einsum {spec!r}: index {', '.join(sorted(missing))} of the result is in no operand")
+        raise GraphError(
+            f"einsum {spec!r}: index {', '.join(sorted(missing))} of the result is in no operand"
+        )
     return terms, right
 
 
@@ -55,7 +57,9 @@ def _einsum_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 @lru_cache(maxsize=65536)
 def _bound_einsum(spec: str, shapes: Shapes) -> Rule:
     terms, right = parse_einsum(spec)
-    sizes = {c: n for term, shape in zip(terms, shapes, strict=True) for c, n in zip(term, shape, strict=True)}
+    sizes = {
+        c: n for term, shape in zip(terms, shapes, strict=True) for c, n in zip(term, shape, strict=True)
+    }
     operands = tuple(tuple((c,) for c in term) for term in terms)
     return make_rule(spec, operands, (tuple((c,) for c in right),), sizes)
 
@@ -68,14 +72,18 @@ def _index_sizes(terms: Terms, operands: Sequence[Value]) -> dict[str, int]:
         for letter, length in zip(term, value.shape, strict=True):
             known, where = sizes.setdefault(letter, (length, position))
             if known != length:
-                raise GraphError(f"index {letter} is {known} in operand {where} but {length} in operand {position}")
+                raise GraphError(
+                    f"index {letter} is {known} in operand {where} but {length} in operand {position}"
+                )
     return {letter: length for letter, (length, _) in sizes.items()}
 
 
 def _infer_einsum(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     terms, right = parse_einsum(attrs["spec"])
     if len(terms) != len(operands):
-        raise GraphError(f"einsum {attrs['spec']!r} names {len(terms)} operands but {len(operands)} were given")
+        raise GraphError(
+            f"einsum {attrs['spec']!r} names {len(terms)} operands but {len(operands)} were given"
+        )
     dtype = _check_dtypes(operands)
     sizes = _index_sizes(terms, operands)
     return [(tuple(sizes[letter] for letter in right), dtype)]
@@ -86,7 +94,9 @@ def _contraction_flops(op: Op, rule: Rule) -> int:
     return 2 * max(1, len(op.operands) - 1) * math.prod(rule.sizes.get(index, 1) for index in rule.indices)
 
 
-def contraction_gradient(terms: Terms, right: str, operands: Sequence[Tensor], grad: Tensor, position: int) -> Tensor:
+def contraction_gradient(
+    terms: Terms, right: str, operands: Sequence[Tensor], grad: Tensor, position: int
+) -> Tensor:
     """Gradient of one operand of an einsum: the cotangent contracted with the other operands."""
     wanted = terms[position]
     others = [(term, x) for i, (term, x) in enumerate(zip(terms, operands, strict=True)) if i != position]
@@ -105,7 +115,8 @@ def contraction_gradient(terms: Terms, right: str, operands: Sequence[Tensor], g
 def _einsum_gradient(c: GradientContext) -> list[Tensor | None]:
     terms, right = parse_einsum(c.attrs["spec"])
     return [
-        contraction_gradient(terms, right, c.operands, c.grad, i) if need else None for i, need in enumerate(c.needs)
+        contraction_gradient(terms, right, c.operands, c.grad, i) if need else None
+        for i, need in enumerate(c.needs)
     ]
 
 
@@ -131,7 +142,9 @@ def _infer_matmul(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, 
     if len(left.shape) < 2 or len(right.shape) < 2:
         raise GraphError(f"operands {left.type} and {right.type} need two dims each; reshape the vector")
     if left.shape[-1] != right.shape[-2]:
-        raise GraphError(f"index k is {left.shape[-1]} in the left operand but {right.shape[-2]} in the right")
+        raise GraphError(
+            f"index k is {left.shape[-1]} in the left operand but {right.shape[-2]} in the right"
+        )
     batch = []
     first, second = left.shape[-3::-1], right.shape[-3::-1]
     for i in range(max(len(first), len(second))):
@@ -149,10 +162,14 @@ def _matmul_gradient(c: GradientContext) -> list[Tensor | None]:
     for x, tail in zip(c.operands, ("mk", "kn"), strict=True):
         own = batch[len(batch) - (x.ndim - 2) :]
         kept = [(letter, n) for letter, n in zip(own, x.shape, strict=False) if n == lengths[letter]]
-        terms.append("".join(letter for letter, _ in kept) + tail)  # without the dims along which it broadcasts
+        terms.append(
+            "".join(letter for letter, _ in kept) + tail
+        )  # without the dims along which it broadcasts
         flat.append(reshape_to(x, (*(n for _, n in kept), *x.shape[-2:])))
     return [
-        reshape_to(contraction_gradient(tuple(terms), batch + "mn", flat, c.grad, i), x.shape) if need else None
+        reshape_to(contraction_gradient(tuple(terms), batch + "mn", flat, c.grad, i), x.shape)
+        if need
+        else None
         for i, (x, need) in enumerate(zip(c.operands, c.needs, strict=True))
     ]
 
@@ -190,7 +207,9 @@ def matmul(x: Any, y: Any) -> Tensor:
     """
     left, right = as_tensors(x, y)
     if not left.shape or not right.shape:
-        raise GraphError(f"matmul of {left.value.type} and {right.value.type} needs at least one dim each; use *")
+        raise GraphError(
+            f"matmul of {left.value.type} and {right.value.type} needs at least one dim each; use *"
+        )
     row, column = left.ndim == 1, right.ndim == 1
     if row:
         left = reshape_to(left, (1, *left.shape))
@@ -221,7 +240,9 @@ def einsum(spec: str, *operands: Any) -> Tensor:
     if "..." not in spec:
         return emit_one("einsum", *tensors, spec=",".join(terms) + "->" + right)
     free = [c for c in string.ascii_uppercase + string.ascii_lowercase if c not in spec]
-    counts = [x.ndim - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, tensors, strict=True)]
+    counts = [
+        x.ndim - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, tensors, strict=True)
+    ]
     if min(counts) < 0 or max(counts) > len(free):
         raise GraphError(f"einsum {spec!r}: an operand has fewer dims than its term names")
     batch = "".join(free[: max(counts)])
@@ -241,9 +262,13 @@ def _ellipsis_lengths(terms: Terms, tensors: list[Tensor], counts: list[int], ba
     lengths = dict.fromkeys(batch, 1)
     for term, x, count in zip(terms, tensors, counts, strict=True):
         start = term.find("...")
-        for letter, n in zip(batch[len(batch) - count :] if count else "", x.shape[start : start + count], strict=True):
+        for letter, n in zip(
+            batch[len(batch) - count :] if count else "", x.shape[start : start + count], strict=True
+        ):
             if n != 1 and lengths[letter] not in (1, n):
-                raise GraphError(f"einsum: dims under the ellipsis are {lengths[letter]} and {n} and do not broadcast")
+                raise GraphError(
+                    f"einsum: dims under the ellipsis are {lengths[letter]} and {n} and do not broadcast"
+                )
             lengths[letter] = max(n, lengths[letter])
     return lengths
 
@@ -251,4 +276,6 @@ def _ellipsis_lengths(terms: Terms, tensors: list[Tensor], counts: list[int], ba
 def outer(x: Any, y: Any) -> Tensor:
     """Outer product of two tensors, flattened."""
     left, right = as_tensors(x, y)
-    return emit_one("einsum", reshape_to(left, (left.size,)), reshape_to(right, (right.size,)), spec="i,j->ij")
+    return emit_one(
+        "einsum", reshape_to(left, (left.size,)), reshape_to(right, (right.size,)), spec="i,j->ij"
+    )

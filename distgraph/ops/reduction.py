@@ -44,7 +44,9 @@ def _reduced_shape(shape: Shape, attrs: Attrs) -> Shape:
 def _reduce_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     shape, dims = shapes[0], attrs["dims"]
     letters = tuple((f"i{d}",) for d in range(len(shape)))
-    result = tuple(() if d in dims else i for d, i in enumerate(letters) if attrs["keepdims"] or d not in dims)
+    result = tuple(
+        () if d in dims else i for d, i in enumerate(letters) if attrs["keepdims"] or d not in dims
+    )
     return make_rule("reduce", (letters,), (result,), {f"i{d}": n for d, n in enumerate(shape)})
 
 
@@ -164,7 +166,9 @@ def _exclusive_cumprod(x: Tensor) -> Tensor:
     return emit_one("cumprod", emit_one("pad", body, low=low, high=none, interior=none, value=1), dim=dim)
 
 
-def _reduction(name: str, kernel: Any, infer: Any, gradient: Any, reduction: str, linear: bool = False) -> None:
+def _reduction(
+    name: str, kernel: Any, infer: Any, gradient: Any, reduction: str, linear: bool = False
+) -> None:
     define(
         name,
         _reduce_rule,
@@ -242,7 +246,9 @@ define(
     gradient=_cumsum_gradient,
     linear=((0,),),
 )
-define("cumprod", along_rule, _cumulative_kernel("cumprod"), infer=_infer_cumulative, gradient=_cumprod_gradient)
+define(
+    "cumprod", along_rule, _cumulative_kernel("cumprod"), infer=_infer_cumulative, gradient=_cumprod_gradient
+)
 
 
 def reduce(kind: str, x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
@@ -297,7 +303,11 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:
     top = emit_one("stop_gradient", reduce("max", tensor, axis, keepdims=True))
     result = emit_one("log", reduce("sum", emit_one("exp", tensor - top), axis, keepdims=True)) + top
     dims = dims_of(axis, tensor.ndim)
-    return result if keepdims else reshape_to(result, tuple(n for d, n in enumerate(tensor.shape) if d not in dims))
+    return (
+        result
+        if keepdims
+        else reshape_to(result, tuple(n for d, n in enumerate(tensor.shape) if d not in dims))
+    )
 
 
 def norm(x: Any, axis: Any = None, keepdims: bool = False) -> Tensor:

@@ -146,7 +146,9 @@ def lookup(kind: str) -> OpDef:
     try:
         return REGISTRY[kind]
     except KeyError:
-        raise GraphError(f"op kind {kind!r} is not in the registry; declare it with distgraph.ops.define") from None
+        raise GraphError(
+            f"op kind {kind!r} is not in the registry; declare it with distgraph.ops.define"
+        ) from None
 
 
 def freeze(attr: Any) -> Any:
@@ -178,7 +180,9 @@ class _Same:
 def rule_of(op: Op) -> Rule:
     """The bound index rule of an op (cached on kind, shapes and attrs)."""
     key = tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
-    return _rule(op.kind, tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results), key, _Box(op.attrs))
+    return _rule(
+        op.kind, tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results), key, _Box(op.attrs)
+    )
 
 
 class _Box:
@@ -288,7 +292,9 @@ def broadcast_rule(shapes: Shapes, results: int) -> Rule:
     try:
         shape = np.broadcast_shapes(*shapes)
     except ValueError:
-        raise GraphError(f"shapes {' and '.join(map(str, shapes))} do not broadcast; reshape one of them") from None
+        raise GraphError(
+            f"shapes {' and '.join(map(str, shapes))} do not broadcast; reshape one of them"
+        ) from None
     letters = tuple(f"i{d}" for d in range(len(shape)))
     terms = []
     for own in shapes:

@@ -108,7 +108,9 @@ def _reshape_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 def _infer_reshape(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     shape = tuple(attrs["shape"])
     if math.prod(shape) != operands[0].size:
-        raise GraphError(f"{operands[0].type} has {operands[0].size} elements but shape {shape} {math.prod(shape)}")
+        raise GraphError(
+            f"{operands[0].type} has {operands[0].size} elements but shape {shape} {math.prod(shape)}"
+        )
     return [(shape, operands[0].dtype)]
 
 
@@ -140,7 +142,9 @@ def _transpose_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 def _infer_transpose(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     order, shape = attrs["order"], operands[0].shape
     if sorted(order) != list(range(len(shape))):
-        raise GraphError(f"order {tuple(order)} is no permutation of the {len(shape)} dims of {operands[0].type}")
+        raise GraphError(
+            f"order {tuple(order)} is no permutation of the {len(shape)} dims of {operands[0].type}"
+        )
     return [(tuple(shape[d] for d in order), operands[0].dtype)]
 
 
@@ -230,15 +234,16 @@ def _infer_slice(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, s
     return [(tuple(lengths), operands[0].dtype)]
 
 
-def _slice_kernel(
-    xp: Any, x: Any, out: Any = None, *, starts: Shape, stops: Shape, strides: Shape
-) -> Any:
+def _slice_kernel(xp: Any, x: Any, out: Any = None, *, starts: Shape, stops: Shape, strides: Shape) -> Any:
     return x[tuple(map(slice, starts, stops, strides))]
 
 
 def _slice_gradient(c: GradientContext) -> Grads:
     shape, starts, strides = c.operands[0].shape, c.attrs["starts"], c.attrs["strides"]
-    covered = [start + (n - 1) * s + 1 if n else start for start, n, s in zip(starts, c.grad.shape, strides, strict=True)]
+    covered = [
+        start + (n - 1) * s + 1 if n else start
+        for start, n, s in zip(starts, c.grad.shape, strides, strict=True)
+    ]
     high = tuple(n - end for n, end in zip(shape, covered, strict=True))
     interior = tuple(s - 1 for s in strides)
     return [emit_one("pad", c.grad, low=tuple(starts), high=high, interior=interior, value=0)]
@@ -276,7 +281,9 @@ def _infer_pad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str
     if not len(low) == len(high) == len(interior) == len(shape):
         raise GraphError(f"pad of {operands[0].type} needs low, high and interior for {len(shape)} dims each")
     if min((*low, *high, *interior), default=0) < 0:
-        raise GraphError(f"pad of {operands[0].type} by low {low}, high {high}, interior {interior} is negative")
+        raise GraphError(
+            f"pad of {operands[0].type} by low {low}, high {high}, interior {interior} is negative"
+        )
     lengths = (a + n + max(n - 1, 0) * i + b for a, n, i, b in zip(low, shape, interior, high, strict=True))
     return [(tuple(lengths), operands[0].dtype)]
 
@@ -287,7 +294,10 @@ def _pad_kernel(
     lengths = [a + n + max(n - 1, 0) * i + b for a, n, i, b in zip(low, x.shape, interior, high, strict=True)]
     result = xp.empty(lengths, x.dtype) if out is None else out
     result[...] = value
-    where = tuple(slice(a, a + n * (i + 1) - i if n else a, i + 1) for a, n, i in zip(low, x.shape, interior, strict=True))
+    where = tuple(
+        slice(a, a + n * (i + 1) - i if n else a, i + 1)
+        for a, n, i in zip(low, x.shape, interior, strict=True)
+    )
     result[where] = x
     return result
 
@@ -329,7 +339,9 @@ def _infer_concat(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, 
             raise GraphError(f"{first.type} and {value.type} have two dtypes; cast one of them with .astype")
         others = (first.shape[:dim] + first.shape[dim + 1 :], value.shape[:dim] + value.shape[dim + 1 :])
         if len(value.shape) != len(first.shape) or others[0] != others[1]:
-            raise GraphError(f"{first.type} and {value.type} differ in a dim other than {dim}, along which they join")
+            raise GraphError(
+                f"{first.type} and {value.type} differ in a dim other than {dim}, along which they join"
+            )
     total = sum(value.shape[dim] for value in operands)
     return [((*first.shape[:dim], total, *first.shape[dim + 1 :]), first.dtype)]
 
@@ -391,7 +403,9 @@ def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
     if -1 in wanted:
         known = -math.prod(wanted)
         if known == 0 or tensor.size % known:
-            raise GraphError(f"{tensor.value.type} has {tensor.size} elements, no multiple of {known} ({tuple(wanted)})")
+            raise GraphError(
+                f"{tensor.value.type} has {tensor.size} elements, no multiple of {known} ({tuple(wanted)})"
+            )
         wanted[wanted.index(-1)] = tensor.size // known
     return reshape_to(tensor, tuple(wanted))
 

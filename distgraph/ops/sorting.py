@@ -57,7 +57,9 @@ def _arg_decompose(reduction: str) -> Any:
         if is_float(x.dtype):
             hit = emit_one("logical_or", hit, emit_one("isnan", x))
         place = emit_one("iota", shape=x.shape, dim=dim, dtype="i64")
-        return emit_one("reduce_min", emit_one("where", hit, place, x.shape[dim]), dims=(dim,), keepdims=False)
+        return emit_one(
+            "reduce_min", emit_one("where", hit, place, x.shape[dim]), dims=(dim,), keepdims=False
+        )
 
     return decompose
 
@@ -92,7 +94,9 @@ def _sort_kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
 
 
 def _argsort_kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
-    order = xp.argsort(x, axis=dim, kind="stable") if xp is np else xp.argsort(x, axis=dim)  # cupy's is stable
+    order = (
+        xp.argsort(x, axis=dim, kind="stable") if xp is np else xp.argsort(x, axis=dim)
+    )  # cupy's is stable
     if out is None:
         return order
     out[...] = order
@@ -166,7 +170,11 @@ def _argument(kind: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
         return reshape_to(flat, (1,) * tensor.ndim) if keepdims else flat
     (dim,) = dims_of(axis, tensor.ndim)
     found = emit_one(kind, tensor, dim=dim)
-    return reshape_to(found, tuple(1 if d == dim else n for d, n in enumerate(tensor.shape))) if keepdims else found
+    return (
+        reshape_to(found, tuple(1 if d == dim else n for d, n in enumerate(tensor.shape)))
+        if keepdims
+        else found
+    )
 
 
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
