@@ -332,7 +332,7 @@ def greedy(
             machine = int(machine_of[here[0]])
             attraction = np.zeros(ranks)
         mapping[rank], free[here[0]] = here[0], False
-        attraction += np.asarray(problem.weights[[rank], :].toarray()).ravel()
+        attraction += problem.row(rank)
         if placed == ranks:
             break
         waiting = mapping < 0
