@@ -17,10 +17,11 @@ The program of each side is `python -m MODULE NAME --steps N --warmup K` (`MODUL
 hand-written ones of two ranks under `mpiexec -n 2 python -m mpi4py`); its rank 0 prints the report that
 `benchmarks/peers/__init__.py` describes.
 
-Changes tried on the hand-written side, since the comparison is only as good as its best (milliseconds a step,
-two Zen 5 cores): ways to exchange gradients, predicted 1.5 times from overlap, found 3 % (121 to 135, listed at
-`handwritten.mlp_dp2`), because both cores compute and a transfer is a copy by one of them; Adam in cached
-blocks, found 6.8 less; stage 1 sending its input gradient before its last weight gradient, found 0, taken out.
+Changes tried on the hand-written side, since the comparison is only as good as its best (milliseconds a
+step, two Zen 5 cores): ways to exchange gradients, predicted 1.5 times from overlap, found 3 % (121 to 135,
+listed at `handwritten.mlp_dp2`), because both cores compute and a transfer is a copy by one of them; Adam in
+cached blocks, found 6.8 less; stage 1 sending its input gradient before its last weight gradient, found 0,
+taken out.
 """
 
 import argparse
