@@ -29,8 +29,8 @@ def check_init(init: Init) -> None:
     """Raises GraphError when an initialisation is malformed."""
     if not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
         raise GraphError(
-            f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), ("zeros",) '
-            'or ("ones",)'
+            f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), '
+            '("zeros",) or ("ones",)'
         )
 
 

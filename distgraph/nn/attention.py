@@ -39,8 +39,8 @@ class MultiHeadAttention(Module):
         key_heads = heads if key_heads is None else key_heads
         if width % heads or heads % key_heads:
             raise GraphError(
-                f"width {width}, heads {heads} and key_heads {key_heads} do not fit; width must be a multiple "
-                "of heads and heads of key_heads"
+                f"width {width}, heads {heads} and key_heads {key_heads} do not fit; width must be a "
+                "multiple of heads and heads of key_heads"
             )
         self.heads, self.key_heads, self.head_width, self.causal = heads, key_heads, width // heads, causal
         inner = key_heads * self.head_width

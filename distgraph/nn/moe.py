@@ -31,9 +31,9 @@ class MoE(Module):
         capacity_factor: capacity = ceil(2 * factor * tokens / experts).
 
     Attributes:
-        loss: after a call, the auxiliary loss that keeps experts equally busy, a scalar to be added with a small
-            weight: mean over groups of experts * sum over experts of share of first choices * mean gate, so that
-            1 means evenly busy.
+        loss: after a call, the auxiliary loss that keeps experts equally busy, a scalar to be added with a
+            small weight: mean over groups of experts * sum over experts of share of first choices * mean
+            gate, so that 1 means evenly busy.
 
     Parameters: gate [width, experts], up [experts, width, hidden], down [experts, hidden, width].
     """

@@ -64,8 +64,8 @@ class Parameter(TensorOperators):
         first = trace.parameters.setdefault(self.name, self)
         if first is not self:
             raise GraphError(
-                f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules attributes "
-                "of one module"
+                f"two parameters are named {self.name!r} in trace {trace.name!r}; make both modules "
+                "attributes of one module"
             )
         tensor = trace.source(self.kind, self.name, self.shape, self.dtype, init=self.init, **self._attrs())
         if self.annotation is not None:

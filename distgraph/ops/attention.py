@@ -26,8 +26,8 @@ def _sizes(shapes: Shapes) -> tuple[int, int, int, int, int]:
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3]
     if not fits or not k[1] or q[1] % k[1]:
         raise GraphError(
-            f"q {q}, k {k}, v {v} do not fit; expected q [b, h, s, d], k [b, g, t, d] and v [b, g, t, e] with "
-            "h a multiple of g"
+            f"q {q}, k {k}, v {v} do not fit; expected q [b, h, s, d], k [b, g, t, d] and v [b, g, t, e] "
+            "with h a multiple of g"
         )
     return q[0], q[1], k[1], q[2], k[2]
 

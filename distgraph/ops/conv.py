@@ -64,8 +64,8 @@ def _infer_conv(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
         )
     if groups < 1 or x.shape[1] != w.shape[1] * groups or w.shape[0] % groups:
         raise GraphError(
-            f"x has {x.shape[1]} channels but w {w.type} with groups={groups} takes {w.shape[1] * groups} and "
-            f"must have a multiple of {groups} outputs"
+            f"x has {x.shape[1]} channels but w {w.type} with groups={groups} takes {w.shape[1] * groups} "
+            f"and must have a multiple of {groups} outputs"
         )
     dtype = require_float(x)
     if w.dtype != dtype:
@@ -283,7 +283,7 @@ def max_pool(
     stride: int | Sequence[int] | None = None,
     padding: int | Sequence[Any] = 0,
 ) -> Tensor:
-    """Largest element of each window: x [n, c, *spatial] -> [n, c, *output]; stride as the window by default."""
+    """Largest element of each window: x [n, c, *spatial] -> [n, c, *output]; stride = window by default."""
     return _pool("max_pool", x, window, stride, padding)
 
 

@@ -1,0 +1,103 @@
+"""Loops whose number of turns is found while running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.interpret import interpret
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import rule_of
+from distgraph.rule import choices
+from distgraph.trace import Trace, trace
+
+
+def test_newton_iteration_runs_until_it_has_converged() -> None:
+    def root(a: Any) -> Any:
+        def improve(x: Any, error: Any, a: Any) -> Any:
+            new = 0.5 * (x + a / x)
+            return new, ops.reduce("max", ops.absolute(new - x), None)
+
+        x, _ = ops.while_loop(lambda x, e, a: e > 1e-12, improve, (a, ops.reduce("max", a, None)), (a,))
+        return x
+
+    a = np.array([2.0, 9.0, 1e4])
+    graph = trace(root, a)
+    found, _ = interpret(graph, {"x0": a})
+    np.testing.assert_allclose(found["y"], np.sqrt(a), rtol=1e-14)
+
+
+def test_a_condition_that_fails_at_once_returns_the_start_and_never_aliases_it() -> None:
+    x = np.array([5.0, 1.0])
+    graph = trace(lambda x: ops.while_loop(lambda x: x.sum() < 0.0, lambda x: x + 1.0, (x,))[0], x)
+    found, _ = interpret(graph, {"x0": x})
+    np.testing.assert_array_equal(found["y"], x)
+    assert not np.shares_memory(found["y"], x)
+
+
+def test_several_states_of_different_dtypes_and_shapes() -> None:
+    x = np.arange(3)
+    graph = trace(
+        lambda x: ops.while_loop(
+            lambda n, x: n < 4, lambda n, x: (n + 1, x * 2), (ops.reduce("sum", x * 0, None), x)
+        ),
+        x,
+    )
+    found, _ = interpret(graph, {"x0": x})
+    assert found["y0"] == 4
+    np.testing.assert_array_equal(found["y1"], x * 16)
+
+
+def test_a_loop_is_never_split() -> None:
+    x = np.ones((4, 6))
+    graph = trace(lambda x: ops.while_loop(lambda x: x.sum() < 9.0, lambda x: x * 2.0, (x,))[0], x)
+    (op,) = [op for op in graph.ops if op.kind == "while_loop"]
+    assert len(choices(rule_of(op), ProcessMesh.grid(x=2, y=3))) == 1
+
+
+@pytest.mark.parametrize(
+    ("condition", "body", "message"),
+    [
+        (lambda x: x, lambda x: x, "must return one bool scalar"),
+        (lambda x: x.sum() > 0.0, lambda x: x.sum(), r"returns \(f64\[\]\) but its state is \(f64\[3\]\)"),
+        (lambda x: x.sum() > 0.0, lambda x: (x, x), r"returns \(f64\[3\], f64\[3\]\) but its state is"),
+    ],
+)
+def test_state_must_keep_its_types(condition: Any, body: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        trace(lambda x: ops.while_loop(condition, body, (x,)), np.ones(3))
+
+
+def test_tensors_from_outside_must_be_passed() -> None:
+    with pytest.raises(GraphError, match="belongs to trace 'main' but is used in 'body'"):
+        trace(
+            lambda x, y: ops.while_loop(lambda x: x.sum() < 1.0, lambda x: x + y, (x,)),
+            np.ones(3),
+            np.ones(3),
+        )
+    with pytest.raises(GraphError, match="reads key from outside; pass it in `fixed`"):
+        trace(
+            lambda x: ops.while_loop(lambda x: x.sum() < 1.0, lambda x: ops.dropout(x, 0.5), (x,)), np.ones(3)
+        )
+
+
+def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distgraph.ops.control.MAX_TURNS", 20)
+    graph = trace(lambda x: ops.while_loop(lambda x: x.sum() < 9.0, lambda x: x * 1.0, (x,))[0], np.ones(3))
+    with pytest.raises(GraphError, match="ran 20 turns"):
+        interpret(graph, {"x0": np.ones(3)})
+
+
+def test_a_loop_has_no_gradient() -> None:
+    from distgraph.passes.backward import differentiate
+
+    builder = Trace()
+    with builder.activate():
+        x = builder.source("input", "x", (3,), "f64")
+        (y,) = ops.while_loop(lambda x: x.sum() < 9.0, lambda x: x * 2.0, (x,))
+        with pytest.raises(GraphError, match="while_loop .* has no gradient"):
+            differentiate(builder, y.sum(), [x])
