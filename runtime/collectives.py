@@ -210,7 +210,7 @@ def permute_start(
     if send_to == transport.rank or recv_from == transport.rank:
         if send_to != recv_from:
             raise RuntimeFault(
-                f"permute: rank {transport.rank} sends to itself, so it must receive from itself, and the reverse"
+                f"permute: rank {transport.rank} sends to itself but receives from another, or the reverse"
             )
         out[...] = x
         return Handle([], out)

@@ -7,14 +7,20 @@ for anything. Three reasons:
   transport, and 16-bit floats travel as 16 bits but are accumulated in f32 (MPI has no type for either).
 * Deadlock. There are no communicators per group, whose creation blocks: groups that overlap in any way may
   be used in any order. Messages of a group carry a tag made from its members.
-* Speed. Measured with MPICH 5.0.2 (ch4:ucx), 2 ranks on 2 cores, 4 MiB f32, medians:
-  all_reduce alone: MPI Allreduce 379 us, Iallreduce 375 us, Ialltoall + add + Iallgather 423 us, this
-  exchange 287 us (up to 64 KiB each rank sends all of it to every other one: 16 KiB 10 us against 13 us of
-  Allreduce). Eight of them, each started after two 256x1024x1024 products, with other load on the machine:
-  products alone 170 ms, Allreduce after each 333 ms, Iallreduce and one Waitall 210 ms, this exchange polled
-  once per start 183 ms. A progress thread (blocking Allreduce, or this exchange in a second thread) did not
-  help where ranks = cores: 163 and 179 ms against 162 ms without on the quiet machine, for it takes the core
-  or the interpreter lock from BLAS.
+* Speed. MPICH 5.0.2 (ch4:ucx), 2 ranks on 2 cores, 4 MiB f32, medians. One all_reduce: MPI's Allreduce 379 us,
+  Iallreduce 375 us, Ialltoall + add + Iallgather 423 us, this exchange in bare mpi4py 287 us.
+  Eight of them, each started behind two products of 0.5 GFLOP, all waited for at the end:
+
+      products alone                              80.2 ms      the same while other programs load the machine
+      Allreduce behind each                       86.3 ms      (another run): 170 alone, 333 ms
+      Iallreduce, Waitall                         92.4 ms      210 ms
+      this exchange, hand-written mpi4py          86.1 ms      183 ms
+      this transport                              86.2 ms      (1.002 of hand-written)
+
+  So what counts is to be able to wait late: ranks that are not equally fast need not meet 8 times. A progress thread
+  (blocking Allreduce, or this exchange, in a second thread) did not help where ranks = cores, for it takes the
+  core or the interpreter lock from BLAS: 163 and 179 ms against 162 ms without, on the quiet machine.
+  The price is latency: 4 bytes take 10 us from start to result, in MPI's Allreduce 3 us.
 
 Waiting polls with `sched_yield`: where there are more ranks than cores a bare spin costs 5 to 20 ms per
 message (4 ranks on 2 cores), a yielding one tens of us.
@@ -119,6 +125,7 @@ class MpiTransport:
         self._limit = time_limit(limit)
         world = self._mpi.COMM_WORLD if comm is None else comm
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
+        self._status = self._mpi.Status()  # of the probe that every start makes
         self._exchange = Exchange(self._collectives)
         self._rank, self._size = int(world.Get_rank()), int(world.Get_size())
         self._everyone: Group = tuple(range(self._size))
@@ -251,7 +258,7 @@ class MpiTransport:
 
     def _failure_told(self) -> tuple[int, str] | None:
         """What a failing rank has sent."""
-        status = self._mpi.Status()
+        status = self._status
         if not self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE, status):
             return None
         text = bytearray(status.Get_count(self._mpi.BYTE))

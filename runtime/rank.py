@@ -78,7 +78,7 @@ def fail(error: BaseException) -> None:
     followed = transport is not None and transport.failed_elsewhere
     if followed:
         time.sleep(0.05)  # the traceback of the rank that failed first comes through another pipe
-    elif not isinstance(error, SystemExit | DistGraphError) or error.__cause__ is not None:
+    elif _deserves_traceback(error):
         traceback.print_exception(error)
     line = _one_line(error, transport)
     if line:
@@ -156,6 +156,13 @@ def _record_failure(code: int, text: str) -> None:
     draft.write_text(f"{code}\n{text}")
     with contextlib.suppress(FileExistsError):
         os.link(draft, job / "failed")  # appears whole, and only if it is the first
+
+
+def _deserves_traceback(error: BaseException) -> bool:
+    """Not a mistake that distgraph explains, but what a program raised on one of its in-process ranks."""
+    if isinstance(error, RuntimeFault) and " failed: " in str(error):
+        return error.__cause__ is not None and not isinstance(error.__cause__, DistGraphError)
+    return not isinstance(error, SystemExit | DistGraphError)
 
 
 def _one_line(error: BaseException, transport: MpiTransport | None) -> str:

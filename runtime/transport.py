@@ -106,7 +106,7 @@ class Transport(Protocol):
         """
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
-        """Receive exactly `buffer.size` elements from the global rank `source`; 0 <= tag < 2**28."""
+        """Receive exactly `buffer.size` elements from the global rank `source`; 0 <= tag < 2**28 - 2."""
 
     def barrier(self, group: Group | None = None) -> None:
         """Return when every member (default: every rank) has called it."""
@@ -229,8 +229,14 @@ def position_in(group: Group, rank: int, what: str) -> int:
 def reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
     """Reduce equally long flat NumPy arrays by position into `out`, which may be one of them.
 
-    16-bit floats are accumulated in f32 and rounded once at the end.
+    16-bit floats are accumulated in f32 and rounded once at the end. Overflow gives inf, silently: whether
+    a gradient that overflows is a mistake is for the program to say.
     """
+    with np.errstate(over="ignore", invalid="ignore"):
+        _reduce_in_order(pieces, op, out)
+
+
+def _reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
     ufunc, count = _UFUNCS[op], out.size
     if len(pieces) == 1:
         if out is not pieces[0]:

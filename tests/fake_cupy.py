@@ -169,6 +169,6 @@ def make(network: Network, devices: int) -> tuple[Any, Any]:  # noqa: C901 - one
     cupy = SimpleNamespace(
         cuda=cuda,
         asarray=lambda host: np.array(host, order="C").view(DeviceArray),
-        asnumpy=lambda array: np.array(array),
+        asnumpy=np.array,
     )
     return cupy, nccl

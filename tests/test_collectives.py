@@ -52,6 +52,13 @@ def test_result_may_be_any_of_the_pieces(position: int, rng: np.random.Generator
     np.testing.assert_array_equal(pieces[position], want)
 
 
+def test_overflow_is_infinite_and_silent() -> None:
+    """Warnings are errors in this suite."""
+    out = np.full(3, 3e38, np.float32)
+    reduce_in_order([out, out.copy()], "sum", out)
+    assert np.isinf(out).all()
+
+
 @pytest.mark.parametrize(("total", "parts"), [(7, 3), (2, 4), (0, 3), (12, 4)])
 def test_even_counts(total: int, parts: int) -> None:
     counts = even_counts(total, parts)

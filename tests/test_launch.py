@@ -129,6 +129,53 @@ def test_a_user_mistake_has_no_traceback(tmp_path: Path) -> None:
 
 
 @needs_mpi
+def test_one_rank_needs_no_transport(tmp_path: Path) -> None:
+    body = """
+        from distgraph.runtime.launch import current_transport
+        assert current_transport() is None
+        raise KeyError(7)
+        """
+    outcome = start(tmp_path, body, n=1, preamble="")
+    assert outcome.code == 1
+    assert "raise KeyError(7)" in outcome.err
+    assert "error: KeyError: 7\n" in outcome.err
+
+
+@needs_mpi
+def test_in_process_ranks_of_a_script_that_raise(tmp_path: Path) -> None:
+    """The traceback is that of the thread in which it began."""
+    body = """
+        from distgraph.runtime.inprocess import run_ranks
+        def program(t):
+            if t.rank == 1:
+                raise ValueError("bad batch")
+            t.barrier()
+        run_ranks(2, program)
+        """
+    outcome = start(tmp_path, body, n=1, preamble="")
+    assert outcome.code == 1
+    before, _, after = outcome.err.partition("error: rank 1 failed: ValueError")
+    assert 'raise ValueError("bad batch")' in before
+    assert after == ": bad batch\n"
+
+
+@needs_mpi
+def test_a_house_error_with_a_cause_has_no_traceback(tmp_path: Path) -> None:
+    body = """
+        from distgraph.errors import ResourceError
+        try:
+            open("/nowhere/x.yaml")
+        except OSError as error:
+            raise ResourceError("/nowhere/x.yaml: cannot be read; give the path of a resource file") from error
+        """
+    outcome = start(tmp_path, body, n=1, preamble="")
+    assert (outcome.code, outcome.err) == (
+        1,
+        "error: /nowhere/x.yaml: cannot be read; give the path of a resource file\n",
+    )
+
+
+@needs_mpi
 def test_all_ranks_raise_at_once(tmp_path: Path) -> None:
     outcome = start(tmp_path, "raise KeyError(rank)")
     assert outcome.code == 1

@@ -1,4 +1,4 @@
-"""The cases of `collective_cases` on every rank of `mpiexec -n 2 python -m pytest tests/mpi`; also 3 and 4."""
+"""The cases of `collective_cases` on every rank of `mpiexec -n 2 python -m pytest tests/mpi`; or 4."""
 
 from __future__ import annotations
 
