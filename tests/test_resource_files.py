@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import yaml
@@ -9,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distgraph.errors import ResourceError
-from distgraph.resources import load_cluster, local_cluster, shipped_clusters
+from distgraph.resources import CollectiveCost, load_cluster, local_cluster, shipped_clusters
+from distgraph.resources.schema import (
+    DeviceEntry,
+    InsideEntry,
+    Level,
+    MachineEntry,
+    MeasuredEntry,
+    NetworkEntry,
+    NicEntry,
+    ResourceFile,
+)
 from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, format_bytes, format_si, parse
 
 DOCUMENT = {
@@ -327,3 +338,30 @@ def test_rows_of_measured_tables_reach_the_cluster():
     assert (table.collective, table.machines, table.devices_per_machine) == ("all_reduce", 1, 8)
     assert (table.sizes[0], table.times[0]) == (2**20, pytest.approx(92.79e-6))
     assert boxes([2]).measured == ()
+
+
+def test_the_worked_example_of_the_documentation():
+    text = (Path(__file__).parent.parent / "docs" / "resources.md").read_text()
+    example = text.split("```yaml\n")[1].split("```")[0]
+    cluster = cluster_of(yaml.safe_load(example))
+    assert [len(found.devices) for found in cluster.machines] == [4, 4, 2]
+    assert cluster.devices[8].node == "xpu/xpu0"
+    message = CollectiveCost(cluster).time("send", (0, 8), 1e9)
+    assert message == pytest.approx(15e-6 + 12e-6 + 1e9 / (25e9 / 8))
+    assert cluster.flops(0, "f16") == 250e12
+
+
+def test_the_documentation_names_every_field_and_every_shipped_cluster():
+    text = (Path(__file__).parent.parent / "docs" / "resources.md").read_text()
+    entries = [
+        ResourceFile,
+        MachineEntry,
+        DeviceEntry,
+        InsideEntry,
+        NicEntry,
+        NetworkEntry,
+        Level,
+        MeasuredEntry,
+    ]
+    named = {field for entry in entries for field in entry.model_fields} | set(shipped_clusters())
+    assert [name for name in sorted(named) if f"`{name}`" not in text] == []
