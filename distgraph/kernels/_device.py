@@ -78,7 +78,8 @@ SOURCES: dict[str, tuple[str, str, str, str]] = {
 
 @cache
 def elementwise(name: str) -> Any:
-    """The compiled kernel ``name`` of `SOURCES`, called as ``kernel(*inputs, *outputs)``."""
+    """The compiled kernel ``name`` of `SOURCES`: ``kernel(*inputs, *outputs)``, or ``kernel(*inputs,
+    size=n)``."""
     inputs, results, body, preamble = SOURCES[name]
     cupy = import_module("cupy")
     return cupy.ElementwiseKernel(inputs, results, body, f"distgraph_{name}", preamble=preamble)

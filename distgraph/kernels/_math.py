@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.kernels._common import ERF_EVEN, ERF_ODD
 from distgraph.kernels._jit import exact
 
 _F = np.float32
@@ -26,13 +27,9 @@ _E3, _E4, _E5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
 _LARGEST = _F(127.0)
 _BIAS, _MANTISSA = np.int32(127), np.int32(23)
 
-# erf: odd over even minimax quotient on [-4, 4] (Eigen, MathFunctionsImpl, generic_fast_erf_float).
 _ERF_LIMIT = _F(4.0)
-_A1, _A3, _A5 = _F(-1.60960333262415e-02), _F(-2.95459980854025e-03), _F(-7.34990630326855e-04)
-_A7, _A9 = _F(-5.69250639462346e-05), _F(-2.10102402082508e-06)
-_A11, _A13 = _F(2.77068142495902e-08), _F(-2.72614225801306e-10)
-_B0, _B2, _B4 = _F(-1.42647390514189e-02), _F(-7.37332916720468e-03), _F(-1.68282697438203e-03)
-_B6, _B8 = _F(-2.13374055278905e-04), _F(-1.45660718464996e-05)
+_A1, _A3, _A5, _A7, _A9, _A11, _A13 = (_F(c) for c in ERF_ODD)
+_B0, _B2, _B4, _B6, _B8 = (_F(c) for c in ERF_EVEN)
 
 
 @exact

@@ -20,7 +20,7 @@ from distgraph.kernels._common import (
     widen,
 )
 from distgraph.kernels._jit import fused
-from distgraph.kernels.matmul import blas_ready
+from distgraph.kernels.matmul import blas_ready, multiply_into
 
 _CACHE_SCORES = 1 << 17
 """Scores of one tile on a CPU: 512 KiB of float32, half of a second-level cache."""
@@ -153,7 +153,7 @@ def attention(
             continue
         scores = xp.matmul(q[n, g, :, i], k[n, g, :, :, :seen])
         grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, loops)
-        xp.matmul(scores, v[n, g, :, :seen], out=grouped_o[n, g, :, i])
+        multiply_into(xp, scores, v[n, g, :, :seen], grouped_o[n, g, :, i])
     return store(xp, o, out_o), store(xp, lse, out_lse)
 
 
@@ -213,7 +213,10 @@ def attention_grad(
     """
     if is_half(lse.dtype):
         lse = attention(xp, widen(xp, q), widen(xp, k), widen(xp, v), causal=causal, scale=scale)[1]
-    return _attention_grad(xp, do, q, k, v, o, lse, causal=causal, scale=scale, out=out)  # type: ignore[no-any-return]
+    grads: tuple[Array, Array, Array] = _attention_grad(
+        xp, do, q, k, v, o, lse, causal=causal, scale=scale, out=out
+    )
+    return grads
 
 
 @computed_in_f32(1, 2, 3)
@@ -257,7 +260,7 @@ def _attention_grad(
         _grad_tile(xp, p, ds, (factor, first, loops), lse[n, g, :, i], delta)
         dv[n, g, :seen] += _over_heads(xp, p, change)
         dk[n, g, :seen] += _over_heads(xp, ds, queries)
-        xp.matmul(ds, near[0], out=grouped_dq[n, g, :, i])
+        multiply_into(xp, ds, near[0], grouped_dq[n, g, :, i])
     return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
 
 

@@ -10,6 +10,9 @@ from distgraph.errors import RuntimeFault
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, outputs, rows, store
 from distgraph.kernels._jit import fused_for
 
+_BLOCK = 1 << 15
+"""Elements of a block of rows in plain NumPy: 128 KiB a temporary in float32."""
+
 
 def _check_labels(xp: Namespace, kernel: str, labels: Array, classes: int) -> None:
     """Refuse labels outside [0, classes). Only on NumPy: on a GPU the check would stall the stream."""
@@ -59,6 +62,21 @@ def pick_grad(
     return store(xp, dx, out)
 
 
+def _logsumexp(xp: Namespace, x: Array) -> Array:
+    """log(sum(exp(x))) over the last dim; on NumPy by blocks of rows, so that temporaries stay in the
+    cache."""
+    if xp is np and x.ndim > 1 and x.size > _BLOCK:
+        matrix, step = rows(x), max(1, _BLOCK // x.shape[-1])
+        lse = np.empty(len(matrix), x.dtype)
+        for i in range(0, len(matrix), step):
+            part = matrix[i : i + step]
+            m = part.max(axis=-1, keepdims=True)
+            lse[i : i + step] = (m + np.log(np.exp(part - m).sum(axis=-1, keepdims=True)))[:, 0]
+        return lse.reshape(x.shape[:-1])
+    m = x.max(axis=-1, keepdims=True)
+    return (m + xp.log(xp.exp(x - m).sum(axis=-1, keepdims=True)))[..., 0]
+
+
 @computed_in_f32(0, 0)
 def cross_entropy(
     xp: Namespace,
@@ -94,8 +112,7 @@ def cross_entropy(
         return store(xp, nothing, out_loss), store(xp, nothing.copy(), out_lse)
     loops = fused_for("_rows", xp, logits, np.float32)
     if loops is None:
-        m = logits.max(axis=-1, keepdims=True)
-        lse = (m + xp.log(xp.exp(logits - m).sum(axis=-1, keepdims=True)))[..., 0]
+        lse = _logsumexp(xp, logits)
         loss = lse - pick(xp, logits, labels, offset=offset)
         return store(xp, loss, out_loss), store(xp, lse, out_lse)
     loss = empty(xp, out_loss, labels.shape, logits.dtype)
@@ -124,7 +141,9 @@ def cross_entropy_grad(
     """
     loops = fused_for("_rows", xp, logits, np.float32)
     if loops is None or lse.dtype != logits.dtype or dloss.dtype != logits.dtype:
-        dx = xp.exp(logits - lse[..., None])
+        dx = empty(xp, out, logits.shape, logits.dtype)
+        xp.subtract(logits, lse[..., None], out=dx)
+        xp.exp(dx, out=dx)
         if logits.shape[-1]:
             position, inside = _local(xp, labels, offset, logits.shape[-1])
             at = position[..., None]

@@ -32,6 +32,15 @@ def blas_ready(x: Array) -> Array:
     return x if row_major or column_major else np.ascontiguousarray(x)
 
 
+def multiply_into(xp: Namespace, a: Array, b: Array, out: Array) -> None:
+    """out[...] = a b, for an ``out`` of any strides: BLAS writes to those it can; CuPy's ``out`` is
+    contiguous."""
+    if xp is np:
+        np.matmul(a, b, out=out)
+    else:
+        out[...] = xp.matmul(a, b)
+
+
 @computed_in_f32(0)
 def matmul(xp: Namespace, a: Array, b: Array, *, out: Array | None = None) -> Array:
     """y[..., m, n] = sum over k of a[..., m, k] * b[..., k, n], leading dims broadcast as in NumPy.
@@ -136,7 +145,7 @@ def _contract(xp: Namespace, a: Array, b: Array, plan: _Pair, out: Array | None)
     turned = y.transpose(plan.order_out)
     target = turned.reshape(plan.shape)
     if xp.may_share_memory(target, y):
-        xp.matmul(left, right, out=target)
+        multiply_into(xp, left, right, target)
     else:
         turned[...] = xp.matmul(left, right).reshape(turned.shape)
     return store(xp, y, out)

@@ -98,10 +98,9 @@ def _words(xp: Namespace, key: int, offsets: Array, run: int) -> Array:
     """uint64 [runs * run] hashes."""
     size = int(offsets.size) * run
     if xp is not np:
-        words = xp.empty(size, np.uint64)
-        if size:
-            elementwise("random_bits")(np.uint64(key), offsets, run, words)
-        return words
+        if size == 0:
+            return xp.empty(0, np.uint64)
+        return elementwise("random_bits")(np.uint64(key), offsets, run, size=size)
     loops = fused("_elements") if size >= FUSED_MIN_SIZE else None
     if loops is not None:
         words = np.empty(size, np.uint64)
