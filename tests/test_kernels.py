@@ -3,8 +3,10 @@ mistakes."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -177,6 +179,26 @@ def test_a_kernel_compiles_where_no_cache_can_be_written(monkeypatch: pytest.Mon
         return 2 * x
 
     assert double(4.0) == 8.0
+
+
+def test_importing_the_kernels_imports_neither_numba_nor_scipy_nor_cupy() -> None:
+    families = "activation attention conv lookup loss matmul norm optimizer pool random softmax"
+    program = "import sys; "
+    program += "; ".join(f"import distgraph.kernels.{f}" for f in families.split())
+    program += "; print(sorted({'numba', 'scipy', 'cupy'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_threads_may_compile_and_run_the_same_kernel_at_once() -> None:
+    case = CASES["layer_norm_grad-large"]
+    want = run(case)
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: run(case), range(16)):
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_array_equal(g, w)
 
 
 def test_wrong_labels_and_outputs_are_refused() -> None:
