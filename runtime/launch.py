@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Final, TextIO
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.rank import JOB_DIRECTORY, current_transport, fail, process_start, ranks_of_job
+from distgraph.runtime.job import JOB_DIRECTORY, process_start, ranks_of_job, recorded_death, recorded_failure
+from distgraph.runtime.rank import current_transport, fail
 
 __all__ = ["launch", "current_transport", "ranks_of_job", "fail", "find_mpiexec"]
 
@@ -85,7 +86,7 @@ def launch(
     if not argv or not Path(argv[0]).is_file():
         name = argv[0] if argv else ""
         raise RuntimeFault(f"run: script {name!r} does not exist in {Path.cwd()}; give the path of a file")
-    command = [find_mpiexec(), "-n", str(n), sys.executable, "-m", "distgraph.runtime.rank", *argv]
+    command = [find_mpiexec(), "-n", str(n), sys.executable, "-m", "distgraph.runtime.supervise", *argv]
     errors = stderr or sys.stderr
     with tempfile.TemporaryDirectory(prefix="distgraph-run-") as directory:
         job = Path(directory)
@@ -126,16 +127,15 @@ def _run(command: list[str], env: Mapping[str, str], job: Path, out: TextIO, err
 
 def _verdict(n: int, code: int, job: Path, errors: TextIO) -> int:
     """Exit code of the job; says who was killed, if one was, after what the ranks have said."""
-    failed = job / "failed"
-    if not failed.exists():
+    failure, death = recorded_failure(job), recorded_death(job)
+    if failure is None:
         if code:
             errors.write(f"error: mpiexec ended with exit code {code} before the ranks could say why\n")
         return code if code >= 0 else 128 - code
-    first, _, text = failed.read_text().partition("\n")
-    if int(first) > 128 and "was killed by" in text:
-        hint = "; the machine may be out of memory" if text.endswith("SIGKILL") else ""
-        errors.write(f"error: {text}, all {n} ranks are stopped{hint}\n")
-    return int(first)
+    if death is not None:
+        hint = "; the machine may be out of memory" if death.endswith("SIGKILL") else ""
+        errors.write(f"error: {death}, all {n} ranks are stopped{hint}\n")
+    return failure[0]
 
 
 def _forward(source: IO[bytes], target: TextIO) -> None:

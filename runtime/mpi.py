@@ -7,19 +7,19 @@ for anything. Three reasons:
   transport, and 16-bit floats travel as 16 bits but are accumulated in f32 (MPI has no type for either).
 * Deadlock. There are no communicators per group, whose creation blocks: groups that overlap in any way may
   be used in any order. Messages of a group carry a tag made from its members.
-* Speed. MPICH 5.0.2 (ch4:ucx), 2 ranks on 2 cores, 4 MiB f32, medians. One all_reduce: MPI's Allreduce 379 us,
+* Speed. MPICH 5.0.2 (ch4:ucx), 2 ranks on 2 cores, 4 MiB f32, medians. One all_reduce: Allreduce 379 us,
   Iallreduce 375 us, Ialltoall + add + Iallgather 423 us, this exchange in bare mpi4py 287 us.
   Eight of them, each started behind two products of 0.5 GFLOP, all waited for at the end:
 
-      products alone                              80.2 ms      the same while other programs load the machine
-      Allreduce behind each                       86.3 ms      (another run): 170 alone, 333 ms
+      products alone                              80.2 ms      another run, on a busy machine: 170 ms
+      Allreduce behind each                       86.3 ms      333 ms
       Iallreduce, Waitall                         92.4 ms      210 ms
       this exchange, hand-written mpi4py          86.1 ms      183 ms
       this transport                              86.2 ms      (1.002 of hand-written)
 
-  So what counts is to be able to wait late: ranks that are not equally fast need not meet 8 times. A progress thread
-  (blocking Allreduce, or this exchange, in a second thread) did not help where ranks = cores, for it takes the
-  core or the interpreter lock from BLAS: 163 and 179 ms against 162 ms without, on the quiet machine.
+  So what counts is to be able to wait late: ranks of unequal speed need not meet 8 times. A progress thread
+  (blocking Allreduce, or this exchange, in a second thread) did not help where ranks = cores, for it takes
+  the core or the interpreter lock from BLAS: 163 and 179 ms against 162 ms without, on the quiet machine.
   The price is latency: 4 bytes take 10 us from start to result, in MPI's Allreduce 3 us.
 
 Waiting polls with `sched_yield`: where there are more ranks than cores a bare spin costs 5 to 20 ms per
@@ -44,6 +44,7 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
+from distgraph.runtime.job import LAST_WORDS_SECONDS, recorded_death
 from distgraph.runtime.transport import (
     Array,
     Group,
@@ -57,8 +58,6 @@ from distgraph.runtime.transport import (
 )
 
 _FAILURE, _ACKNOWLEDGE, _OBJECT = 0, 1, 2  # tags of the control communicator
-LAST_WORDS_SECONDS: Final = 5.0
-"""How long a rank that fails waits for the others to say why they stop."""
 _JOB_LOOK_SECONDS: Final = 0.01
 
 
@@ -270,11 +269,8 @@ class MpiTransport:
         if self._job is None or time.monotonic() - self._looked < _JOB_LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
-        try:
-            text = (self._job / "failed").read_text().partition("\n")[2]
-        except FileNotFoundError:
-            return None
-        return (None, text) if "was killed by" in text else None
+        text = recorded_death(self._job)
+        return None if text is None else (None, text)
 
     def poll(self, ready: Callable[[], bool], what: str) -> None:
         """Drive everything until `ready()`; the wait under every wait of this transport."""
