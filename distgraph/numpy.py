@@ -1,7 +1,7 @@
 """The array API namespace of traced tensors: what `x.__array_namespace__()` returns.
 
-Functions have the names of the array API standard; dtypes are short names. NumPy's own functions, called with traced
-tensors, come here by way of `distgraph.protocols`.
+Functions have the names of the array API standard; dtypes are short names. NumPy's own functions, called
+with traced tensors, come here by way of `distgraph.protocols`.
 """
 
 from __future__ import annotations

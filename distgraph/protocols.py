@@ -1,7 +1,7 @@
 """What NumPy's own functions become when they meet a traced tensor.
 
-`np.exp(x)` and `np.add.reduce(x)` arrive in `apply_ufunc`, `np.concatenate([x, y])` in `apply_function`. What has no
-counterpart, and options that would write to a tensor, are refused with the way out.
+`np.exp(x)` and `np.add.reduce(x)` arrive in `apply_ufunc`, `np.concatenate([x, y])` in `apply_function`.
+What has no counterpart, and options that would write to a tensor, are refused with the way out.
 """
 
 from __future__ import annotations
@@ -68,11 +68,51 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
 
 
 _SAME = (
-    "all any argmax argmin argsort broadcast_arrays broadcast_to clip count_nonzero cumulative_prod cumulative_sum diff "
-    "dot expand_dims flip full_like inner matrix_transpose max mean min moveaxis ones_like outer permute_dims prod repeat "
-    "roll round sort squeeze stack sum swapaxes take take_along_axis tensordot tile transpose tril triu unstack where "
-    "zeros_like"
-).split()
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "argsort",
+    "broadcast_arrays",
+    "broadcast_to",
+    "clip",
+    "count_nonzero",
+    "cumulative_prod",
+    "cumulative_sum",
+    "diff",
+    "dot",
+    "expand_dims",
+    "flip",
+    "full_like",
+    "inner",
+    "matrix_transpose",
+    "max",
+    "mean",
+    "min",
+    "moveaxis",
+    "ones_like",
+    "outer",
+    "permute_dims",
+    "prod",
+    "repeat",
+    "roll",
+    "round",
+    "sort",
+    "squeeze",
+    "stack",
+    "sum",
+    "swapaxes",
+    "take",
+    "take_along_axis",
+    "tensordot",
+    "tile",
+    "transpose",
+    "tril",
+    "triu",
+    "unstack",
+    "where",
+    "zeros_like",
+)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in _SAME} | {
     "amax": api.max,
     "amin": api.min,
@@ -126,13 +166,14 @@ _ACCUMULATE = {"add": ops.cumsum, "multiply": ops.cumprod}
 
 
 def _drop_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without those that say nothing. Raises GraphError for the ones that cannot be traced."""
+    """Keyword arguments that say something. Raises GraphError for the ones that cannot be traced."""
     kept = {
         k: v for k, v in kwargs.items() if v is not np._NoValue and not (k in ("out", "dtype") and v is None)
     }
     for refused in ("out", "where", "casting", "subok", "order", "initial"):
         value = kept.pop(refused, None)
-        if value is not None and value is not True and value not in ("same_kind", "C", "K"):
+        idle = value is None or value is True or (isinstance(value, str) and value in ("same_kind", "C", "K"))
+        if not idle:
             raise GraphError(
                 f"numpy.{name} with {refused}= does not trace; leave it out, tensors are never written to"
             )
@@ -165,7 +206,7 @@ def apply_ufunc(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: Mapping[
 
 
 def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A NumPy function of traced tensors. Raises GraphError for one that has no counterpart, or for its options."""
+    """A NumPy function of traced tensors. Raises GraphError for what has no counterpart."""
     module = getattr(function, "__module__", "numpy") or "numpy"
     name = function.__name__ if module == "numpy" else f"{module.removeprefix('numpy.')}.{function.__name__}"
     known = _FUNCTIONS.get(name)

@@ -6,8 +6,8 @@
     "v@ d, i -> i d"             the op looks up positions of v: it may be split, the kernel is told its start
     "b _ -> b"                   _ is a dim of its own that is never split
 
-Sizes come from the shapes; an index of a composite dim needs its size given once. Every function here is pure and
-cached on (text, shapes), so that repeated layers cost nothing.
+Sizes come from the shapes; an index of a composite dim needs its size given once. Every function here is
+pure and cached on (text, shapes), so that repeated layers cost nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Rule:
 
     Attributes:
         text: the rule as written.
-        operands, results: per tensor, per dim, the indices it is made of; an empty tuple is a dim never split.
+        operands, results: per tensor, per dim, the indices it is made of; an empty tuple is a dim never
+            split.
         sizes: length of every index.
         whole: indices that cannot be split here (`!`).
         located: indices whose start the kernel needs (`@`).
@@ -72,7 +73,7 @@ def _dims_of(rule: Rule, index: str) -> tuple[tuple[bool, int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class OpLayout:
-    """How one op is computed on its mesh: which axes split which index, and through which operands partials pass.
+    """How an op is computed on its mesh: which axes split which index, through which operands partials pass.
 
     Attributes:
         mesh: the ranks that compute the op together.
@@ -139,7 +140,7 @@ def bind(
         for position, (term, shape) in enumerate(zip(results, result_shapes, strict=True)):
             _solve(text, f"result {position}", term, shape, known)
     if "..." in flags["!"]:
-        flags["!"] |= {f"z{i}" for i in range(extra)}
+        flags["!"] = (flags["!"] - {"..."}) | {f"z{i}" for i in range(extra)}
     return make_rule(text, operands, results, known, flags["!"], flags["@"])
 
 
@@ -227,7 +228,7 @@ def _solve(text: str, subject: str, term: Term, shape: Shape, known: dict[str, i
 
 
 def representable(rule: Rule, layout: OpLayout) -> bool:
-    """True when every dim of every tensor is a plain block under this layout (composite dims nest exactly)."""
+    """True when every dim of every tensor is a plain block under this layout (composite dims nest)."""
     return all(
         _dim_ok(dim, rule.sizes, layout)
         for term in rule.operands + rule.results
@@ -285,8 +286,8 @@ def bounds(rule: Rule, layout: OpLayout, rank: int, index: str) -> tuple[int, in
 def choices(rule: Rule, mesh: ProcessMesh, linear: Sequence[tuple[int, ...]] = ()) -> tuple[OpLayout, ...]:
     """Every legal layout of an op on a mesh: for each axis one index, a linear group, or nothing.
 
-    An axis never splits an index into more parts than it has positions. With two axes on one index the major one
-    comes first in mesh order.
+    An axis never splits an index into more parts than it has positions. With two axes on one index the major
+    one comes first in mesh order.
     """
     layouts = [OpLayout(mesh)]
     for axis in mesh.axes:
@@ -298,7 +299,8 @@ def choices(rule: Rule, mesh: ProcessMesh, linear: Sequence[tuple[int, ...]] = (
                 candidate = OpLayout(mesh, tuple(sorted(axes.items())), layout.partial)
                 if mesh.count(axes[index]) <= rule.sizes[index] and representable(rule, candidate):
                     grown.append(candidate)
-            for group in range(len(linear)):
-                grown.append(OpLayout(mesh, layout.axes, (*layout.partial, (axis, group))))
+            grown += [
+                OpLayout(mesh, layout.axes, (*layout.partial, (axis, group))) for group in range(len(linear))
+            ]
         layouts = grown
     return tuple(layouts)

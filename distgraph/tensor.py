@@ -140,6 +140,12 @@ class TensorOperators:
         return apply_function(function, args, kwargs)
 
 
+def _spread(given: Sequence[Any]) -> Sequence[int]:
+    """`f(2, 3)` and `f((2, 3))` alike."""
+    only = given[0] if len(given) == 1 else None
+    return only if isinstance(only, Sequence) else given
+
+
 def _binary(kind: str, left: Any, right: Any) -> Tensor:
     return emit_one(kind, left, right)
 
@@ -204,13 +210,13 @@ class Tensor(TensorOperators):
         """Same elements in row-major order, other shape; one length may be -1."""
         from distgraph.ops import reshape
 
-        return reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        return reshape(self, _spread(shape))
 
     def transpose(self, *dims: int | Sequence[int]) -> Tensor:
         """Dims in another order; reversed by default."""
         from distgraph.ops import transpose
 
-        return transpose(self, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims or None)
+        return transpose(self, _spread(dims) or None)
 
     def swapaxes(self, first: int, second: int) -> Tensor:
         """Two dims exchanged."""

@@ -1,4 +1,4 @@
-"""Checks that hold for every op: against NumPy, against finite differences, and against itself under every layout.
+"""Checks of any op: against NumPy, against finite differences, and against itself under every layout.
 
 Each raises AssertionError with the op, the mesh and the layout that failed.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-import distgraph.ops  # noqa: F401 (registers every op)
+import distgraph.ops  # registers every op
 from distgraph.dtypes import epsilon, is_float, short, to_numpy
 from distgraph.graph import Op, Value
 from distgraph.interpret import interpret
@@ -52,7 +52,7 @@ class Sample:
     Attributes:
         operands: NumPy arrays; floating ones in f64.
         attrs: attributes of the op.
-        reference: NumPy function of the operands; an array or a tuple of them. None: no independent one exists.
+        reference: NumPy function of the operands; an array or a tuple. None: no independent one exists.
         wrt: operands whose gradient is compared with finite differences; by default every floating one.
         dtypes: also tried with the floating operands in these dtypes.
         results: the results that are compared (statistics that only the gradient op reads may be left out).
@@ -166,7 +166,7 @@ def _check_out(op: Op, sample: Sample, expected: tuple[Array, ...]) -> None:
 
 
 def check_dtype(kind: str, sample: Sample, dtype: str) -> None:
-    """(d) another floating dtype gives what f64 gives, to its own precision; rounding of the operands is shared."""
+    """(d) another floating dtype gives what f64 gives, to its own precision, from equal operands."""
     narrow = [a.astype(to_numpy(dtype)) if a.dtype == np.float64 else a for a in sample.operands]
     wide = [a.astype(np.float64) if is_float(short(a.dtype)) else a for a in narrow]
     attrs = dict(sample.attrs)
@@ -189,7 +189,7 @@ def check_gradient(kind: str, sample: Sample) -> None:
     used = [r for r, v in enumerate(op.results) if is_float(v.dtype)]
     if declared.gradient is None or not wrt or not used:
         return
-    used = used if len(used) == 1 or kind in ("sort",) else used[:1]
+    used = used if len(used) == 1 or kind == "sort" else used[:1]
     weights = [_noise(op.results[r].shape, f"{kind} weight {r}") for r in used]
     trace = Trace(kind)
     with trace.activate():
@@ -256,7 +256,7 @@ def layouts(op: Op, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
 
 
 def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layout: OpLayout) -> None:
-    """(c) slice the operands, run every rank's local op, put the results together: the serial result again."""
+    """(c) slice the operands, run the local op of every rank, join the results: the serial result again."""
     completed = replace(op, layout=layout)
     mesh = layout.mesh
     context = f"{op.kind} {dict(op.attrs) or ''} on {mesh} as {layout}"

@@ -178,8 +178,10 @@ def reshape(before: tuple[int, ...], after: tuple[int, ...]) -> None:
 
 
 for _before, _after in (
-    ((5, 6), (30,)), ((12,), (3, 4)), ((8, 3), (2, 4, 3)), ((2, 4, 5), (8, 5)), ((6, 4), (3, 8)), ((6, 4), (8, 3)),
-    ((5, 1, 3), (5, 3)), ((4, 6), (2, 2, 6)), ((4, 6, 2), (4, 4, 3)), ((1,), ()), ((2, 6, 2), (12, 2)), ((8,), (2, 2, 2)),
+    ((5, 6), (30,)),
+    ((12,), (3, 4)), ((8, 3), (2, 4, 3)), ((2, 4, 5), (8, 5)), ((6, 4), (3, 8)), ((6, 4), (8, 3)),
+    ((5, 1, 3), (5, 3)), ((4, 6), (2, 2, 6)), ((4, 6, 2), (4, 4, 3)), ((1,), ()),
+    ((2, 6, 2), (12, 2)), ((8,), (2, 2, 2)),
 ):  # fmt: skip
     reshape(_before, _after)
 add("transpose", normal(2, 5, 3), order=(2, 0, 1), reference=lambda x: x.transpose(2, 0, 1))
@@ -243,7 +245,7 @@ add(
     "pick",
     normal(2, 3, 5),
     integers(0, 5, 2, 3),
-    reference=lambda x, l: np.take_along_axis(x, l[..., None], 2)[..., 0],
+    reference=lambda x, at: np.take_along_axis(x, at[..., None], 2)[..., 0],
 )
 add(
     "pick_grad",

@@ -107,7 +107,8 @@ def test_wrong_reduction(kind: str, reduction: str, mutate: Callable[..., None])
 @pytest.mark.parametrize(
     ("kind", "linear"),
     [
-        ("maximum", ((0, 1),)), ("multiply", ((0, 1),)), ("add", ((0,),)), ("exp", ((0,),)), ("divide", ((1,),)),
+        ("maximum", ((0, 1),)), ("multiply", ((0, 1),)), ("add", ((0,),)), ("exp", ((0,),)),
+        ("divide", ((1,),)),
         ("where", ((1,),)), ("matmul", ((0, 1),)), ("scatter_add", ((0,),)), ("softmax_grad", ((0, 1),)),
         ("concat", ((0,),)), ("reduce_max", ((0,),)), ("layer_norm_grad", ((1,),)),
         ("pad", ((0,),)),
@@ -119,7 +120,8 @@ def test_wrong_linear_group(kind: str, linear: Any, mutate: Callable[..., None])
 
 
 LOCALIZED = (
-    "embedding", "embedding_grad", "take", "pick", "pick_grad", "take_along", "put_along", "one_hot", "iota", "full",
+    "embedding", "embedding_grad", "take", "pick", "pick_grad", "take_along", "put_along", "one_hot", "iota",
+    "full",
     "reshape", "broadcast_to", "dynamic_slice", "scatter_add", "dropout", "random_uniform", "attention",
 )  # fmt: skip
 

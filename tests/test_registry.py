@@ -1,4 +1,4 @@
-"""Every op of the registry: against NumPy, its gradient, every dtype, and every legal layout on five meshes."""
+"""Every op: against NumPy, its gradient, every dtype, and every legal layout on five meshes."""
 
 from __future__ import annotations
 

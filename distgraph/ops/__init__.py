@@ -1,4 +1,4 @@
-"""The ops: importing this package registers every family; its functions are what programs and modules call."""
+"""The ops: importing this package registers every family; its functions are what programs call."""
 
 from distgraph.ops import distributed, elementwise, index, linear, reduction, shape, sorting, source, update
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
         cuts = [int(c) for c in sections]
     places = [0, *cuts, n]
     front = (slice(None),) * dim
-    return [getitem(tensor, (*front, slice(a, b))) for a, b in zip(places[:-1], places[1:], strict=True)]
+    return [getitem(tensor, (*front, slice(a, b))) for a, b in pairwise(places)]
 
 
 def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
 """Ops that look up or make elements by position: each may have the dim it looks into split.
 
-A rank that holds rows start..stop of a table is told its start, contributes the rows that it has and zeros for the
-others; the ranks' results add up to the whole. No table is ever gathered.
+A rank that holds rows start..stop of a table is told its start, contributes the rows that it has and zeros
+for the others; the ranks' results add up to the whole. No table is ever gathered.
 """
 
 from __future__ import annotations
@@ -481,7 +481,7 @@ def take_along(x: Any, ids: Any, axis: int = -1) -> Tensor:
 
 
 def pick(x: Any, labels: Any) -> Tensor:
-    """`x[..., label]`: one element of the last dim for every label; labels have the shape of the other dims."""
+    """`x[..., label]`: an element of the last dim for every label; labels have the shape of the others."""
     return emit_one("pick", *as_tensors(x, labels))
 
 

@@ -23,8 +23,8 @@ def _check_dtypes(operands: Sequence[Value]) -> str:
     for position, value in enumerate(operands[1:], 1):
         if value.dtype != dtype:
             raise GraphError(
-                f"operand 0 is {operands[0].type} but operand {position} is {value.type}; a contraction needs one "
-                f"dtype, cast one of them with .astype"
+                f"operand 0 is {operands[0].type} but operand {position} is {value.type}; a contraction "
+                f"needs one dtype, cast one of them with .astype"
             )
     return dtype
 
@@ -34,8 +34,8 @@ def parse_einsum(spec: str) -> tuple[Terms, str]:
     left, arrow, right = spec.replace(" ", "").partition("->")
     terms = tuple(left.split(","))
     if not arrow:
-        letters = [c for c in left if c != ","]
-        right = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        letters = [c for c in left if c not in ",."]
+        right = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     for term in (*terms, right):
         plain = term.replace("...", "")
         if not all(c in string.ascii_letters for c in plain):
@@ -193,14 +193,14 @@ define(
 
 def as_tensors(*operands: Any) -> list[Tensor]:
     """Operands (tensors, parameters, arrays) as tensors of one trace."""
-    from distgraph.trace import Trace
+    from distgraph.trace import Trace  # noqa: PLC0415 (a trace reads the registry, which reads this module)
 
     owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or Trace.current()
     return owner.tensors(operands)
 
 
 def matmul(x: Any, y: Any) -> Tensor:
-    """Matrix product with NumPy's meaning: leading dims broadcast, a vector is a row (left) or a column (right).
+    """Matrix product as in NumPy: leading dims broadcast, a vector is a row (left) or a column (right).
 
     Raises:
         GraphError: contracted lengths or dtypes differ, or an operand has no dims.
@@ -225,7 +225,7 @@ def matmul(x: Any, y: Any) -> Tensor:
 
 
 def einsum(spec: str, *operands: Any) -> Tensor:
-    """Einstein summation over any number of operands, NumPy's notation without repeated indices in one operand.
+    """Einstein summation in NumPy's notation, any number of operands, no index twice in one of them.
 
     Raises:
         GraphError: malformed spec, an index with two lengths, or dtypes that differ.

@@ -20,7 +20,7 @@ Grads = Sequence[Tensor | None]
 
 
 def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
-    """NumPy's `axis` argument (None, a number, a sequence) as sorted dims. Raises GraphError when out of range."""
+    """NumPy's `axis` (None, a number, a sequence) as sorted dims. Raises GraphError when out of range."""
     return tuple(range(ndim)) if axis is None else tuple(sorted(dims_in_order(axis, ndim)))
 
 
@@ -69,7 +69,8 @@ def _infer_bool(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
 
 
 def _is_half(x: Any) -> bool:
-    return x.dtype.itemsize == 2 and (x.dtype.kind == "f" or x.dtype.name == "bfloat16")
+    half: bool = x.dtype.itemsize == 2 and (x.dtype.kind == "f" or x.dtype.name == "bfloat16")
+    return half
 
 
 def _total_kernel(name: str) -> Any:
@@ -221,7 +222,7 @@ def _cumsum_gradient(c: GradientContext) -> Grads:
 
 
 def _cumprod_gradient(c: GradientContext) -> Grads:
-    """dx[i] = product before i x sum over j >= i of dy[j] x product of x[i+1..j]; n^2 memory, right at zeros."""
+    """dx[i] = product before i x sum over j >= i of dy[j] x product of x[i+1..j]; n^2 memory."""
     x, dim = c.operands[0], c.attrs["dim"]
     n, rank = x.shape[dim], x.ndim
     order = (*(d for d in range(rank) if d != dim), dim)

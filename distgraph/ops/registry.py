@@ -2,8 +2,8 @@
 
     define("add", elementwise, kernel=ufunc("add"), gradient=add_gradient, linear=((0, 1),), inplace=(0, 1))
 
-The index rule gives completion, legal layouts, partial results, local shapes, FLOPs and (where `infer` is absent) the
-result shapes. See `distgraph.rule` for the notation.
+The index rule gives completion, legal layouts, partial results, local shapes, FLOPs and (where `infer` is
+absent) the result shapes. See `distgraph.rule` for the notation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from distgraph.dtypes import promote
 from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
-from distgraph.rule import OpLayout, Rule, bind, bounds, operand_spec, result_spec
+from distgraph.rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
 from distgraph.spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -96,13 +96,15 @@ class OpDef:
     Attributes:
         name: the kind.
         rule: index rule text, or a function of operand shapes and attrs that returns a bound rule.
-        kernel: `kernel(xp, *arrays, out=None, **attrs)` over NumPy or CuPy; returns an array or a tuple of arrays.
-        infer: result shapes and dtypes; by default shapes from the rule and the promoted dtype of the operands.
+        kernel: `kernel(xp, *arrays, out=None, **attrs)` over NumPy or CuPy; returns an array or a tuple of
+            arrays.
+        infer: result shapes and dtypes; by default shapes from the rule and the promoted dtype of the
+            operands.
         gradient: gradients of the operands from those of the results; None = not differentiable.
         flops: floating point operations of the whole op; default one an element of the first result.
-        linear: groups of operands in which the op is jointly linear: a group may be partial(sum) together, the
-            other operands must not be, and the results are then partial too. A function of (number of operands,
-            attrs) where they differ from op to op; read it through `linear_groups(op)`.
+        linear: groups of operands in which the op is jointly linear: a group may be partial(sum) together,
+            the other operands must not be, and the results are then partial too. A function of (number of
+            operands, attrs) where they differ from op to op; read it through `linear_groups(op)`.
         reduction: how partial results combine when a split index is missing from them (sum, max, min, prod).
         localize: attrs of the local op, when they speak of shapes or positions.
         decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
@@ -163,7 +165,7 @@ def freeze(attr: Any) -> Any:
 
 
 class _Same:
-    """Stands for something that has no hash, such as a subgraph: equal to itself only, which it keeps alive."""
+    """Stands for something that has no hash, such as a subgraph: equal to itself only; keeps it alive."""
 
     __slots__ = ("held",)
 
@@ -210,7 +212,7 @@ def _rule(kind: str, operands: Shapes, results: Shapes, key: object, box: _Box) 
 
 
 def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    """Shapes and dtypes of the results of an op before it exists. Raises GraphError when the operands do not fit."""
+    """Shapes and dtypes of the results of an op to be. Raises GraphError when the operands do not fit."""
     declared = lookup(kind)
     if declared.infer is not None:
         return list(declared.infer(operands, attrs))
@@ -287,8 +289,6 @@ def elementwise(shapes: Shapes, attrs: Attrs) -> Rule:
 @lru_cache(maxsize=65536)
 def broadcast_rule(shapes: Shapes, results: int) -> Rule:
     """Elementwise rule over broadcast shapes, with several results of the broadcast shape."""
-    from distgraph.rule import make_rule
-
     try:
         shape = np.broadcast_shapes(*shapes)
     except ValueError:

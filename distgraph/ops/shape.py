@@ -1,4 +1,4 @@
-"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip. Splits pass through wherever blocks nest."""
+"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip. Splits pass where blocks nest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _letters(shape: Shape) -> tuple[Term, dict[str, int]]:
 def reshape_rule(before: Shape, after: Shape) -> Rule:
     """Common indices of two shapes of equal size, found from the major side.
 
-    The greatest common divisor of the lengths still open on both sides is an index of both. Where it is 1 the shapes
-    share nothing up to the next dim at which their products meet again: those parts stay whole.
+    The greatest common divisor of the lengths still open on both sides is an index of both. Where it is 1
+    the shapes share nothing up to the next dim at which their products meet again: those parts stay whole.
 
     Example:
         >>> rule = reshape_rule((8, 6), (2, 4, 6))
@@ -435,7 +435,7 @@ def pad(x: Any, low: Sequence[int], high: Sequence[int], value: float = 0) -> Te
 
 
 def concat(tensors: Sequence[Any], axis: int = 0) -> Tensor:
-    """Tensors joined along a dim. Raises GraphError for none, two dtypes, or lengths that differ elsewhere."""
+    """Tensors joined along a dim. Raises GraphError for none, two dtypes, or other lengths elsewhere."""
     found = as_tensors(*tensors)
     if not found:
         raise GraphError("concat of no tensors; give at least one")

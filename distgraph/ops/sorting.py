@@ -47,7 +47,8 @@ def _arg_kernel(name: str) -> Any:
 def _arg_decompose(reduction: str) -> Any:
     """Position of the first extreme element as two reductions, which may both be partial.
 
-    The extreme is found first; of the positions that hold it (or a NaN, which wins everywhere) the least is taken.
+    The extreme is found first; of the positions that hold it (or a NaN, which wins everywhere) the least is
+    taken.
     """
 
     def decompose(attrs: Attrs, x: Tensor) -> Tensor:
