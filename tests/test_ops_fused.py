@@ -1,4 +1,4 @@
-"""Fused ops: their decompositions, costs, layouts that they promise, and the errors for operands that do not fit."""
+"""Fused ops: decompositions, costs, the layouts they promise, and errors for operands that do not fit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_decomposition_gives_the_same_numbers(kind: str, position: int) -> None:
 
 @pytest.mark.parametrize(("kind", "position"), DECOMPOSED)
 def test_decomposed_ops_let_the_whole_dim_be_split(kind: str, position: int) -> None:
-    """Every op over a tensor of full rank can be computed with the last dim split; only row-sized values reduce."""
+    """Every op on a tensor of full rank allows a split of the dim; only row-sized values are reduced."""
     sample = SAMPLES[kind][position]
     axis = sample.attrs.get("axis", -1)
     shape = max((a.shape for a in sample.operands), key=len)

@@ -1,4 +1,4 @@
-"""Random numbers: independent of layout, of micro-batches, of everything but seed, step, name and position."""
+"""Random numbers depend on seed, step, name and position: not on layout, ranks or micro-batches."""
 
 from __future__ import annotations
 

@@ -55,11 +55,11 @@ class Module:
         yield from _modules(self, prefix, set())
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """(path, parameter) in order of definition, each parameter once; buffers not included."""
+        """(path, parameter), a module's own before those below it, each once; buffers not included."""
         return [(path, p) for path, p in self.named_tensors() if not isinstance(p, Buffer)]
 
     def named_buffers(self) -> list[tuple[str, Buffer]]:
-        """(path, buffer) in order of definition."""
+        """(path, buffer), a module's own before those below it."""
         return [(path, p) for path, p in self.named_tensors() if isinstance(p, Buffer)]
 
     def named_tensors(self) -> list[tuple[str, Parameter]]:
@@ -69,7 +69,7 @@ class Module:
         return _tensors(self)
 
     def parameters(self) -> list[Parameter]:
-        """Every parameter, in order of definition."""
+        """Every parameter, in the order of `named_parameters`."""
         return [p for _, p in self.named_parameters()]
 
     def parameter_count(self) -> int:
