@@ -1,0 +1,268 @@
+"""Data: what a batch consists of, in which order samples come, and loading only the rows that a rank needs.
+
+A data set is a tuple of arrays, a dict of arrays, one array, or anything with `__len__` and `__getitem__` (a map-style data
+set). A map-style data set is asked for several samples at once with an array of indices where it understands that, else for
+one after the other; it answers with an array, a tuple or a dict.
+
+The order is a function of seed and epoch alone: not of the mesh, the number of ranks, or who asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from distgraph.dtypes import short
+from distgraph.errors import GraphError, RuntimeFault
+from distgraph.kernels.random import random_key
+
+POSITION = "batch."
+"""Fields of a tuple are named "batch.0", "batch.1", ..."""
+
+Fields = dict[str, Any]
+Field = tuple[tuple[int, ...], str]
+
+
+class Source(Protocol):
+    """A data set as the engine sees it."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def load(self, rows: np.ndarray) -> Fields:
+        """Field name -> array whose first dim are these samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySource:
+    """Arrays of one length, by field name."""
+
+    arrays: Fields
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def load(self, rows: np.ndarray) -> Fields:
+        """Copies of the rows; a view where they are consecutive."""
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
+            return {name: array[rows[0] : rows[-1] + 1] for name, array in self.arrays.items()}
+        return {name: array[rows] for name, array in self.arrays.items()}
+
+
+class MapSource:
+    """A map-style data set.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._whole: bool | None = None  # whether it takes an array of indices; found out at the first load
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def load(self, rows: np.ndarray) -> Fields:
+        """Samples by rows. Raises RuntimeFault when they do not stack."""
+        if self._whole is None:
+            self._whole = self._takes_arrays()
+        if self._whole:
+            return _fields(self.dataset[rows])
+        samples = [_sample(self.dataset[int(row)]) for row in rows]
+        return _stack(samples, rows)
+
+    def _takes_arrays(self) -> bool:
+        probe = np.zeros(2, np.int64)
+        try:
+            fields = _fields(self.dataset[probe])
+            return all(a.ndim > 0 and a.shape[0] == 2 for a in fields.values())
+        except Exception:  # noqa: BLE001 - whatever it does not understand: then it is asked one by one
+            return False
+
+
+def as_source(data: Any) -> Source:
+    """Any data set as a `Source`.
+
+    Raises:
+        RuntimeFault: it is an iterator or has no length, is empty, or its arrays differ in length.
+    """
+    if data is None:
+        raise RuntimeFault("data is None; pass arrays such as (x, y), a dict of arrays, or a map-style data set")
+    if isinstance(data, (ArraySource, MapSource)):
+        return data
+    if isinstance(data, (tuple, list)) and data and all(_is_array(a) for a in data):
+        return _arrays({f"{POSITION}{i}": a for i, a in enumerate(data)})
+    if isinstance(data, Mapping):
+        return _arrays(dict(data))
+    if _is_array(data):
+        return _arrays({f"{POSITION}0": data})
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str):
+        raise RuntimeFault(
+            f"data is a {type(data).__name__}, which has no length or no index; pass arrays such as (x, y), a dict of "
+            "arrays, or an object with __len__ and __getitem__"
+        )
+    if len(data) == 0:
+        raise RuntimeFault(f"data ({type(data).__name__}) is empty; there is nothing to do")
+    return MapSource(data)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype") and hasattr(x, "__getitem__")
+
+
+def _arrays(arrays: Fields) -> ArraySource:
+    if not arrays:
+        raise RuntimeFault("data has no field; pass arrays such as (x, y)")
+    for name, array in arrays.items():
+        if not _is_array(array):
+            raise RuntimeFault(f"data field {name} is a {type(array).__name__} but must be an array; use np.asarray")
+        if len(array.shape) == 0:
+            raise RuntimeFault(f"data field {name} has no dim but the first dim must be the samples")
+        _check_dtype(name, array)
+    lengths = {name: int(array.shape[0]) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise RuntimeFault(f"data fields differ in their number of samples: {shown}; cut them to the same length")
+    if 0 in lengths.values():
+        raise RuntimeFault("data has 0 samples; there is nothing to do")
+    return ArraySource(arrays)
+
+
+def _check_dtype(name: str, array: Any) -> str:
+    try:
+        return short(array.dtype)
+    except GraphError as error:
+        raise RuntimeFault(f"data field {name}: {error}") from None
+
+
+def _fields(loaded: Any) -> Fields:
+    """What a map-style data set returned for several rows, as arrays by name."""
+    if isinstance(loaded, Mapping):
+        return {name: np.asarray(a) for name, a in loaded.items()}
+    if isinstance(loaded, (tuple, list)):
+        return {f"{POSITION}{i}": np.asarray(a) for i, a in enumerate(loaded)}
+    return {f"{POSITION}0": np.asarray(loaded)}
+
+
+_sample = _fields
+
+
+def _stack(samples: Sequence[Fields], rows: np.ndarray) -> Fields:
+    first = samples[0] if samples else {}
+    stacked = {}
+    for name, array in first.items():
+        column = []
+        for row, sample in zip(rows, samples, strict=True):
+            other = sample.get(name)
+            if other is None or other.shape != array.shape or other.dtype != array.dtype:
+                found = "missing" if other is None else f"{other.dtype}{other.shape}"
+                raise RuntimeFault(
+                    f"field {name} of sample {row} is {found} but that of sample {rows[0]} is {array.dtype}{array.shape}; "
+                    "samples of one batch must agree: pad or crop them"
+                )
+            column.append(other)
+        stacked[name] = np.stack(column)
+    return stacked
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some samples of a data set, loaded when and where they are needed.
+
+    Attributes:
+        source: the data set.
+        rows: their numbers, in order.
+        epoch, position: where in training it stands: number of the epoch, samples of the epoch before it.
+    """
+
+    source: Source
+    rows: np.ndarray
+    epoch: int = 0
+    position: int = 0
+    _loaded: dict[tuple[int, int], Fields] = field(default_factory=dict, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def block(self, start: int, stop: int) -> Fields:
+        """Samples start..stop of the batch. Ranks that want the same ones in one process load them once."""
+        with self._lock:
+            if (start, stop) not in self._loaded:
+                self._loaded[start, stop] = self.source.load(self.rows[start:stop])
+            return self._loaded[start, stop]
+
+    def fields(self) -> dict[str, Field]:
+        """Shape of one sample, and dtype, of every field; loads at most one sample."""
+        if isinstance(self.source, ArraySource):
+            arrays = self.source.arrays
+        else:
+            arrays = self.block(0, min(1, len(self.rows)))
+        return {name: (tuple(a.shape[1:]), _check_dtype(name, a)) for name, a in arrays.items()}
+
+
+def whole(data: Any) -> Batch:
+    """All samples of a data set as one batch; a Batch as it is."""
+    if isinstance(data, Batch):
+        return data
+    source = as_source(data)
+    return Batch(source, np.arange(len(source)))
+
+
+def order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """Order of the samples in an epoch.
+
+    Example:
+        >>> order(5, seed=0, epoch=1, shuffle=True).tolist() == order(5, seed=0, epoch=1, shuffle=True).tolist()
+        True
+    """
+    if not shuffle:
+        return np.arange(count)
+    return np.random.default_rng(random_key(seed, "shuffle", epoch)).permutation(count)
+
+
+@dataclass(frozen=True, slots=True)
+class DataLoader:
+    """Batches of an epoch, in order.
+
+    Attributes:
+        source: the data set.
+        batch_size: samples in a batch, over all ranks.
+        shuffle: whether the order changes every epoch.
+        drop_last: whether a short batch at the end is left out.
+        seed: of the shuffling.
+        epoch: number of the epoch.
+        start: samples of the epoch to skip.
+    """
+
+    source: Source
+    batch_size: int
+    shuffle: bool = True
+    drop_last: bool = False
+    seed: int = 0
+    epoch: int = 0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batch_size, (int, np.integer)) or self.batch_size < 1:
+            raise RuntimeFault(f"batch_size is {self.batch_size!r} but must be a number from 1 up")
+        if self.drop_last and len(self.source) < self.batch_size:
+            raise RuntimeFault(
+                f"data has {len(self.source)} samples but batch_size is {self.batch_size} and drop_last is set, so there "
+                "is no batch; use a smaller batch_size"
+            )
+
+    def __len__(self) -> int:
+        rest = len(self.source) - self.start
+        return max(0, rest // self.batch_size if self.drop_last else -(-rest // self.batch_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows = order(len(self.source), self.seed, self.epoch, self.shuffle)
+        for number in range(len(self)):
+            begin = self.start + number * self.batch_size
+            yield Batch(self.source, rows[begin : begin + self.batch_size], self.epoch, begin)

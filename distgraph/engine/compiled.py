@@ -1,0 +1,127 @@
+"""A compiled program at work: one worker a rank, fed with its part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distgraph.data import Batch, Field
+from distgraph.dtypes import short, to_numpy
+from distgraph.engine.memory import Memory
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.build import Build
+from distgraph.runtime.transport import Transport
+from distgraph.runtime.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One input of a rank.
+
+    Attributes:
+        name: of the field.
+        rows: (start, stop) in the batch, one a micro-batch.
+        rest: the rank's block of the other dims.
+        shape: of a block, and dtype.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    rest: tuple[slice, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def load(self, batch: Batch) -> list[np.ndarray]:
+        """The blocks. Raises RuntimeFault when the batch has no such field, or other shapes or dtypes."""
+        return [self._block(batch.block(start, stop), stop - start) for start, stop in self.rows]
+
+    def _block(self, fields: Mapping[str, Any], count: int) -> np.ndarray:
+        found = fields.get(self.name)
+        if found is None:
+            raise RuntimeFault(f"batch has no field {self.name}; it has {', '.join(fields)}")
+        block = np.ascontiguousarray(np.asarray(found)[(slice(None), *self.rest)])
+        if block.shape != (count, *self.shape[1:]) or short(block.dtype) != self.dtype:
+            raise RuntimeFault(
+                f"field {self.name} of the batch gives {short(block.dtype)}{list(block.shape)} where the program reads "
+                f"{self.dtype}{list(self.shape)}; all samples of a data set must have one shape and dtype"
+            )
+        return block
+
+
+@dataclass(slots=True)
+class Compiled:
+    """One program of an engine.
+
+    Attributes:
+        mode: train, evaluate or predict.
+        build: the compiled program for all ranks.
+        size: samples of a batch; micro_batches of equal size.
+        owners: label of an output -> first rank that has it.
+        workers: of the local ranks that have run it.
+    """
+
+    mode: str
+    build: Build
+    size: int
+    fields: dict[str, Field]
+    workers: dict[int, Worker] = field(default_factory=dict)
+    feeds: dict[int, list[Feed]] = field(default_factory=dict)
+
+    @property
+    def micro_batches(self) -> int:
+        """How often the part before `accumulate` runs in a step."""
+        return self.build.lowered.micro_batches
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Label of an output -> first rank that has it."""
+        attrs = self.build.lowered.attrs
+        return {label: min(attrs[value.name].mesh.members) for label, value in self.build.lowered.outputs}
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank of the program has every output."""
+        ranks = set(self.build.ranks)
+        attrs = self.build.lowered.attrs
+        return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
+
+    def prepare(self, rank: int, transport: Transport | None, memory: Memory) -> None:
+        """Compile what a rank runs, at first use."""
+        if rank in self.workers or rank not in self.build.ranks:
+            return
+        program = self.build.program(rank)
+        sources = memory.local(program.graph, rank)
+        self.feeds[rank] = self._plan_feeds(rank)
+        self.workers[rank] = Worker(program, self.build.schedule, transport, np, sources)
+
+    def step(self, rank: int, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the program once on a rank; outputs that lie on it."""
+        worker = self.workers.get(rank)
+        if worker is None:
+            return {}
+        feeds: dict[str, Any] = dict(scalars)
+        for each in self.feeds[rank]:
+            feeds[each.name] = each.load(batch)
+        return worker.step(feeds)
+
+    def _plan_feeds(self, rank: int) -> list[Feed]:
+        graph, per = self.build.lowered, self.size // self.micro_batches
+        planned: dict[str, Feed] = {}
+        for op in graph.sources("input"):
+            value, attr = op.result, graph.attrs[op.name]
+            if not value.shape or rank not in attr.mesh:
+                continue
+            bounds = attr.spec.bounds(value.shape, attr.mesh, rank)
+            (start, stop), rest = bounds[0], tuple(slice(a, b) for a, b in bounds[1:])
+            rows = tuple((m * per + start, m * per + stop) for m in range(self.micro_batches))
+            shape = tuple(b - a for a, b in bounds)
+            planned[str(op.attrs["name"])] = Feed(str(op.attrs["name"]), rows, rest, shape, value.dtype)
+        return list(planned.values())
+
+
+def scalar(dtype: str, number: float) -> Any:
+    """A number as a scalar of a dtype."""
+    return to_numpy(dtype).type(number)

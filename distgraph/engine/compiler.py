@@ -1,0 +1,65 @@
+"""From a recipe to a compiled program: trace, complete, price, build; each stage dumped where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distgraph.data import Field
+from distgraph.engine.dump import dump_stage
+from distgraph.engine.price import price_on
+from distgraph.engine.program import Recipe
+from distgraph.errors import ResourceError
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.complete import complete
+from distgraph.resources import Cluster
+from distgraph.runtime.build import Build, build
+from distgraph.spec import DistAttr
+
+
+def compile_program(
+    recipe: Recipe,
+    mode: str,
+    fields: Mapping[str, Field],
+    micro_batches: int,
+    layouts: Mapping[str, DistAttr],
+    cluster: Cluster | None,
+) -> Build:
+    """The program of one mode for batches of one size.
+
+    Args:
+        recipe: model, loss, optimiser, strategy.
+        mode: train, evaluate or predict.
+        fields: shape and dtype of one micro-batch.
+        micro_batches: how many follow each other in a step.
+        layouts: where parameters lie already.
+        cluster: prices the collectives; None for bytes on the wire.
+
+    Raises:
+        GraphError, ShardingError: the program or its annotations do not fit.
+        ResourceError: the meshes need more devices than the cluster has.
+    """
+    serial = recipe.trace(mode, fields, layouts)
+    dump_stage(mode, "serial", serial)
+    default = recipe.strategy.mesh or ProcessMesh.grid(serial=1)
+    completed = complete(serial, default)
+    dump_stage(mode, "completed", completed)
+    policy = recipe.strategy.schedule
+    if cluster is None:
+        built = build(completed, micro_batches=micro_batches, policy=policy)
+    else:
+        check_cluster(completed.meshes, cluster)
+        built = build(completed, micro_batches=micro_batches, policy=policy, price=price_on(cluster))
+    dump_stage(mode, "lowered", built.lowered)
+    return built
+
+
+def check_cluster(meshes: tuple[ProcessMesh, ...], cluster: Cluster) -> None:
+    """Raises ResourceError when a mesh has more ranks, or higher ones, than the cluster has devices."""
+    for mesh in meshes:
+        needed = max(mesh.members) + 1
+        if needed > len(cluster.devices):
+            shape = " x ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
+            raise ResourceError(
+                f"mesh {shape} needs {needed} devices but cluster {cluster.name} has {len(cluster.devices)}; use a smaller "
+                "mesh or another resource file"
+            )

@@ -1,0 +1,32 @@
+"""DISTGRAPH_DUMP=dir: the text of every stage, the source of every rank's program and the schedule, for reading."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+from distgraph.graph import Graph
+
+_NUMBERS = itertools.count(1)
+
+
+def dump_directory() -> Path | None:
+    """Where to write, or None."""
+    given = os.environ.get("DISTGRAPH_DUMP")
+    return Path(given) if given else None
+
+
+def dump_stage(mode: str, stage: str, graph: Graph) -> None:
+    """Write the text of a graph, numbered in the order in which stages were reached."""
+    write(f"{mode}.{stage}.dg", graph)
+
+
+def write(name: str, content: Any) -> None:
+    """Write `NNN.name` where a directory is asked for."""
+    directory = dump_directory()
+    if directory is None:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{next(_NUMBERS):03d}.{name}").write_text(f"{content}\n")

@@ -1,0 +1,332 @@
+"""Engine: a model, a loss and an optimiser, compiled for a mesh of ranks and run on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgraph.callbacks import Callback, ProgressBar
+from distgraph.data import Batch, DataLoader, Field, as_source, whole
+from distgraph.engine.compiled import Compiled, scalar
+from distgraph.engine.compiler import compile_program
+from distgraph.engine.memory import Memory
+from distgraph.engine.plan import Plan
+from distgraph.engine.program import Recipe, metric_names
+from distgraph.errors import GraphError, RuntimeFault
+from distgraph.history import History
+from distgraph.kernels.random import random_key
+from distgraph.optim import Optimizer
+from distgraph.resources import Cluster, load_cluster
+from distgraph.runtime.world import World, check_size, is_chief, make_world
+from distgraph.strategy import Strategy
+
+
+class Engine:
+    """Trains a serial model on a mesh of ranks.
+
+    Without a launcher the ranks are threads of this process. Under `distgraph run -n N` or mpiexec every process is
+    one rank: the same script runs in all of them, and rank 0 prints.
+
+    Args:
+        model: a `nn.Module`, or a function of tensors.
+        loss: (output, target) -> the mean over the samples; None where the model returns its loss.
+        optimizer: see `distgraph.optim`; None for an engine that does not train.
+        metrics: functions (output, target) -> mean over the samples; a sequence, or a dict by name.
+        strategy: how to distribute, see `Strategy`.
+        cluster: a Cluster, or the path or name of a resource file; prices the collectives. By default they cost what
+            they put on the wire.
+        seed: of initial values, of shuffling and of dropout.
+
+    Example:
+        >>> import numpy as np, distgraph as dg
+        >>> x = np.random.default_rng(0).normal(size=(64, 3)).astype("f4")
+        >>> engine = dg.Engine(dg.nn.Linear(3, 1), dg.nn.MeanSquaredError(), dg.optim.Adam(lr=0.1))
+        >>> history = engine.fit((x, x.sum(1, keepdims=True)), epochs=20, batch_size=16, progress=False)
+        >>> history["loss"][-1] < history["loss"][0] / 10
+        True
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        loss: Callable[..., Any] | None = None,
+        optimizer: Optimizer | None = None,
+        metrics: Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] = (),
+        strategy: Strategy | None = None,
+        cluster: Cluster | str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
+        self.cluster = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+        self.seed = seed
+        self.step = 0
+        self.epoch = 0
+        self.position = 0  # samples of the epoch that are done
+        self.history = History()
+        self.should_stop = False
+        self.memory = Memory(seed)
+        self._programs: dict[Any, Compiled] = {}
+        self._world: World | None = None
+
+    # What the user does -------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Any) -> Plan:
+        """Trace, plan and compile the training program, without running it or making a parameter.
+
+        Args:
+            batch: arrays as in `fit`, or anything with their shapes and dtypes, such as `jax.ShapeDtypeStruct`.
+
+        Raises:
+            GraphError, ShardingError, ResourceError: the model, the annotations or the cluster do not fit.
+        """
+        mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
+        self._program(mode, whole(batch))
+        return self.plan
+
+    def fit(
+        self,
+        train: Any,
+        epochs: int = 1,
+        batch_size: int = 32,
+        valid_data: Any = None,
+        callbacks: Sequence[Callback] = (),
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        resume: bool = False,
+        progress: bool = True,
+    ) -> History:
+        """Train.
+
+        Args:
+            train: (x, y), a dict of arrays, or a map-style data set; see `distgraph.data`. Each rank loads the rows
+                that it needs.
+            epochs: how many more, or with `resume` how many in all.
+            batch_size: samples in a batch, over all ranks and micro-batches.
+            valid_data: evaluated after each epoch.
+            callbacks: see `distgraph.callbacks`.
+            shuffle: draw a new order each epoch, from the seed and the epoch's number.
+            drop_last: leave out a short batch at the end.
+            resume: after `load`, go on in the middle of the epoch where the checkpoint was written.
+            progress: show a bar on a terminal.
+
+        Returns:
+            the history of all that this engine has trained.
+        """
+        source = as_source(train)
+        self._check_batch_size(batch_size)
+        watchers = [*callbacks, *([ProgressBar()] if progress else [])]
+        last = epochs if resume else self.epoch + epochs
+        position = self.position if resume else 0
+        self.should_stop = False
+        for watcher in watchers:
+            watcher.on_train_begin(self, last)
+        try:
+            while self.epoch < last and not self.should_stop:
+                loader = DataLoader(source, batch_size, shuffle, drop_last, self.seed, self.epoch, position)
+                self._fit_epoch(loader, valid_data, watchers)
+                position = 0
+        finally:
+            for watcher in watchers:
+                watcher.on_train_end(self)
+        return self.history
+
+    def run(self, batch: Any) -> dict[str, float]:
+        """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
+        batch = whole(batch)
+        compiled = self._program("train", batch)
+        logs = self._measure(compiled, batch, self._scalars())
+        self.step += 1
+        self.epoch, self.position = batch.epoch, batch.position + len(batch)
+        self.history.losses.append(logs["loss"])
+        return logs
+
+    def evaluate(self, data: Any, batch_size: int | None = None) -> dict[str, float]:
+        """Loss and metrics over a data set: the exact mean over its samples.
+
+        Args:
+            data: as in `fit`.
+            batch_size: samples at a time; 256, or all there are, by default.
+        """
+        source = as_source(data)
+        loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
+        means = _Means()
+        for batch in loader:
+            compiled = self._program("evaluate", batch)
+            means.add(self._measure(compiled, batch, self._scalars()), len(batch))
+        return means.result()
+
+    def predict(self, x: Any, batch_size: int | None = None) -> Any:
+        """Outputs of the model as whole arrays, on every process.
+
+        Args:
+            x: the arguments of the model: an array, a tuple or a dict of arrays, or a map-style data set of them.
+            batch_size: samples at a time; 256, or all there are, by default.
+
+        Returns:
+            an array, or a dict of arrays where the model returns several.
+        """
+        source = as_source(x)
+        loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
+        parts: dict[str, list[np.ndarray]] = {}
+        for batch in loader:
+            for label, array in self._outputs(self._program("predict", batch), batch).items():
+                parts.setdefault(label, []).append(array)
+        outputs = {label: np.concatenate(arrays) for label, arrays in parts.items()}
+        return outputs["output"] if list(outputs) == ["output"] else outputs
+
+    def dataloader(
+        self, data: Any, batch_size: int = 32, *, shuffle: bool = True, drop_last: bool = False, epoch: int | None = None
+    ) -> DataLoader:
+        """Batches of one epoch, for `run`; nothing is loaded until a rank needs it."""
+        epoch = self.epoch if epoch is None else epoch
+        return DataLoader(as_source(data), batch_size, shuffle, drop_last, self.seed, epoch)
+
+    @property
+    def plan(self) -> Plan:
+        """What lies where and why, and what crosses the network. Raises RuntimeFault before the first program."""
+        for mode in ("train", "evaluate", "predict"):
+            for compiled in self._programs.values():
+                if compiled.mode == mode:
+                    return Plan(compiled.build)
+        raise RuntimeFault("engine has no plan yet; call prepare(batch) or fit first")
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that prints: rank 0, or the only one."""
+        return is_chief() if self._world is None else self._world.is_chief
+
+    def close(self) -> None:
+        """End the ranks' threads. The engine starts them again when it is used again."""
+        if self._world is not None:
+            self._world.close()
+        self._world = None
+        for compiled in self._programs.values():
+            compiled.workers.clear()
+
+    # How it is done -----------------------------------------------------------------------------------------------
+
+    def _fit_epoch(self, loader: DataLoader, valid_data: Any, watchers: Sequence[Callback]) -> None:
+        for watcher in watchers:
+            watcher.on_epoch_begin(self, self.epoch, len(loader))
+        epoch, means = self.epoch, _Means()
+        for batch in loader:
+            logs = self.run(batch)
+            means.add(logs, len(batch))
+            for watcher in watchers:
+                watcher.on_batch_end(self, self.step, logs)
+            if self.should_stop:
+                break
+        self.epoch, self.position = epoch + 1, 0
+        logs = {"epoch": epoch, **means.result()}
+        if valid_data is not None:
+            logs |= {f"valid_{name}": number for name, number in self.evaluate(valid_data).items()}
+        logs = logs if self._world is None else self._world.share(logs, 0)
+        self.history.epochs.append(logs)
+        for watcher in watchers:
+            watcher.on_epoch_end(self, epoch, logs)
+
+    def _program(self, mode: str, batch: Batch) -> Compiled:
+        """The program for batches like this one, compiled at first use."""
+        if len(batch) == 0:
+            raise RuntimeFault("batch has 0 samples; there is nothing to do")
+        fields = batch.fields()
+        key = (mode, len(batch), tuple(fields.items()))
+        if key not in self._programs:
+            micro = _micro_batches(len(batch), self.recipe.strategy.micro_batches)
+            shapes = {name: ((len(batch) // micro, *shape), dtype) for name, (shape, dtype) in fields.items()}
+            self._programs[key] = self._compile(mode, shapes, micro, len(batch))
+        return self._programs[key]
+
+    def _compile(self, mode: str, fields: Mapping[str, Field], micro: int, size: int) -> Compiled:
+        build = compile_program(self.recipe, mode, fields, micro, self.memory.layouts, self.cluster)
+        meshes = " and ".join(map(str, build.lowered.meshes))
+        needed = max(build.ranks) + 1
+        if self._world is not None:
+            check_size(needed, self._world.size, meshes)
+        self.memory.adopt(build.completed)
+        return Compiled(mode, build, size, dict(fields))
+
+    def _ranks(self, compiled: Compiled) -> World:
+        """The world, with what every local rank runs compiled."""
+        if self._world is None:
+            meshes = " and ".join(map(str, compiled.build.lowered.meshes))
+            self._world = make_world(max(compiled.build.ranks) + 1, meshes)
+        world = self._world
+        if any(rank not in compiled.workers for rank in world.local if rank in compiled.build.ranks):
+            world.run(lambda rank: compiled.prepare(rank, world.transport(rank), self.memory))
+        return world
+
+    def _scalars(self) -> dict[str, Any]:
+        """Inputs of a step that are single numbers."""
+        key = np.uint64(random_key(self.seed, "step", self.step))
+        numbers = {} if self.recipe.optimizer is None else self.recipe.optimizer.inputs(self.step)
+        return {"key": key, **{name: scalar("f32", number) for name, number in numbers.items()}}
+
+    def _measure(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, float]:
+        """Run a program whose outputs are numbers."""
+        world = self._ranks(compiled)
+
+        def work(rank: int) -> dict[str, float]:
+            return {label: float(number) for label, number in compiled.step(rank, batch, scalars).items()}
+
+        found = world.run(work)
+        numbers = {}
+        for label, owner in compiled.owners.items():
+            local = found.get(owner, found[world.local[0]]).get(label)
+            everywhere = len(world.local) == world.size or (compiled.everywhere and len(compiled.build.ranks) == world.size)
+            numbers[label] = local if everywhere else world.share(local, owner)
+        return numbers
+
+    def _outputs(self, compiled: Compiled, batch: Batch) -> dict[str, np.ndarray]:
+        """Run a program whose outputs are arrays, and put their blocks together."""
+        world, graph, micro = self._ranks(compiled), compiled.build.lowered, compiled.micro_batches
+        scalars = self._scalars()
+
+        def work(rank: int) -> dict[str, Any]:
+            step = compiled.step(rank, batch, scalars)
+            return {label: [b.copy() for b in (got if isinstance(got, list) else [got])] for label, got in step.items()}
+
+        found = world.gather(world.run(work))
+        outputs = {}
+        for label, value in graph.outputs:
+            attr, parts = graph.attrs[value.name], []
+            for m in range(micro):
+                whole_part = np.empty(value.shape, found[attr.mesh.members[0]][label][0].dtype)
+                for rank in attr.mesh.members:
+                    whole_part[attr.spec.slices(value.shape, attr.mesh, rank)] = found[rank][label][m]
+                parts.append(whole_part)
+            outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
+        return outputs
+
+    def _check_batch_size(self, batch_size: int) -> None:
+        micro = self.recipe.strategy.micro_batches
+        if isinstance(batch_size, int) and batch_size % micro:
+            raise GraphError(
+                f"batch_size is {batch_size} but micro_batches of the strategy is {micro}; make one a multiple of the other"
+            )
+
+
+def _micro_batches(size: int, wanted: int) -> int:
+    """The largest number of equal parts of a batch, at most `wanted`."""
+    return max(m for m in range(1, min(size, wanted) + 1) if size % m == 0)
+
+
+class _Means:
+    """Means over samples, of batches of different sizes."""
+
+    def __init__(self) -> None:
+        self.terms: dict[str, list[float]] = {}
+        self.count = 0
+
+    def add(self, logs: Mapping[str, float], size: int) -> None:
+        for name, number in logs.items():
+            self.terms.setdefault(name, []).append(number * size)
+        self.count += size
+
+    def result(self) -> dict[str, float]:
+        return {name: math.fsum(terms) / self.count for name, terms in self.terms.items()}

@@ -1,0 +1,121 @@
+"""Memory of an engine: the blocks of parameters and states that this process holds, whatever program works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.graph import Graph
+from distgraph.init import Init, materialize
+from distgraph.spec import DistAttr, ShardSpec
+
+Reader = Callable[[str, tuple[int, ...], str, tuple[slice, ...]], np.ndarray | None]
+"""(name, global shape, dtype, block) -> the block from a checkpoint, or None where it has no such tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One parameter or state: what it is and where it lies."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    init: Init
+    attr: DistAttr
+
+
+class Memory:
+    """Blocks by rank and name.
+
+    Args:
+        seed: of the initial values.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.records: dict[str, Record] = {}
+        self.reader: Reader | None = None
+        self._blocks: dict[int, dict[str, np.ndarray]] = {}
+
+    @property
+    def layouts(self) -> dict[str, DistAttr]:
+        """Where everything lies."""
+        return {name: record.attr for name, record in self.records.items()}
+
+    def adopt(self, graph: Graph) -> None:
+        """Take note of the parameters and states of a completed program.
+
+        Raises:
+            GraphError: one of them has another shape or dtype than in an earlier program.
+        """
+        for op in graph.sources("param", "state"):
+            name, value, attr = str(op.attrs["name"]), op.result, graph.attrs[op.name]
+            known = self.records.get(name)
+            if known is None:
+                init = tuple(op.attrs.get("init", ("zeros",)))
+                attr = DistAttr(attr.mesh, ShardSpec(attr.spec.dims), attr.origin)
+                self.records[name] = Record(op.kind, value.shape, value.dtype, init, attr)
+            elif (known.shape, known.dtype) != (value.shape, value.dtype):
+                raise GraphError(
+                    f"{op.kind} {name} is {value.type} but was {known.dtype}{list(known.shape)} in an earlier program; "
+                    "shapes of parameters must not depend on the batch"
+                )
+
+    def local(self, graph: Graph, rank: int) -> dict[str, np.ndarray]:
+        """Value name -> block of this rank, for a program; made or read at first use."""
+        blocks = self._blocks.setdefault(rank, {})
+        found = {}
+        for op in graph.sources("param", "state"):
+            name = str(op.attrs["name"])
+            record = self.records[name]
+            if rank in record.attr.mesh:
+                if name not in blocks:
+                    blocks[name] = self._make(name, record, rank)
+                found[op.name] = blocks[name]
+        return found
+
+    def block(self, name: str, rank: int) -> np.ndarray:
+        """Block of a rank that holds one; made or read at first use."""
+        blocks = self._blocks.setdefault(rank, {})
+        if name not in blocks:
+            blocks[name] = self._make(name, self.records[name], rank)
+        return blocks[name]
+
+    def reload(self, rank: int, reader: Reader) -> None:
+        """Overwrite what the rank holds already with what a checkpoint has."""
+        for name, block in self._blocks.get(rank, {}).items():
+            record = self.records[name]
+            found = reader(name, record.shape, record.dtype, record.attr.spec.slices(record.shape, record.attr.mesh, rank))
+            block[...] = self._initial(name, record, rank) if found is None else found
+
+    def _make(self, name: str, record: Record, rank: int) -> np.ndarray:
+        if self.reader is not None:
+            where = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+            found = self.reader(name, record.shape, record.dtype, where)
+            if found is not None:
+                return found
+        return self._initial(name, record, rank)
+
+    def _initial(self, name: str, record: Record, rank: int) -> np.ndarray:
+        bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)
+        starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
+        made: np.ndarray = materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype)
+        return made
+
+
+def owners(records: Mapping[str, Record], rank: int) -> dict[str, tuple[slice, ...]]:
+    """Blocks that a rank writes to a checkpoint: every distinct block has one owner, spread over its replicas."""
+    mine: dict[str, tuple[slice, ...]] = {}
+    for number, (name, record) in enumerate(sorted(records.items())):
+        mesh, spec = record.attr.mesh, record.attr.spec
+        if rank not in mesh:
+            continue
+        bounds = spec.bounds(record.shape, mesh, rank)
+        holders = [other for other in mesh.members if spec.bounds(record.shape, mesh, other) == bounds]
+        if holders[number % len(holders)] == rank and all(b > a for a, b in bounds):
+            mine[name] = tuple(slice(a, b) for a, b in bounds)
+    return mine

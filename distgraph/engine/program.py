@@ -1,0 +1,183 @@
+"""From a model, a loss and an optimiser to the serial graphs of training, evaluation and prediction.
+
+A batch has named fields. Those of a tuple are its positions: the last one is the target, the others are the arguments of
+the model. Those of a dict go to the arguments of the model that have their names; the rest go to the loss, after the
+output, in the order of the dict. Without a loss the model returns it itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distgraph.data import POSITION, Field
+from distgraph.dtypes import is_float
+from distgraph.errors import GraphError
+from distgraph.graph import Graph
+from distgraph.nn import Module
+from distgraph.optim import Optimizer
+from distgraph.passes.backward import differentiate
+from distgraph.spec import DistAttr, Origin, ShardSpec
+from distgraph.strategy import Strategy
+from distgraph.tensor import Tensor, emit_one
+from distgraph.trace import Trace
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the user gave the engine.
+
+    Attributes:
+        model: a Module, or any function of tensors.
+        loss: (output, *targets) -> scalar, the mean over the samples; None where the model returns it.
+        optimizer: None where there is no training.
+        metrics: name -> (output, *targets) -> scalar, a mean over the samples too.
+        strategy: see `Strategy`.
+    """
+
+    model: Callable[..., Any]
+    loss: Callable[..., Any] | None
+    optimizer: Optimizer | None
+    metrics: Mapping[str, Callable[..., Any]]
+    strategy: Strategy
+
+    def trace(self, mode: str, fields: Mapping[str, Field], layouts: Mapping[str, DistAttr]) -> Graph:
+        """The serial graph of one micro-batch.
+
+        Args:
+            mode: "train", "evaluate" or "predict".
+            fields: name -> shape and dtype of one micro-batch.
+            layouts: parameters and states that already lie somewhere.
+
+        Raises:
+            GraphError: shapes or dtypes do not fit; there is no loss or no optimiser but the mode needs it.
+        """
+        self._check(mode)
+        trace = Trace(mode)
+        trace.training = mode == "train"
+        with trace.activate():
+            inputs = {name: trace.source("input", name, shape, dtype) for name, (shape, dtype) in fields.items()}
+            self._place_inputs(trace, inputs)
+            outputs = self._predict(inputs) if mode == "predict" else self._measure(trace, inputs)
+            if mode == "train":
+                assert self.optimizer is not None
+                pairs = _gradients(trace, outputs["loss"], layouts)
+                self.optimizer.update(trace, pairs)
+            if mode != "predict":
+                outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
+            _pin(trace, layouts)
+        graph = trace.finish(outputs)
+        if self.strategy.mode == "manual":
+            _check_manual(graph)
+        return graph
+
+    def _check(self, mode: str) -> None:
+        if mode == "train" and self.optimizer is None:
+            raise GraphError("Engine has no optimizer but is to train; give it one, such as distgraph.optim.Adam()")
+
+    def _place_inputs(self, trace: Trace, inputs: Mapping[str, Tensor]) -> None:
+        axes, mesh = self.strategy.batch_axes, self.strategy.mesh
+        if not axes or mesh is None:
+            return
+        for tensor in inputs.values():
+            if tensor.ndim:
+                spec = ShardSpec.of([axes] + [None] * (tensor.ndim - 1))
+                trace.annotate(tensor.value, DistAttr(mesh, spec, Origin("user", "Strategy.batch_axis")))
+
+    def _split(self, inputs: Mapping[str, Tensor]) -> tuple[Any, list[Tensor]]:
+        """Output of the model, and the targets."""
+        names = arguments(self.model)
+        if all(isinstance(name, str) and name.startswith(POSITION) for name in inputs):
+            values = list(inputs.values())
+            given, targets = (values, []) if self.loss is None or len(values) == 1 else (values[:-1], values[-1:])
+            return self.model(*given), targets
+        taken = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
+        targets = [tensor for name, tensor in inputs.items() if name not in taken]
+        if not taken:
+            raise GraphError(
+                f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; rename one"
+            )
+        return self.model(**taken), targets
+
+    def _measure(self, trace: Trace, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        output, targets = self._split(inputs)
+        if self.loss is None:
+            loss, extra = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
+            output = extra[0] if len(extra) == 1 else extra
+        else:
+            if not targets:
+                raise GraphError("batch has no target but the loss needs one; pass (x, y), or an Engine without loss")
+            loss = self.loss(output, *targets)
+        if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
+            found = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
+            raise GraphError(f"loss is {found} but must be one number of a float dtype; take its mean")
+        measured = {"loss": loss}
+        for name, metric in self.metrics.items():
+            value = trace.tensor(metric(output, *targets))
+            if value.shape != ():
+                raise GraphError(f"metric {name} is {value.value.type} but must be one number; take its mean")
+            measured[name] = value
+        return measured
+
+    def _predict(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = arguments(self.model)
+        if all(name.startswith(POSITION) for name in inputs):
+            output = self.model(*inputs.values())
+        else:
+            output = self.model(**{n: t for n, t in inputs.items() if names is None or n in names})
+        if isinstance(output, Mapping):
+            return dict(output)
+        if isinstance(output, (tuple, list)):
+            return {f"output{i}": tensor for i, tensor in enumerate(output)}
+        return {"output": output}
+
+
+def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of the arguments of a model; None where it takes any."""
+    function = model.forward if isinstance(model, Module) else model
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
+
+
+def _gradients(trace: Trace, loss: Tensor, layouts: Mapping[str, DistAttr]) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, its gradient over the whole step) of every trainable parameter."""
+    sources = [op for op in trace.ops if op.kind == "param" and op.attrs.get("trainable", True)]
+    if not sources:
+        raise GraphError("model has no trainable parameter that the loss depends on; there is nothing to train")
+    parameters = [Tensor(op.result, trace) for op in sources]
+    pairs = []
+    for op, parameter, gradient in zip(sources, parameters, differentiate(trace, loss, parameters), strict=True):
+        with trace.within(role="backward"), trace.on_behalf_of(op.name, op.scope, op.source):
+            pairs.append((parameter, emit_one("accumulate", gradient)))
+    return pairs
+
+
+def _pin(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
+    """Parameters and states stay where they lie: every program of an engine works on the same blocks."""
+    for op in trace.ops:
+        if op.kind in ("param", "state") and op.name not in trace.attrs:
+            attr = layouts.get(str(op.attrs["name"]))
+            if attr is not None:
+                trace.attrs[op.name] = DistAttr(attr.mesh, attr.spec, Origin("user", f"where it lies: {attr.origin}"))
+
+
+def _check_manual(graph: Graph) -> None:
+    for op in graph.sources("param"):
+        if op.name not in graph.attrs and len(op.result.shape) > 1:
+            raise GraphError(
+                f"parameter {op.attrs['name']} ({op.result.type}) has no annotation but the mode is manual; annotate it "
+                'with dg.shard_tensor, or use Strategy(mode="semi")'
+            )
+
+
+def metric_names(metrics: Sequence[Any] | Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Metrics by name; those of a sequence have the name of their function."""
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    named = {getattr(m, "__name__", type(m).__name__).lower(): m for m in metrics}
+    if len(named) != len(metrics) or "loss" in named:
+        raise GraphError("metrics have equal names, or one is named loss; pass a dict of name -> metric")
+    return named

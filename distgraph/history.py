@@ -1,0 +1,37 @@
+"""History: what a training run has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class History:
+    """Losses of every step, and means of every epoch.
+
+    Attributes:
+        losses: loss of every step, in order.
+        epochs: one dict an epoch: "epoch", "loss", every metric, and the same of the validation data as "valid_...".
+
+    Example:
+        >>> history = History(losses=[2.0, 1.0], epochs=[{"epoch": 0, "loss": 1.5}])
+        >>> history["loss"]
+        [1.5]
+    """
+
+    losses: list[float] = field(default_factory=list)
+    epochs: list[dict[str, float]] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> list[float]:
+        """One number an epoch. Raises KeyError for a name that was not measured."""
+        found = [epoch[name] for epoch in self.epochs if name in epoch]
+        if not found and self.epochs:
+            raise KeyError(f"{name!r} was not measured; there is {', '.join(self.epochs[0])}")
+        return found
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return iter(self.epochs)
+
+    def __len__(self) -> int:
+        return len(self.epochs)

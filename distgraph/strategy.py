@@ -1,0 +1,63 @@
+"""Strategy: how a program is to be distributed, apart from what its annotations say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distgraph.errors import ShardingError
+from distgraph.mesh import ProcessMesh
+
+MODES = ("manual", "semi")
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How the engine distributes a program. Immutable.
+
+    Attributes:
+        mode: "semi" completes the annotations of the program; "manual" does too, but refuses a program in which a
+            parameter of two dims or more has no annotation of its own.
+        micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of a
+            pipeline work on different ones at the same time. A batch that does not divide takes fewer.
+        schedule: order of the micro-batches in a pipeline, "1f1b" or "gpipe".
+        mesh: where everything runs that no annotation places; without it, and without annotations, on one rank.
+        batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism in one
+            word. Needs `mesh`.
+
+    Raises:
+        ShardingError: an unknown mode, schedule or axis; fewer than one micro-batch.
+
+    Example:
+        >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
+        'semi'
+    """
+
+    mode: str = "semi"
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    mesh: ProcessMesh | None = None
+    batch_axis: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ShardingError(f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}")
+        if self.schedule not in SCHEDULES:
+            raise ShardingError(
+                f"schedule {self.schedule!r} of Strategy does not exist; the schedules are {', '.join(SCHEDULES)}"
+            )
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ShardingError(f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up")
+        if self.batch_axes and self.mesh is None:
+            raise ShardingError(f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one")
+        for axis in self.batch_axes:
+            assert self.mesh is not None
+            self.mesh.axis_size(axis)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """`batch_axis` as a tuple."""
+        if self.batch_axis is None:
+            return ()
+        return (self.batch_axis,) if isinstance(self.batch_axis, str) else tuple(self.batch_axis)
