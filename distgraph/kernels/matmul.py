@@ -182,8 +182,7 @@ def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None)
     """
     terms, result = _parse(spec)
     shapes = tuple(tuple(o.shape) for o in operands)
-    _check(spec, terms, shapes)
-    if any(len(set(t)) < len(t) for t in terms):
+    if _check(spec, terms, shapes):
         return store(xp, _general(xp, terms, result, operands), out)
     if len(operands) == 1:
         return _single(xp, operands[0], terms[0], result, out)
@@ -201,8 +200,9 @@ def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None)
     return arrays[0]
 
 
-def _check(spec: str, terms: tuple[Names, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Operands must fit the spec: their number, their dims, one size for each index."""
+@lru_cache(maxsize=4096)
+def _check(spec: str, terms: tuple[Names, ...], shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Refuse operands that do not fit the spec; return whether an index is twice in one operand."""
     if len(terms) != len(shapes):
         raise GraphError(f"einsum {spec!r}: describes {len(terms)} operands but got {len(shapes)}")
     sizes: dict[str, int] = {}
@@ -214,6 +214,7 @@ def _check(spec: str, terms: tuple[Names, ...], shapes: tuple[tuple[int, ...], .
                 raise GraphError(
                     f"einsum {spec!r}: index {name} is {sizes[name]} before but {size} in operand {i}"
                 )
+    return any(len(set(term)) < len(term) for term in terms)
 
 
 def _single(xp: Namespace, x: Array, names: Names, result: Names, out: Array | None) -> Array:
