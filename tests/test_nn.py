@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -325,7 +326,6 @@ def test_mlp_follows_the_loss_curve_of_pytorch(
     import torch
 
     model = nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 5))
-    peer = torch.nn.Module()
     layers = [
         torch.nn.Linear(7, 16),
         torch.nn.ReLU(),
@@ -333,8 +333,7 @@ def test_mlp_follows_the_loss_curve_of_pytorch(
         torch.nn.SiLU(),
         torch.nn.Linear(16, 5),
     ]
-    peer.steps = torch.nn.Sequential(*layers)
-    peer.forward = peer.steps
+    peer = torch.nn.Sequential(OrderedDict(steps=torch.nn.Sequential(*layers)))
     batches = [(rng.standard_normal((9, 7)).astype(np.float32), sequence(rng, 5, 9)) for _ in range(5)] * 4
     losses, step = ours(model, optim.SGD(lr=rate, momentum=momentum, nesterov=momentum > 0), batches)
     theirs = torch_losses(
@@ -360,9 +359,8 @@ def test_conv_net_follows_the_loss_curve_of_pytorch(rng: np.random.Generator) ->
         ]  # fmt: skip
 
     model = nn.Sequential(*build(nn, nn.BatchNorm2d, nn.Flatten()))
-    peer = torch.nn.Module()
-    peer.steps = torch.nn.Sequential(*build(torch.nn, torch.nn.BatchNorm2d, torch.nn.Flatten()))
-    peer.forward = peer.steps
+    layers = build(torch.nn, torch.nn.BatchNorm2d, torch.nn.Flatten())
+    peer = torch.nn.Sequential(OrderedDict(steps=torch.nn.Sequential(*layers)))
     batches = [
         (rng.standard_normal((6, 2, 6, 10)).astype(np.float32), sequence(rng, 4, 6)) for _ in range(5)
     ] * 4

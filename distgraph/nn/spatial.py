@@ -115,7 +115,8 @@ class BatchNorm2d(Module):
             centred = x - ops.reshape(self.running_mean, wide)
             variance = ops.reshape(self.running_var, wide)
         scale = ops.rsqrt(variance + self.eps) * ops.reshape(self.weight, wide)
-        return centred * scale + ops.reshape(self.bias, wide)
+        y: Tensor = centred * scale + ops.reshape(self.bias, wide)
+        return y
 
     def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
         """Running statistics of the next step; the variance is the unbiased one, as elsewhere."""
