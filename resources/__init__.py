@@ -11,6 +11,7 @@ from distgraph.resources.cluster import (
     Switch,
 )
 from distgraph.resources.collective import CollectiveCost, Estimate, wire_bytes
+from distgraph.resources.describe import describe
 from distgraph.resources.load import load_cluster, local_cluster, shipped_clusters
 from distgraph.resources.mapping import RankMapping, Requirement, map_ranks
 from distgraph.resources.paddle import load_paddle
@@ -24,6 +25,7 @@ __all__ = [
     "MeasuredTable",
     "Network",
     "Switch",
+    "describe",
     "load_cluster",
     "load_paddle",
     "local_cluster",

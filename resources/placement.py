@@ -19,6 +19,7 @@ from distgraph.resources.routing import Router
 
 _DEVICE_LEVEL = 128  # clusters up to this size price every pair of devices; larger ones pairs of machines
 _PASS_LIMIT = 512  # devices up to which Kernighan-Lin passes run; beyond it plain descent
+_ROUNDS = 200  # of the descent; it stops by itself far earlier
 _PATIENCE = 48  # steps of a pass without a new best before it is given up
 
 
@@ -168,8 +169,7 @@ def descend(problem: Problem, start: np.ndarray) -> np.ndarray:
     state = _State(problem, start)
     tolerance = 1e-9 * problem.cost(start)
     everyone = np.arange(len(state.mapping))
-    improved = True
-    while improved:
+    for _ in range(_ROUNDS):
         improved = False
         reach = state.load[everyone, state.places] - state.load.min(axis=1)
         for rank in np.flatnonzero(reach > 0).tolist():
@@ -178,6 +178,8 @@ def descend(problem: Problem, start: np.ndarray) -> np.ndarray:
             if gain[other] > tolerance:
                 state.swap(rank, other)
                 improved = True
+        if not improved:
+            break
     return _not_worse(problem, state.result(), start)
 
 

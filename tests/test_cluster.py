@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distgraph.errors import ResourceError
-from distgraph.resources import Cluster, Requirement, load_cluster, load_paddle, map_ranks, shipped_clusters
+from distgraph.resources import (
+    Cluster,
+    Requirement,
+    describe,
+    load_cluster,
+    load_paddle,
+    map_ranks,
+    shipped_clusters,
+)
 from distgraph.resources.collective import CollectiveCost
 from distgraph.resources.routing import Router
 
@@ -325,3 +333,16 @@ def test_every_pair_of_a_hybrid_cube_mesh_is_at_most_two_hops_apart():
     lengths = [len(hops(cluster, a, b)) for a, b in itertools.permutations(range(8), 2)]
     assert max(lengths) == 2
     assert lengths.count(1) == 2 * 16
+
+
+def test_describe_groups_devices_and_links_and_says_what_is_not_stated():
+    entry = machine(2, "m")
+    del entry["inside"]["latency"]
+    text = describe(cluster_of({"name": "x", "machines": [entry]}))
+    assert text.splitlines() == [
+        "cluster x (test.yaml): 2 devices in 1 machines",
+        "  mesh gpu: 2 x G, 16 GiB, memory not stated, peak f32 10 TFLOP/s",
+        "  2 x nvlink: 100 GB/s, not stated",
+        "  2 x link: 20 GB/s, 2 us",
+    ]
+    assert "mesh xpu: 16 x Kunlun-R300" in describe(load_cluster("gpu2_xpu2"))

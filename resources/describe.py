@@ -1,0 +1,48 @@
+"""A cluster in a few lines of text, for the command line and for logs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from distgraph.resources.cluster import Cluster, Device, Link
+from distgraph.resources.units import format_bytes, format_si
+
+
+def describe(cluster: Cluster) -> str:
+    """Machines, device meshes with their numbers, and links by kind; "not stated" where the file has no number.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> print(describe(load_cluster("tpu_v4_16x16")))
+        cluster tpu_v4_16x16 (resources/files/tpu_v4_16x16.yaml): 256 devices in 64 machines, torus 16 x 16
+          mesh tpu: 256 x TPU-v4, 32 GiB, memory 1.2 TB/s, peak bf16 275 TFLOP/s
+          512 x ici: 50 GB/s, 1 us
+    """
+    network = cluster.network
+    shape = " ".join([network.topology, " x ".join(map(str, network.shape))]).strip()
+    joined = "" if network.topology == "none" else f", {shape}"
+    lines = [
+        f"cluster {cluster.name} ({cluster.source}): {len(cluster.devices)} devices in "
+        f"{len(cluster.machines)} machines{joined}"
+    ]
+    for mesh in cluster.device_meshes:
+        kinds = Counter(_device(device) for device in mesh.devices)
+        lines += [f"  mesh {mesh.type}: {count} x {text}" for text, count in kinds.items()]
+    links = Counter(_link(link) for link in cluster.links)
+    lines += [f"  {count} x {text}" for text, count in links.items()]
+    return "\n".join(lines)
+
+
+def _device(device: Device) -> str:
+    rates = [f"peak {dtype} {format_si(rate, 'FLOP/s')}" for dtype, rate in device.peak.items()]
+    rates += [f"measured {dtype} {format_si(rate, 'FLOP/s')}" for dtype, rate in device.measured.items()]
+    memory = _known(device.memory_bandwidth, "B/s")
+    return ", ".join([device.model, format_bytes(device.memory), f"memory {memory}", *rates])
+
+
+def _link(link: Link) -> str:
+    return f"{link.kind}: {_known(link.bandwidth, 'B/s')}, {_known(link.latency, 's')}"
+
+
+def _known(value: float | None, unit: str) -> str:
+    return "not stated" if value is None else format_si(value, unit)
