@@ -306,6 +306,13 @@ class _Writer:
         start = self.bind("exchange_start", collectives.exchange_start)
         self.line(f"{under_way}[{op.name!r}, m % {depth}] = {start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})", op)
 
+    def free_for_sending(self, op: Op) -> None:
+        """Before a task writes a buffer again, what was sent from it must have left."""
+        depth = self.storage.rings.get(self.storage.slots[op.operands[0].name].root, 1)
+        under_way = self.bind("under_way", self.arena.sends)
+        self.line(f"sent = {under_way}.pop(({op.name!r}, m % {depth}), None)")
+        self.line("if sent is not None: sent.wait()")
+
     def receive(self, local: LocalOp) -> None:
         op, attrs = local.op, local.attrs
         target = self.target(op.result.name)
@@ -325,6 +332,9 @@ class _Writer:
         """Lines of the body."""
         self.lines, self.ready = [], set()
         started: set[str] = set()
+        for local in task.ops:
+            if local.mode == "send" and local.attrs["sends"] and (last or not local.tail):
+                self.free_for_sending(local.op)
         for number, local in enumerate(task.ops):
             if local.tail and not last:
                 continue

@@ -209,7 +209,8 @@ class _Planner:
             sent = self._sent(name)
             accumulated = local.mode == "accumulate"
             zeros = local.mode == "comm.mask"
-            if not (crosses or sent or accumulated or zeros):
+            received = local.mode == "recv"  # may arrive while the task before is still at work
+            if not (crosses or sent or accumulated or zeros or received):
                 continue
             once = not per_micro[task] or local.tail or accumulated or zeros
             slot.kind = "kept" if once or graph.micro_batches == 1 else "ring"
@@ -322,7 +323,10 @@ class _Planner:
             for m in range(micro):
                 spots = [at[task, m] for task in tasks if (task, m) in at]
                 intervals.append((min(spots) - (1 if root in received else 0), max(spots)))
-            self.storage.rings[root] = _window(intervals)
+            depth = _window(intervals)
+            if self._sent(root):  # room for sends under way, so that a stage can run ahead of the next ones
+                depth = max(depth, min(micro, 1 + len({part.stage for part in self.program.parts.tasks})))
+            self.storage.rings[root] = depth
 
 
 def _window(intervals: list[tuple[int, int]]) -> int:
