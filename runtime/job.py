@@ -1,7 +1,7 @@
 """What the processes of one launched job leave for each other in a directory; standard library only.
 
-`rank.R`: process number and start time of rank R. `failed`: exit code and text of the first failure. `left.R`: rank
-R has said its last words after a failure.
+`rank.R`: process number and start time of rank R. `failed`: exit code and text of the first failure.
+`left.R`: rank R has said its last words after a failure.
 """
 
 from __future__ import annotations

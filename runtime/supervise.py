@@ -2,9 +2,10 @@
 
     mpiexec -> supervisor (does nothing but wait) -> rank (runs the script)
 
-mpiexec does not tell reliably who died first: of several dead ranks it may name one that it killed itself. The
-supervisor knows. It writes what it saw into the job's directory, where the other ranks look while they wait:
-so each of them can say why it stops. It is forked from before anything is loaded, so it costs next to no memory.
+mpiexec does not tell reliably who died first: of several dead ranks it may name one that it killed itself.
+The supervisor knows. It writes what it saw into the job's directory, where the other ranks look while they
+wait: so each of them can say why it stops. It is forked from before anything is loaded, so it costs next to
+no memory.
 """
 
 from __future__ import annotations
