@@ -9,7 +9,7 @@ from distgraph.resources.units import format_bytes, format_si
 
 
 def describe(cluster: Cluster) -> str:
-    """Machines, device meshes with their numbers, and links by kind; "not stated" where the file has no number.
+    """Machines, device meshes with their numbers, links by kind; "not stated" where the file has no number.
 
     Example:
         >>> from distgraph.resources.load import load_cluster
@@ -21,10 +21,8 @@ def describe(cluster: Cluster) -> str:
     network = cluster.network
     shape = " ".join([network.topology, " x ".join(map(str, network.shape))]).strip()
     joined = "" if network.topology == "none" else f", {shape}"
-    lines = [
-        f"cluster {cluster.name} ({cluster.source}): {len(cluster.devices)} devices in "
-        f"{len(cluster.machines)} machines{joined}"
-    ]
+    size = f"{len(cluster.devices)} devices in {len(cluster.machines)} machines"
+    lines = [f"cluster {cluster.name} ({cluster.source}): {size}{joined}"]
     for mesh in cluster.device_meshes:
         kinds = Counter(_device(device) for device in mesh.devices)
         lines += [f"  mesh {mesh.type}: {count} x {text}" for text, count in kinds.items()]

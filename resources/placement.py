@@ -101,7 +101,7 @@ def _seconds_per_byte(cluster: Cluster, router: Router, source: int, target: int
     return narrowest
 
 
-class _State:
+class SearchState:
     """A mapping under change, padded with silent ranks so that every device has one and a move is a swap.
 
     load[r, p]: cost of rank r's traffic if it sat at place p, the others as they are.
@@ -166,7 +166,7 @@ def descend(problem: Problem, start: np.ndarray) -> np.ndarray:
     """The best swap or move of one rank after another, until a whole round brings nothing; costs no more than
     start.
     """
-    state = _State(problem, start)
+    state = SearchState(problem, start)
     tolerance = 1e-9 * problem.cost(start)
     everyone = np.arange(len(state.mapping))
     for _ in range(_ROUNDS):
@@ -203,7 +203,7 @@ def kernighan_lin(problem: Problem, start: np.ndarray) -> np.ndarray:
 
 
 def _pass(problem: Problem, start: np.ndarray, dense: np.ndarray) -> np.ndarray:
-    state = _State(problem, start)
+    state = SearchState(problem, start)
     locked = np.zeros(len(state.mapping), dtype=bool)
     best, best_total, total, since = start, 0.0, 0.0, 0
     while since < _PATIENCE:

@@ -9,9 +9,11 @@ import pytest
 from clusters import boxes, cluster_of, machine, single
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
 
 from distgraph.errors import InfeasibleError, ResourceError
 from distgraph.resources import Cluster, Requirement, load_cluster, map_ranks
+from distgraph.resources.placement import Problem, SearchState
 
 CASES = json.loads((Path(__file__).parent / "data" / "mapper.json").read_text())
 
@@ -114,6 +116,32 @@ def test_large_clusters_are_priced_by_machine():
     mapping = map_ranks(160, volume, cluster, objective="seconds")
     assert crossing(volume, cluster, mapping.devices) == 0
     assert mapping.cost == pytest.approx(80 * 1e6 / 230e9)
+
+
+@given(st.data())
+def test_the_saving_of_a_swap_is_what_the_cost_falls_by(data):
+    """Both ways of computing it, before and after swaps that change the running state."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    devices = sum(sizes)
+    ranks = data.draw(st.integers(2, devices))
+    entries = data.draw(st.lists(st.integers(0, 9), min_size=ranks * ranks, max_size=ranks * ranks))
+    raw = np.array(entries, dtype=float).reshape(ranks, ranks)
+    np.fill_diagonal(raw, 0)
+    place_of = np.repeat(np.arange(len(sizes)), sizes)
+    apart = np.array([[abs(a - b) + 2.0 for b in range(len(sizes))] for a in range(len(sizes))])
+    np.fill_diagonal(apart, 1.0)  # within a place a distance too, as with the seconds of a machine's inside
+    problem = Problem(csr_array(raw + raw.T), np.ones((ranks, devices), dtype=bool), place_of, apart)
+    state = SearchState(problem, np.arange(ranks))
+    dense = np.zeros((devices, devices))
+    dense[:ranks, :ranks] = raw + raw.T
+    for _ in range(3):
+        first, second = data.draw(st.permutations(range(devices)))[:2]
+        before = problem.cost(state.result())
+        single_saving, saving = state.gains(first)[second], state.all_gains(dense)[first, second]
+        moves = state.places[first] != state.places[second]
+        state.swap(first, second)
+        expected = before - problem.cost(state.result()) if moves else -np.inf
+        assert single_saving == saving == pytest.approx(expected)
 
 
 # Requirements.
