@@ -161,9 +161,11 @@ def adam(p: Any, m: Any, v: Any, x: Tensor, shard: Callable[[Tensor], Tensor] | 
     loss, g = value_and_grad(stack_loss)(p, x)
     if shard is not None:
         g = tree_map(shard, g)
-    m = tree_map(lambda a, b: 0.9 * a + 0.1 * b, m, g)
-    v = tree_map(lambda a, b: 0.999 * a + 0.001 * b * b, v, g)
-    return [tree_map(lambda a, b, c: a - 1e-3 * b / (ops.sqrt(c) + 1e-8), p, m, v), m, v, loss]
+    with Trace.current().within(role="optimize"):
+        m = tree_map(lambda a, b: 0.9 * a + 0.1 * b, m, g)
+        v = tree_map(lambda a, b: 0.999 * a + 0.001 * b * b, v, g)
+        p = tree_map(lambda a, b, c: a - 1e-3 * b / (ops.sqrt(c) + 1e-8), p, m, v)
+    return [p, m, v, loss]
 
 
 def adam_constrained(p: Any, m: Any, v: Any, x: Tensor) -> Any:

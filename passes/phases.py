@@ -102,7 +102,8 @@ def _classify(state: _State, op: Op) -> None:
     elif phase == 0:
         state.kind[op.name] = "load"
     elif phase == 1:
-        state.kind[op.name] = "backward" if op.role == "backward" else "forward"
+        behind = any(state.kind[state.graph.producers[v.name].name] == "backward" for v in op.operands)
+        state.kind[op.name] = "backward" if op.role == "backward" or behind else "forward"
     else:
         state.kind[op.name] = "optimize"
         homes = {
