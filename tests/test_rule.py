@@ -72,7 +72,7 @@ def test_composite_dims_split_only_where_blocks_nest() -> None:
 
 
 def test_uneven_minor_blocks_do_not_nest() -> None:
-    # a is split to single elements, but blocks of 3 and 2 within 5 are not the blocks of ceil(10 / 4) of the whole
+    # a is split to single elements, but blocks of 3 and 2 within 5 are not those of ceil(10 / 4) of the whole
     rule = bind("(a b) -> a b", ((10,),), None, (("a", 2),))
     mesh = ProcessMesh.grid(x=2, y=2)
     assert not representable(rule, OpLayout(mesh, (("a", ("x",)), ("b", ("y",)))))

@@ -25,15 +25,21 @@ Grads = Sequence[Tensor | None]
 
 
 def unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
-    """Sum a gradient over the dims along which its operand was broadcast."""
+    """Sum a gradient over the dims along which its operand was broadcast, in the dtype of the operand."""
     if grad.shape == like.shape:
-        return grad
+        return _follow(grad, like)
     extra = grad.ndim - like.ndim
     dims = tuple(range(extra)) + tuple(
         d for d in range(extra, grad.ndim) if like.shape[d - extra] == 1 and grad.shape[d] != 1
     )
     summed = emit_one("reduce_sum", grad, dims=dims, keepdims=False) if dims else grad
-    return summed if summed.shape == like.shape else emit_one("reshape", summed, shape=like.shape)
+    shaped = summed if summed.shape == like.shape else emit_one("reshape", summed, shape=like.shape)
+    return _follow(shaped, like)
+
+
+def _follow(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of a narrow operand that was promoted is narrow again."""
+    return emit_one("cast", grad, dtype=like.dtype) if grad.dtype != like.dtype else grad
 
 
 def _shape(operands: Sequence[Value]) -> Shape:
@@ -132,10 +138,9 @@ def _extreme(kind: str) -> Any:
     def gradient(c: GradientContext) -> Grads:
         x, y = c.operands
         first = emit_one(kind, x, y)  # ties go to the left operand, as in the kernel of where
-        zero = c.grad * 0
         return [
-            unbroadcast(emit_one("where", first, c.grad, zero), x) if c.needs[0] else None,
-            unbroadcast(emit_one("where", first, zero, c.grad), y) if c.needs[1] else None,
+            unbroadcast(emit_one("where", first, c.grad, 0), x) if c.needs[0] else None,
+            unbroadcast(emit_one("where", first, 0, c.grad), y) if c.needs[1] else None,
         ]
 
     return gradient
@@ -177,7 +182,7 @@ for _name in ("logical_and", "logical_or", "logical_xor", "logical_not", "isnan"
 
 _unary("negative", lambda c: [-c.grad], linear=True, integers=True)
 _unary("absolute", lambda c: [c.grad * emit_one("sign", c.operands[0])], integers=True)
-_unary("sign", lambda c: [c.grad * 0], integers=True)
+_unary("sign", lambda c: [None], integers=True)
 _unary("exp", lambda c: [c.grad * c.results[0]])
 _unary("log", lambda c: [c.grad / c.operands[0]])
 _unary("log1p", lambda c: [c.grad / (c.operands[0] + 1)])
@@ -195,10 +200,10 @@ _unary("sinh", lambda c: [c.grad * emit_one("cosh", c.operands[0])])
 _unary("cosh", lambda c: [c.grad * emit_one("sinh", c.operands[0])])
 _unary("log2", lambda c: [c.grad / (c.operands[0] * math.log(2))])
 _unary("log10", lambda c: [c.grad / (c.operands[0] * math.log(10))])
-_unary("trunc", lambda c: [c.grad * 0])
-_unary("floor", lambda c: [c.grad * 0])
-_unary("ceil", lambda c: [c.grad * 0])
-_unary("rint", lambda c: [c.grad * 0])
+_unary("trunc", lambda c: [None])
+_unary("floor", lambda c: [None])
+_unary("ceil", lambda c: [None])
+_unary("rint", lambda c: [None])
 _unary("bitwise_not", integers=True)
 
 
@@ -254,15 +259,18 @@ def _cast_kernel(xp: Any, x: Any, out: Any = None, *, dtype: str) -> Any:
     return out
 
 
+def _cast_gradient(c: GradientContext) -> Grads:
+    x = c.operands[0]
+    return [emit_one("cast", c.grad, dtype=x.dtype) if is_float(x.dtype) and is_float(c.grad.dtype) else None]
+
+
 # not linear: rounding to a narrower type before a reduction is another sum than after it
 define(
     "cast",
     elementwise,
     _cast_kernel,
     infer=lambda operands, attrs: [(operands[0].shape, attrs["dtype"])],
-    gradient=lambda c: [
-        emit_one("cast", c.grad, dtype=c.operands[0].dtype) if is_float(c.operands[0].dtype) else None
-    ],
+    gradient=_cast_gradient,
 )
 
 
@@ -282,11 +290,10 @@ def _infer_where(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, s
 
 def _where(c: GradientContext) -> Grads:
     condition, x, y = c.operands
-    zero = c.grad * 0
     return [
         None,
-        unbroadcast(emit_one("where", condition, c.grad, zero), x) if c.needs[1] else None,
-        unbroadcast(emit_one("where", condition, zero, c.grad), y) if c.needs[2] else None,
+        unbroadcast(emit_one("where", condition, c.grad, 0), x) if c.needs[1] else None,
+        unbroadcast(emit_one("where", condition, 0, c.grad), y) if c.needs[2] else None,
     ]
 
 

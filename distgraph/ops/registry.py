@@ -18,7 +18,7 @@ import numpy as np
 
 from distgraph.dtypes import promote
 from distgraph.errors import GraphError
-from distgraph.graph import Graph, Op, Value
+from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
 from distgraph.spec import ShardSpec
 
@@ -181,7 +181,8 @@ class _Same:
 
 def rule_of(op: Op) -> Rule:
     """The bound index rule of an op (cached on kind, shapes and attrs)."""
-    key = tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
+    # what a source holds (perhaps megabytes) has no part in its rule
+    key = () if op.kind in SOURCES else tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
     return _rule(
         op.kind, tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results), key, _Box(op.attrs)
     )
