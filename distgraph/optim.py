@@ -21,8 +21,9 @@ from distgraph.tensor import Tensor, emit, emit_one
 from distgraph.trace import Trace, caller
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-StateSpec = Callable[[str, tuple[int, ...]], DistAttr | None]
-"""(parameter name, shape of the state) -> mesh and layout of that state, or None to leave it open."""
+StateSpec = Callable[[str, tuple[int, ...], DistAttr | None], DistAttr | None]
+"""(parameter name, shape of the state, what the user annotated on a parameter of that shape) -> mesh and layout
+of the state, or None to leave it open."""
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
@@ -113,7 +114,8 @@ class _Slot:
         state = self.trace.source(
             "state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=("zeros",)
         )
-        attr = self.state_spec(self.name, shape) if self.state_spec else None
+        held = self.trace.attrs.get(self.p.value.name) if shape == self.p.shape else None
+        attr = self.state_spec(self.name, shape, held) if self.state_spec else None
         if attr is not None:
             self.trace.annotate(state.value, attr)
         return state
@@ -254,7 +256,10 @@ def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
 
 
 def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
-    """Split every state over one axis of a mesh, along its longest dim: the states' share of ZeRO.
+    """Split every state over one axis of a mesh, beside what splits its parameter: the states' share of ZeRO.
+
+    The dim with the longest blocks is split. A state too small for that is left open, as is one whose parameter
+    lies on another mesh without this axis (another stage of a pipeline).
 
     Raises:
         GraphError: the mesh has no such axis.
@@ -266,12 +271,18 @@ def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
         raise GraphError(f"mesh has axes {', '.join(mesh.axes)} but the states are to be split over {axis!r}")
     where = caller()
 
-    def spec(name: str, shape: tuple[int, ...]) -> DistAttr | None:
-        if not shape or max(shape) < mesh.sizes[axis]:
+    def spec(name: str, shape: tuple[int, ...], held: DistAttr | None) -> DistAttr | None:
+        own = mesh if held is None else held.mesh
+        dims = ((),) * len(shape) if held is None else held.spec.dims
+        if axis not in own.sizes:
             return None
-        longest = shape.index(max(shape))
-        layout = ShardSpec.of([axis if d == longest else None for d in range(len(shape))])
-        return DistAttr(mesh, layout, Origin("user", where))
+        if not any(axis in dim for dim in dims):
+            blocks = [n // own.count(dim) for n, dim in zip(shape, dims, strict=True)]
+            if max(blocks, default=0) < own.sizes[axis]:
+                return None
+            longest = blocks.index(max(blocks))
+            dims = tuple((*dim, axis) if d == longest else dim for d, dim in enumerate(dims))
+        return DistAttr(own, ShardSpec(dims), Origin("user", where))
 
     return spec
 

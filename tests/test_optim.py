@@ -12,6 +12,7 @@ from training import step_of
 from distgraph import nn, ops, optim, schedules
 from distgraph.errors import GraphError
 from distgraph.mesh import ProcessMesh
+from distgraph.spec import DistAttr, ShardSpec
 from distgraph.trace import Trace
 
 STEPS = 4
@@ -135,6 +136,12 @@ def test_states_can_be_laid_out_apart_from_their_parameters(rng: np.random.Gener
     assert all(
         attr.pinned and attr.origin.where.startswith("test_optim.py:") for attr in graph.attrs.values()
     )
+    beside = optim.shard_states(mesh, "dp")
+    held = DistAttr(mesh, ShardSpec.of([None, "tp"]))
+    assert str(beside("w", (4, 10), held).spec) == "[_, tp*dp]"
+    assert str(beside("w", (6, 10), held).spec) == "[dp, tp]"
+    assert beside("w", (2, 2), held) is None
+    assert beside("w", (6, 10), DistAttr(ProcessMesh.grid(x=2), ShardSpec.of([None, "x"]))) is None
     with pytest.raises(GraphError, match="axes dp, tp but the states are to be split over 'x'"):
         optim.shard_states(mesh, "x")
 

@@ -1,7 +1,8 @@
 """Optimiser steps as one op each: a single pass over the parameter, its gradient and its states.
 
 Elementwise, so any layout of the states is legal: states that are split over the data-parallel axis make the
-gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO.
+gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO. Parameter and states may be
+updated where they lie.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ define(
     kernels.adam,
     infer=_infer(("parameter", "gradient", "first moment", "second moment"), (0, 2, 3)),
     flops=per_element(14),
-    inplace=(0,),
+    inplace=(0, 2, 3),
 )
 define(
     "momentum",
@@ -56,5 +57,5 @@ define(
     kernels.momentum,
     infer=_infer(("parameter", "gradient", "velocity"), (0, 2)),
     flops=per_element(6),
-    inplace=(0,),
+    inplace=(0, 2),
 )
