@@ -152,8 +152,10 @@ class _Refiner:
         for number, edge in enumerate(self.edges):
             if edge.like >= 0:
                 updated_by.setdefault(edge.like, []).append(number)
+        free = [self.graph.ops[e.producer].kind in SOURCES and self.kind_list[e.kind][0] == () for e in self.edges]
         for number, node in enumerate(self.nodes):
-            around = dict.fromkeys((*node.operands, *node.results))
+            # scalars from outside cost nothing to move and would make neighbours of everything
+            around = dict.fromkeys(v for v in (*node.operands, *node.results) if not free[v])
             for value in node.results:
                 around.update(dict.fromkeys(updated_by.get(value, ())))
             node.around = tuple(around)
