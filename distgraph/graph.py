@@ -13,6 +13,7 @@ import networkx as nx
 from distgraph.dtypes import itemsize
 from distgraph.errors import GraphError
 from distgraph.mesh import ProcessMesh
+from distgraph.printing import print_graph
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr
 
@@ -168,8 +169,6 @@ class Graph:
         return graph
 
     def __str__(self) -> str:
-        from distgraph.text import print_graph
-
         return print_graph(self)
 
 

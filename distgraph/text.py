@@ -1,189 +1,400 @@
-"""The text form of a graph: one line an op, layouts beside the types; it parses back to the same graph.
+"""Graph text to graph: the inverse of `print_graph`.
 
-    graph @mlp micro_batches=4
-      mesh m0 = (dp=2, tp=2) ranks 0..3
-      %x  : f32[64, 128]  [dp, _]  = input {name="x"}                data at "train.py:9" by user "train.py:9"
-      %w1 : f32[128, 512] [_, tp]  = param {name="fc1.weight"}       forward in "fc1" by user "train.py:12"
-      %h  : f32[64, 512]  [dp, tp] = matmul(%x, %w1)  <m:dp, n:tp>   forward in "fc1" at "model.py:31"
-      output "loss" = %l
-      update %w1 = %w1.new
+    parse_graph(print_graph(graph)) == graph
 
-After a type stand the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` is how the op is computed.
-Then the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who decided the layouts of the results.
-`place %h on m1` is where the user put an op. Line breaks and spaces do not matter; `#` starts a comment. The grammar is
-`grammar.lark`. Claims that completion lost (`Graph.lost`) are not part of the text.
+for a graph at any stage (see `distgraph.printing` for how it reads). A mistake is drawn under the line it is in.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
 
+import lark
 import numpy as np
+from lark import Token, Transformer, v_args
 
-from distgraph.dtypes import short
-from distgraph.errors import GraphError
+from distgraph.dtypes import to_numpy
+from distgraph.errors import DistGraphError, GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
+from distgraph.printing import draw, print_graph, print_op
 from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin
+from distgraph.spec import DistAttr, Origin, ShardSpec
 
-_BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_WIDEST = (36, 24, 28, 72, 24, 0)  # per column; a longer cell does not push the rest of all other lines
-_INDENT = "  "
+__all__ = ["parse_graph", "print_graph", "print_op", "same_graph"]
 
-
-def print_graph(graph: Graph) -> str:
-    """Text of a graph at any stage. Raises GraphError for an attribute that has no text form."""
-    return "\n".join(graph_lines(graph)) + "\n"
+_FIRST_MESH = "m0"
 
 
-def graph_lines(graph: Graph) -> list[str]:
-    """Lines of `print_graph`; an op that holds a subgraph is one entry of several lines."""
-    return _Printer(graph).lines()
+def parse_graph(text: str) -> Graph:
+    """Graph of a text.
+
+    Raises:
+        GraphError: malformed text, an unknown value or mesh, a name defined twice; the message has line and column,
+            and draws the line.
+
+    Example:
+        >>> text = 'graph @g %x : f32[2] = input {name="x"} data %y : f32[2] = negative(%x) forward output "y" = %y'
+        >>> parse_graph(text).outputs
+        (('y', Value(name='y', shape=(2,), dtype='f32')),)
+    """
+    try:
+        tree = _parser().parse(text)
+    except lark.exceptions.UnexpectedInput as error:
+        raise GraphError(_syntax(text, error)) from None
+    try:
+        graph = _Reader().transform(tree)
+    except lark.exceptions.VisitError as error:
+        if not isinstance(error.orig_exc, _Mistake):
+            raise error.orig_exc from None
+        at = error.orig_exc.token
+        raise GraphError(_at(text, at.line or 1, at.column or 1, len(at), error.orig_exc.message)) from None
+    assert isinstance(graph, Graph)
+    return graph
 
 
-def print_op(graph: Graph, op: Op) -> str:
-    """The line of one op of a graph, without aligned columns."""
-    printer = _Printer(graph)
-    return " ".join(cell for cell in printer.cells(op) if cell)
+def same_graph(left: Graph, right: Graph) -> bool:
+    """True when two graphs print alike, origins included: equality that also holds for arrays, NaN and subgraphs."""
+    return print_graph(left) == print_graph(right)
 
 
-def mesh_text(mesh: ProcessMesh) -> str:
-    """`(dp=2, tp=2) ranks 0..3`; other ranks are listed."""
-    body = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
-    ranks = mesh.members
-    consecutive = ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
-    listed = f"{ranks[0]}..{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
-    return f"({body}) ranks {listed}"
+@cache
+def _parser() -> lark.Lark:
+    grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="ascii")
+    return lark.Lark(grammar, parser="lalr", start="graph", maybe_placeholders=True)
 
 
-class _Printer:
-    """What the lines of one graph share: the names of its meshes and the types of its values."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        used = [attr.mesh for attr in graph.attrs.values()]
-        used += [op.layout.mesh for op in graph.ops if op.layout is not None]
-        used += graph.placements.values()
-        self.meshes = {mesh: f"m{i}" for i, mesh in enumerate(dict.fromkeys(used))}
-        self.values = graph.values
-
-    def lines(self) -> list[str]:
-        graph = self.graph
-        head = f"graph @{name_text(graph.name)}"
-        if graph.micro_batches != 1:
-            head += f" micro_batches={graph.micro_batches}"
-        lines = [head]
-        lines += [f"{_INDENT}mesh {name} = {mesh_text(mesh)}" for mesh, name in self.meshes.items()]
-        lines += [_INDENT + row for row in _aligned([self.cells(op) for op in graph.ops])]
-        lines += [f"{_INDENT}place %{name_text(op)} on {self.meshes[mesh]}" for op, mesh in graph.placements.items()]
-        for name, attr in graph.attrs.items():
-            if name not in self.values:  # of a value that a pass replaced
-                lines.append(f"{_INDENT}layout %{name_text(name)} {self.attr(attr)} by {origin_text(attr.origin)}")
-        lines += [f"{_INDENT}output {json.dumps(label)} = {self.use(value)}" for label, value in graph.outputs]
-        lines += [f"{_INDENT}update %{name_text(old)} = {self.use(new)}" for old, new in graph.updates]
-        return lines
-
-    def cells(self, op: Op) -> list[str]:
-        """name, type, layout, call, computation, the rest."""
-        first, *others = op.results or (Value("", (), ""),)
-        more = "".join(f", %{name_text(v.name)} : {v.type} {self.stored(v)}".rstrip() for v in others)
-        call = "= " + op.kind
-        if op.operands:
-            call += "(" + ", ".join(map(self.use, op.operands)) + ")"
-        if op.attrs:
-            call += " {" + ", ".join(f"{k}={attr_text(v)}" for k, v in op.attrs.items()) + "}"
-        return [
-            f"%{name_text(first.name)}",
-            f": {first.type}",
-            self.stored(first) + more,
-            call,
-            self.layout(op.layout),
-            self.rest(op),
-        ]
-
-    def use(self, value: Value) -> str:
-        """An operand; with its type where that is not the one it was made with."""
-        known = self.values.get(value.name)
-        return f"%{name_text(value.name)}" + ("" if known == value else f" : {value.type}")
-
-    def stored(self, value: Value) -> str:
-        attr = self.graph.attrs.get(value.name)
-        return "" if attr is None else self.attr(attr)
-
-    def attr(self, attr: DistAttr) -> str:
-        name = self.meshes[attr.mesh]
-        return str(attr.spec) + ("" if name == "m0" else f" @{name}")
-
-    def layout(self, layout: OpLayout | None) -> str:
-        if layout is None:
-            return ""
-        parts = [f"{index}:{'*'.join(axes)}" for index, axes in layout.axes]
-        parts += [f"partial {axis}:{group}" for axis, group in layout.partial]
-        name = self.meshes[layout.mesh]
-        return f"<{', '.join(parts)}>" + ("" if name == "m0" else f" on {name}")
-
-    def rest(self, op: Op) -> str:
-        parts = [op.role]
-        parts += [f"in {json.dumps(op.scope)}"] if op.scope else []
-        parts += [f"at {json.dumps(op.source)}"] if op.source else []
-        parts += [f"of %{name_text(op.link)}"] if op.link else []
-        origins = [self.graph.attrs[v.name].origin for v in op.results if v.name in self.graph.attrs]
-        if origins:
-            parts.append("by " + ", ".join(map(origin_text, origins)))
-        return " ".join(parts)
+def _syntax(text: str, error: lark.exceptions.UnexpectedInput) -> str:
+    lines = text.split("\n")
+    if isinstance(error, lark.exceptions.UnexpectedToken):
+        wanted = error.accepts or error.expected
+        if error.token.type == "$END":
+            last = max((i for i, line in enumerate(lines, 1) if line.strip()), default=1)
+            return _at(text, last, len(lines[last - 1]) + 1, 1, f"text ends here; expected {_listed(wanted)}")
+        found, width = f"found {str(error.token)!r}", len(error.token)
+    else:
+        assert isinstance(error, lark.exceptions.UnexpectedCharacters)
+        wanted, width = error.allowed or set(), 1
+        found = f"found {text[error.pos_in_stream or 0]!r}"
+    return _at(text, error.line, error.column, width, f"{found}, expected {_listed(wanted)}")
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells in columns; a cell wider than `_WIDEST`, or of several lines, is left as it is."""
-    widths = [
-        max((len(cell) for cell in column if len(cell) <= widest), default=0)
-        for column, widest in zip(zip(*rows, strict=True), _WIDEST, strict=True)
-    ] or [0] * len(_WIDEST)
-    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width or cell) for row in rows)
-    return [" ".join(row).rstrip() for row in padded]
+_READABLE = {
+    "MESH": "@mesh",
+    "VALUE": "%value",
+    "KIND": "an op kind",
+    "WORD": "a word",
+    "NAME": "a name",
+    "ROLE": "data, forward, backward or optimize",
+    "DTYPE": "a dtype",
+    "NUMBER": "a number",
+    "INT": "a whole number",
+    "STRING": '"a string"',
+    "$END": "the end",
+}
 
 
-def name_text(name: str) -> str:
-    """A name, in quotes when it has unusual characters."""
-    return name if _BARE.fullmatch(name) else json.dumps(name)
+def _listed(terminals: Any) -> str:
+    patterns = {terminal.name: terminal.pattern.value for terminal in _parser().terminals}
+    names = sorted({_READABLE.get(t, patterns.get(t, t).replace("\\", "")) for t in terminals})
+    return " or ".join(names)
 
 
-def origin_text(origin: Origin) -> str:
-    """`user "train.py:12"`."""
-    return name_text(origin.kind) + (f" {json.dumps(origin.where)}" if origin.where else "")
+def _at(text: str, line: int, column: int, width: int, message: str) -> str:
+    shown = text.split("\n")[line - 1]
+    return f"graph text, line {line}, column {column}: {message}\n{draw(shown, column - 1, width)}"
 
 
-def attr_text(value: Any) -> str:
-    """Text of an attribute. Raises GraphError for a type that has none."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    if isinstance(value, (int, float)) and not isinstance(value, np.generic):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value)
-    if isinstance(value, np.generic):
-        return f"{short(value.dtype)}({attr_text(value.item())})"
-    if isinstance(value, np.ndarray):
-        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return f'{short(value.dtype)}[{", ".join(map(str, value.shape))}] "{data}"'
-    if isinstance(value, tuple):
-        return "(" + ", ".join(map(attr_text, value)) + ("," if len(value) == 1 else "") + ")"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(attr_text, value)) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(k)}: {attr_text(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, Graph):
-        return "{\n" + _indented(graph_lines(value)) + "\n" + _INDENT + "}"
-    raise GraphError(
-        f"attribute {value!r} of type {type(value).__name__} has no text form; use numbers, strings, tuples, arrays "
-        "or graphs"
+class _Mistake(Exception):  # noqa: N818 (becomes a GraphError, with the line drawn)
+    """Text that is well formed but makes no sense, and the token to blame."""
+
+    def __init__(self, token: Token, message: str) -> None:
+        super().__init__(message)
+        self.token = token
+        self.message = message
+
+
+def _refuse(token: Token, message: str) -> NoReturn:
+    raise _Mistake(token, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A spec beside a type; the mesh is resolved when the graph is put together."""
+
+    spec: ShardSpec
+    mesh: Token | None
+    at: Token
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    token: Token
+    type: tuple[str, tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _OpText:
+    results: tuple[tuple[Token, tuple[str, tuple[int, ...]], _Stored | None], ...]
+    kind: Token
+    operands: tuple[_Use, ...]
+    attrs: dict[str, Any]
+    computed: tuple[Any, ...] | None
+    role: str
+    scope: str
+    source: str
+    link: str
+    origins: tuple[Origin, ...]
+
+
+def _name(token: Token) -> str:
+    """`%x`, `@m1` or `%"odd name"` without the sign and the quotes."""
+    body = str(token)[1:]
+    return _string(token, body) if body.startswith('"') else body
+
+
+def _string(token: Token, body: str | None = None) -> str:
+    try:
+        found: str = json.loads(str(token) if body is None else body, strict=False)
+    except json.JSONDecodeError as error:
+        _refuse(token, f"string is malformed: {error.msg}")
+    return found
+
+
+@v_args(inline=True)
+class _Reader(Transformer[Token, Any]):
+    """Bottom up: small pieces become data at once, a graph is put together when all its statements are there."""
+
+    def graph(self, name: Token, micro: Token | None, *statements: tuple[str, Any]) -> Graph:
+        return _assemble(_name(name), int(micro or 1), statements)
+
+    def mesh(self, name: Token, sizes: Any, ranks: Sequence[int]) -> tuple[str, Any]:
+        axes, shape = [axis for axis, _ in sizes], [size for _, size in sizes]
+        if int(np.prod(shape)) != len(ranks):
+            _refuse(name, f"mesh {name} has {len(ranks)} ranks but its axes make {int(np.prod(shape))}")
+        try:
+            return "mesh", (name, ProcessMesh(np.array(ranks).reshape(shape), axes))
+        except DistGraphError as error:
+            _refuse(name, str(error))
+
+    def sizes(self, *sizes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+        return sizes
+
+    def size(self, axis: Token, count: Token) -> tuple[str, int]:
+        return str(axis), int(count)
+
+    def span(self, first: Token, last: Token) -> list[int]:
+        return list(range(int(first), int(last) + 1))
+
+    def listed(self, *ranks: Token) -> list[int]:
+        return [int(rank) for rank in ranks]
+
+    def place(self, op: Token, mesh: Token) -> tuple[str, Any]:
+        return "place", (op, mesh)
+
+    def stray(self, value: Token, spec: Any, mesh: Token | None, origin: Origin) -> tuple[str, Any]:
+        return "stray", (_name(value), _Stored(spec, mesh, value), origin)
+
+    def output(self, label: Token, use: _Use) -> tuple[str, Any]:
+        return "output", (_string(label), use)
+
+    def update(self, old: Token, use: _Use) -> tuple[str, Any]:
+        return "update", (_name(old), use)
+
+    def op(self, results: Any, kind: Token, operands: Any, attrs: Any, computed: Any, role: Token, *tail: Any) -> Any:
+        scope, source, link, origins = tail
+        return "op", _OpText(results, kind, operands, attrs or {}, computed, str(role), scope, source, link, origins)
+
+    def results(self, *results: Any) -> tuple[Any, ...]:
+        return results
+
+    def result(self, name: Token, type_: Any, spec: ShardSpec | None, mesh: Token | None) -> Any:
+        return name, type_, None if spec is None else _Stored(spec, mesh, name)
+
+    def operands(self, *uses: _Use | None) -> tuple[_Use, ...]:
+        return tuple(use for use in uses if use is not None)
+
+    def use(self, name: Token, type_: Any) -> _Use:
+        return _Use(name, type_)
+
+    def scope(self, text: Token | None) -> str:
+        return "" if text is None else _string(text)
+
+    source = scope
+
+    def link(self, value: Token | None) -> str:
+        return "" if value is None else _name(value)
+
+    def origins(self, *origins: Origin | None) -> tuple[Origin, ...]:
+        return tuple(origin for origin in origins if origin is not None)
+
+    def origin(self, kind: Token, where: Token | None) -> Origin:
+        word = _string(kind) if kind.type == "STRING" else str(kind)
+        return Origin(word, "" if where is None else _string(where))
+
+    def type(self, dtype: Token, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        return str(dtype), shape
+
+    def numbers(self, *numbers: Token | None) -> tuple[int, ...]:
+        return tuple(int(n) for n in numbers if n is not None)
+
+    def spec(self, dims: Any, partials: Any) -> ShardSpec:
+        return ShardSpec(dims, partials or ())
+
+    def dims(self, *dims: Any) -> tuple[tuple[str, ...], ...]:
+        return tuple(dim for dim in dims if dim is not None)
+
+    def dim(self, *axes: Token) -> tuple[str, ...]:
+        return () if len(axes) == 1 and axes[0] == "_" else tuple(map(str, axes))
+
+    def partials(self, *partials: Any) -> tuple[tuple[str, str], ...]:
+        return partials
+
+    def partial(self, axis: Token, reduction: Token | None) -> tuple[str, str]:
+        return str(axis), str(reduction or "sum")
+
+    def computed(self, splits: Any, mesh: Token | None) -> tuple[Any, ...]:
+        return tuple(splits), mesh
+
+    def splits(self, *splits: Any) -> list[Any]:
+        return [split for split in splits if split is not None]
+
+    def index_split(self, index: Token, axes: tuple[str, ...]) -> tuple[str, Any]:
+        return "index", (str(index), axes)
+
+    def group_split(self, axis: Token, group: Token) -> tuple[str, Any]:
+        return "partial", (str(axis), int(group))
+
+    def attrs(self, *attrs: tuple[str, Any]) -> dict[str, Any]:
+        return dict(attrs)
+
+    def attr(self, key: Token, value: Any) -> tuple[str, Any]:
+        return str(key), value
+
+    def none(self) -> None:
+        return None
+
+    def true(self) -> bool:
+        return True
+
+    def false(self) -> bool:
+        return False
+
+    def number(self, text: Token) -> int | float:
+        return int(text) if text.removeprefix("-").isdigit() else float(text)
+
+    def string(self, text: Token) -> str:
+        return _string(text)
+
+    def array(self, dtype: Token, shape: tuple[int, ...], data: Token) -> Any:
+        array_type = to_numpy(str(dtype))
+        try:
+            raw = base64.b64decode(_string(data), validate=True)
+        except binascii.Error as error:
+            _refuse(data, f"array is no base64: {error}")
+        if len(raw) != int(np.prod(shape)) * array_type.itemsize:
+            _refuse(data, f"array has {len(raw)} bytes but {dtype}{list(shape)} needs another number")
+        return np.frombuffer(raw, array_type).reshape(shape).copy()
+
+    def scalar(self, dtype: Token, value: Any) -> Any:
+        return to_numpy(str(dtype)).type(value)
+
+    def tuple(self, *values: Any) -> Any:
+        return values
+
+    def list(self, *values: Any) -> Any:
+        return [] if values == (None,) else [*values]
+
+    def dict(self, *entries: Any) -> Any:
+        return {key: value for entry in entries if entry is not None for key, value in [entry]}
+
+    def entry(self, key: Token, value: Any) -> Any:
+        return _string(key), value
+
+
+def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any]]) -> Graph:
+    meshes: dict[str, ProcessMesh] = {}
+    values: dict[str, Value] = {}
+    attrs: dict[str, DistAttr] = {}
+    ops: list[Op] = []
+    placements: dict[str, ProcessMesh] = {}
+    ends: dict[str, list[tuple[str, Value]]] = {"output": [], "update": []}
+    for kind, content in statements:
+        if kind == "mesh":
+            token, mesh = content
+            if token in meshes:
+                _refuse(token, f"mesh {token} is defined twice")
+            meshes[str(token)] = mesh
+        elif kind == "op":
+            ops.append(_op(content, meshes, values, attrs))
+        elif kind == "place":
+            token, mesh_token = content
+            placements[_name(token)] = _mesh(meshes, mesh_token, mesh_token)
+        elif kind == "stray":
+            value, stored, origin = content
+            attrs[value] = DistAttr(_mesh(meshes, stored.mesh, stored.at), stored.spec, origin)
+        else:
+            label, use = content
+            ends[kind].append((label, _operand(values, use)))
+    return Graph(
+        name, tuple(ops), tuple(ends["output"]), tuple(ends["update"]), attrs, micro_batches, placements
     )
 
 
-def _indented(lines: Iterable[str]) -> str:
-    return "\n".join(_INDENT * 2 + part for line in lines for part in line.split("\n"))
+def _op(
+    text: _OpText, meshes: dict[str, ProcessMesh], values: dict[str, Value], attrs: dict[str, DistAttr]
+) -> Op:
+    operands = tuple(_operand(values, use) for use in text.operands)
+    results, origins = [], list(text.origins)
+    stored = sum(1 for _, _, s in text.results if s is not None)
+    if origins and len(origins) != stored:
+        _refuse(text.kind, f"op has {stored} layouts but says who decided {len(origins)}")
+    for token, (dtype, shape), layout in text.results:
+        value = Value(_name(token), shape, dtype)
+        if value.name in values:
+            _refuse(token, f"value {token} is defined twice")
+        values[value.name] = value
+        results.append(value)
+        if layout is not None:
+            origin = origins.pop(0) if origins else Origin("default")
+            attrs[value.name] = DistAttr(_mesh(meshes, layout.mesh, token), layout.spec, origin)
+    computed = None
+    if text.computed is not None:
+        splits, mesh = text.computed
+        axes = tuple(content for kind, content in splits if kind == "index")
+        partial = tuple(content for kind, content in splits if kind == "partial")
+        computed = OpLayout(_mesh(meshes, mesh, text.kind), axes, partial)
+    return Op(
+        str(text.kind),
+        operands,
+        tuple(results),
+        text.attrs,
+        text.role,
+        text.scope,
+        text.source,
+        text.link,
+        computed,
+    )
+
+
+def _operand(values: dict[str, Value], use: _Use) -> Value:
+    name = _name(use.token)
+    if use.type is not None:
+        return Value(name, use.type[1], use.type[0])
+    if name not in values:
+        _refuse(use.token, f"value {use.token} is not defined above")
+    return values[name]
+
+
+def _mesh(meshes: dict[str, ProcessMesh], token: Token | None, at: Token) -> ProcessMesh:
+    name = _FIRST_MESH if token is None else _name(token) if token.type == "MESH" else str(token)
+    if name not in meshes:
+        _refuse(token or at, f"mesh {name} is not defined above; the meshes are {', '.join(meshes) or 'none'}")
+    return meshes[name]
