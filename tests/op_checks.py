@@ -148,6 +148,9 @@ def _check_out(op: Op, sample: Sample, expected: tuple[Array, ...]) -> None:
     declared = lookup(op.kind)
     if declared.view:
         return
+    for position, result in enumerate(expected):  # else a reused buffer would change under its readers
+        alias = any(np.shares_memory(result, a) for a in sample.operands)
+        assert not alias, f"{op.kind}: result {position} is an operand's memory, but the op is no view"
     targets = tuple(np.empty(v.shape, to_numpy(v.dtype)) for v in op.results)
     out = targets if len(targets) > 1 else targets[0]
     for position, (found, wanted) in enumerate(zip(run(op, sample.operands, out=out), expected, strict=True)):
@@ -252,7 +255,14 @@ def _noise(shape: tuple[int, ...], salt: str) -> Array:
 
 
 def layouts(op: Op, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
-    return choices(rule_of(op), mesh, linear_groups(op))
+    """Every legal layout; where two axes split one index also the other order of the two."""
+    found = choices(rule_of(op), mesh, linear_groups(op))
+    turned = [
+        OpLayout(mesh, tuple((index, axes[::-1]) for index, axes in option.axes), option.partial)
+        for option in found
+        if any(len(axes) > 1 for _, axes in option.axes)
+    ]
+    return (*found, *turned)
 
 
 def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layout: OpLayout) -> None:

@@ -158,6 +158,11 @@ def test_wrong_kernels(mutate: Callable[..., None]) -> None:
     assert caught(check_values, "cos")
 
 
+def test_result_that_is_an_operand(mutate: Callable[..., None]) -> None:
+    mutate("identity", view=False)
+    assert caught(check_values, "identity")
+
+
 def test_kernel_that_writes_to_its_operand(mutate: Callable[..., None]) -> None:
     def careless(xp: Any, x: Any, out: Any = None) -> Any:
         return xp.exp(x, out=x)
