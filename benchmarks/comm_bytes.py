@@ -68,6 +68,11 @@ class Argument:
         """The path as an identifier."""
         return "_".join(("arg", *map(str, self.path)))
 
+    @property
+    def kind(self) -> str:
+        """What the program declares: arrays in dicts are parameters (or Adam's moments), bare arrays are data."""
+        return "input" if len(self.path) == 1 else "param" if self.path[0] == 0 else "state"
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -155,7 +160,7 @@ def trace_case(case: Case) -> Graph:
 
 
 def _source(trace: Trace, mesh: ProcessMesh, argument: Argument) -> Tensor:
-    tensor = trace.source("input", argument.name, argument.shape, argument.dtype)
+    tensor = trace.source(argument.kind, argument.name, argument.shape, argument.dtype)
     trace.annotate(tensor.value, DistAttr(mesh, argument.spec, Origin("user", argument.name)))
     return tensor
 
@@ -213,29 +218,34 @@ def measure(case: Case, *, search: bool = True, check: bool = False) -> Result:
 def largest_error(case: Case, traced: Graph, built: Build) -> float:
     """Largest difference between the partitioned and the serial results, relative to the largest element of each."""
     arrays = draw(case)
-    expected, _ = interpret(traced, arrays)
+    expected, _ = interpret(traced, arrays, arrays)
     lowered = built.lowered
-    values = {op.attrs["name"]: op.result for op in lowered.sources("input")}
+
+    def blocks(rank: int, *kinds: str) -> dict[str, Any]:
+        found = {}
+        for op in lowered.sources(*kinds):
+            attr, name = lowered.attrs[op.name], str(op.attrs["name"])
+            block = arrays[name][attr.spec.slices(op.result.shape, attr.mesh, rank)]
+            found[name if kinds == ("input",) else op.name] = np.array(block, order="C")
+        return found
 
     def step(transport: Any) -> dict[str, Any]:
-        feeds = {}
-        for name, value in values.items():
-            attr = lowered.attrs[value.name]
-            feeds[name] = [np.ascontiguousarray(arrays[name][attr.spec.slices(value.shape, attr.mesh, transport.rank)])]
-        worker = Worker(built.program(transport.rank), built.schedule, transport, np, {})
+        feeds = {name: [block] for name, block in blocks(transport.rank, "input").items()}
+        sources = blocks(transport.rank, "param", "state")
+        worker = Worker(built.program(transport.rank), built.schedule, transport, np, sources)
         return {label: np.array(block) for label, block in worker.step(feeds).items()}
 
     worst = 0.0
-    for rank, blocks in enumerate(run_ranks(len(built.ranks), step)):
+    for rank, found in enumerate(run_ranks(len(built.ranks), step)):
         for label, value in lowered.outputs:
             attr = lowered.attrs[value.name]
             whole = expected[label]
             block = whole[attr.spec.slices(value.shape, attr.mesh, rank)]
-            if block.shape != blocks[label].shape:
-                raise AssertionError(f"{case.name}: {label} on rank {rank} is {blocks[label].shape}, not {block.shape}")
+            if block.shape != found[label].shape:
+                raise AssertionError(f"{case.name}: {label} on rank {rank} is {found[label].shape}, not {block.shape}")
             if block.size:
                 scale = max(float(np.abs(whole).max()), 1e-30) if is_float(value.dtype) else 1.0
-                worst = max(worst, float(np.abs(blocks[label].astype("f8") - block.astype("f8")).max()) / scale)
+                worst = max(worst, float(np.abs(found[label].astype("f8") - block.astype("f8")).max()) / scale)
     return worst
 
 
