@@ -22,8 +22,8 @@ from distgraph.trace import Trace, caller
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 StateSpec = Callable[[str, tuple[int, ...], DistAttr | None], DistAttr | None]
-"""(parameter name, shape of the state, what the user annotated on a parameter of that shape) -> mesh and layout
-of the state, or None to leave it open."""
+"""(parameter name, shape of the state, what the user annotated on a parameter of that shape) -> mesh and
+layout of the state, or None to leave it open."""
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
@@ -256,10 +256,10 @@ def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
 
 
 def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
-    """Split every state over one axis of a mesh, beside what splits its parameter: the states' share of ZeRO.
+    """Split every state over one axis of a mesh, beside what splits its parameter, as in ZeRO.
 
-    The dim with the longest blocks is split. A state too small for that is left open, as is one whose parameter
-    lies on another mesh without this axis (another stage of a pipeline).
+    The dim with the longest blocks is split. A state too small for that is left open, as is one whose
+    parameter lies on another mesh without this axis (another stage of a pipeline).
 
     Raises:
         GraphError: the mesh has no such axis.

@@ -68,6 +68,19 @@ def test_parts_of_a_named_model_keep_their_names_when_called_alone() -> None:
     assert model.blocks[0].mlp.up.weight.name == "blocks.0.mlp.up.weight"
 
 
+def test_parts_added_after_the_first_call_are_named_at_the_next() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    for expected in (
+        ["steps.0.weight", "steps.0.bias"],
+        ["steps.0.weight", "steps.0.bias", "steps.1.weight"],
+    ):
+        trace = Trace()
+        with trace.activate():
+            model(trace.source("input", "x", (2, 3), "f32"))
+        assert [op.attrs["name"] for op in trace.ops if op.kind == "param"] == expected
+        model.steps.append(nn.Linear(4, 2, bias=False))
+
+
 def test_two_roots_with_one_name_are_refused() -> None:
     trace = Trace()
     with trace.activate():

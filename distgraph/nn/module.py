@@ -13,8 +13,8 @@ from distgraph.trace import Trace
 class Module:
     """A part of a model. Subclasses set parameters and submodules as attributes and define `forward`.
 
-    Submodules may also stand in lists, tuples and dicts. A parameter that two modules share has the name of
-    its first place, and its gradients sum.
+    Submodules may also stand in lists, tuples and dicts; attributes that start with _ are not looked at. A
+    parameter that two modules share has the name of its first place, and its gradients sum.
 
     Example:
         class MLP(Module):
@@ -34,8 +34,8 @@ class Module:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trace `forward`; its ops carry the module's path as their scope."""
         trace = Trace.current()
-        if self._path is None:
-            name_tree(self)
+        if self._path is None or (not self._path and not trace.scope):
+            name_tree(self)  # a root is walked at every call: parts may have been added since
         path = self._path or ""
         if trace.scope and path.startswith(f"{trace.scope}."):
             path = path[len(trace.scope) + 1 :]

@@ -1,8 +1,8 @@
 """Optimiser steps as one op each: a single pass over the parameter, its gradient and its states.
 
 Elementwise, so any layout of the states is legal: states that are split over the data-parallel axis make the
-gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO. Parameter and states may be
-updated where they lie.
+gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO. Parameter and
+states may be updated where they lie.
 """
 
 from __future__ import annotations
