@@ -6,7 +6,7 @@ the total order
 
     (class of the seed, worst class of op passed, hops, position of the seed, order inside its dim)
 
-where the class of a seed is 0 for activations and inputs, 2 for parameters and states, and the class of an op passed is
+where the class of a seed is 0 for inputs and activations, 2 for parameters, states and gradients, and the class of an op passed is
 3 for elementwise ones, 4 for contractions, 5 for the rest. A claim only ever gets greater as it travels, so the least
 claims can be settled first and for good (the argument of Dijkstra's algorithm): the result is the unique fixpoint in
 which every value and op holds the least claim that reaches it, whatever order the work-list has. A user's spec settles
@@ -131,7 +131,9 @@ class _Propagation:
             settled = self.result.values[name]
             for axis in attr.mesh.axes:
                 settled[axis] = (None, 0, attr.origin)
-            kind = 2 if self.graph.producers[name].kind in ("param", "state") else 0
+            producer = self.graph.producers[name]
+            weight = producer.kind in ("param", "state") or producer.role in ("backward", "optimize")
+            kind = 2 if weight else 0
             for dim, axes in enumerate(attr.spec.dims):
                 for order, axis in enumerate(axes):
                     settled[axis] = (dim, order, attr.origin)

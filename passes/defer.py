@@ -43,19 +43,22 @@ def deferred(graph: Graph, settled: Settled, layouts: Mapping[str, OpLayout]) ->
         for axis in axes
         if name not in graph.attrs and name not in graph.kept and graph.users[name]
     }
+    own = {name: axes for op in graph.ops for name, axes in produced_partials(op, layouts[op.name]).items()}
     waiting = sorted(kept)
     while waiting:
         name, axis = waiting.pop()
         if (name, axis) not in kept:
             continue
-        if all(passing_group(op, name, axis, kept, layouts) is not None for op in graph.users[name]):
+        producer = graph.producers[name]
+        made = axis in own.get(name, ()) or any(
+            passing_group(producer, v.name, axis, kept, layouts) is not None for v in producer.operands
+        )
+        if made and all(passing_group(op, name, axis, kept, layouts) is not None for op in graph.users[name]):
             continue
         kept.discard((name, axis))
-        # readers that needed this one no longer pass: look at their other operands again
-        for op in graph.users[name]:
-            waiting.extend((v.name, axis) for v in op.operands if (v.name, axis) in kept)
-        producer = graph.producers[name]
-        waiting.extend((v.name, axis) for v in producer.operands if (v.name, axis) in kept)
+        # readers that needed this one no longer pass: look at what depends on them again
+        for op in (producer, *graph.users[name]):
+            waiting.extend((v.name, axis) for v in (*op.operands, *op.results) if (v.name, axis) in kept)
     return kept
 
 
