@@ -16,8 +16,8 @@ from distgraph import numpy as api
 from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.ops.linear import as_tensors, reshape_to
-from distgraph.ops.registry import REGISTRY
-from distgraph.tensor import Tensor, emit_one
+from distgraph.registry import REGISTRY
+from distgraph.tensor import ABOVE, Tensor, emit_one
 
 
 def _concatenate(arrays: Sequence[Any], axis: int | None = 0) -> Tensor:
@@ -219,3 +219,9 @@ def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise GraphError(
             f"numpy.{name} with {sorted(options) or 'these arguments'} does not trace: {error}"
         ) from None
+
+
+ABOVE.update(apply_ufunc=apply_ufunc, apply_function=apply_function, array_namespace=lambda: api)
+
+
+METHODS.update(apply_ufunc=apply_ufunc, apply_function=apply_function, array_namespace=lambda: api)

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from distgraph.dtypes import short
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 
 if TYPE_CHECKING:
     from distgraph.trace import Trace
 
+ACTIVE: ContextVar[Trace | None] = ContextVar("distgraph_trace", default=None)
+ABOVE: dict[str, Callable[..., Any]] = {}
+"""What tensors call but what is built on tensors: each module enters its functions when it loads."""
+
+
+def current_trace() -> Trace:
+    """The innermost active trace. Raises GraphError outside of one."""
+    trace = ACTIVE.get()
+    if trace is None:
+        raise GraphError("no trace is active; tensor operations run inside distgraph.trace(...) or an Engine")
+    return trace
+
 
 def emit(kind: str, *operands: Any, **attrs: Any) -> Any:
     """Append an op to the trace of its tensor operands (else the current trace); one result comes bare."""
-    from distgraph.trace import Trace
-
-    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or Trace.current()
+    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or current_trace()
     results = owner.emit(kind, operands, attrs)
     return results[0] if len(results) == 1 else results
 
 
 class TensorOperators:
-    """Operators and array methods, shared by traced tensors and by parameters (which become tensors on use)."""
+    """Operators and array methods of traced tensors and of parameters (which become tensors on use)."""
 
     __array_priority__ = 1000
 
@@ -69,14 +81,12 @@ class TensorOperators:
         return _binary("power", other, self)
 
     def __matmul__(self, other: Any) -> Tensor:
-        from distgraph.ops import matmul
-
-        return matmul(self, other)
+        result: Tensor = ABOVE["matmul"](self, other)
+        return result
 
     def __rmatmul__(self, other: Any) -> Tensor:
-        from distgraph.ops import matmul
-
-        return matmul(other, self)
+        result: Tensor = ABOVE["matmul"](other, self)
+        return result
 
     def __and__(self, other: Any) -> Tensor:
         return _binary("bitwise_and", self, other)
@@ -120,24 +130,17 @@ class TensorOperators:
     __hash__ = object.__hash__
 
     def __getitem__(self, key: Any) -> Tensor:
-        from distgraph.ops import getitem
-
-        return getitem(self, key)
+        result: Tensor = ABOVE["getitem"](self, key)
+        return result
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        from distgraph import numpy as namespace
-
-        return namespace
+        return ABOVE["array_namespace"]()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        from distgraph.protocols import apply_ufunc
-
-        return apply_ufunc(ufunc, method, inputs, kwargs)
+        return ABOVE["apply_ufunc"](ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from distgraph.protocols import apply_function
-
-        return apply_function(function, args, kwargs)
+        return ABOVE["apply_function"](function, args, kwargs)
 
 
 def _spread(given: Sequence[Any]) -> Sequence[int]:
@@ -191,32 +194,28 @@ class Tensor(TensorOperators):
         return self.value.size
 
     @property
-    def T(self) -> Tensor:  # noqa: N802 (NumPy's name)
+    def T(self) -> Tensor:
         """Dims in reverse order."""
         return self.transpose()
 
     @property
-    def mT(self) -> Tensor:  # noqa: N802 (the array API's name)
+    def mT(self) -> Tensor:
         """Last two dims swapped."""
         return self.swapaxes(-1, -2)
 
     def astype(self, dtype: Any) -> Tensor:
         """Cast."""
-        from distgraph.dtypes import short
-
         return emit_one("cast", self, dtype=short(dtype))
 
     def reshape(self, *shape: int | Sequence[int]) -> Tensor:
         """Same elements in row-major order, other shape; one length may be -1."""
-        from distgraph.ops import reshape
-
-        return reshape(self, _spread(shape))
+        result: Tensor = ABOVE["reshape"](self, _spread(shape))
+        return result
 
     def transpose(self, *dims: int | Sequence[int]) -> Tensor:
         """Dims in another order; reversed by default."""
-        from distgraph.ops import transpose
-
-        return transpose(self, _spread(dims) or None)
+        result: Tensor = ABOVE["transpose"](self, _spread(dims) or None)
+        return result
 
     def swapaxes(self, first: int, second: int) -> Tensor:
         """Two dims exchanged."""
@@ -226,33 +225,28 @@ class Tensor(TensorOperators):
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """Sum over dims."""
-        from distgraph.ops import reduce
-
-        return reduce("sum", self, axis, keepdims)
+        result: Tensor = ABOVE["reduce"]("sum", self, axis, keepdims)
+        return result
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """Mean over dims."""
-        from distgraph.ops import mean
-
-        return mean(self, axis, keepdims)
+        result: Tensor = ABOVE["mean"](self, axis, keepdims)
+        return result
 
     def var(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """Variance (divided by n) over dims."""
-        from distgraph.ops import var
-
-        return var(self, axis, keepdims)
+        result: Tensor = ABOVE["var"](self, axis, keepdims)
+        return result
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """Largest element over dims."""
-        from distgraph.ops import reduce
-
-        return reduce("max", self, axis, keepdims)
+        result: Tensor = ABOVE["reduce"]("max", self, axis, keepdims)
+        return result
 
     def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """Smallest element over dims."""
-        from distgraph.ops import reduce
-
-        return reduce("min", self, axis, keepdims)
+        result: Tensor = ABOVE["reduce"]("min", self, axis, keepdims)
+        return result
 
     def argmax(self, axis: int = -1) -> Tensor:
         """Position of the first largest element along a dim."""

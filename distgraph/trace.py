@@ -5,28 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import is_float, promote, short
+import distgraph.protocols  # noqa: F401 (enters what tensors call)
+from distgraph.dtypes import is_float, promote, short, to_numpy, to_numpy
 from distgraph.errors import GraphError, ShardingError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import freeze, infer_results
+from distgraph.registry import freeze, infer_results
 from distgraph.spec import DistAttr
-from distgraph.tensor import Tensor
+from distgraph.tensor import ABOVE, ACTIVE, Tensor, current_trace
 
 _PACKAGE = str(Path(__file__).resolve().parent)
 _ROOT = str(Path(__file__).resolve().parent.parent)
-_INTERNAL = tuple(f"{_ROOT}/{folder}/" for folder in ("passes", "runtime", "resources")) + (_PACKAGE,)
-_ACTIVE: ContextVar[Trace | None] = ContextVar("distgraph_trace", default=None)
+_INTERNAL = (*(f"{_ROOT}/{folder}/" for folder in ("passes", "runtime", "resources")), _PACKAGE)
 
 
 class Trace:
-    """The graph under construction. Tensors know their trace; parameters find it through `Trace.current()`."""
+    """The graph under construction. Tensors know their trace; parameters find it by `Trace.current()`."""
 
     def __init__(self, name: str = "main", prefix: str = "") -> None:
         self.name = name
@@ -52,24 +51,21 @@ class Trace:
     @staticmethod
     def current() -> Trace:
         """The innermost active trace. Raises GraphError outside of one."""
-        trace = _ACTIVE.get()
-        if trace is None:
-            raise GraphError("no trace is active; tensor operations run inside distgraph.trace(...) or an Engine")
-        return trace
+        return current_trace()
 
     @staticmethod
     def active() -> bool:
         """True inside a trace."""
-        return _ACTIVE.get() is not None
+        return ACTIVE.get() is not None
 
     @contextmanager
     def activate(self) -> Iterator[Trace]:
         """Make this the current trace."""
-        token = _ACTIVE.set(self)
+        token = ACTIVE.set(self)
         try:
             yield self
         finally:
-            _ACTIVE.reset(token)
+            ACTIVE.reset(token)
 
     @contextmanager
     def within(self, *, role: str | None = None, scope: str | None = None) -> Iterator[None]:
@@ -137,7 +133,9 @@ class Trace:
         if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
             array = array.astype(np.float32)
         name = short(array.dtype)
-        payload = array.item() if array.ndim == 0 and name != "bf16" else float(array) if array.ndim == 0 else array
+        payload = (
+            array.item() if array.ndim == 0 and name != "bf16" else float(array) if array.ndim == 0 else array
+        )
         key = (freeze(payload), repr(payload) if array.ndim == 0 else "", name)
         if key not in self._constants:
             value = Value(self.fresh(), tuple(array.shape), name)
@@ -145,8 +143,10 @@ class Trace:
             self._constants[key] = Tensor(value, self)
         return self._constants[key]
 
-    def emit(self, kind: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None) -> tuple[Tensor, ...]:
-        """Append an op; operands may be tensors, parameters, numbers or arrays. Raises GraphError if they do not fit."""
+    def emit(
+        self, kind: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Append an op; operands are tensors, parameters, numbers or arrays. Raises GraphError if unfit."""
         attrs = attrs or {}
         values = tuple(t.value for t in self.tensors(operands))
         where = self.where or caller()
@@ -171,14 +171,18 @@ class Trace:
         for position, x in enumerate(found):
             if not isinstance(x, Tensor):
                 exact = isinstance(x, float) and common is not None and not is_float(common)
-                found[position] = self.constant(x, "f32" if exact else "bool" if isinstance(x, bool) else common)
+                found[position] = self.constant(
+                    x, "f32" if exact else "bool" if isinstance(x, bool) else common
+                )
         return found
 
     def tensor(self, x: Any) -> Tensor:
         """One operand as a tensor of this trace. Raises GraphError for a tensor of another trace."""
         if isinstance(x, Tensor):
             if x.trace is not self:
-                raise GraphError(f"%{x.value.name} belongs to trace {x.trace.name!r} but is used in {self.name!r}")
+                raise GraphError(
+                    f"%{x.value.name} belongs to trace {x.trace.name!r} but is used in {self.name!r}"
+                )
             return x
         if hasattr(x, "__distgraph_tensor__"):
             tensor: Tensor = x.__distgraph_tensor__(self)
@@ -186,7 +190,7 @@ class Trace:
         return self.constant(x)
 
     def annotate(self, value: Value, attr: DistAttr) -> None:
-        """Pin the layout of a value. Raises ShardingError when it does not fit or contradicts an earlier one."""
+        """Pin the layout of a value. Raises ShardingError when it does not fit or contradicts another."""
         attr.spec.check(value.shape, attr.mesh, f"%{value.name} {value.type} ({attr.origin.where})")
         before = self.attrs.get(value.name)
         if before is not None and before != attr:
@@ -207,6 +211,9 @@ class Trace:
             dict(self.attrs),
             placements=dict(self.placements),
         )
+
+
+ABOVE["trace"] = Trace
 
 
 def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names: Sequence[str] = ()) -> Graph:
@@ -263,6 +270,4 @@ def stable_hash(text: str) -> int:
 
 
 def _numpy(dtype: str) -> Any:
-    from distgraph.dtypes import to_numpy
-
     return to_numpy(short(dtype))

@@ -8,11 +8,11 @@ from typing import Any
 from distgraph.dtypes import short
 from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
-from distgraph.interpret import interpret
+from distgraph.ops.interpret import interpret
 from distgraph.ops.linear import as_tensors
-from distgraph.ops.registry import Attrs, Shape, Shapes, define, flops
+from distgraph.registry import Attrs, Shape, Shapes, define, flops
 from distgraph.rule import Rule, make_rule
-from distgraph.tensor import Tensor
+from distgraph.tensor import ABOVE, Tensor
 
 MAX_TURNS = 1_000_000
 """Turns after which a loop counts as endless."""
@@ -102,15 +102,13 @@ def while_subgraph(
 
 
 def _subgraph(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Graph:
-    from distgraph.trace import Trace
-
-    inner = Trace(name)
+    inner = ABOVE["trace"](name)
     with inner.activate():
         inputs = [inner.source("input", f"x{i}", t.shape, short(t.dtype)) for i, t in enumerate(operands)]
         returned = function(*inputs)
         outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
         labels = ["y"] if name == "condition" else [f"y{i}" for i in range(len(outputs))]
-        graph = inner.finish(dict(zip(labels, outputs, strict=False)))
+        graph: Graph = inner.finish(dict(zip(labels, outputs, strict=False)))
     extra = [op.attrs["name"] for op in graph.sources("param", "state")]
     extra += [op.attrs["name"] for op in graph.sources("input")[len(operands) :]]
     if extra:

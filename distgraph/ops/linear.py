@@ -11,9 +11,9 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.kernels import matmul as kernels
-from distgraph.ops.registry import Attrs, GradientContext, Groups, Shape, Shapes, define
+from distgraph.registry import Attrs, GradientContext, Groups, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
-from distgraph.tensor import Tensor, emit_one
+from distgraph.tensor import Tensor, current_trace, emit_one
 
 Terms = tuple[str, ...]
 
@@ -193,9 +193,7 @@ define(
 
 def as_tensors(*operands: Any) -> list[Tensor]:
     """Operands (tensors, parameters, arrays) as tensors of one trace."""
-    from distgraph.trace import Trace  # noqa: PLC0415 (a trace reads the registry, which reads this module)
-
-    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or Trace.current()
+    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or current_trace()
     return owner.tensors(operands)
 
 

@@ -11,33 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import random as kernels
 from distgraph.ops.normalize import per_element, require_float
-from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
+from distgraph.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
 from distgraph.rule import Rule, make_rule
-from distgraph.tensor import Tensor, emit_one
-
-if TYPE_CHECKING:
-    from distgraph.trace import Trace
+from distgraph.tensor import Tensor, current_trace, emit_one
 
 KEY = "key"
 """Name of the graph input that holds the key of the step, u64[]."""
 
 
-def _trace() -> Trace:
-    from distgraph.trace import Trace
-
-    return Trace.current()
-
-
 def step_key() -> Tensor:
     """The key of this step: an input that the engine feeds with a hash of seed and step."""
-    return _trace().source("input", KEY, (), "u64")
+    return currentcurrent_trace().source("input", KEY, (), "u64")
 
 
 def _place(shape: Shape, starts: Shape | None, batch_dim: int | None, micro: int) -> tuple[Shape, Shape]:
@@ -190,7 +181,7 @@ def _draw(kind: str, shape: Sequence[int], dtype: str, batch_dim: int | None) ->
         "dtype": dtype,
         "batch_dim": batch_dim if len(shape) else None,
     }
-    return emit_one(kind, step_key(), salt=_trace().salt(), **attrs)
+    return emit_one(kind, step_key(), salt=currentcurrent_trace().salt(), **attrs)
 
 
 def dropout(x: Any, rate: float, batch_dim: int | None = 0) -> Tensor:
@@ -201,4 +192,6 @@ def dropout(x: Any, rate: float, batch_dim: int | None = 0) -> Tensor:
         rate: probability of a zero, in [0, 1).
         batch_dim: along which micro-batches follow each other, or None.
     """
-    return emit_one("dropout", x, step_key(), rate=float(rate), salt=_trace().salt(), batch_dim=batch_dim)
+    return emit_one(
+        "dropout", x, step_key(), rate=float(rate), salt=currentcurrent_trace().salt(), batch_dim=batch_dim
+    )
