@@ -16,7 +16,7 @@ from distgraph import numpy as api
 from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.ops.linear import as_tensors, reshape_to
-from distgraph.registry import REGISTRY
+from distgraph.ops.registry import REGISTRY
 from distgraph.tensor import ABOVE, Tensor, emit_one
 
 
@@ -222,6 +222,3 @@ def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 ABOVE.update(apply_ufunc=apply_ufunc, apply_function=apply_function, array_namespace=lambda: api)
-
-
-METHODS.update(apply_ufunc=apply_ufunc, apply_function=apply_function, array_namespace=lambda: api)

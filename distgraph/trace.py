@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 import distgraph.protocols  # noqa: F401 (enters what tensors call)
-from distgraph.dtypes import is_float, promote, short, to_numpy, to_numpy
+from distgraph.dtypes import is_float, promote, short, to_numpy
 from distgraph.errors import GraphError, ShardingError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
-from distgraph.registry import freeze, infer_results
+from distgraph.ops.registry import freeze, infer_results
 from distgraph.spec import DistAttr
 from distgraph.tensor import ABOVE, ACTIVE, Tensor, current_trace
 

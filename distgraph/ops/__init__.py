@@ -75,6 +75,7 @@ from distgraph.ops.loss import cross_entropy
 from distgraph.ops.normalize import layer_norm, log_softmax, rms_norm, softmax
 from distgraph.ops.random import dropout, random_normal, random_uniform
 from distgraph.ops.reduction import cumprod, cumsum, logsumexp, mean, norm, reduce, std, var
+from distgraph.ops.registry import define, lookup
 from distgraph.ops.shape import broadcast_to, concat, pad, reshape, transpose
 from distgraph.ops.sorting import argmax, argmin, argsort, sort, top_k
 from distgraph.ops.source import (
@@ -88,7 +89,6 @@ from distgraph.ops.source import (
     triu,
     zeros,
 )
-from distgraph.registry import define, lookup
 from distgraph.tensor import ABOVE
 
 ABOVE.update(
@@ -99,11 +99,6 @@ ABOVE.update(
     reshape=reshape,
     transpose=transpose,
     var=var,
-)
-from distgraph.tensor import METHODS
-
-METHODS.update(
-    matmul=matmul, getitem=getitem, reshape=reshape, transpose=transpose, reduce=reduce, mean=mean, var=var
 )
 
 __all__ = [

@@ -10,7 +10,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.ops.interpret import interpret
 from distgraph.ops.linear import as_tensors
-from distgraph.registry import Attrs, Shape, Shapes, define, flops
+from distgraph.ops.registry import Attrs, Shape, Shapes, define, flops
 from distgraph.rule import Rule, make_rule
 from distgraph.tensor import ABOVE, Tensor
 

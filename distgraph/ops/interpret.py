@@ -10,7 +10,7 @@ import numpy as np
 from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
-from distgraph.registry import lookup
+from distgraph.ops.registry import lookup
 
 Array = Any
 

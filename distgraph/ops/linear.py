@@ -11,7 +11,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.kernels import matmul as kernels
-from distgraph.registry import Attrs, GradientContext, Groups, Shape, Shapes, define
+from distgraph.ops.registry import Attrs, GradientContext, Groups, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
 from distgraph.tensor import Tensor, current_trace, emit_one
 

@@ -18,7 +18,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import random as kernels
 from distgraph.ops.normalize import per_element, require_float
-from distgraph.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
+from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
 from distgraph.rule import Rule, make_rule
 from distgraph.tensor import Tensor, current_trace, emit_one
 
@@ -28,7 +28,7 @@ KEY = "key"
 
 def step_key() -> Tensor:
     """The key of this step: an input that the engine feeds with a hash of seed and step."""
-    return currentcurrent_trace().source("input", KEY, (), "u64")
+    return current_trace().source("input", KEY, (), "u64")
 
 
 def _place(shape: Shape, starts: Shape | None, batch_dim: int | None, micro: int) -> tuple[Shape, Shape]:
@@ -181,7 +181,7 @@ def _draw(kind: str, shape: Sequence[int], dtype: str, batch_dim: int | None) ->
         "dtype": dtype,
         "batch_dim": batch_dim if len(shape) else None,
     }
-    return emit_one(kind, step_key(), salt=currentcurrent_trace().salt(), **attrs)
+    return emit_one(kind, step_key(), salt=current_trace().salt(), **attrs)
 
 
 def dropout(x: Any, rate: float, batch_dim: int | None = 0) -> Tensor:
@@ -193,5 +193,5 @@ def dropout(x: Any, rate: float, batch_dim: int | None = 0) -> Tensor:
         batch_dim: along which micro-batches follow each other, or None.
     """
     return emit_one(
-        "dropout", x, step_key(), rate=float(rate), salt=currentcurrent_trace().salt(), batch_dim=batch_dim
+        "dropout", x, step_key(), rate=float(rate), salt=current_trace().salt(), batch_dim=batch_dim
     )
