@@ -6,7 +6,7 @@ the total order
 
     (class of the seed, worst class of op passed, hops, position of the seed, order inside its dim)
 
-where the class of a seed is 0 for inputs and activations, 2 for parameters, states and gradients, and the class of an op passed is
+where the class of a seed (under the policy "data", the default) is 0 for inputs and activations, 2 for parameters, states and gradients, and the class of an op passed is
 3 for elementwise ones, 4 for contractions, 5 for the rest. A claim only ever gets greater as it travels, so the least
 claims can be settled first and for good (the argument of Dijkstra's algorithm): the result is the unique fixpoint in
 which every value and op holds the least claim that reaches it, whatever order the work-list has. A user's spec settles
@@ -29,6 +29,9 @@ from distgraph.spec import Origin, ShardSpec
 Key = tuple[int, int, int, int, int]
 _CONTRACTIONS = ("matmul", "einsum", "conv", "attention", "embedding")
 _STEPS_PER_ITEM = 64
+# policy -> class of a seed that is (no, a) parameter, state or gradient
+_SEED_CLASS = {"data": (0, 2), "parameters": (2, 0), "nearest": (0, 0)}
+POLICIES = tuple(_SEED_CLASS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,9 @@ class Settled:
 class _Propagation:
     """Work-list over one graph: a heap of claims on values; an op settles as soon as a claim reaches it."""
 
-    def __init__(self, graph: Graph, meshes: Mapping[str, ProcessMesh]) -> None:
+    def __init__(self, graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str) -> None:
         self.graph = graph
+        self.policy = policy
         self.mesh_of = {v.name: meshes[op.name] for op in graph.ops for v in op.results}
         self.op_mesh = meshes
         self.rules: dict[str, Rule] = {op.name: rule_of(op) for op in graph.ops}
@@ -133,7 +137,7 @@ class _Propagation:
                 settled[axis] = (None, 0, attr.origin)
             producer = self.graph.producers[name]
             weight = producer.kind in ("param", "state") or producer.role in ("backward", "optimize")
-            kind = 2 if weight else 0
+            kind = _SEED_CLASS[self.policy][bool(weight)]
             for dim, axes in enumerate(attr.spec.dims):
                 for order, axis in enumerate(axes):
                     settled[axis] = (dim, order, attr.origin)
@@ -227,19 +231,20 @@ class _Propagation:
             self.result.lost[key] = Lost(op.name, op.source, index, value, claim.axis, claim.origin, held, reason)
 
 
-def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> Settled:
+def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "data") -> Settled:
     """Settle every axis on every value and op.
 
     Args:
         graph: annotated graph.
         meshes: op name -> mesh (see `place`).
+        policy: which seeds win: "data" (inputs and activations), "parameters", or "nearest" (no class of seeds).
 
     Raises:
         ShardingError: an annotation does not fit its value.
     """
     for name, attr in graph.attrs.items():
         attr.spec.check(graph.values[name].shape, attr.mesh, f"%{name} ({attr.origin})")
-    return _Propagation(graph, meshes).run()
+    return _Propagation(graph, meshes, policy).run()
 
 
 def op_layout(mesh: ProcessMesh, settled: Mapping[str, tuple[str, int, Origin]]) -> OpLayout:

@@ -33,12 +33,13 @@ from distgraph.spec import DistAttr, Origin, ShardSpec
 _ROUNDS = 4  # a decomposition may bring a fused op of its own whose dim is split
 
 
-def complete(graph: Graph, default: ProcessMesh | None = None) -> Graph:
+def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "data") -> Graph:
     """Give every value and op its layout.
 
     Args:
         graph: annotated graph.
         default: mesh to use when nothing is annotated (everything is then replicated on it).
+        policy: which annotations win where two claim one axis: those of "data", of "parameters", or the "nearest".
 
     Raises:
         ShardingError: an annotation does not fit, or no mesh is named anywhere.
@@ -47,7 +48,7 @@ def complete(graph: Graph, default: ProcessMesh | None = None) -> Graph:
     graph = replace(graph, attrs=pinned)
     for _ in range(_ROUNDS):
         graph, meshes = place(graph, default)
-        settled = propagate(graph, meshes)
+        settled = propagate(graph, meshes, policy)
         split = _split_whole(graph, settled)
         if not split:
             break

@@ -25,6 +25,8 @@ from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.passes.claims import POLICIES
+from distgraph.passes.complete import complete
 from distgraph.passes.redistribute import redistribute_cost
 from distgraph.passes.transfer import transfer_cost
 from distgraph.rule import OpLayout, choices, operand_spec, result_spec
@@ -336,6 +338,27 @@ class _Refiner:
 
 def refine(graph: Graph) -> Graph:
     """Lower the bytes that a completed graph moves."""
+    return _refined(graph)[1]
+
+
+def arrange(graph: Graph, default: ProcessMesh | None = None) -> Graph:
+    """Complete and refine; where annotations compete, from every policy of completion, keeping the cheapest result.
+
+    Args:
+        graph: annotated graph.
+        default: mesh of a graph that names none.
+    """
+    first = complete(graph, default)
+    cost, best = _refined(first)
+    if any(lost.reason == "taken" for lost in first.lost):
+        for policy in POLICIES[1:]:
+            other_cost, other = _refined(complete(graph, default, policy))
+            if other_cost < cost - _GAIN:
+                cost, best = other_cost, other
+    return best
+
+
+def _refined(graph: Graph) -> tuple[float, Graph]:
     refiner = _Refiner(graph, multiplicity(graph))
     refiner.run()
     ops = [
@@ -346,7 +369,7 @@ def refine(graph: Graph) -> Graph:
     for number, (name, attr) in enumerate((e.name, graph.attrs[e.name]) for e in refiner.edges):
         kept = refiner.attrs[refiner.entry(number)[1]]
         attrs[name] = attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
-    return graph.with_ops(ops, attrs=attrs)
+    return sum(refiner.costs), graph.with_ops(ops, attrs=attrs)
 
 
 def multiplicity(graph: Graph) -> dict[str, int]:
