@@ -1,15 +1,32 @@
-"""Callbacks: what happens between the steps of training."""
+"""Callbacks: what happens between the steps of training.
+
+Under MPI every process calls them with the same numbers; those that print or write a file of their own do so on rank 0.
+"""
 
 from __future__ import annotations
 
+import csv
+import math
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from distgraph.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine
 
+Logs = dict[str, float]
+
 
 class Callback:
-    """What an engine calls while it trains, on every process; does nothing by itself."""
+    """What an engine calls while it trains; does nothing by itself.
+
+    Set `engine.should_stop = True` to end training after the present step.
+    """
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """Before the first epoch; training ends before epoch `last_epoch`."""
@@ -17,15 +34,229 @@ class Callback:
     def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
         """Before an epoch of so many batches."""
 
-    def on_batch_end(self, engine: Engine, step: int, logs: dict[str, float]) -> None:
-        """After a step."""
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        """After step number `step` (from 1), with its loss and metrics."""
 
-    def on_epoch_end(self, engine: Engine, epoch: int, logs: dict[str, Any]) -> None:
-        """After an epoch and its validation."""
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """After an epoch and its validation, with the means over its samples."""
 
     def on_train_end(self, engine: Engine) -> None:
         """After the last epoch, or the error that ended training."""
 
 
+def _monitored(logs: Logs, name: str) -> float:
+    if name not in logs:
+        raise RuntimeFault(f"callback watches {name!r} but an epoch measures {', '.join(logs)}; name one of these")
+    return logs[name]
+
+
+class _Best:
+    """The best value so far of a number that is to fall or to rise."""
+
+    def __init__(self, mode: str, min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise RuntimeFault(f'mode of a callback is {mode!r} but must be "min" or "max"')
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.min_delta = min_delta
+        self.value = math.inf
+
+    def improves(self, number: float) -> bool:
+        """Take note of a number; True when it is better than any before by more than `min_delta`."""
+        if self.sign * number < self.value - self.min_delta:
+            self.value = self.sign * number
+            return True
+        return False
+
+
+class ModelCheckpoint(Callback):
+    """Saves the engine.
+
+    Args:
+        path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, so that several are kept.
+        every: epochs between two checkpoints.
+        every_steps: steps between two checkpoints, instead of epochs.
+        best: name of a number such as "valid_loss": save only when it is better than in any epoch before.
+        mode: "min" or "max", what better means.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        every: int = 1,
+        every_steps: int | None = None,
+        best: str | None = None,
+        mode: str = "min",
+    ) -> None:
+        if every < 1 or (every_steps is not None and every_steps < 1):
+            raise RuntimeFault(f"ModelCheckpoint: every is {every_steps or every} but must be at least 1")
+        self.path, self.every, self.every_steps, self.best = str(path), every, every_steps, best
+        self._best = _Best(mode)
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if self.every_steps is not None and step % self.every_steps == 0:
+            self._save(engine)
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if self.every_steps is not None:
+            return
+        if self.best is not None:
+            if self._best.improves(_monitored(logs, self.best)):
+                self._save(engine)
+        elif (epoch + 1) % self.every == 0:
+            self._save(engine)
+
+    def _save(self, engine: Engine) -> None:
+        engine.save(self.path.format(epoch=engine.epoch, step=engine.step))
+
+
+class EarlyStopping(Callback):
+    """Ends training when a number has not improved for some epochs.
+
+    Args:
+        monitor: "loss", "valid_loss", or a metric.
+        patience: epochs without improvement that are tolerated.
+        min_delta: what counts as improvement.
+        mode: "min" or "max".
+    """
+
+    def __init__(
+        self, monitor: str = "valid_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        self.monitor, self.patience = monitor, patience
+        self._best = _Best(mode, min_delta)
+        self.waited = 0
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """See `Callback`."""
+        self.waited = 0 if self._best.improves(_monitored(logs, self.monitor)) else self.waited + 1
+        if self.waited > self.patience:
+            engine.should_stop = True
+
+
+class CSVLogger(Callback):
+    """Writes the numbers of every epoch to a CSV file, as they come.
+
+    Args:
+        path: of the file; replaced unless `append`.
+        append: go on with a file that is there.
+    """
+
+    def __init__(self, path: str | Path, append: bool = False) -> None:
+        self.path, self.append = Path(path), append
+        self._names: list[str] = []
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`."""
+        self._names = []
+        if not engine.is_chief:
+            return
+        if self.append and self.path.exists():
+            with self.path.open(newline="") as file:
+                self._names = next(csv.reader(file), [])
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("")
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if not engine.is_chief:
+            return
+        with self.path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if not self._names:
+                self._names = list(logs)
+                writer.writerow(self._names)
+            writer.writerow([repr(logs[name]) if name in logs else "" for name in self._names])
+
+
+class TensorBoard(Callback):
+    """Writes losses and metrics for TensorBoard; needs `tensorboardX` or PyTorch with tensorboard.
+
+    Args:
+        directory: of the event files.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = str(directory)
+        self._writer: Any = None
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`. Raises RuntimeFault when neither package is there."""
+        if not engine.is_chief:
+            return
+        for module in ("tensorboardX", "torch.utils.tensorboard"):
+            try:
+                self._writer = import_module(module).SummaryWriter(self.directory)
+                return
+            except ImportError:
+                continue
+        raise RuntimeFault("TensorBoard callback needs tensorboardX or torch with tensorboard; pip install tensorboardX")
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            for name, number in logs.items():
+                self._writer.add_scalar(f"step/{name}", number, step)
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            for name, number in logs.items():
+                self._writer.add_scalar(f"epoch/{name}", number, epoch)
+
+    def on_train_end(self, engine: Engine) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
 class ProgressBar(Callback):
-    pass
+    """A bar on rank 0, where standard error is a terminal; quiet elsewhere.
+
+    Args:
+        console: where to draw; standard error by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._last_epoch = 0
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`."""
+        console = self.console or Console(stderr=True)
+        self._last_epoch = last_epoch
+        if engine.is_chief and console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=console)
+            self._progress.start()
+
+    def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
+        """See `Callback`."""
+        if self._progress is not None:
+            title = f"epoch {epoch + 1}/{self._last_epoch}"
+            self._task = self._progress.add_task(title, total=batches, numbers="")
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if self._progress is not None:
+            self._progress.update(self._task, advance=1, numbers=_show(logs))
+
+    def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
+        """See `Callback`."""
+        if self._progress is not None:
+            self._progress.update(self._task, numbers=_show(logs))
+
+    def on_train_end(self, engine: Engine) -> None:
+        """See `Callback`."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _show(logs: Logs) -> str:
+    return "  ".join(f"{name} {number:.4g}" for name, number in logs.items() if name != "epoch")

@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 
+import distgraph
 from distgraph.callbacks import Callback, ProgressBar
 from distgraph.data import Batch, DataLoader, Field, as_source, whole
 from distgraph.engine.compiled import Compiled, scalar
 from distgraph.engine.compiler import compile_program
-from distgraph.engine.memory import Memory
+from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.plan import Plan
 from distgraph.engine.program import Recipe, metric_names
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.history import History
 from distgraph.kernels.random import random_key
+from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.resources import Cluster, load_cluster
+from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
 from distgraph.runtime.world import World, check_size, is_chief, make_world
 from distgraph.strategy import Strategy
 
@@ -186,6 +189,46 @@ class Engine:
         epoch = self.epoch if epoch is None else epoch
         return DataLoader(as_source(data), batch_size, shuffle, drop_last, self.seed, epoch)
 
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint: parameters, states, and where training stands. Collective: every process calls it.
+
+        Raises:
+            RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is whole.
+        """
+        if not self.memory.records:
+            raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
+        placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
+        unused = [name for name in self._expected() if name not in placed]
+        training = {
+            "distgraph": distgraph.__version__,
+            "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
+            "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
+        }  # fmt: skip
+        write_checkpoint(path, self._get_world(), placed, self.memory.block, training)
+
+    def load(self, path: str | Path, *, states: bool = True) -> None:
+        """Take parameters, states and the place in training from a checkpoint, written under any mesh.
+
+        Args:
+            path: directory that `save` wrote.
+            states: whether the optimiser goes on from its states; False starts it anew.
+
+        Raises:
+            RuntimeFault: there is no checkpoint, it is damaged, or of another model; or it lacks a state.
+        """
+        checkpoint = Checkpoint.open(path)
+        expected = self._expected()
+        if expected:
+            checkpoint.check(expected)
+        reader = _reader(checkpoint, states, set(expected))
+        self.memory.reader = reader
+        if self._world is not None:
+            self._world.run(lambda rank: self.memory.reload(rank, reader))
+        index = checkpoint.index
+        self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
+        self.seed = self.memory.seed = index["seed"]
+        self.history = History(list(index["losses"]), list(index["epochs"]))
+
     @property
     def plan(self) -> Plan:
         """What lies where and why, and what crosses the network. Raises RuntimeFault before the first program."""
@@ -209,6 +252,23 @@ class Engine:
             compiled.workers.clear()
 
     # How it is done -----------------------------------------------------------------------------------------------
+
+    def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Parameters and buffers of the model, where it is a Module, or else those that are known."""
+        model = self.recipe.model
+        if isinstance(model, Module):
+            return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
+        return {name: (r.shape, r.dtype) for name, r in self.memory.records.items() if r.kind == "param"}
+
+    def _get_world(self) -> World:
+        """The ranks, as many as the programs so far need."""
+        if self._world is None:
+            needed, meshes = 1, "the program"
+            for compiled in self._programs.values():
+                needed = max(needed, max(compiled.build.ranks) + 1)
+                meshes = " and ".join(map(str, compiled.build.lowered.meshes))
+            self._world = make_world(needed, meshes)
+        return self._world
 
     def _fit_epoch(self, loader: DataLoader, valid_data: Any, watchers: Sequence[Callback]) -> None:
         for watcher in watchers:
@@ -253,10 +313,7 @@ class Engine:
 
     def _ranks(self, compiled: Compiled) -> World:
         """The world, with what every local rank runs compiled."""
-        if self._world is None:
-            meshes = " and ".join(map(str, compiled.build.lowered.meshes))
-            self._world = make_world(max(compiled.build.ranks) + 1, meshes)
-        world = self._world
+        world = self._get_world()
         if any(rank not in compiled.workers for rank in world.local if rank in compiled.build.ranks):
             world.run(lambda rank: compiled.prepare(rank, world.transport(rank), self.memory))
         return world
@@ -314,6 +371,27 @@ class Engine:
 def _micro_batches(size: int, wanted: int) -> int:
     """The largest number of equal parts of a batch, at most `wanted`."""
     return max(m for m in range(1, min(size, wanted) + 1) if size % m == 0)
+
+
+def _reader(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:
+    """Blocks from a checkpoint, for `Memory`; without `states` what is no part of the model starts anew."""
+
+    def read(name: str, shape: tuple[int, ...], dtype: str, where: tuple[slice, ...]) -> np.ndarray | None:
+        if not states and name not in model:
+            return None
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            raise RuntimeFault(
+                f"checkpoint {checkpoint.path} has no {name}; load it with states=False to start the optimiser anew"
+            )
+        if (tuple(tensor["shape"]), tensor["dtype"]) != (shape, dtype):
+            raise RuntimeFault(
+                f"checkpoint {checkpoint.path}: {name} is {tensor['dtype']}{tensor['shape']} but the program has "
+                f"{dtype}{list(shape)}"
+            )
+        return checkpoint.read(name, where)
+
+    return read
 
 
 class _Means:

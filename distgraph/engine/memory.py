@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -105,17 +104,3 @@ class Memory:
         starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
         made: np.ndarray = materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype)
         return made
-
-
-def owners(records: Mapping[str, Record], rank: int) -> dict[str, tuple[slice, ...]]:
-    """Blocks that a rank writes to a checkpoint: every distinct block has one owner, spread over its replicas."""
-    mine: dict[str, tuple[slice, ...]] = {}
-    for number, (name, record) in enumerate(sorted(records.items())):
-        mesh, spec = record.attr.mesh, record.attr.spec
-        if rank not in mesh:
-            continue
-        bounds = spec.bounds(record.shape, mesh, rank)
-        holders = [other for other in mesh.members if spec.bounds(record.shape, mesh, other) == bounds]
-        if holders[number % len(holders)] == rank and all(b > a for a, b in bounds):
-            mine[name] = tuple(slice(a, b) for a, b in bounds)
-    return mine
