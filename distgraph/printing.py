@@ -8,10 +8,11 @@
       output "loss" = %l
       update %w1 = %w1.new
 
-After a type stand the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` is how the op is computed.
-Then the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who decided the layouts of the results.
-`place %h on m1` is where the user put an op. Line breaks and spaces do not matter; `#` starts a comment. The grammar is
-`grammar.lark`, the parser `distgraph.text`. Claims that completion lost (`Graph.lost`) are not part of the text.
+After a type stand the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` is how the op is
+computed. Then the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who decided the
+layouts of the results. `place %h on m1` is where the user put an op. Line breaks and spaces do not matter;
+`#` starts a comment. The grammar is `grammar.lark`, the parser `distgraph.text`. Claims that completion lost
+(`Graph.lost`) are not part of the text.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ def graph_lines(graph: Graph) -> list[str]:
     return _Printer(graph).lines()
 
 
+def op_cells(graph: Graph, op: Op) -> list[str]:
+    """The line of one op in parts: name, type, layout (and further results), call, computation, the rest."""
+    return _Printer(graph).cells(op)
+
+
 def print_op(graph: Graph, op: Op) -> str:
     """The line of one op of a graph, without aligned columns."""
-    printer = _Printer(graph)
-    return " ".join(cell for cell in printer.cells(op) if cell)
+    return " ".join(cell for cell in op_cells(graph, op) if cell)
 
 
 def mesh_text(mesh: ProcessMesh) -> str:
@@ -82,16 +87,21 @@ class _Printer:
         lines = [head]
         lines += [f"{_INDENT}mesh {name} = {mesh_text(mesh)}" for mesh, name in self.meshes.items()]
         lines += [_INDENT + row for row in _aligned([self.cells(op) for op in graph.ops])]
-        lines += [f"{_INDENT}place %{name_text(op)} on {self.meshes[mesh]}" for op, mesh in graph.placements.items()]
+        lines += [
+            f"{_INDENT}place %{name_text(op)} on {self.meshes[mesh]}" for op, mesh in graph.placements.items()
+        ]
         for name, attr in graph.attrs.items():
             if name not in self.values:  # of a value that a pass replaced
-                lines.append(f"{_INDENT}layout %{name_text(name)} {self.attr(attr)} by {origin_text(attr.origin)}")
-        lines += [f"{_INDENT}output {json.dumps(label)} = {self.use(value)}" for label, value in graph.outputs]
+                lines.append(
+                    f"{_INDENT}layout %{name_text(name)} {self.attr(attr)} by {origin_text(attr.origin)}"
+                )
+        lines += [
+            f"{_INDENT}output {json.dumps(label)} = {self.use(value)}" for label, value in graph.outputs
+        ]
         lines += [f"{_INDENT}update %{name_text(old)} = {self.use(new)}" for old, new in graph.updates]
         return lines
 
     def cells(self, op: Op) -> list[str]:
-        """name, type, layout, call, computation, the rest."""
         first, *others = op.results
         more = "".join(f", %{name_text(v.name)} : {v.type} {self.stored(v)}".rstrip() for v in others)
         call = "= " + op.kind
@@ -146,7 +156,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         max((len(cell) for cell in column if len(cell) <= widest), default=0)
         for column, widest in zip(zip(*rows, strict=True), _WIDEST, strict=True)
     ] or [0] * len(_WIDEST)
-    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width or cell) for row in rows)
+    padded = (
+        (cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width or cell) for row in rows
+    )
     return [" ".join(row).rstrip() for row in padded]
 
 
@@ -182,8 +194,8 @@ def attr_text(value: Any) -> str:
     if hasattr(value, "micro_batches"):  # a subgraph
         return "{\n" + _indented(graph_lines(value)) + "\n" + _INDENT + "}"
     raise GraphError(
-        f"attribute {value!r} of type {type(value).__name__} has no text form; use numbers, strings, tuples, arrays "
-        "or graphs"
+        f"attribute {value!r} of type {type(value).__name__} has no text form; use numbers, strings, tuples, "
+        "arrays or graphs"
     )
 
 

@@ -2,7 +2,7 @@
 
     parse_graph(print_graph(graph)) == graph
 
-for a graph at any stage (see `distgraph.printing` for how it reads). A mistake is drawn under the line it is in.
+for a graph at any stage (see `distgraph.printing` for how it reads). A mistake is drawn on the line it is in.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def parse_graph(text: str) -> Graph:
     """Graph of a text.
 
     Raises:
-        GraphError: malformed text, an unknown value or mesh, a name defined twice; the message has line and column,
-            and draws the line.
+        GraphError: malformed text, an unknown value or mesh, a name defined twice; the message has line and
+            column, and draws the line.
 
     Example:
-        >>> text = 'graph @g %x : f32[2] = input {name="x"} data %y : f32[2] = negative(%x) forward output "y" = %y'
-        >>> parse_graph(text).outputs
+        >>> text = 'graph @g %x : f32[2] = input {name="x"} data %y : f32[2] = negative(%x) forward'
+        >>> parse_graph(text + ' output "y" = %y').outputs
         (('y', Value(name='y', shape=(2,), dtype='f32')),)
     """
     try:
@@ -61,7 +61,7 @@ def parse_graph(text: str) -> Graph:
 
 
 def same_graph(left: Graph, right: Graph) -> bool:
-    """True when two graphs print alike, origins included: equality that also holds for arrays, NaN and subgraphs."""
+    """True when two graphs print alike, origins included: equality that works for arrays and NaN too."""
     return print_graph(left) == print_graph(right)
 
 
@@ -81,7 +81,7 @@ def _syntax(text: str, error: lark.exceptions.UnexpectedInput) -> str:
         found, width = f"found {str(error.token)!r}", len(error.token)
     else:
         assert isinstance(error, lark.exceptions.UnexpectedCharacters)
-        wanted, width = error.allowed or set(), 1
+        wanted, width = error.allowed, 1
         found = f"found {text[error.pos_in_stream or 0]!r}"
     return _at(text, error.line, error.column, width, f"{found}, expected {_listed(wanted)}")
 
@@ -112,7 +112,7 @@ def _at(text: str, line: int, column: int, width: int, message: str) -> str:
     return f"graph text, line {line}, column {column}: {message}\n{draw(shown, column - 1, width)}"
 
 
-class _Mistake(Exception):  # noqa: N818 (becomes a GraphError, with the line drawn)
+class _Mistake(Exception):
     """Text that is well formed but makes no sense, and the token to blame."""
 
     def __init__(self, token: Token, message: str) -> None:
@@ -170,7 +170,7 @@ def _string(token: Token, body: str | None = None) -> str:
 
 @v_args(inline=True)
 class _Reader(Transformer[Token, Any]):
-    """Bottom up: small pieces become data at once, a graph is put together when all its statements are there."""
+    """Bottom up: small pieces become data at once, a graph when all its statements are there."""
 
     def graph(self, name: Token, micro: Token | None, *statements: tuple[str, Any]) -> Graph:
         return _assemble(_name(name), int(micro or 1), statements)
@@ -208,9 +208,9 @@ class _Reader(Transformer[Token, Any]):
     def update(self, old: Token, use: _Use) -> tuple[str, Any]:
         return "update", (_name(old), use)
 
-    def op(self, results: Any, kind: Token, operands: Any, attrs: Any, computed: Any, role: Token, *tail: Any) -> Any:
-        scope, source, link, origins = tail
-        return "op", _OpText(results, kind, operands, attrs or {}, computed, str(role), scope, source, link, origins)
+    def op(self, *parts: Any) -> tuple[str, Any]:
+        results, kind, operands, attrs, computed, role, *tail = parts
+        return "op", _OpText(results, kind, operands, attrs or {}, computed, str(role), *tail)
 
     def results(self, *results: Any) -> tuple[Any, ...]:
         return results
@@ -396,5 +396,6 @@ def _operand(values: dict[str, Value], use: _Use) -> Value:
 def _mesh(meshes: dict[str, ProcessMesh], token: Token | None, at: Token) -> ProcessMesh:
     name = _FIRST_MESH if token is None else _name(token) if token.type == "MESH" else str(token)
     if name not in meshes:
-        _refuse(token or at, f"mesh {name} is not defined above; the meshes are {', '.join(meshes) or 'none'}")
+        known = ", ".join(meshes) or "none"
+        _refuse(token or at, f"mesh {name} is not defined above; the meshes are {known}")
     return meshes[name]
