@@ -29,7 +29,7 @@ _HOMES = {
     "Engine": "distgraph.engine",
     "Strategy": "distgraph.strategy",
 }
-_MODULES = ("nn", "ops", "optim", "resources", "passes", "runtime", "callbacks", "data", "errors", "numpy")
+_MODULES = ("nn", "ops", "optim", "resources", "passes", "runtime", "callbacks", "data", "errors", "numpy", "schedules")
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -35,3 +36,31 @@ class History:
 
     def __len__(self) -> int:
         return len(self.epochs)
+
+
+@dataclass(slots=True)
+class Means:
+    """Exact means over samples, of batches of different sizes.
+
+    Attributes:
+        terms: name -> (mean of a batch x its samples), one a batch.
+        count: samples so far.
+
+    Example:
+        >>> means = Means()
+        >>> means.add({"loss": 1.0}, 3), means.add({"loss": 5.0}, 1), means.result()
+        (None, None, {'loss': 2.0})
+    """
+
+    terms: dict[str, list[float]] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, logs: Mapping[str, float], size: int) -> None:
+        """Take in the means of a batch."""
+        for name, number in logs.items():
+            self.terms.setdefault(name, []).append(number * size)
+        self.count += size
+
+    def result(self) -> dict[str, float]:
+        """The means."""
+        return {name: math.fsum(terms) / self.count for name, terms in self.terms.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.data import Batch, Field
+from distgraph.data import Batch
 from distgraph.dtypes import short, to_numpy
 from distgraph.engine.memory import Memory
 from distgraph.errors import RuntimeFault
@@ -22,13 +22,15 @@ class Feed:
     """One input of a rank.
 
     Attributes:
-        name: of the field.
+        name: of the graph's input.
+        field: of the batch.
         rows: (start, stop) in the batch, one a micro-batch.
         rest: the rank's block of the other dims.
         shape: of a block, and dtype.
     """
 
     name: str
+    field: str
     rows: tuple[tuple[int, int], ...]
     rest: tuple[slice, ...]
     shape: tuple[int, ...]
@@ -39,9 +41,9 @@ class Feed:
         return [self._block(batch.block(start, stop), stop - start) for start, stop in self.rows]
 
     def _block(self, fields: Mapping[str, Any], count: int) -> np.ndarray:
-        found = fields.get(self.name)
+        found = fields.get(self.field)
         if found is None:
-            raise RuntimeFault(f"batch has no field {self.name}; it has {', '.join(fields)}")
+            raise RuntimeFault(f"batch has no field {self.field}; it has {', '.join(fields)}")
         block = np.ascontiguousarray(np.asarray(found)[(slice(None), *self.rest)])
         if block.shape != (count, *self.shape[1:]) or short(block.dtype) != self.dtype:
             raise RuntimeFault(
@@ -58,15 +60,15 @@ class Compiled:
     Attributes:
         mode: train, evaluate or predict.
         build: the compiled program for all ranks.
-        size: samples of a batch; micro_batches of equal size.
-        owners: label of an output -> first rank that has it.
+        size: samples of a batch.
+        fields: name of a graph's input -> field of the batch.
         workers: of the local ranks that have run it.
     """
 
     mode: str
     build: Build
     size: int
-    fields: dict[str, Field]
+    fields: dict[str, str]
     workers: dict[int, Worker] = field(default_factory=dict)
     feeds: dict[int, list[Feed]] = field(default_factory=dict)
 
@@ -118,7 +120,8 @@ class Compiled:
             (start, stop), rest = bounds[0], tuple(slice(a, b) for a, b in bounds[1:])
             rows = tuple((m * per + start, m * per + stop) for m in range(self.micro_batches))
             shape = tuple(b - a for a, b in bounds)
-            planned[str(op.attrs["name"])] = Feed(str(op.attrs["name"]), rows, rest, shape, value.dtype)
+            name = str(op.attrs["name"])
+            planned[name] = Feed(name, self.fields[name], rows, rest, shape, value.dtype)
         return list(planned.values())
 
 

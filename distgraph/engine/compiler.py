@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distgraph.data import Field
-from distgraph.engine.dump import dump_stage
+from distgraph.engine.dump import dump_directory, dump_stage, write
 from distgraph.engine.price import price_on
 from distgraph.engine.program import Recipe
 from distgraph.errors import ResourceError
@@ -13,6 +13,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster
 from distgraph.runtime.build import Build, build
+from distgraph.runtime.world import is_chief
 from distgraph.spec import DistAttr
 
 
@@ -50,6 +51,8 @@ def compile_program(
         check_cluster(completed.meshes, cluster)
         built = build(completed, micro_batches=micro_batches, policy=policy, price=price_on(cluster))
     dump_stage(mode, "lowered", built.lowered)
+    if dump_directory() is not None and is_chief():
+        write(f"{mode}.schedule.txt", built.schedule)
     return built
 
 

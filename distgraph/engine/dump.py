@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.graph import Graph
+from distgraph.runtime.world import is_chief
 
 _NUMBERS = itertools.count(1)
 
@@ -19,8 +20,9 @@ def dump_directory() -> Path | None:
 
 
 def dump_stage(mode: str, stage: str, graph: Graph) -> None:
-    """Write the text of a graph, numbered in the order in which stages were reached."""
-    write(f"{mode}.{stage}.dg", graph)
+    """Write the text of a graph, numbered in the order in which stages were reached. Rank 0 does it for all."""
+    if dump_directory() is not None and is_chief():
+        write(f"{mode}.{stage}.dg", graph)
 
 
 def write(name: str, content: Any) -> None:

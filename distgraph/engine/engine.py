@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from distgraph.callbacks import Callback, ProgressBar
 from distgraph.data import Batch, DataLoader, Field, as_source, whole
 from distgraph.engine.compiled import Compiled, scalar
 from distgraph.engine.compiler import compile_program
+from distgraph.engine.dump import write
 from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.plan import Plan
 from distgraph.engine.program import Recipe, metric_names
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.history import History
+from distgraph.history import History, Means
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
@@ -71,6 +71,7 @@ class Engine:
         self.position = 0  # samples of the epoch that are done
         self.history = History()
         self.should_stop = False
+        self._means = Means()  # of the epoch under way
         self.memory = Memory(seed)
         self._programs: dict[Any, Compiled] = {}
         self._world: World | None = None
@@ -157,7 +158,7 @@ class Engine:
         """
         source = as_source(data)
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
-        means = _Means()
+        means = Means()
         for batch in loader:
             compiled = self._program("evaluate", batch)
             means.add(self._measure(compiled, batch, self._scalars()), len(batch))
@@ -202,7 +203,7 @@ class Engine:
         training = {
             "distgraph": distgraph.__version__,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
-            "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
+            "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs, "means": [self._means.terms, self._means.count],
         }  # fmt: skip
         write_checkpoint(path, self._get_world(), placed, self.memory.block, training)
 
@@ -228,6 +229,7 @@ class Engine:
         self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
         self.seed = self.memory.seed = index["seed"]
         self.history = History(list(index["losses"]), list(index["epochs"]))
+        self._means = Means(*index["means"])
 
     @property
     def plan(self) -> Plan:
@@ -235,7 +237,7 @@ class Engine:
         for mode in ("train", "evaluate", "predict"):
             for compiled in self._programs.values():
                 if compiled.mode == mode:
-                    return Plan(compiled.build)
+                    return Plan(compiled.build, mode)
         raise RuntimeFault("engine has no plan yet; call prepare(batch) or fit first")
 
     @property
@@ -273,16 +275,18 @@ class Engine:
     def _fit_epoch(self, loader: DataLoader, valid_data: Any, watchers: Sequence[Callback]) -> None:
         for watcher in watchers:
             watcher.on_epoch_begin(self, self.epoch, len(loader))
-        epoch, means = self.epoch, _Means()
+        epoch = self.epoch
+        if not loader.start:
+            self._means = Means()
         for batch in loader:
             logs = self.run(batch)
-            means.add(logs, len(batch))
+            self._means.add(logs, len(batch))
             for watcher in watchers:
                 watcher.on_batch_end(self, self.step, logs)
             if self.should_stop:
                 break
         self.epoch, self.position = epoch + 1, 0
-        logs = {"epoch": epoch, **means.result()}
+        logs = {"epoch": epoch, **self._means.result()}
         if valid_data is not None:
             logs |= {f"valid_{name}": number for name, number in self.evaluate(valid_data).items()}
         logs = logs if self._world is None else self._world.share(logs, 0)
@@ -309,13 +313,16 @@ class Engine:
         if self._world is not None:
             check_size(needed, self._world.size, meshes)
         self.memory.adopt(build.completed)
-        return Compiled(mode, build, size, dict(fields))
+        names = {name: field for field, name in self.recipe.names(tuple(fields), mode).items()}
+        return Compiled(mode, build, size, names)
 
     def _ranks(self, compiled: Compiled) -> World:
         """The world, with what every local rank runs compiled."""
         world = self._get_world()
         if any(rank not in compiled.workers for rank in world.local if rank in compiled.build.ranks):
             world.run(lambda rank: compiled.prepare(rank, world.transport(rank), self.memory))
+            for rank, worker in sorted(compiled.workers.items()):
+                write(f"{compiled.mode}.rank-{rank}.py", worker.source)
         return world
 
     def _scalars(self) -> dict[str, Any]:
@@ -392,19 +399,3 @@ def _reader(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:
         return checkpoint.read(name, where)
 
     return read
-
-
-class _Means:
-    """Means over samples, of batches of different sizes."""
-
-    def __init__(self) -> None:
-        self.terms: dict[str, list[float]] = {}
-        self.count = 0
-
-    def add(self, logs: Mapping[str, float], size: int) -> None:
-        for name, number in logs.items():
-            self.terms.setdefault(name, []).append(number * size)
-        self.count += size
-
-    def result(self) -> dict[str, float]:
-        return {name: math.fsum(terms) / self.count for name, terms in self.terms.items()}

@@ -57,9 +57,13 @@ class Recipe:
         trace = Trace(mode)
         trace.training = mode == "train"
         with trace.activate():
-            inputs = {name: trace.source("input", name, shape, dtype) for name, (shape, dtype) in fields.items()}
+            names = self.names(tuple(fields), mode)
+            inputs = {
+                names[field]: trace.source("input", names[field], shape, dtype) for field, (shape, dtype) in fields.items()
+            }
             self._place_inputs(trace, inputs)
-            outputs = self._predict(inputs) if mode == "predict" else self._measure(trace, inputs)
+            output, targets = self._split(inputs, mode, _is_tuple(tuple(fields)))
+            outputs = _labelled(output) if mode == "predict" else self._measure(trace, output, targets)
             if mode == "train":
                 assert self.optimizer is not None
                 pairs = _gradients(trace, outputs["loss"], layouts)
@@ -85,23 +89,42 @@ class Recipe:
                 spec = ShardSpec.of([axes] + [None] * (tensor.ndim - 1))
                 trace.annotate(tensor.value, DistAttr(mesh, spec, Origin("user", "Strategy.batch_axis")))
 
-    def _split(self, inputs: Mapping[str, Tensor]) -> tuple[Any, list[Tensor]]:
+    def names(self, fields: Sequence[str], mode: str) -> dict[str, str]:
+        """Field of a batch -> name of the graph's input: for a tuple the names of the model's arguments, then "target"."""
+        if not _is_tuple(fields):
+            return {name: name for name in fields}
+        given = len(fields) if mode == "predict" or self.loss is None or len(fields) == 1 else len(fields) - 1
+        known = arguments(self.model)
+        names = known[:given] if known and len(known) >= given else tuple(f"x{i}" for i in range(given))
+        return dict(zip(fields, (*names, "target"), strict=False))
+
+    def _split(self, inputs: Mapping[str, Tensor], mode: str, is_tuple: bool) -> tuple[Any, list[Tensor]]:
         """Output of the model, and the targets."""
-        names = arguments(self.model)
-        if all(isinstance(name, str) and name.startswith(POSITION) for name in inputs):
+        if is_tuple:
             values = list(inputs.values())
-            given, targets = (values, []) if self.loss is None or len(values) == 1 else (values[:-1], values[-1:])
-            return self.model(*given), targets
+            whole = mode == "predict" or self.loss is None or len(values) == 1
+            return self._call(values if whole else values[:-1], {}), [] if whole else values[-1:]
+        names = arguments(self.model)
         taken = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
-        targets = [tensor for name, tensor in inputs.items() if name not in taken]
         if not taken:
             raise GraphError(
                 f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; rename one"
             )
-        return self.model(**taken), targets
+        return self._call([], taken), [tensor for name, tensor in inputs.items() if name not in taken]
 
-    def _measure(self, trace: Trace, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        output, targets = self._split(inputs)
+    def _call(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:
+        """The model on some inputs. Raises GraphError when it does not take so many, or lacks one."""
+        function = self.model.forward if isinstance(self.model, Module) else self.model
+        try:
+            inspect.signature(function).bind(*values, **named)
+        except TypeError as error:
+            raise GraphError(
+                f"model takes ({', '.join(arguments(self.model) or ())}) but the batch gives it {len(values) + len(named)} "
+                f"inputs: {error}; pass (inputs, target), or a dict with the names of its arguments"
+            ) from None
+        return self.model(*values, **named)
+
+    def _measure(self, trace: Trace, output: Any, targets: Sequence[Tensor]) -> dict[str, Tensor]:
         if self.loss is None:
             loss, extra = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
             output = extra[0] if len(extra) == 1 else extra
@@ -120,17 +143,19 @@ class Recipe:
             measured[name] = value
         return measured
 
-    def _predict(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = arguments(self.model)
-        if all(name.startswith(POSITION) for name in inputs):
-            output = self.model(*inputs.values())
-        else:
-            output = self.model(**{n: t for n, t in inputs.items() if names is None or n in names})
-        if isinstance(output, Mapping):
-            return dict(output)
-        if isinstance(output, (tuple, list)):
-            return {f"output{i}": tensor for i, tensor in enumerate(output)}
-        return {"output": output}
+
+def _is_tuple(fields: Sequence[str]) -> bool:
+    """Whether the fields of a batch are positions."""
+    return all(name.startswith(POSITION) for name in fields)
+
+
+def _labelled(output: Any) -> dict[str, Tensor]:
+    """What the model returned, by name."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, (tuple, list)):
+        return {f"output{i}": tensor for i, tensor in enumerate(output)}
+    return {"output": output}
 
 
 def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
