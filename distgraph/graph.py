@@ -155,9 +155,9 @@ class Graph:
         """The same graph with other ops (and other fields)."""
         return replace(self, ops=tuple(ops), **changes)
 
-    def to_networkx(self) -> nx.DiGraph:
+    def to_networkx(self) -> nx.DiGraph[str]:
         """Ops as nodes (by name, attribute `op`), values as edges (attribute `values`: names)."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         for op in self.ops:
             graph.add_node(op.name, op=op)
             for value in op.operands:

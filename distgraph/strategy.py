@@ -10,6 +10,7 @@ from distgraph.mesh import ProcessMesh
 
 MODES = ("manual", "semi")
 SCHEDULES = ("1f1b", "gpipe")
+REFINE = ("conflicts", "always", "never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Strategy:
         mesh: where everything runs that no annotation places; without it, and without annotations, on one rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism in one
             word. Needs `mesh`.
+        refine: when layouts that nobody pinned may move to lower the communication: "conflicts" where annotations
+            compete for an axis, "always", or "never" (completion by priorities alone).
 
     Raises:
         ShardingError: an unknown mode, schedule or axis; fewer than one micro-batch.
@@ -39,6 +42,7 @@ class Strategy:
     schedule: str = "1f1b"
     mesh: ProcessMesh | None = None
     batch_axis: str | Sequence[str] | None = None
+    refine: str = "conflicts"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -47,6 +51,8 @@ class Strategy:
             raise ShardingError(
                 f"schedule {self.schedule!r} of Strategy does not exist; the schedules are {', '.join(SCHEDULES)}"
             )
+        if self.refine not in REFINE:
+            raise ShardingError(f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}")
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ShardingError(f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up")
         if self.batch_axes and self.mesh is None:

@@ -116,18 +116,20 @@ class _Propagation:
         """Settle claims in order until none is left. Raises ShardingError when that does not end (our bug)."""
         self.seed()
         limit = _STEPS_PER_ITEM * (len(self.graph.values) + len(self.graph.ops)) + 1024
-        for _ in range(limit):
-            if not self.heap:
-                return self.result
+        steps = 0
+        while self.heap:
             _, _, name, dim, _, claim = heapq.heappop(self.heap)
             if claim.key[2] == 0:
                 self.offer(claim, name, dim)
             else:
                 self.settle_value(claim, name, dim)
-        raise ShardingError(
-            f"completion of @{self.graph.name} does not end after {limit} steps; last change: axis {claim.axis} on "
-            f"dim {dim} of %{name}, claimed by {claim.origin}"
-        )
+            steps += 1
+            if steps > limit:
+                raise ShardingError(
+                    f"completion of @{self.graph.name} does not end after {limit} steps; last change: axis "
+                    f"{claim.axis} on dim {dim} of %{name}, claimed by {claim.origin}"
+                )
+        return self.result
 
     def seed(self) -> None:
         position = {name: i for i, name in enumerate(self.graph.values)}

@@ -46,13 +46,14 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     """
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
     graph = replace(graph, attrs=pinned)
+    graph, meshes = place(graph, default)
+    settled = propagate(graph, meshes, policy)
     for _ in range(_ROUNDS):
-        graph, meshes = place(graph, default)
-        settled = propagate(graph, meshes, policy)
         split = _split_whole(graph, settled)
         if not split:
             break
-        graph = decompose(graph, split)
+        graph, meshes = place(decompose(graph, split), default)
+        settled = propagate(graph, meshes, policy)
     layouts = {op.name: op_layout(meshes[op.name], settled.ops[op.name]) for op in graph.ops}
     kept = deferred(graph, settled, layouts)
     return _assemble(graph, meshes, settled, layouts, kept)

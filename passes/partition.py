@@ -119,7 +119,7 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     mesh, shape = source.mesh, op.result.shape
     kind = op.kind.removeprefix("comm.")
     axes = tuple(op.attrs.get("axes", ()))
-    dim = op.attrs.get("dim")
+    dim: int = op.attrs.get("dim", -1)
     group = mesh.group(rank, axes)
     itemsize = op.result.nbytes // max(1, op.result.size)
     mine = itemsize * _count(source.spec.local_shape(shape, mesh, rank))

@@ -27,7 +27,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import linear_groups, lookup, rule_of
 from distgraph.passes.claims import POLICIES
 from distgraph.passes.complete import complete
-from distgraph.passes.redistribute import redistribute_cost
+from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
 from distgraph.passes.transfer import transfer_cost
 from distgraph.rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.spec import DistAttr, Origin, ShardSpec
@@ -37,6 +37,7 @@ _GAIN = 0.5  # a move must save at least half a byte
 _FLOOD = 40  # ops that one move may carry along
 _OPTIONS = 64  # layouts of one op that are looked at
 _ROUNDS = 6
+_COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
 
 
 @dataclass(slots=True)
@@ -71,8 +72,9 @@ class _Edge:
 class _Refiner:
     """Local search over the layouts of one graph; ops, values and layouts are numbers."""
 
-    def __init__(self, graph: Graph, times: dict[str, int]) -> None:
+    def __init__(self, graph: Graph, times: dict[str, int], price: Price) -> None:
         self.graph = graph
+        self.price = price
         self.attrs: list[DistAttr] = []
         self.number: dict[DistAttr, int] = {}
         self.split: list[int] = []
@@ -212,8 +214,8 @@ class _Refiner:
                 candidates = [c for c in candidates if not c.spec.partial]
         best: tuple[float, str, DistAttr] | None = None
         for kept in dict.fromkeys(candidates):
-            total = move_cost(shape, size, here, kept)
-            total += sum(move_cost(shape, size, kept, self.attrs[w]) for w in wanted)
+            total = move_cost(shape, size, here, kept, self.price)
+            total += sum(move_cost(shape, size, kept, self.attrs[w], self.price) for w in wanted)
             if best is None or (total, str(kept)) < best[:2]:
                 best = (total, str(kept), kept)
         assert best is not None
@@ -336,30 +338,42 @@ class _Refiner:
             self.relax(everything)
 
 
-def refine(graph: Graph) -> Graph:
-    """Lower the bytes that a completed graph moves."""
-    return _refined(graph)[1]
+def refine(graph: Graph, price: Price = wire_price) -> Graph:
+    """Lower what a completed graph spends on communication; `price` is the cost of one collective."""
+    return _refined(graph, price)[1]
 
 
-def arrange(graph: Graph, default: ProcessMesh | None = None) -> Graph:
+def arrange(
+    graph: Graph, default: ProcessMesh | None = None, *, price: Price = wire_price, always: bool = True
+) -> Graph:
     """Complete and refine; where annotations compete, from every policy of completion, keeping the cheapest result.
 
     Args:
         graph: annotated graph.
         default: mesh of a graph that names none.
+        price: cost of one collective.
+        always: refine also where no two annotations compete for an axis; False leaves such graphs as completed.
     """
     first = complete(graph, default)
-    cost, best = _refined(first)
-    if any(lost.reason == "taken" for lost in first.lost):
+    compete = any(lost.reason == "taken" for lost in first.lost)
+    if not (compete or always):
+        return first
+    cost, best = _refined(first, price)
+    if compete:
         for policy in POLICIES[1:]:
-            other_cost, other = _refined(complete(graph, default, policy))
+            other_cost, other = _refined(complete(graph, default, policy), price)
             if other_cost < cost - _GAIN:
                 cost, best = other_cost, other
     return best
 
 
-def _refined(graph: Graph) -> tuple[float, Graph]:
-    refiner = _Refiner(graph, multiplicity(graph))
+def latency_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
+    """Bytes on the wire plus a fixed charge a collective, for programs that will really run."""
+    return sent + _COLLECTIVE if sent else 0.0
+
+
+def _refined(graph: Graph, price: Price) -> tuple[float, Graph]:
+    refiner = _Refiner(graph, multiplicity(graph), price)
     refiner.run()
     ops = [
         replace(op, layout=node.options[option])
@@ -386,13 +400,13 @@ def multiplicity(graph: Graph) -> dict[str, int]:
     return {name: graph.micro_batches if at == 1 else 1 for name, at in phase.items()}
 
 
-def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistAttr) -> float:
-    """Bytes that one rank sends to change a layout."""
+def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistAttr, price: Price) -> float:
+    """Price of a change of layout; by default the bytes that one rank sends."""
     if source == target:
         return 0.0
     if source.mesh == target.mesh:
-        return redistribute_cost(shape, size, source.mesh, source.spec, target.spec)
-    return transfer_cost(shape, size, source, target)
+        return redistribute_cost(shape, size, source.mesh, source.spec, target.spec, price)
+    return transfer_cost(shape, size, source, target, price=price)
 
 
 def _parts(layout: OpLayout) -> int:

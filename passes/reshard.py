@@ -2,7 +2,7 @@
 
 In:   a completed graph, in which an op may read a value in another layout than it is stored in, or leave it in one.
 Out:  a graph in which every op reads and leaves its values exactly as they are stored; the differences are `reshard` ops.
-Invariant: same program; users that need the same layout of a value share one reshard; a result is resharded right where
+Invariant: same program; a new value of a param lies as the old one; users that need the same layout of a value share one reshard; a result is resharded right where
       it is made (so that communication can start early), an operand right before its first reader.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
@@ -25,6 +25,7 @@ Wanted = dict[tuple[str, DistAttr], Value]
 def reshard(graph: Graph) -> Graph:
     """Insert reshard ops. Raises GraphError when the graph is not completed."""
     attrs = dict(graph.attrs)
+    attrs.update(_lying_as_replaced(graph))
     ops: list[Op] = []
     shared: Wanted = {}
     for op in graph.ops:
@@ -37,7 +38,37 @@ def reshard(graph: Graph) -> Graph:
         results, after = _results(op, attrs)
         ops.append(replace(op, operands=operands, results=results))
         ops.extend(after)
-    return graph.with_ops(ops, attrs=attrs)
+    updates = tuple((old, _as_replaced(graph, old, new, ops, attrs, shared)) for old, new in graph.updates)
+    return graph.with_ops(ops, attrs=attrs, updates=updates)
+
+
+def _lying_as_replaced(graph: Graph) -> dict[str, DistAttr]:
+    """New values of params that nothing else reads are kept right where the old value lies."""
+    returned = {value.name for _, value in graph.outputs}
+    return {
+        new.name: replace(graph.attrs[old], origin=Origin("rule", f"replaces %{old}"))
+        for old, new in graph.updates
+        if not graph.users[new.name]
+        and new.name not in returned
+        and not graph.attrs[new.name].pinned
+        and graph.producers[new.name].kind not in SOURCES
+        and graph.producers[new.name].kind != "reshard"
+    }
+
+
+def _as_replaced(
+    graph: Graph, old: str, new: Value, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted
+) -> Value:
+    """The new value of a param in the layout of the one that it replaces."""
+    wanted = attrs[old]
+    if attrs[new.name] == wanted:
+        return new
+    key = (new.name, wanted)
+    if key not in shared:
+        shared[key] = replace(new, name=f"{new.name}.r{len(shared)}")
+        attrs[shared[key].name] = wanted
+        ops.append(replace(_reshard_op(graph.producers[new.name], new, shared[key], wanted), role="optimize"))
+    return shared[key]
 
 
 def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:

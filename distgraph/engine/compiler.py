@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from distgraph.data import Field
 from distgraph.engine.dump import dump_directory, dump_stage, write
 from distgraph.engine.price import price_on
 from distgraph.engine.program import Recipe
 from distgraph.errors import ResourceError
+from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
+from distgraph.passes.refine import arrange, latency_price
 from distgraph.resources import Cluster
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.world import is_chief
@@ -42,7 +45,7 @@ def compile_program(
     serial = recipe.trace(mode, fields, layouts)
     dump_stage(mode, "serial", serial)
     default = recipe.strategy.mesh or ProcessMesh.grid(serial=1)
-    completed = complete(serial, default)
+    completed = lay_out(replace(serial, micro_batches=micro_batches), default, recipe.strategy.refine)
     dump_stage(mode, "completed", completed)
     policy = recipe.strategy.schedule
     if cluster is None:
@@ -54,6 +57,13 @@ def compile_program(
     if dump_directory() is not None and is_chief():
         write(f"{mode}.schedule.txt", built.schedule)
     return built
+
+
+def lay_out(serial: Graph, default: ProcessMesh, refine: str) -> Graph:
+    """Complete a graph, and refine it when the strategy says so."""
+    if refine == "never":
+        return complete(serial, default)
+    return arrange(serial, default, price=latency_price, always=refine == "always")
 
 
 def check_cluster(meshes: tuple[ProcessMesh, ...], cluster: Cluster) -> None:
