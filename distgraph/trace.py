@@ -157,7 +157,8 @@ class Trace:
             raise GraphError(f"{shown} ({where}): {error}") from None
         results = tuple(Value(self.fresh(), tuple(shape), dtype) for shape, dtype in inferred)
         self.ops.append(Op(kind, values, results, dict(attrs), self.role, self.scope, where, self.link))
-        if self.placement is not None:
+        if self.placement is not None and self.role not in ("backward", "optimize"):
+            # a pipeline_boundary lasts to the end of the forward part; gradients go where their forward op is
             self.placements[results[0].name] = self.placement
         return tuple(Tensor(value, self) for value in results)
 

@@ -1,0 +1,184 @@
+"""distgraph's side of the step benchmark: the GPT on one rank, the MLP data, tensor, pipeline parallel and
+ZeRO-2 on two.
+
+Each program is a serial model written with `dg.nn`, a few annotations, and `Engine.prepare` and `Engine.run`;
+nothing below the public front is touched but the initial values, which come from `benchmarks.peers`.
+
+    python -m benchmarks.ours_step gpt_serial
+    mpiexec -n 2 python -m mpi4py -m benchmarks.ours_step mlp_dp2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import distgraph as dg
+from benchmarks.peers import (
+    BETA1,
+    BETA2,
+    EPSILON,
+    LEARNING_RATE,
+    Array,
+    GptSizes,
+    MlpSizes,
+    gpt_batch,
+    gpt_parameters,
+    merge,
+    mlp_batch,
+    mlp_parameters,
+    mlp_sizes,
+    program_arguments,
+    timed_steps,
+)
+from distgraph import nn, ops
+from distgraph.optim import Adam, shard_states
+from distgraph.runtime.rank import current_transport
+
+PROGRAMS = ("gpt_serial", "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2")
+
+
+class Mlp(nn.Module):
+    """Linear layers with ReLU between them, cut in two pipeline stages where meshes are given."""
+
+    def __init__(self, sizes: MlpSizes, stages: tuple[Any, Any] | None = None) -> None:
+        self.layers = [nn.Linear(sizes.width, sizes.width) for _ in range(sizes.layers)]
+        self.stages = stages
+
+    def forward(self, x: Any) -> Any:
+        """[batch, width] to the same."""
+        half, last = (len(self.layers) + 1) // 2, len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            if self.stages and number in (0, half):
+                x = dg.pipeline_boundary(x, self.stages[number // half])
+            x = layer(x)
+            if number < last:
+                x = ops.relu(x)
+        return x
+
+
+class Gpt(nn.Module):
+    """The GPT of `benchmarks.peers` from the blocks of `dg.nn`; its head has no bias."""
+
+    def __init__(self, sizes: GptSizes) -> None:
+        self.tokens = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.positions = nn.Parameter((sizes.sequence, sizes.hidden))
+        self.blocks = [
+            nn.TransformerBlock(sizes.hidden, sizes.heads, activation=gelu) for _ in range(sizes.layers)
+        ]
+        self.norm = nn.LayerNorm(sizes.hidden)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Any) -> Any:
+        """[batch, sequence] tokens to [batch, sequence, vocabulary] logits."""
+        x = self.tokens(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def gelu(x: Any) -> Any:
+    """The tanh approximation."""
+    return ops.gelu(x, approximate=True)
+
+
+def adam(**options: Any) -> Adam:
+    """The common Adam."""
+    return Adam(lr=LEARNING_RATE, beta1=BETA1, beta2=BETA2, eps=EPSILON, **options)
+
+
+def split_by_columns_and_rows(model: Mlp, mesh: dg.ProcessMesh) -> None:
+    """Tensor parallel in pairs of layers (Megatron-LM, section 3)."""
+    for number, layer in enumerate(model.layers):
+        dg.shard_tensor(layer.weight, mesh, ["tp", None] if number % 2 else [None, "tp"])
+
+
+def mlp_engine(name: str, sizes: MlpSizes) -> dg.Engine:
+    """The engine of one of the MLP programs."""
+    strategy, optimizer, model = dg.Strategy(), adam(), Mlp(sizes)
+    if name == "mlp_dp2":
+        strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp")
+    elif name == "mlp_zero2":
+        mesh = dg.ProcessMesh.grid(dp=2)
+        strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
+        optimizer = adam(state_spec=shard_states(mesh, "dp"))
+    elif name == "mlp_tp2":
+        mesh = dg.ProcessMesh.grid(tp=2)
+        strategy = dg.Strategy(mesh=mesh)
+        split_by_columns_and_rows(model, mesh)
+    elif name == "mlp_pp2":
+        strategy = dg.Strategy(micro_batches=sizes.microbatches)
+        model = Mlp(sizes, (dg.ProcessMesh([0], ["dp"]), dg.ProcessMesh([1], ["dp"])))
+    engine = dg.Engine(model, nn.MeanSquaredError(), optimizer, strategy=strategy)
+    initial: dict[str, Array] = {}
+    for number, (weight, bias) in enumerate(mlp_parameters(sizes)):
+        initial |= {f"layers.{number}.weight": weight, f"layers.{number}.bias": bias}
+    start_from(engine, initial)
+    return engine
+
+
+def gpt_engine(sizes: GptSizes) -> dg.Engine:
+    """The engine of the GPT."""
+    engine = dg.Engine(Gpt(sizes), nn.CrossEntropy(), adam())
+    initial: dict[str, Array] = {}
+    for name, value in gpt_parameters(sizes).items():
+        block, _, rest = name.partition(".")
+        if not block.isdigit():
+            initial[{"tokens": "tokens.weight"}.get(name, name)] = value
+        elif rest.startswith("qkv."):
+            for letter, part in zip("qkv", np.split(value, 3, axis=-1), strict=True):
+                initial[f"blocks.{block}.attn.{letter}.{rest[4:]}"] = part
+        else:
+            kind, _, which = rest.partition(".")
+            place = {"out": "attn.out", "fc1": "mlp.up", "fc2": "mlp.down"}.get(kind, kind)
+            initial[f"blocks.{block}.{place}.{which}"] = value
+    start_from(engine, initial)
+    return engine
+
+
+def start_from(engine: dg.Engine, initial: Mapping[str, Array]) -> None:
+    """Let every parameter start from these values, and the optimiser from its own."""
+
+    def read(name: str, shape: tuple[int, ...], dtype: str, where: tuple[slice, ...]) -> Any:
+        if name not in initial:
+            return None
+        if initial[name].shape != shape:
+            raise ValueError(f"{name} is {shape} in the model but {initial[name].shape} in the peers'")
+        return np.array(initial[name][where], order="C")
+
+    engine.memory.reader = read
+
+
+def step_of(arguments: argparse.Namespace) -> Callable[[], float]:
+    """One training step of the program named on the command line; returns the global loss."""
+    sizes = mlp_sizes(arguments)
+    serial = arguments.name == "gpt_serial"
+    engine = gpt_engine(GptSizes()) if serial else mlp_engine(arguments.name, sizes)
+    batch: Any = gpt_batch(GptSizes()) if serial else mlp_batch(sizes)
+    engine.prepare(batch)
+    return lambda: engine.run(batch)["loss"]
+
+
+def main() -> None:
+    """Run the program named on the command line; rank 0 prints the report."""
+    parser = program_arguments(__doc__, PROGRAMS)
+    arguments = parser.parse_args()
+    transport = current_transport()
+    ranks = 1 if transport is None else transport.size
+    needed = 2 if arguments.name.endswith("2") else 1
+    if ranks != needed:
+        parser.error(f"{arguments.name} needs {needed} MPI ranks but has {ranks}; use mpiexec -n {needed}")
+    step = step_of(arguments)
+    barrier = (lambda: None) if transport is None else transport.barrier
+    seconds, losses = timed_steps(step, barrier, arguments.steps, arguments.warmup)
+    shares = [loss / ranks for loss in losses]  # every rank has the whole loss
+    timed = [(seconds, shares)] if transport is None else transport.gather_objects((seconds, shares))
+    if timed is not None:
+        merge(timed).print()
+
+
+if __name__ == "__main__":
+    main()
