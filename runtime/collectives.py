@@ -263,13 +263,13 @@ def exchange_start(
     landing: list[tuple[Array, Array]] = []
     kept: list[Array] = []
     for source, tile in recvs:
-        if source != rank and out is not None and (target := out[tile]).size:
+        if source != rank and out is not None and (target := out[(*tile, ...)]).size:  # with ..., a tile of no dims is a view as well
             buffer = target if target.flags.c_contiguous else _empty(target, target.size)
             requests.append(transport.recv(buffer, source, _EXCHANGE_TAG + tag))
             if buffer is not target:
                 landing.append((target, buffer))
     for dest, tile in sends:
-        if dest != rank and x is not None and (piece := x[tile]).size:
+        if dest != rank and x is not None and (piece := x[(*tile, ...)]).size:
             kept.append(_contiguous(piece))
             requests.append(transport.send(kept[-1], dest, _EXCHANGE_TAG + tag))
     for have, want in zip(kept_here, taken_here, strict=True):
@@ -303,6 +303,11 @@ def exchange(
             order on both.
     """
     return exchange_start(transport, x, sends, recvs, out, tag).wait()
+
+
+def _part(array: Array, tile: Slices) -> Array:
+    """A tile as a view, also of an array without dims (which indexing would turn into a number)."""
+    return array[tile] if tile else array
 
 
 def broadcast_start(

@@ -117,8 +117,12 @@ class Worker:
         arena.feeds.clear()
         arena.feeds.update(feeds)
         arena.pending.clear()
-        collected: dict[str, list[Any]] = {label: [] for label, _ in self._per_micro}
         last = self.program.graph.micro_batches - 1
+        collected: dict[str, list[Any]] = {
+            # an output that is an input itself is made by no task
+            label: [] if value.name in self._home else [self._block(value, m).copy() for m in range(last + 1)]
+            for label, value in self._per_micro
+        }
         record = RecordedOrder(self.schedule, self.program.rank) if self.program.tasks else None
         order: Sequence[tuple[str, int]] = record.order if record is not None else ()
         if order:
