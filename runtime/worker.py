@@ -136,6 +136,8 @@ class Worker:
             (task.last if m == last or not per_micro[name] else task.body)(m)
             for label, value in self._per_micro:
                 if self._home.get(value.name) == name:
+                    if (value.name, m) in arena.pending:  # a collective leaves it, and nobody here waited for it yet
+                        arena.pending[value.name, m].wait()
                     collected[label].append(self._block(value, m).copy())
         for handle in (*arena.pending.values(), *arena.sends.values()):
             handle.wait()
