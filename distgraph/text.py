@@ -82,7 +82,7 @@ def _syntax(text: str, error: lark.exceptions.UnexpectedInput) -> str:
     else:
         assert isinstance(error, lark.exceptions.UnexpectedCharacters)
         wanted, width = error.allowed, 1
-        found = f"found {text[error.pos_in_stream or 0]!r}"
+        found = f"found {lines[error.line - 1][error.column - 1]!r}"
     return _at(text, error.line, error.column, width, f"{found}, expected {_listed(wanted)}")
 
 
@@ -310,10 +310,10 @@ class _Reader(Transformer[Token, Any]):
         return values
 
     def list(self, *values: Any) -> Any:
-        return [] if values == (None,) else [*values]
+        return [*values]
 
     def dict(self, *entries: Any) -> Any:
-        return {key: value for entry in entries if entry is not None for key, value in [entry]}
+        return {key: value for key, value in entries}
 
     def entry(self, key: Token, value: Any) -> Any:
         return _string(key), value
