@@ -19,6 +19,7 @@ whatever it costs, keep the best prefix. Situations that look alike (repeated la
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from distgraph.dtypes import itemsize
@@ -179,11 +180,12 @@ class _Refiner:
         edge = self.edges[value]
         return self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
 
-    def entry(self, value: int) -> tuple[float, int]:
-        """Bytes to move a value from where it is made to where it is read, and the layout to keep it in."""
+    def entry(self, value: int, wanted: set[int] | None = None) -> tuple[float, int]:
+        """Bytes to move a value from where it is made to where it is read (or wanted), and the layout to keep it in."""
         edge = self.edges[value]
         made = self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
-        wanted = {self.nodes[reader].need[self.choice[reader]][place] for reader, place in edge.readers}
+        if wanted is None:
+            wanted = {self.nodes[reader].need[self.choice[reader]][place] for reader, place in edge.readers}
         if edge.like >= 0:
             wanted.add(self.made(edge.like))
         key = (edge.kind, made, tuple(sorted(wanted)))
@@ -233,23 +235,32 @@ class _Refiner:
 
     # ------------------------------------------------------------------ moves
 
-    def best_response(self, number: int, through: int = -1) -> tuple[float, int]:
-        """Option of one op with the least cost; `through`: only options that make this value cheap to move."""
+    def best_response(self, number: int, through: int = -1, moved: Container[int] = ()) -> tuple[float, int]:
+        """Option of one op with the least cost.
+
+        `through`: only options under which this value costs nothing to move between `moved` ops and this one.
+        """
         node, present = self.nodes[number], self.choice[number]
         before = sum(self.costs[v] for v in node.around)
         best, best_option = 0.0, present
         found = through < 0
         for option in range(len(node.options)):
             self.choice[number] = option
-            if through >= 0:
-                edge = self.edges[through]
-                if edge.times * self.entry(through)[0] > _GAIN:
-                    continue
+            if through >= 0 and not self.agrees(through, number, moved):
+                continue
             total = sum(map(self.cost, node.around)) - before
             if not found or total < best - 1e-9:
                 best, best_option, found = total, option, True
         self.choice[number] = present
         return best, best_option
+
+    def agrees(self, value: int, end: int, moved: Container[int]) -> bool:
+        """True when a value moves for nothing between one of its ends and those in `moved`; the others may still follow."""
+        edge = self.edges[value]
+        wanted = {self.nodes[r].need[self.choice[r]][place] for r, place in edge.readers if r == end or r in moved}
+        if edge.producer != end and edge.producer not in moved:
+            return len(wanted) < 2
+        return edge.times * self.entry(value, wanted)[0] <= _GAIN
 
     def relax(self, numbers: list[int]) -> None:
         """Best responses until none helps."""
@@ -284,7 +295,7 @@ class _Refiner:
             for end in (edge.producer, *(reader for reader, _ in edge.readers)):
                 if end in moved or len(self.nodes[end].options) < 2:
                     continue
-                _, response = self.best_response(end, through=value)
+                _, response = self.best_response(end, value, moved)
                 if response == self.choice[end]:
                     continue
                 journal.append((end, self.choice[end]))
@@ -303,7 +314,10 @@ class _Refiner:
         return tuple((self.nodes[n].kind, self.nodes[n].options[self.choice[n]]) for n in near)
 
     def try_op(self, number: int, value: int) -> bool:
-        """Flood from one end of a border with each option that lowers the cost of the border."""
+        """Flood from one end of a border with each option that does not raise the cost of the border.
+
+        It may stay: a value that two readers want in different layouts costs the same until both have moved.
+        """
         node = self.nodes[number]
         if len(node.options) < 2:
             return False
@@ -314,9 +328,9 @@ class _Refiner:
         for option in range(len(node.options)):
             worth = self.costs[value]
             present, self.choice[number] = self.choice[number], option
-            lower = self.cost(value) < worth - _GAIN
+            promising = self.cost(value) <= worth + _GAIN
             self.choice[number] = present
-            if option != present and lower:
+            if option != present and promising:
                 improved |= self.flood(number, option, worth)
         if not improved:
             self.failed.add(key)
