@@ -22,6 +22,7 @@ _HOMES = {
     "shard_op": "distgraph.annotate",
     "reshard": "distgraph.annotate",
     "on": "distgraph.annotate",
+    "recompute": "distgraph.annotate",
     "pipeline_boundary": "distgraph.annotate",
     "complete": "distgraph.passes.complete",
     "Cluster": "distgraph.resources",

@@ -110,6 +110,22 @@ def shard_op(
     return call
 
 
+def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function or module whose intermediate results are computed again in the backward part instead of being kept.
+
+    Less memory for activations, a second forward computation of the block; the numbers do not change.
+
+    Args:
+        function: a module (a transformer block, say) or a function of tensors.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Trace.current().recomputing():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def on(mesh: ProcessMesh | None) -> Iterator[None]:
     """Ops inside are computed on `mesh`: one pipeline stage. None changes nothing."""

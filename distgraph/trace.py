@@ -40,6 +40,9 @@ class Trace:
         self.where = ""
         self.placement: ProcessMesh | None = None
         self.placements: dict[str, ProcessMesh] = {}
+        self.block = 0  # number of the recomputed block that ops belong to now; 0 = none
+        self.blocks = 0
+        self.recomputed: dict[str, int] = {}
         self.training = True
         self.parameters: dict[str, Any] = {}  # name -> the parameter object that it stands for
         self._names: set[str] = set()
@@ -88,6 +91,17 @@ class Trace:
             yield
         finally:
             self.link, self.scope, self.where = before
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Ops emitted inside are computed again in the backward part instead of being kept."""
+        before = self.block
+        self.blocks += 1
+        self.block = before or self.blocks
+        try:
+            yield
+        finally:
+            self.block = before
 
     @contextmanager
     def on(self, mesh: ProcessMesh) -> Iterator[None]:
@@ -160,6 +174,8 @@ class Trace:
         if self.placement is not None and self.role not in ("backward", "optimize"):
             # a pipeline_boundary lasts to the end of the forward part; gradients go where their forward op is
             self.placements[results[0].name] = self.placement
+        if self.block:
+            self.recomputed[results[0].name] = self.block
         return tuple(Tensor(value, self) for value in results)
 
     def tensors(self, operands: Sequence[Any]) -> list[Tensor]:

@@ -10,14 +10,19 @@ Invariant: no forward op changes; a value used several times gets the sum of the
     %l = reduce_sum(%h)         ->    %l = reduce_sum(%h)
                                       %g = broadcast_to(%one)           # link %l
                                       %dw = einsum(%x, %g)              # link %h
+
+Ops that were traced inside `dg.recompute` are emitted again in the backward part, right before the first gradient that
+reads them, so that their forward results need not be kept (Chen et al., "Training deep nets with sublinear memory cost",
+2016). Random ops are counter based: the second time they give the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distgraph.dtypes import is_float
 from distgraph.errors import GraphError
-from distgraph.graph import Op
+from distgraph.graph import Op, Value
 from distgraph.ops.registry import GradientContext, lookup
 from distgraph.tensor import Tensor, emit_one
 from distgraph.trace import Trace
@@ -39,19 +44,19 @@ def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Ten
     """
     if loss.shape != ():
         raise GraphError(f"loss %{loss.value.name} is {loss.value.type} but must be a scalar; take its mean or sum")
-    active = _reached(trace.ops, {t.value.name for t in wrt})
-    grads: dict[str, Tensor] = {}
     forward = list(trace.ops)
+    active = _reached(forward, {t.value.name for t in wrt})
+    walk = _Walk(trace, forward, active)
     with trace.activate(), trace.within(role="backward"):
         with trace.on_behalf_of(loss.value.name, "", "loss"):
-            grads[loss.value.name] = trace.constant(1.0, loss.dtype)
+            walk.grads[loss.value.name] = trace.constant(1.0, loss.dtype)
         for op in reversed(forward):
-            received = tuple(grads.get(v.name) for v in op.results)
-            if op.operands and any(g is not None for g in received) and op.name in active:
-                _visit(trace, op, received, active, grads, forward)
+            received = tuple(walk.grads.get(v.name) for v in op.results)
+            if any(g is not None for g in received) and any(v.name in active for v in op.operands):
+                walk.visit(op, received)
         found = []
         for tensor in wrt:
-            grad = grads.get(tensor.value.name)
+            grad = walk.grads.get(tensor.value.name)
             if grad is None:
                 with trace.on_behalf_of(tensor.value.name, "", ""):
                     grad = emit_one("full", shape=tensor.shape, value=0.0, dtype=tensor.dtype)
@@ -60,34 +65,53 @@ def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Ten
 
 
 def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:
-    """Names of values that depend on the start values (which count themselves)."""
+    """Names of values that depend smoothly on the start values (which count themselves): never through integers."""
     reached = set(start)
     for op in ops:
         if any(v.name in reached for v in op.operands):
-            reached.update(v.name for v in op.results)
+            reached.update(v.name for v in op.results if is_float(v.dtype))
     return reached
 
 
-def _visit(
-    trace: Trace,
-    op: Op,
-    received: tuple[Tensor | None, ...],
-    active: set[str],
-    grads: dict[str, Tensor],
-    forward: Sequence[Op],
-) -> None:
-    declared = lookup(op.kind)
-    if declared.gradient is None:
-        raise GraphError(f"{op} has no gradient but the loss depends on it; wrap it in stop_gradient or use another op")
-    operands = tuple(Tensor(v, trace) for v in op.operands)
-    results = tuple(Tensor(v, trace) for v in op.results)
-    needs = tuple(v.name in active for v in op.operands)
-    with trace.on_behalf_of(op.name, op.scope, op.source):
-        context = GradientContext(operands, results, received, op.attrs, needs)
-        for operand, need, grad in zip(operands, needs, declared.gradient(context), strict=True):
-            if not need or grad is None:
+class _Walk:
+    """The way back: gradients so far, and what has been computed again."""
+
+    def __init__(self, trace: Trace, forward: Sequence[Op], active: set[str]) -> None:
+        self.trace, self.forward, self.active = trace, forward, active
+        self.grads: dict[str, Tensor] = {}
+        self.again: dict[str, Value] = {}  # value of a recomputed block -> its copy in the backward part
+        self.done: set[int] = set()
+
+    def visit(self, op: Op, received: tuple[Tensor | None, ...]) -> None:
+        """Emit the gradient of one op and add it to its operands'."""
+        trace, declared = self.trace, lookup(op.kind)
+        if declared.gradient is None:
+            raise GraphError(
+                f"{op} has no gradient but the loss depends on it; wrap it in stop_gradient or use another op"
+            )
+        block = trace.recomputed.get(op.name)
+        if block is not None and block not in self.done:
+            self.recompute(block)
+        operands = tuple(Tensor(self.again.get(v.name, v) if block else v, trace) for v in op.operands)
+        results = tuple(Tensor(self.again.get(v.name, v) if block else v, trace) for v in op.results)
+        needs = tuple(v.name in self.active for v in op.operands)
+        with trace.on_behalf_of(op.name, op.scope, op.source):
+            context = GradientContext(operands, results, received, op.attrs, needs)
+            for value, need, grad in zip(op.operands, needs, declared.gradient(context), strict=True):
+                if not need or grad is None:
+                    continue
+                if grad.shape != value.shape:
+                    raise AssertionError(f"gradient of {op.kind} has shape {grad.shape}, its operand {value.shape}")
+                self.grads[value.name] = self.grads[value.name] + grad if value.name in self.grads else grad
+
+    def recompute(self, block: int) -> None:
+        """Emit the forward ops of a block again; what of it nobody reads is pruned later."""
+        self.done.add(block)
+        trace = self.trace
+        for op in self.forward:
+            if trace.recomputed.get(op.name) != block or not op.operands:
                 continue
-            name = operand.value.name
-            if grad.shape != operand.shape:
-                raise AssertionError(f"gradient of {op.kind} has shape {grad.shape}, its operand {operand.shape}")
-            grads[name] = grads[name] + grad if name in grads else grad
+            with trace.on_behalf_of(op.name, op.scope, op.source):
+                copies = trace.emit(op.kind, [Tensor(self.again.get(v.name, v), trace) for v in op.operands], op.attrs)
+            for value, copy in zip(op.results, copies, strict=True):
+                self.again[value.name] = copy.value

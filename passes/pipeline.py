@@ -17,6 +17,7 @@ from distgraph.ops.registry import lookup
 from distgraph.passes.complete import complete
 from distgraph.passes.decompose import decompose
 from distgraph.passes.lower import lower
+from distgraph.passes.prune import prune
 from distgraph.passes.refine import arrange, refine
 from distgraph.passes.reshard import reshard
 from distgraph.verify import verify
@@ -51,6 +52,7 @@ def _decompose_all(graph: Graph) -> Graph:
 
 
 PASSES = {
+    "prune": Pass(prune, "serial", "serial"),
     "decompose": Pass(_decompose_all, "serial", "serial"),
     "complete": Pass(complete, "serial", "completed"),
     "refine": Pass(refine, "completed", "completed"),

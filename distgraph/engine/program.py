@@ -19,6 +19,7 @@ from distgraph.graph import Graph
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
+from distgraph.passes.prune import prune
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.strategy import Strategy
 from distgraph.tensor import Tensor, emit_one
@@ -71,7 +72,7 @@ class Recipe:
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
             _pin(trace, layouts)
-        graph = trace.finish(outputs)
+        graph = prune(trace.finish(outputs))
         if self.strategy.mode == "manual":
             _check_manual(graph)
         return graph

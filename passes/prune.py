@@ -1,0 +1,29 @@
+"""Remove what nothing needs.
+
+In:   a serial graph.
+Out:  the ops that outputs and updates depend on; inputs stay, so that a program takes the same batch.
+Invariant: outputs, updates and annotations of what is left do not change.
+
+    %a = exp(%x)
+    %b = add(%x, %x)      ->      %b = add(%x, %x)
+    return y=%b                   return y=%b
+"""
+
+from __future__ import annotations
+
+from distgraph.graph import Graph, Op
+
+
+def prune(graph: Graph) -> Graph:
+    """Drop ops whose results nobody reads."""
+    needed = set(graph.kept) | {old for old, _ in graph.updates}
+    left: list[Op] = []
+    for op in reversed(graph.ops):
+        if op.kind == "input" or any(value.name in needed for value in op.results):
+            needed.update(value.name for value in op.operands)
+            left.append(op)
+    left.reverse()
+    alive = {value.name for op in left for value in op.results}
+    attrs = {name: attr for name, attr in graph.attrs.items() if name in alive}
+    placements = {name: mesh for name, mesh in graph.placements.items() if name in alive}
+    return graph.with_ops(left, attrs=attrs, placements=placements)
