@@ -348,6 +348,9 @@ class _Writer:
             self.emit(local, last=last)
             if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
                 started.add(local.op.result.name)
+        for value in self.storage.waits.get((task.name, len(task.ops)), ()):
+            if value in started:
+                self.wait(value)
         for value in self.storage.late[task.name]:
             if value in started:
                 at = "m" if self.program.parts.phase[value] == 1 else "0"

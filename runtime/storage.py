@@ -187,9 +187,13 @@ class _Planner:
                 if here:
                     at = min(here)
                     waits.setdefault(at, []).append(result)
-                else:
+                elif readers:
                     late.append(result)
-                    at = min(readers, key=lambda p: (position[p[0]], p[1]), default=(task.name, len(task.ops)))
+                    at = min(readers, key=lambda p: (position[p[0]], p[1]))
+                else:  # nobody reads it here: it ends with the task, before another one uses the same scratch
+                    at = (task.name, len(task.ops))
+                    waits.setdefault(at, []).append(result)
+                    self.uses[self.slots[result].root].append(at)
                 for value in local.op.operands if local.mode != "recv" else ():
                     self.uses[self.slots[value.name].root].append(at)
             self.storage.late[task.name] = tuple(late)
