@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -155,7 +156,7 @@ class Plan:
         if len(self.meshes) > 1:
             parts.append("stages\n" + _table([(f"{i}", str(mesh)) for i, mesh in enumerate(self.meshes)]))
         shown = [line for line in self.tensors if line.kind != "state" or self._stands_out(line)]
-        parts.append("tensors (bytes of the largest block)\n" + _table([self._row(line) for line in shown]))
+        parts.append("tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown])))
         hidden = len(self.tensors) - len(shown)
         if hidden:
             parts.append(f"  and {hidden} optimiser states, each laid out as its parameter")
@@ -220,6 +221,30 @@ class Plan:
         except GraphError:
             known = ", ".join(line.name for line in self.tensors)
             raise GraphError(f"plan has no tensor {name!r}; it has {known}, and the values of the graph") from None
+
+
+def _fold(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows of repeated layers in one: names that differ in their numbers only, everything else but those equal."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        pattern = tuple(_NUMBER.sub(".*", f"{cell}.") for cell in row)
+        groups.setdefault(pattern, []).append(row)
+    folded = []
+    for members in groups.values():
+        name = members[0][0]
+        if len(members) > 1:
+            last = iter(_NUMBER.findall(members[-1][0] + "."))
+            name = _NUMBER.sub(lambda m: _range(m.group(), next(last)), name + ".")[:-1]  # noqa: B023 - called here
+        folded.append((name, *members[0][1:]))
+    return folded
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def _range(first: str, last: str) -> str:
+    """`.0` and `.3` -> `.{0..3}`."""
+    return first if first == last else f".{{{first[1:]}..{last[1:]}}}"
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> str:
