@@ -182,8 +182,9 @@ class _Planner:
                     continue
                 result = local.op.result.name
                 aliases = [n for n, s in self.slots.items() if s.root == self.slots[result].root]
-                readers = [p for n in aliases for p in self.readers.get(n, ())]
-                here = [p for p in readers if p[0] == task.name and p[1] > number]
+                found = [p for n in aliases for p in self.readers.get(n, ())]
+                readers = [p for p in found if p[0] != task.name or p[1] > number]  # not the collective itself
+                here = [p for p in readers if p[0] == task.name]
                 if here:
                     at = min(here)
                     waits.setdefault(at, []).append(result)
