@@ -2,13 +2,14 @@
 
 In:   a completed graph.
 Out:  the same graph; some unpinned values and ops have another layout, with origin "search".
-Invariant: annotations stay; no contraction is computed with fewer parts than completion gave it, no parameter or state is
-      stored in fewer; the modelled cost never rises; deterministic.
+Invariant: annotations stay; no contraction is computed with fewer parts than completion gave it (unless its result itself is
+      annotated), no parameter or state is stored in fewer; the modelled cost never rises; deterministic.
 
 Completion decides by priority, one axis at a time, and so leaves borders where two claims meet. Here the borders move.
 With P(v) the layout in which a value is made, R(v) those in which it is read and S(v) the one in which it is kept,
 
     cost = sum over values of times(v) * (min over S of  wire(P -> S) + sum over distinct R of wire(S -> R))
+         + sum over ops of times(op) * wire of the halos that it reads
          + epsilon * bytes touched per rank,
 
 where times is the number of micro-batches for values inside the micro-batch part. Moves: best response of one op, and
@@ -25,9 +26,10 @@ from dataclasses import dataclass, replace
 from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.ops.registry import linear_groups, lookup, operand_layout, operand_windows, rule_of
 from distgraph.passes.claims import POLICIES
 from distgraph.passes.complete import complete
+from distgraph.passes.halo import halo_volume
 from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
 from distgraph.passes.transfer import transfer_cost
 from distgraph.rule import OpLayout, choices, operand_spec, result_spec
@@ -54,6 +56,7 @@ class _Node:
     around: tuple[int, ...] = ()
     neighbours: tuple[int, ...] = ()
     kind: tuple[object, ...] = ()
+    halo: tuple[float, ...] = ()  # price of the halos that each option reads; empty where no option reads any
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class _Refiner:
     def __init__(self, graph: Graph, times: dict[str, int], price: Price) -> None:
         self.graph = graph
         self.price = price
+        self.times = times
         self.attrs: list[DistAttr] = []
         self.number: dict[DistAttr, int] = {}
         self.split: list[int] = []
@@ -121,13 +125,27 @@ class _Refiner:
         shapes = tuple(v.shape for v in op.operands)
         operands = tuple(position[v.name] for v in op.operands)
         results = tuple(position[v.name] for v in op.results)
-        return _Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes))
+        halo = tuple(self._halo(op, o) for o in options) if rule.sliding else ()
+        return _Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes), halo=halo)
+
+    def _halo(self, op: Op, layout: OpLayout) -> float:
+        """Price of what an op reads beyond its blocks."""
+        mesh, total = layout.mesh, 0.0
+        for position, value in enumerate(op.operands):
+            spec, windows = operand_layout(op, position, layout), operand_windows(op, position, layout)
+            if not windows:
+                continue
+            sent = float(itemsize(value.dtype) * halo_volume(value.shape, mesh, spec, windows))
+            axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
+            total += self.price("permute", sent, mesh.count(axes), mesh, axes) if sent else 0.0
+        return self.times[op.results[0].name] * total
 
     def _options(self, op: Op, completed: OpLayout) -> list[OpLayout]:
         costly = lookup(op.kind).cost == "matmul"
         groups = () if len(op.results) != 1 or costly or op.role == "optimize" else linear_groups(op)
         found = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
-        if costly or op.kind in ("param", "state"):
+        asked = op.role == "forward" and self.graph.attrs[op.name].pinned  # the user wants it whole in many places
+        if (costly and not asked) or op.kind in ("param", "state"):
             found = [o for o in found if _parts(o) >= _parts(completed)]
         return [completed, *found[: _OPTIONS - 1]]
 
@@ -223,10 +241,14 @@ class _Refiner:
         assert best is not None
         return best[0], self._attr(best[2])
 
+    def halo(self, number: int, option: int) -> float:
+        """Cost of an option of an op itself."""
+        return self.nodes[number].halo[option] if self.nodes[number].halo else 0.0
+
     def set(self, node: int, option: int) -> float:
         """Give an op another option; returns the change of the total."""
+        change = self.halo(node, option) - self.halo(node, self.choice[node])
         self.choice[node] = option
-        change = 0.0
         for value in self.nodes[node].around:
             cost = self.cost(value)
             change += cost - self.costs[value]
@@ -241,14 +263,14 @@ class _Refiner:
         `through`: only options under which this value costs nothing to move between `moved` ops and this one.
         """
         node, present = self.nodes[number], self.choice[number]
-        before = sum(self.costs[v] for v in node.around)
+        before = sum(self.costs[v] for v in node.around) + self.halo(number, present)
         best, best_option = 0.0, present
         found = through < 0
         for option in range(len(node.options)):
             self.choice[number] = option
             if through >= 0 and not self.agrees(through, number, moved):
                 continue
-            total = sum(map(self.cost, node.around)) - before
+            total = sum(map(self.cost, node.around)) + self.halo(number, option) - before
             if not found or total < best - 1e-9:
                 best, best_option, found = total, option, True
         self.choice[number] = present
@@ -270,7 +292,8 @@ class _Refiner:
             number = queue.popleft()
             queued.discard(number)
             node = self.nodes[number]
-            if len(node.options) < 2 or not any(self.moves(v) for v in node.around):
+            costs = self.halo(number, self.choice[number]) > _GAIN or any(self.moves(v) for v in node.around)
+            if len(node.options) < 2 or not costs:
                 continue
             gain, option = self.best_response(number)
             if gain < -_GAIN and option != self.choice[number]:
@@ -397,7 +420,8 @@ def _refined(graph: Graph, price: Price) -> tuple[float, Graph]:
     for number, (name, attr) in enumerate((e.name, graph.attrs[e.name]) for e in refiner.edges):
         kept = refiner.attrs[refiner.entry(number)[1]]
         attrs[name] = attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
-    return sum(refiner.costs), graph.with_ops(ops, attrs=attrs)
+    halos = sum(refiner.halo(number, option) for number, option in enumerate(refiner.choice))
+    return sum(refiner.costs) + halos, graph.with_ops(ops, attrs=attrs)
 
 
 def multiplicity(graph: Graph) -> dict[str, int]:
