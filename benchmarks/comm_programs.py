@@ -1,8 +1,8 @@
-"""The programs of `data/gspmd_comm.json` in distgraph: the mathematics of each, without a layout except where the program
-itself constrains one.
+"""The programs of `data/gspmd_comm.json` in distgraph.
 
-Every program takes the arguments of its case (tensors in nested dicts and lists) and returns its results in the same
-form; `leaves` gives them in the order of the file: sequences in order, dicts by key.
+The mathematics of each, without a layout except where the program itself constrains one. A program takes the
+arguments of its case (tensors in nested dicts and lists) and returns its results in the same form; `leaves`
+gives them in the order of the file: sequences in order, dicts by key.
 """
 
 from __future__ import annotations
