@@ -1,112 +1,85 @@
-"""Training by the serial interpreter: what the tests of modules and optimisers share."""
+"""A small model on many layouts, and a program in plain NumPy that trains the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from distgraph import nn, ops
-from distgraph.dtypes import short
-from distgraph.graph import Graph
-from distgraph.init import materialize
-from distgraph.interpret import interpret
-from distgraph.kernels.random import random_key
-from distgraph.optim import Optimizer
-from distgraph.passes.backward import differentiate
-from distgraph.trace import Trace
+import distgraph as dg
+from distgraph import nn, ops, optim
+
+P = dg.ProcessMesh.grid
+LAYOUTS: dict[str, tuple[Any, Any]] = {  # meshes of the two halves of the model
+    "serial": (None, None),
+    "dp3": (P(dp=3), P(dp=3)),
+    "tp2": (P(tp=2), P(tp=2)),
+    "dp2tp2": (P(dp=2, tp=2), P(dp=2, tp=2)),
+    "dp2tp3": (P(dp=2, tp=3), P(dp=2, tp=3)),
+    "pp2": (P(dp=1), P(1, dp=1)),
+    "pp1_3": (P(dp=1), P(1, dp=3)),
+    "dp2pp2": (P(dp=2), P(2, tp=2)),
+}
+INPUTS, HIDDEN, OUTPUTS = 6, 10, 3
 
 
-class GPT(nn.Module):
-    """A small decoder over token numbers."""
+class Net(nn.Module):
+    """relu MLP with dropout; half of it on each mesh."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        width: int,
-        heads: int,
-        layers: int,
-        length: int,
-        dropout: float = 0.0,
-        dtype: str = "f32",
-    ) -> None:
-        self.tokens = nn.Embedding(vocabulary, width, dtype=dtype)
-        self.positions = nn.Parameter((length, width), dtype)
-        self.blocks = [nn.TransformerBlock(width, heads, dropout=dropout, dtype=dtype) for _ in range(layers)]
-        self.norm = nn.LayerNorm(width, dtype=dtype)
-        self.head = nn.Linear(width, vocabulary, bias=False, dtype=dtype)
+    def __init__(self, layout: str = "serial", dropout: float = 0.0, dtype: str = "f64", hidden: int = HIDDEN) -> None:
+        self.first, self.second = LAYOUTS[layout]
+        self.up, self.down = nn.Linear(INPUTS, hidden, dtype=dtype), nn.Linear(hidden, OUTPUTS, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        if self.first is not None and "tp" in self.first.axes:
+            dg.shard_tensor(self.up.weight, self.first, [None, "tp"])
+        if self.second is not self.first and self.second is not None and "tp" in self.second.axes:
+            dg.shard_tensor(self.down.weight, self.second, ["tp", None])
 
-    def forward(self, ids: Any) -> Any:
-        x = self.tokens(ids) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    def forward(self, x: Any) -> Any:
+        if self.first is not None:
+            x = dg.shard_tensor(x, self.first, ["dp" if "dp" in self.first.axes else None, None])
+        hidden = self.dropout(ops.relu(self.up(x)))
+        with dg.on(self.second if self.second is not self.first else None):
+            return self.down(hidden)
 
 
-def mean_cross_entropy(logits: Any, labels: Any) -> Any:
-    return ops.mean(ops.cross_entropy(logits, labels))
+def data(count: int = 50, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, INPUTS)), rng.integers(0, OUTPUTS, count).astype("i4")
 
 
-@dataclass(frozen=True)
-class Step:
-    """One training step as a graph, and what it starts from."""
-
-    graph: Graph
-    optimizer: Optimizer
-    start: Mapping[str, Any]
-
-    def train(self, batches: Sequence[tuple[Any, Any]]) -> tuple[list[float], dict[str, Any]]:
-        """Losses of every step, and params and states at the end."""
-        state, losses = dict(self.start), []
-        for number, (x, y) in enumerate(batches):
-            inputs = {
-                "x": x,
-                "y": y,
-                "key": np.uint64(random_key(0, 0, number)),
-                **self.optimizer.inputs(number),
-            }
-            outputs, updates = interpret(self.graph, inputs, state)
-            state |= updates
-            losses.append(float(outputs["loss"]))
-        return losses, state
+def engine(layout: str = "serial", *, dropout: float = 0.0, micro: int = 1, seed: int = 5, **given: Any) -> dg.Engine:
+    given.setdefault("optimizer", optim.Adam(lr=0.01))
+    hidden = given.pop("hidden", HIDDEN)
+    strategy = dg.Strategy(micro_batches=micro)
+    return dg.Engine(Net(layout, dropout, hidden=hidden), nn.CrossEntropy(), strategy=strategy, seed=seed, **given)
 
 
-def step_of(
-    model: Any, loss: Callable[[Any, Any], Any], optimizer: Optimizer, batch: tuple[Any, Any], seed: int = 0
-) -> Step:
-    """Trace forward, backward and update of a model for batches like this one."""
-    trace = Trace("step")
-    with trace.activate():
-        x, y = (
-            trace.source("input", name, a.shape, short(a.dtype)) for name, a in zip("xy", batch, strict=True)
-        )
-        value = loss(model(x), y)
-        params = [trace.tensor(p) for p in model.parameters() if p.trainable]
-        optimizer.update(trace, list(zip(params, differentiate(trace, value, params), strict=True)))
-        graph = trace.finish({"loss": value})
-    start = {
-        str(op.attrs["name"]): materialize(op.attrs["init"], op.attrs["name"], seed, v.shape, dtype=v.dtype)
-        for op in graph.sources("param", "state")
-        for v in op.results
-    }
-    return Step(graph, optimizer, start)
+def by_hand(weights: dict[str, np.ndarray], batches: list[tuple[np.ndarray, np.ndarray]], rate: float) -> list[float]:
+    """Losses of the same model under plain gradient descent; changes `weights`."""
+    losses = []
+    for x, y in batches:
+        rows = np.arange(len(x))
+        before = x @ weights["up.weight"] + weights["up.bias"]
+        hidden = np.maximum(before, 0)
+        logits = hidden @ weights["down.weight"] + weights["down.bias"]
+        shifted = logits - logits.max(1, keepdims=True)
+        probability = np.exp(shifted) / np.exp(shifted).sum(1, keepdims=True)
+        losses.append(float(-np.log(probability[rows, y]).mean()))
+        grad = probability.copy()
+        grad[rows, y] -= 1
+        grad /= len(x)
+        back = grad @ weights["down.weight"].T * (before > 0)
+        step = {"down.weight": hidden.T @ grad, "down.bias": grad.sum(0), "up.weight": x.T @ back, "up.bias": back.sum(0)}
+        for name, change in step.items():
+            weights[name] -= rate * change
+    return losses
 
 
-def forward(model: Any, *arrays: Any, params: Mapping[str, Any], training: bool = False, key: int = 0) -> Any:
-    """What a model gives for arrays."""
-    trace = Trace("forward")
-    trace.training = training
-    with trace.activate():
-        inputs = [trace.source("input", f"x{i}", a.shape, short(a.dtype)) for i, a in enumerate(arrays)]
-        graph = trace.finish({"y": model(*inputs)})
-    given = {f"x{i}": a for i, a in enumerate(arrays)} | {"key": np.uint64(key)}
-    return interpret(graph, given, params)[0]["y"]
-
-
-def initial(model: Any, seed: int = 0) -> dict[str, Any]:
-    """Parameters and buffers at the start."""
-    return {
-        name: materialize(p.init, name, seed, p.shape, dtype=p.dtype) for name, p in model.named_tensors()
-    }
+def whole(trained: dg.Engine, name: str) -> np.ndarray:
+    """A parameter put together from its blocks (in-process ranks)."""
+    record = trained.memory.records[name]
+    full = np.full(record.shape, np.nan)
+    for rank in record.attr.mesh.members:
+        full[record.attr.spec.slices(record.shape, record.attr.mesh, rank)] = trained.memory.block(name, rank)
+    return full
