@@ -3,7 +3,7 @@
     python benchmarks/comm_bytes.py [FILE] [--only REGEX] [--check] [--no-refine] [--print] [--json OUT]
 
 FILE (default `data/gspmd_comm.json`) names programs of `comm_programs.py` with the mesh, the shape, dtype and
-layout of every argument, and the layout of the results (none = whoever partitions chooses, but no result stays
+layout of every argument, and the layout of the results (none = the partitioner chooses, but no result stays
 a pending sum). All given layouts are pinned. Ours = the largest number of bytes that a rank sends in one step
 under ring algorithms, as the rank programs say; XLA = the smaller of Shardy and GSPMD, an all-reduce whose
 users only slice it counted as reduce-scatter (XLA on CPU forms none by itself). An all-reduce costs 2(g-1)/g
