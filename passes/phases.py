@@ -14,6 +14,7 @@ communication starts as soon as the gradient is there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from distgraph.graph import SOURCES, Graph, Op
@@ -163,7 +164,7 @@ def _collect(state: _State) -> Parts:
     for key in sorted(bodies, key=lambda k: (_ORDER[k[0]], k[2], stages[k[1]])):
         name = f"{key[0]}.s{stages[key[1]]}"
         names[key] = name if name not in names.values() else f"{name}.l{key[2]}"
-    index = {op.name: i for i, op in enumerate(graph.ops)}
+    order = _arrange(graph, names, bodies)
     tasks = tuple(
         Part(
             names[key],
@@ -171,12 +172,45 @@ def _collect(state: _State) -> Parts:
             key[1],
             stages[key[1]],
             key[0] in ("forward", "backward"),
-            tuple(sorted(bodies[key], key=lambda op: index[op.name])),
+            order[key],
             frozenset(op.name for op in bodies[key] if _in_tail(state, op, key)),
         )
         for key in names
     )
     return Parts(graph, tasks, tuple((names[a], names[b]) for a, b in edges), state.phase)
+
+
+def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) -> dict[Key, tuple[Op, ...]]:
+    """Order of the ops of every task: program order, but
+
+    * what communicates, and `accumulate`, comes right behind what it needs, so that messages leave early;
+    * the optimize part follows the order in which gradients become ready, so that the first wait is for the oldest message.
+
+    The sort key is (number of the last op that holds this one back, own number): an op comes behind all of its operands.
+    """
+    index = {op.name: i for i, op in enumerate(graph.ops)}
+    ready: dict[str, int] = {}  # value -> place of its op in the tasks before, counted through
+    count = 0
+    ordered = {}
+    for key in keys:
+        last: dict[str, int] = {}
+        for op in sorted(bodies[key], key=lambda op: index[op.name]):
+            inside = [last[v.name] for v in op.operands if v.name in last]
+            if key[0] == "optimize":
+                held = max([*inside, *(ready.get(v.name, -1) for v in op.operands)], default=-1)
+            else:
+                held = max(inside) if inside and _is_eager(op) else index[op.name]
+            last.update((v.name, held) for v in op.results)
+            last[op.name] = held
+        ordered[key] = tuple(sorted(bodies[key], key=lambda op: (last[op.name], index[op.name])))
+        for op in ordered[key]:
+            count += 1
+            ready.update((v.name, count) for v in op.results)
+    return ordered
+
+
+def _is_eager(op: Op) -> bool:
+    return op.kind == "accumulate" or op.kind.startswith("comm.")
 
 
 def _in_tail(state: _State, op: Op, key: Key) -> bool:

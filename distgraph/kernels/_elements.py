@@ -23,6 +23,13 @@ _CUBIC_3 = _F(0.134145)
 
 
 @inlined
+def _copy(source: Any, target: Any) -> None:
+    """A loop that LLVM vectorises; Numba's own `target[:] = source` checks overlap and takes 45 us more for 1 MiB."""
+    for j in range(source.size):
+        target[j] = source[j]
+
+
+@inlined
 def _gelu_erf(x: Any) -> Any:
     return x * HALF * (ONE + erf32(x * _SQRT_HALF))
 
@@ -55,7 +62,7 @@ def gelu(x: Any, approximate: bool, y: Any) -> None:
         else:
             for j in range(part.size):
                 scratch[j] = _gelu_erf(part[j])
-        y[start : start + _BLOCK] = scratch[: part.size]
+        _copy(scratch[: part.size], y[start : start + _BLOCK])
 
 
 @jit
@@ -70,7 +77,7 @@ def gelu_grad(x: Any, dy: Any, approximate: bool, dx: Any) -> None:
         else:
             for j in range(part.size):
                 scratch[j] = _gelu_erf_slope(part[j]) * grad[j]
-        dx[start : start + _BLOCK] = scratch[: part.size]
+        _copy(scratch[: part.size], dx[start : start + _BLOCK])
 
 
 @jit
@@ -81,7 +88,7 @@ def silu(x: Any, y: Any) -> None:
         part = x[start : start + _BLOCK]
         for j in range(part.size):
             scratch[j] = part[j] * sigmoid32(part[j])
-        y[start : start + _BLOCK] = scratch[: part.size]
+        _copy(scratch[: part.size], y[start : start + _BLOCK])
 
 
 @jit
@@ -93,7 +100,7 @@ def silu_grad(x: Any, dy: Any, dx: Any) -> None:
         for j in range(part.size):
             s = sigmoid32(part[j])
             scratch[j] = grad[j] * s * (ONE + part[j] * (ONE - s))
-        dx[start : start + _BLOCK] = scratch[: part.size]
+        _copy(scratch[: part.size], dx[start : start + _BLOCK])
 
 
 @jit
@@ -104,7 +111,7 @@ def sigmoid(x: Any, y: Any) -> None:
         part = x[start : start + _BLOCK]
         for j in range(part.size):
             scratch[j] = sigmoid32(part[j])
-        y[start : start + _BLOCK] = scratch[: part.size]
+        _copy(scratch[: part.size], y[start : start + _BLOCK])
 
 
 @jit
@@ -115,7 +122,7 @@ def erf(x: Any, y: Any) -> None:
         part = x[start : start + _BLOCK]
         for j in range(part.size):
             scratch[j] = erf32(part[j])
-        y[start : start + _BLOCK] = scratch[: part.size]
+        _copy(scratch[: part.size], y[start : start + _BLOCK])
 
 
 @jit
@@ -125,8 +132,9 @@ def relu_grad(x: Any, dy: Any, dx: Any) -> None:
     for start in range(0, x.size, _BLOCK):
         part, grad = x[start : start + _BLOCK], dy[start : start + _BLOCK]
         for j in range(part.size):
-            scratch[j] = grad[j] if part[j] > x.dtype.type(0.0) else x.dtype.type(0.0)
-        dx[start : start + _BLOCK] = scratch[: part.size]
+            g = grad[j]  # read for every element, so that the choice needs no branch
+            scratch[j] = g if part[j] > x.dtype.type(0.0) else x.dtype.type(0.0)
+        _copy(scratch[: part.size], dx[start : start + _BLOCK])
 
 
 @jit
@@ -137,13 +145,7 @@ def tanh_grad(y: Any, dy: Any, dx: Any) -> None:
         part, grad = y[start : start + _BLOCK], dy[start : start + _BLOCK]
         for j in range(part.size):
             scratch[j] = grad[j] * (y.dtype.type(1.0) - part[j] * part[j])
-        dx[start : start + _BLOCK] = scratch[: part.size]
-
-
-@inlined
-def _copy(source: Any, target: Any) -> None:
-    for j in range(source.size):
-        target[j] = source[j]
+        _copy(scratch[: part.size], dx[start : start + _BLOCK])
 
 
 @jit
@@ -241,7 +243,7 @@ def dropout(x: Any, key: Any, offsets: Any, run: Any, threshold: Any, scale: Any
             for j in range(part.size):
                 high = _hash(state + np.uint64(j) * _GOLDEN) >> _S32
                 scratch[j] = part[j] * scale if high >= threshold else x.dtype.type(0.0)
-            y[start:stop] = scratch[: part.size]
+            _copy(scratch[: part.size], y[start:stop])
 
 
 @jit

@@ -61,6 +61,13 @@ def sum_of_exp(row: Any, shift: Any) -> Any:
 
 
 @jit
+def _copy_row(row: Any, out: Any) -> None:
+    """out = row, in a loop that LLVM vectorises; Numba's own assignment of slices does not."""
+    for j in range(row.size):
+        out[j] = row[j]
+
+
+@jit
 def scale_row(row: Any, factor: Any, out: Any) -> None:
     """out = row * factor."""
     for j in range(row.size):
@@ -98,7 +105,7 @@ def log_softmax_grad(y: Any, dy: Any, dx: Any) -> None:
             total += grad[j]
         for j in range(row.size):
             scratch[j] = grad[j] - exp32(row[j]) * total
-        dx[i, :] = scratch
+        _copy_row(scratch, dx[i])
 
 
 @jit
@@ -112,7 +119,7 @@ def softmax_grad(y: Any, dy: Any, dx: Any) -> None:
             total += row[j] * grad[j]
         for j in range(row.size):
             scratch[j] = row[j] * (grad[j] - total)
-        dx[i, :] = scratch
+        _copy_row(scratch, dx[i])
 
 
 @jit
@@ -140,7 +147,7 @@ def cross_entropy_grad(logits: Any, labels: Any, offset: Any, lse: Any, dloss: A
         label = np.int64(labels[i]) - offset
         if 0 <= label < width:
             scratch[label] -= factor
-        dx[i, :] = scratch
+        _copy_row(scratch, dx[i])
 
 
 @jit
@@ -223,7 +230,7 @@ def rms_norm(x: Any, w: Any, eps: Any, y: Any, rstd: Any) -> None:
         rstd[i] = r
         for j in range(width):
             scratch[j] = row[j] * r * w[j]
-        y[i, :] = scratch
+        _copy_row(scratch, y[i])
 
 
 @jit
