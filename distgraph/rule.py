@@ -4,6 +4,8 @@
     "b s (h d) -> b s h d"       a dim made of several indices, major first
     "... k! -> ... k!"           k must be whole: it cannot be split in this op
     "v@ d, i -> i d"             the op looks up positions of v: it may be split, the kernel is told its start
+    "b h~, k! -> b h~"           the op slides over h: for its block of the result it reads some stretch of the
+                                 operand, whose length may differ; neighbours' edges are fetched (a halo)
     "b _ -> b"                   _ is a dim of its own that is never split
 
 Sizes come from the shapes; an index of a composite dim needs its size given once. Every function here is
@@ -24,7 +26,7 @@ from distgraph.spec import ShardSpec, shard_bounds
 Shape = tuple[int, ...]
 Term = tuple[tuple[str, ...], ...]  # per dim the indices it is made of, major to minor
 
-_DIM = re.compile(r"\(([^)]*)\)|(\.\.\.)!?|([A-Za-z][A-Za-z0-9]*)[!@]?|_|1")
+_DIM = re.compile(r"\(([^)]*)\)|(\.\.\.)!?|([A-Za-z][A-Za-z0-9]*)[!@~]?|_|1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +37,11 @@ class Rule:
         text: the rule as written.
         operands, results: per tensor, per dim, the indices it is made of; an empty tuple is a dim never
             split.
-        sizes: length of every index.
+        sizes: length of every index; of a sliding one the shortest.
         whole: indices that cannot be split here (`!`).
         located: indices whose start the kernel needs (`@`).
         composite: indices that appear beside others in some dim.
+        sliding: indices along which the op reads other positions than it makes (`~`).
     """
 
     text: str
@@ -49,6 +52,7 @@ class Rule:
     located: frozenset[str]
     composite: frozenset[str] = field(default=frozenset())
     indices: tuple[str, ...] = ()
+    sliding: frozenset[str] = field(default=frozenset())
 
     def reduced(self, result: int) -> frozenset[str]:
         """Indices of the operands that one result lacks: splitting them makes that result partial."""
@@ -92,6 +96,10 @@ class OpLayout:
                 return axes
         return ()
 
+    def parts(self, index: str) -> int:
+        """In how many parts an index is split."""
+        return self.mesh.count(self.of(index))
+
     def __str__(self) -> str:
         body = [f"{index}:{'*'.join(axes)}" for index, axes in self.axes]
         return "{" + ", ".join(body + [f"partial {axis}:{group}" for axis, group in self.partial]) + "}"
@@ -118,7 +126,7 @@ def bind(
     left, arrow, right = text.partition("->")
     if not arrow:
         raise GraphError(f"rule {text!r} has no '->'")
-    flags: dict[str, set[str]] = {"!": set(), "@": set()}
+    flags: dict[str, set[str]] = {"!": set(), "@": set(), "~": set()}
     parsed_left = [_parse_tensor(part, flags) for part in left.split(",")] if left.strip() else []
     parsed_right = [_parse_tensor(part, flags) for part in right.split(",")] if right.strip() else []
     if len(parsed_left) != len(operand_shapes):
@@ -131,17 +139,17 @@ def bind(
         extra = _ellipsis_rank(text, parsed_right, result_shapes)
     operands = tuple(_expand(t, extra, s) for t, s in zip(parsed_left, operand_shapes, strict=True))
     for position, (term, shape) in enumerate(zip(operands, operand_shapes, strict=True)):
-        _solve(text, f"operand {position}", term, shape, known)
+        _solve(text, f"operand {position}", term, shape, known, flags["~"])
     results = tuple(_expand(t, extra, None) for t in parsed_right)
     if parsed_left:
         for position in range(extra):
             known.setdefault(f"z{position}", 1)  # every operand broadcasts here
     if result_shapes is not None:
         for position, (term, shape) in enumerate(zip(results, result_shapes, strict=True)):
-            _solve(text, f"result {position}", term, shape, known)
+            _solve(text, f"result {position}", term, shape, known, flags["~"])
     if "..." in flags["!"]:
         flags["!"] = (flags["!"] - {"..."}) | {f"z{i}" for i in range(extra)}
-    return make_rule(text, operands, results, known, flags["!"], flags["@"])
+    return make_rule(text, operands, results, known, flags["!"], flags["@"], flags["~"])
 
 
 def make_rule(
@@ -151,6 +159,7 @@ def make_rule(
     sizes: Mapping[str, int],
     whole: set[str] | frozenset[str] = frozenset(),
     located: set[str] | frozenset[str] = frozenset(),
+    sliding: set[str] | frozenset[str] = frozenset(),
 ) -> Rule:
     """A rule from its parts; indices of length 1 are dropped, for there is nothing to split."""
 
@@ -161,7 +170,8 @@ def make_rule(
     every = [dim for term in operands + results for dim in term]
     order = tuple(dict.fromkeys(i for dim in every for i in dim))
     composite = frozenset(i for dim in every if len(dim) > 1 for i in dim)
-    return Rule(text, operands, results, dict(sizes), frozenset(whole), frozenset(located), composite, order)
+    flags = frozenset(whole), frozenset(located)
+    return Rule(text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding))
 
 
 def _parse_tensor(text: str, flags: dict[str, set[str]]) -> list[tuple[str, ...]]:
@@ -171,15 +181,15 @@ def _parse_tensor(text: str, flags: dict[str, set[str]]) -> list[tuple[str, ...]
         if token.startswith("("):
             names = token[1:-1].split()
             for name in names:
-                if name[-1] in "!@":
+                if name[-1] in "!@~":
                     flags[name[-1]].add(name[:-1])
-            dims.append(tuple(n.rstrip("!@") for n in names))
+            dims.append(tuple(n.rstrip("!@~") for n in names))
         elif token in ("_", "1"):
             dims.append(())
         else:
-            if token[-1] in "!@":
+            if token[-1] in "!@~":
                 flags[token[-1]].add(token[:-1])
-            dims.append((token.rstrip("!@"),))
+            dims.append((token.rstrip("!@~"),))
     return dims
 
 
@@ -208,9 +218,14 @@ def _expand(tensor: list[tuple[str, ...]], extra: int, shape: Shape | None) -> T
     return tuple(() if d and d[0].startswith("z") and n == 1 else d for d, n in zip(dims, shape, strict=True))
 
 
-def _solve(text: str, subject: str, term: Term, shape: Shape, known: dict[str, int]) -> None:
+def _solve(
+    text: str, subject: str, term: Term, shape: Shape, known: dict[str, int], sliding: set[str]
+) -> None:
     for indices, length in zip(term, shape, strict=True):
         if not indices:
+            continue
+        if indices[0] in sliding:
+            known[indices[0]] = min(length, known.get(indices[0], length))
             continue
         product, unknown = 1, []
         for index in indices:

@@ -22,6 +22,7 @@ from distgraph.ops.registry import (
     linear_groups,
     lookup,
     operand_layout,
+    operand_windows,
     result_layout,
     rule_of,
 )
@@ -295,6 +296,12 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
         return
     layout = op.layout
     assert layout is not None  # checked above
+    for position, value in enumerate(op.operands):
+        producer, read = graph.producers[value.name], operand_windows(op, position)
+        held = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
+        if held != read:
+            message = f"operand %{value.name} has windows {held} but the op reads {read}; run the pass reshard"
+            _fault(graph, op, _CALL, f"%{value.name}", message)
     if op.kind == "identity" and _blocks(graph.attrs[op.operands[0].name]) == _blocks(graph.attrs[op.name]):
         return  # a change of name only: the layouts differ by axes of size 1
     for position, value in enumerate(op.operands):
@@ -391,6 +398,9 @@ def _check_comm(graph: Graph, op: Op) -> None:
     """A collective must lead from its operand's layout to its result's."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
     kind = op.kind.removeprefix("comm.")
+    if kind == "halo":
+        _check_halo(graph, op)
+        return
     if kind == "transfer":
         if source.spec.partial != target.spec.partial:
             _fault(
@@ -420,6 +430,20 @@ def _check_comm(graph: Graph, op: Op) -> None:
             _fault(graph, op, _CALL, f'"{axis}"', f"axis {axis!r} is not in {source.mesh}")
     for problem in _problems(kind, source, target, change):
         _fault(graph, op, _STORED, str(target.spec), problem)
+
+
+def _check_halo(graph: Graph, op: Op) -> None:
+    """A halo lengthens blocks: the layout stays, every part of a dim gets a window no longer than the dim."""
+    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
+    if source != target:
+        _fault(graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}")
+    for dim, read in op.attrs["windows"]:
+        parts, length = source.mesh.count(source.spec.dims[dim]), op.result.shape[dim]
+        if len(read) != parts:
+            _fault(graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(read)} windows")
+        for start, stop in read:
+            if not 0 <= stop - start <= length:
+                _fault(graph, op, _CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}")
 
 
 def _problems(kind: str, source: DistAttr, target: DistAttr, change: _Change) -> Iterator[str]:

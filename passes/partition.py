@@ -15,7 +15,8 @@ from typing import Any
 
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import local_attrs
+from distgraph.ops.registry import local_attrs, window_bounds
+from distgraph.passes.halo import halo_tiles, inside_window
 from distgraph.passes.phases import Part, Parts
 from distgraph.passes.tiles import Tile, assign, exchange_tiles, needs, without_unit_axes
 from distgraph.spec import DistAttr, shard_bounds
@@ -90,10 +91,16 @@ def partition(parts: Parts, rank: int) -> RankProgram:
     for name, attr in graph.attrs.items():
         if rank in attr.mesh and name in graph.values:
             value = graph.values[name]
-            types[name] = (attr.spec.local_shape(value.shape, attr.mesh, rank), value.dtype)
+            types[name] = (_held(graph.producers[name], attr, value.shape, rank), value.dtype)
     numbers = {op.name: i for i, op in enumerate(graph.ops) if op.kind.startswith("comm.")}
     tasks = tuple(_local_task(parts, part, rank, numbers) for part in parts.tasks if rank in part.mesh)
     return RankProgram(rank, tasks, types, parts)
+
+
+def _held(op: Op, attr: DistAttr, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Local shape of a value: its block, with the halo where there is one."""
+    windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
+    return tuple(stop - start for start, stop in window_bounds(shape, attr.mesh, attr.spec, windows, rank))
 
 
 def _local_task(parts: Parts, part: Part, rank: int, numbers: Mapping[str, int]) -> LocalTask:
@@ -145,6 +152,8 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     elif kind == "permute":
         tiles = exchange_tiles(shape, mesh, source.spec, target.spec)
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
+    elif kind == "halo":
+        return "exchange", _halo(op, source, rank, itemsize, number)
     elif kind == "slice":
         outer, inner = source.spec.bounds(shape, mesh, rank), target.spec.bounds(shape, mesh, rank)
         where = tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))
@@ -152,6 +161,19 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     else:
         attrs = {"keep": mesh.index(rank, axes) == 0, "reduction": op.attrs.get("reduction", "sum")}
     return f"comm.{kind}", attrs
+
+
+def _halo(op: Op, source: DistAttr, rank: int, itemsize: int, number: int) -> dict[str, Any]:
+    """An exchange after which every rank holds its window."""
+    shape, mesh, windows = op.result.shape, source.mesh, op.attrs["windows"]
+    tiles = halo_tiles(shape, mesh, source.spec, windows)
+    want = window_bounds(shape, mesh, source.spec, windows, rank)
+    attrs = _exchange(tiles, source, source, shape, rank, itemsize, number)
+    landing = [(tile, inside_window(tile, want, shape)) for tile in tiles if tile.target_rank == rank]
+    recvs = tuple((tile.source_rank, where) for tile, where in landing if not tile.local)
+    kept = tuple(where for tile, where in landing if tile.local)
+    copies = tuple((have, where) for (have, _), where in zip(attrs["copies"], kept, strict=True))
+    return {**attrs, "recvs": recvs, "copies": copies}
 
 
 def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -> tuple[str, dict[str, Any]]:

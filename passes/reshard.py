@@ -4,7 +4,8 @@ In:   a completed graph, in which an op may read a value in another layout than 
 Out:  a graph in which every op reads and leaves its values exactly as they are stored; the differences are `reshard` ops.
 Invariant: same program; a new value of a param lies as the old one; users that need the same layout of a value share one
       reshard; a result is resharded right where it is made (so that communication can start early), an operand right
-      before its first reader.
+      before its first reader. Where an op reads neighbours' positions of a split dim (see `operand_windows`), a
+      `comm.halo` lengthens the local blocks: the same global tensor in the same layout, blocks that overlap.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -16,11 +17,11 @@ from dataclasses import replace
 
 from distgraph.errors import GraphError
 from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.ops.registry import operand_layout, result_layout
+from distgraph.ops.registry import Windows, operand_layout, operand_windows, result_layout
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, Origin
 
-Wanted = dict[tuple[str, DistAttr], Value]
+Wanted = dict[tuple[str, DistAttr] | tuple[str, DistAttr, Windows], Value]
 
 
 def reshard(graph: Graph) -> Graph:
@@ -35,7 +36,7 @@ def reshard(graph: Graph) -> Graph:
         if op.kind == "reshard":
             ops.append(op)
             continue
-        operands = tuple(_operand(op, i, ops, attrs, shared) for i in range(len(op.operands)))
+        operands = tuple(_with_halo(op, i, ops, attrs, shared) for i in range(len(op.operands)))
         results, after = _results(op, attrs)
         ops.append(replace(op, operands=operands, results=results))
         ops.extend(after)
@@ -69,6 +70,20 @@ def _as_replaced(
         shared[key] = replace(new, name=f"{new.name}.r{len(shared)}")
         attrs[shared[key].name] = wanted
         ops.append(replace(_reshard_op(graph.producers[new.name], new, shared[key], wanted), role="optimize"))
+    return shared[key]
+
+
+def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:
+    value = _operand(op, position, ops, attrs, shared)
+    windows = operand_windows(op, position)
+    if not windows:
+        return value
+    key = (value.name, attrs[value.name], windows)
+    if key not in shared:
+        shared[key] = replace(value, name=f"{value.name}.h{len(shared)}")
+        attrs[shared[key].name] = replace(attrs[value.name], origin=Origin("op", f"%{op.name} {op.kind}"))
+        made = _reshard_op(op, value, shared[key], attrs[value.name])
+        ops.append(replace(made, kind="comm.halo", attrs={"windows": windows}))
     return shared[key]
 
 

@@ -103,7 +103,7 @@ def needs(
     target_spec: ShardSpec,
 ) -> list[Need]:
     """Every intersection of a target rank's block with a source block; empty ones are left out."""
-    holders = _holders(mesh, spec)
+    held_by = holders(mesh, spec)
     blocks = [-(-size // mesh.count(axes)) for size, axes in zip(shape, spec.dims, strict=True)]
     found: list[Need] = []
     for rank in target_mesh.members:
@@ -120,12 +120,12 @@ def needs(
                 (max(start, i * block), min(stop, (i + 1) * block))
                 for (start, stop), i, block in zip(bounds, at, blocks, strict=True)
             )
-            found.append(Need(rank, piece, holders[at + pending]))
+            found.append(Need(rank, piece, held_by[at + pending]))
     return found
 
 
 @lru_cache(maxsize=4096)
-def _holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[int, ...]]:
+def holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Block number on every dim and coordinate on every partial axis -> the ranks that hold that block."""
     keys = (*spec.dims, *((axis,) for axis, _ in spec.partial))
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)

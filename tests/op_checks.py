@@ -25,8 +25,10 @@ from distgraph.ops.registry import (
     local_attrs,
     lookup,
     operand_layout,
+    operand_windows,
     result_layout,
     rule_of,
+    window_bounds,
 )
 from distgraph.passes.backward import differentiate
 from distgraph.rule import OpLayout, choices
@@ -274,10 +276,11 @@ def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layou
     pieces = [partial_pieces(a, s, mesh) for a, s in zip(arrays, specs, strict=True)]
     result_specs = [result_layout(completed, r) for r in range(len(op.results))]
     whole: list[dict[tuple[int, ...], tuple[Array, Array]]] = [{} for _ in op.results]
+    windows = [operand_windows(completed, i) for i in range(len(arrays))]
     for rank in mesh.members:
         local = [
-            np.asarray(part[coordinates(s, mesh, rank)][s.slices(a.shape, mesh, rank)])
-            for a, part, s in zip(arrays, pieces, specs, strict=True)
+            window(part[coordinates(s, mesh, rank)], window_bounds(a.shape, mesh, s, read, rank))
+            for a, part, s, read in zip(arrays, pieces, specs, windows, strict=True)
         ]
         made = run(op, local, local_attrs(completed, rank))
         for value, spec, result, blocks in zip(op.results, result_specs, made, whole, strict=True):
@@ -301,6 +304,13 @@ def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layou
             f"{context}: part of the result is made by no rank"
         )
         assert_close(combine(spec, {k: t for k, (t, _) in blocks.items()}), expected, op, 64, context)
+
+
+def window(x: Array, bounds: Sequence[tuple[int, int]]) -> Array:
+    """The elements between bounds, which may wrap around."""
+    for dim, (start, stop) in enumerate(bounds):
+        x = np.take(x, np.arange(start, stop), axis=dim, mode="wrap")
+    return np.asarray(x)
 
 
 def coordinates(spec: ShardSpec, mesh: ProcessMesh, rank: int) -> tuple[int, ...]:

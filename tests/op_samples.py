@@ -209,6 +209,10 @@ add(
 add("concat", normal(5, 2), normal(5, 3), normal(5, 1), dim=1, reference=lambda *x: np.concatenate(x, 1))
 add("concat", integers(0, 9, 2, 5), integers(0, 9, 3, 5), dim=0, reference=lambda *x: np.concatenate(x, 0))
 add("flip", normal(5, 3), dims=(1,), reference=lambda x: x[:, ::-1])
+add("flip", normal(7, 8), dims=(0, 1), reference=lambda x: x[::-1, ::-1])
+for _shift in (1, 5, -2):
+    add("roll", normal(7, 3), dim=0, shift=_shift, reference=lambda x, s=_shift: np.roll(x, s, 0))
+add("roll", integers(0, 9, 3, 8), dim=1, shift=3, reference=lambda x: np.roll(x, 3, 1))
 
 # positions
 

@@ -59,13 +59,31 @@ def test_wrong_rule(kind: str, rule: str, mutate: Callable[..., None]) -> None:
     assert caught(check_layouts, kind)
 
 
-SCANS = ("cumsum", "cumprod", "sort", "argsort", "flip", "argmax", "top_k")
+SCANS = ("cumsum", "cumprod", "sort", "argsort", "argmax", "top_k")
 
 
 @pytest.mark.parametrize("kind", SCANS)
 def test_index_that_must_be_whole_is_split(kind: str, mutate: Callable[..., None]) -> None:
     right = REGISTRY[kind].rule
     mutate(kind, rule=lambda shapes, attrs: replace(right(shapes, attrs), whole=frozenset()))
+    assert caught(check_layouts, kind)
+
+
+SLIDING = (
+    "conv", "conv_grad_input", "conv_grad_weight", "max_pool", "max_pool_grad", "avg_pool", "avg_pool_grad",
+    "flip", "roll",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_window_is_one_position_off(kind: str, mutate: Callable[..., None]) -> None:
+    right = REGISTRY[kind].reads
+
+    def shifted(op: Any, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+        start, stop = right(op, operand, dim, start, stop)
+        return start - 1, stop - 1
+
+    mutate(kind, reads=shifted)
     assert caught(check_layouts, kind)
 
 

@@ -172,12 +172,8 @@ def roll(x: Any, shift: int, axis: int) -> Tensor:
     """Elements moved along a dim; those pushed out come back at the other end."""
     (tensor,) = as_tensors(x)
     (dim,) = dims_of(axis, tensor.ndim)
-    n = tensor.shape[dim]
-    at = -shift % n if n else 0
-    if not at:
-        return tensor
-    front = (slice(None),) * dim
-    return concat([getitem(tensor, (*front, slice(at, None))), getitem(tensor, (*front, slice(0, at)))], dim)
+    shift = int(shift) % max(1, tensor.shape[dim])
+    return emit_one("roll", tensor, shift=shift, dim=dim) if shift else tensor
 
 
 def tile(x: Any, repetitions: int | Sequence[int]) -> Tensor:

@@ -1,8 +1,10 @@
-"""Convolution and pooling in one to three spatial dims, channels first. Batch and channels split by rule.
+"""Convolution and pooling in one to three spatial dims, channels first.
 
-Spatial dims stay whole: splitting them needs the neighbours' edges. Input channels are summed over, so a
-split there leaves a partial result; with groups the split is one of groups, or of what lies inside a single
-group.
+Batch and channels split by rule. Spatial dims slide: a rank that makes a block of outputs reads the stretch of
+the input that their windows cover, and a block of the input's gradient what the windows that touch it made.
+The padding of a rank is what its first and last windows lack: that of the tensor at its borders, else nothing.
+Input channels are summed over, so a split there leaves a partial result; with groups the split is one of
+groups, or of what lies inside a single group.
 """
 
 from __future__ import annotations
@@ -23,20 +25,57 @@ from distgraph.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
 
-_SPATIAL = ("h! w! u!", "p! q! r!", "i! j! l!")  # of the input, of the output, of the kernel
+_SLIDING = ("h~", "w~", "u~")  # spatial dims of input and output
+_KERNEL = ("i!", "j!", "l!")  # spatial dims of the kernel
 
 
-def _letters(which: int, count: int) -> str:
-    return " ".join(_SPATIAL[which].split()[:count])
+def _covered(attrs: Attrs, dim: int, kernel: int, first: int, last: int) -> tuple[int, int]:
+    """Positions of the input, padding included, under the windows of outputs first:last of a spatial dim."""
+    stride, dilation = attrs["stride"][dim], attrs.get("dilation", (1,) * (dim + 1))[dim]
+    low, _ = attrs["padding"][dim]
+    return first * stride - low, (last - 1) * stride - low + dilation * (kernel - 1) + 1
+
+
+def _clipped(start: int, stop: int, length: int) -> tuple[int, int]:
+    start = min(max(start, 0), length)
+    return start, min(max(stop, start), length)
+
+
+def _touching(attrs: Attrs, dim: int, kernel: int, outputs: int, start: int, stop: int) -> tuple[int, int]:
+    """Outputs whose windows touch positions start:stop of the input.
+
+    With gaps between the windows also one before them, so that local padding is never negative.
+    """
+    stride = attrs["stride"][dim]
+    before, after = _covered(attrs, dim, kernel, 0, 1)
+    first = min(-(-(start + 1 - after) // stride), (start - before) // stride)
+    return _clipped(first, (stop - 1 - before) // stride + 1, outputs)
+
+
+def _local_padding(
+    attrs: Attrs,
+    kernel: Shape,
+    split: tuple[bool, ...],
+    inputs: tuple[tuple[int, int], ...],
+    outputs: tuple[tuple[int, int], ...],
+) -> dict[str, Any]:
+    """Padding with which windows over a rank's `inputs` make its `outputs`, given as (start, stop) a spatial dim."""
+    padding = []
+    for dim, given in enumerate(attrs["padding"]):
+        if split[dim]:
+            start, stop = _covered(attrs, dim, kernel[dim], *outputs[dim])
+            given = (inputs[dim][0] - start, stop - inputs[dim][1])
+        padding.append(given)
+    return {"padding": tuple(padding)}
 
 
 def _terms(shapes: tuple[Shape, Shape], groups: int) -> tuple[str, str, str, tuple[tuple[str, int], ...]]:
     """Terms of x, w and y, and the sizes of the indices inside composite dims."""
     x, w = shapes
     count = len(x) - 2
-    spatial, made, kernel = (_letters(which, count) for which in range(3))
+    spatial, kernel = " ".join(_SLIDING[:count]), " ".join(_KERNEL[:count])
     sizes = (("g", groups), ("c", w[1]), ("o", w[0] // max(1, groups)))
-    return f"b (g c) {spatial}", f"(g o) c {kernel}", f"b (g o) {made}", sizes
+    return f"b (g c) {spatial}", f"(g o) c {kernel}", f"b (g o) {spatial}", sizes
 
 
 def _bind(template: str, x: Shape, w: Shape, given: Shapes, results: Shapes, groups: int) -> Rule:
@@ -88,17 +127,57 @@ def _grad_weight_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     return _bind("{x}, {y} -> {w}", x, w, shapes, (w,), attrs["groups"])
 
 
+def _split(local: Local, tensor: int, *, result: bool) -> tuple[bool, ...]:
+    rank = len((local.op.results if result else local.op.operands)[tensor].shape)
+    return tuple(local.slides(tensor, dim, result=result) for dim in range(2, rank))
+
+
+def _reads_conv(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    kernel = op.operands[1].shape[dim]
+    return _clipped(*_covered(op.attrs, dim - 2, kernel, start, stop), op.operands[0].shape[dim])
+
+
+def _reads_grad_input(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    kernel, outputs = op.operands[1].shape[dim], op.operands[0].shape[dim]
+    return _touching(op.attrs, dim - 2, kernel, outputs, start, stop)
+
+
+def _reads_grad_weight(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    if operand == 1:
+        return start, stop
+    return _clipped(
+        *_covered(op.attrs, dim - 2, op.result.shape[dim], start, stop), op.operands[0].shape[dim]
+    )
+
+
 def _local_groups(attrs: Attrs, local: Local) -> Attrs:
     start, stop = local.bounds("g")
     return {**attrs, "groups": stop - start}
 
 
+def _local_conv(attrs: Attrs, local: Local) -> Attrs:
+    outputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
+    kernel = local.op.operands[1].shape[2:]
+    padding = _local_padding(attrs, kernel, split, local.window(0)[2:], outputs)
+    return {**_local_groups(attrs, local), **padding}
+
+
 def _local_input(attrs: Attrs, local: Local) -> Attrs:
-    return {**_local_groups(attrs, local), "input_shape": local.result_shapes[0]}
+    inputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
+    kernel = local.op.operands[1].shape[2:]
+    padding = _not_cut(_local_padding(attrs, kernel, split, inputs, local.window(0)[2:]))
+    return {**_local_groups(attrs, local), **padding, "input_shape": local.result_shapes[0]}
 
 
 def _local_kernel(attrs: Attrs, local: Local) -> Attrs:
-    return {**_local_groups(attrs, local), "kernel_shape": local.result_shapes[0]}
+    kernel, split = local.op.result.shape[2:], _split(local, 0, result=False)
+    padding = _local_padding(attrs, kernel, split, local.window(0)[2:], local.window(1)[2:])
+    return {**_local_groups(attrs, local), **padding, "kernel_shape": local.result_shapes[0]}
+
+
+def _not_cut(padding: dict[str, Any]) -> dict[str, Any]:
+    """A block of the input may end behind the last window that touches it: no window is cut off by that."""
+    return {"padding": tuple((low, max(0, high)) for low, high in padding["padding"])}
 
 
 def _flops(y: Shape, w: Shape) -> int:
@@ -114,30 +193,40 @@ def _conv_gradient(c: GradientContext) -> Grads:
     ]
 
 
-def _guarded(kernel: Any, empty: Any) -> Any:
-    """A kernel that also takes the empty blocks of an uneven split: of no samples or no channels."""
+def _guarded(kernel: Any, empty: Any, fill: float = 0.0) -> Any:
+    """A kernel that also takes the empty blocks of an uneven split, and blocks that read padding only."""
 
     def run(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
         if all(a.size for a in arrays):
             return kernel(xp, *arrays, out=out, **attrs)
         shape = empty(*(a.shape for a in arrays), attrs)
         if out is None:
-            return xp.zeros(shape, arrays[0].dtype)
-        out[...] = 0
+            return xp.full(shape, fill, arrays[0].dtype)
+        out[...] = fill
         return out
 
     return run
 
 
+def _windows_in(x: Shape, kernel: Shape, attrs: Attrs) -> Shape:
+    """Spatial dims of the output of a block that may be empty."""
+    made = []
+    for dim, (length, (low, high)) in enumerate(zip(x, attrs["padding"], strict=True)):
+        start, stop = _covered(attrs, dim, kernel[dim], 0, 1)
+        made.append(max(0, (length + low + high - (stop - start)) // attrs["stride"][dim] + 1))
+    return tuple(made)
+
+
 define(
     "conv",
     _conv_rule,
-    _guarded(kernels.conv, _output),
+    _guarded(kernels.conv, lambda x, w, attrs: (x[0], w[0], *_windows_in(x[2:], w[2:], attrs))),
     infer=_infer_conv,
     gradient=_conv_gradient,
     flops=lambda op, rule: _flops(op.result.shape, op.operands[1].shape),
     linear=((0,), (1,)),
-    localize=_local_groups,
+    reads=_reads_conv,
+    localize=_local_conv,
     cost="matmul",
 )
 define(
@@ -147,6 +236,7 @@ define(
     infer=lambda operands, attrs: [(tuple(attrs["input_shape"]), operands[0].dtype)],
     flops=lambda op, rule: _flops(op.operands[0].shape, op.operands[1].shape),
     linear=((0,), (1,)),
+    reads=_reads_grad_input,
     localize=_local_input,
     cost="matmul",
 )
@@ -157,6 +247,7 @@ define(
     infer=lambda operands, attrs: [(tuple(attrs["kernel_shape"]), operands[0].dtype)],
     flops=lambda op, rule: _flops(op.operands[1].shape, op.result.shape),
     linear=((0,), (1,)),
+    reads=_reads_grad_weight,
     localize=_local_kernel,
     cost="matmul",
 )
@@ -179,17 +270,74 @@ def _infer_pool(what: str) -> Any:
     return infer
 
 
-def _pool_rule(template: str) -> Any:
-    """Rule over b, c and spatial dims that stay whole: x before pooling, y after it."""
+def _pool_rule(operands: int, *, grows: bool) -> Any:
+    """Rule over b, c and sliding spatial dims; `grows`: the result is of the input's shape."""
 
     def rule(shapes: Shapes, attrs: Attrs) -> Rule:
         x = attrs.get("input_shape", shapes[0])
-        count = len(x) - 2
-        text = template.format(x=f"b c {_letters(0, count)}", y=f"b c {_letters(1, count)}")
-        result = x if text.rstrip().endswith(_letters(0, count)) else _pool_output(x, attrs, "pool")
-        return bind(text, shapes, (result,))
+        term = f"b c {' '.join(_SLIDING[: len(x) - 2])}"
+        result = x if grows else _pool_output(x, attrs, "pool")
+        return bind(f"{', '.join([term] * operands)} -> {term}", shapes, (result,))
 
     return rule
+
+
+def _reads_pool(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    window = op.attrs["window"][dim - 2]
+    return _clipped(*_covered(op.attrs, dim - 2, window, start, stop), op.operands[0].shape[dim])
+
+
+def _reads_pool_grad(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    """Outputs that touch a block of the input; of the input itself all that lies under their windows."""
+    window, outputs = op.attrs["window"][dim - 2], op.operands[-1].shape[dim]
+    first, last = _touching(op.attrs, dim - 2, window, outputs, start, stop)
+    if operand == len(op.operands) - 1 or operand == 1:
+        return first, last  # y and dy, or dy alone
+    if first == last:
+        return start, stop
+    low, high = _covered(op.attrs, dim - 2, window, first, last)
+    return _clipped(min(start, low), max(stop, high), op.operands[0].shape[dim])
+
+
+def _local_pool(attrs: Attrs, local: Local) -> Attrs:
+    outputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
+    return {**attrs, **_local_padding(attrs, attrs["window"], split, local.window(0)[2:], outputs)}
+
+
+def _local_avg_grad(attrs: Attrs, local: Local) -> Attrs:
+    inputs, split = local.block(0, result=True)[2:], _split(local, 0, result=True)
+    padding = _local_padding(attrs, attrs["window"], split, inputs, local.window(0)[2:])
+    return {**attrs, **_not_cut(padding), "input_shape": local.result_shapes[0]}
+
+
+def _local_max_grad(attrs: Attrs, local: Local) -> Attrs:
+    inputs, split = local.window(0)[2:], _split(local, 0, result=True)
+    if not any(split):
+        return attrs
+    padding = _local_padding(attrs, attrs["window"], split, inputs, local.window(1)[2:])
+    made = local.block(0, result=True)[2:]
+    kept = tuple((a - start, b - start) for (a, b), (start, _) in zip(made, inputs, strict=True))
+    return {**attrs, **_not_cut(padding), "kept": kept}
+
+
+def _max_pool_grad(xp: Any, x: Any, y: Any, dy: Any, out: Any = None, kept: Any = None, **attrs: Any) -> Any:
+    """`pool.max_pool_grad`; of a block with a halo only the positions `kept`, (start, stop) a spatial dim."""
+    if kept is None:
+        return pool.max_pool_grad(xp, x, y, dy, out=out, **attrs)
+    where = (slice(None), slice(None), *(slice(a, b) for a, b in kept))
+    part = pool.max_pool_grad(xp, x, y, dy, **attrs)[where]
+    if out is None:
+        return xp.ascontiguousarray(part)
+    out[...] = part
+    return out
+
+
+def _kept_shape(x: Shape, y: Shape, dy: Shape, attrs: Attrs) -> Shape:
+    return (*x[:2], *(b - a for a, b in attrs["kept"])) if "kept" in attrs else x
+
+
+def _pooled(x: Shape, attrs: Attrs) -> Shape:
+    return (*x[:2], *_windows_in(x[2:], attrs["window"], attrs))
 
 
 def _window_flops(op: Op, rule: Rule) -> int:
@@ -208,37 +356,44 @@ def _avg_pool_gradient(c: GradientContext) -> Grads:
 
 define(
     "max_pool",
-    _pool_rule("{x} -> {y}"),
-    pool.max_pool,
+    _pool_rule(1, grows=False),
+    _guarded(pool.max_pool, _pooled, -math.inf),
     infer=_infer_pool("max_pool"),
     gradient=_max_pool_gradient,
     flops=_window_flops,
+    reads=_reads_pool,
+    localize=_local_pool,
 )
 define(
     "max_pool_grad",
-    _pool_rule("{x}, {y}, {y} -> {x}"),
-    pool.max_pool_grad,
+    _pool_rule(3, grows=True),
+    _guarded(_max_pool_grad, _kept_shape),
     infer=lambda operands, attrs: [(operands[0].shape, operands[0].dtype)],
     flops=_window_flops,
     linear=((2,),),
+    reads=_reads_pool_grad,
+    localize=_local_max_grad,
 )
 define(
     "avg_pool",
-    _pool_rule("{x} -> {y}"),
-    pool.avg_pool,
+    _pool_rule(1, grows=False),
+    _guarded(pool.avg_pool, _pooled),
     infer=_infer_pool("avg_pool"),
     gradient=_avg_pool_gradient,
     flops=_window_flops,
     linear=((0,),),
+    reads=_reads_pool,
+    localize=_local_pool,
 )
 define(
     "avg_pool_grad",
-    _pool_rule("{y} -> {x}"),
-    pool.avg_pool_grad,
+    _pool_rule(1, grows=True),
+    _guarded(pool.avg_pool_grad, lambda dy, attrs: tuple(attrs["input_shape"])),
     infer=lambda operands, attrs: [(tuple(attrs["input_shape"]), operands[0].dtype)],
     flops=_window_flops,
     linear=((0,),),
-    localize=lambda attrs, local: {**attrs, "input_shape": local.result_shapes[0]},
+    reads=_reads_pool_grad,
+    localize=_local_avg_grad,
 )
 
 

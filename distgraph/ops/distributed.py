@@ -14,7 +14,9 @@ from distgraph.graph import Value
 from distgraph.ops.registry import Attrs, GradientContext, Shape, define, elementwise
 from distgraph.tensor import emit_one
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "slice", "mask", "transfer")
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "halo", "slice", "mask", "transfer",
+)  # fmt: skip
 
 
 def _same(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:

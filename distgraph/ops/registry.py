@@ -19,8 +19,9 @@ import numpy as np
 from distgraph.dtypes import promote
 from distgraph.errors import GraphError
 from distgraph.graph import SOURCES, Graph, Op, Value
+from distgraph.mesh import ProcessMesh
 from distgraph.rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
-from distgraph.spec import ShardSpec
+from distgraph.spec import ShardSpec, shard_bounds
 
 if TYPE_CHECKING:
     from distgraph.tensor import Tensor
@@ -33,6 +34,8 @@ Infer = Callable[[Sequence[Value], Attrs], Sequence[tuple[Shape, str]]]
 Gradient = Callable[["GradientContext"], "Sequence[Tensor | None]"]
 Kernel = Callable[..., Any]
 Groups = tuple[tuple[int, ...], ...]
+Windows = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (dim, (start, stop) for every part of it)
+Reads = Callable[[Op, int, int, int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Local:
     Attributes:
         op, rule, layout: the global op and how it is computed.
         rank: the rank.
-        operand_shapes, result_shapes: local shapes.
+        operand_shapes, result_shapes: local shapes; those of operands with their halos.
     """
 
     op: Op
@@ -83,10 +86,25 @@ class Local:
 
     def starts(self, tensor: int, *, result: bool) -> tuple[int, ...]:
         """Global start of this rank's block on every dim of an operand or result."""
+        return tuple(start for start, _ in self.block(tensor, result=result))
+
+    def block(self, tensor: int, *, result: bool) -> tuple[tuple[int, int], ...]:
+        """Global (start, stop) of this rank's block on every dim of an operand (without halo) or result."""
         term = (self.rule.results if result else self.rule.operands)[tensor]
         shape = (self.op.results if result else self.op.operands)[tensor].shape
         spec = ShardSpec(tuple(tuple(a for i in dim for a in self.layout.of(i)) for dim in term))
-        return tuple(start for start, _ in spec.bounds(shape, self.layout.mesh, self.rank))
+        return spec.bounds(shape, self.layout.mesh, self.rank)
+
+    def window(self, operand: int) -> tuple[tuple[int, int], ...]:
+        """Global (start, stop) of what this rank reads of an operand on every dim."""
+        spec = operand_layout(self.op, operand, self.layout)
+        shape, mesh = self.op.operands[operand].shape, self.layout.mesh
+        return window_bounds(shape, mesh, spec, operand_windows(self.op, operand, self.layout), self.rank)
+
+    def slides(self, tensor: int, dim: int, *, result: bool) -> bool:
+        """True when a dim is split along a sliding index."""
+        indices = (self.rule.results if result else self.rule.operands)[tensor][dim]
+        return bool(indices) and indices[0] in self.rule.sliding and self.layout.parts(indices[0]) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,9 @@ class OpDef:
             the other operands must not be, and the results are then partial too. A function of (number of
             operands, attrs) where they differ from op to op; read it through `linear_groups(op)`.
         reduction: how partial results combine when a split index is missing from them (sum, max, min, prod).
+        reads: (op, operand, dim, start, stop) -> positions of a sliding dim of an operand that the op reads for
+            the block start:stop (never empty) of its leading tensor: the first result that carries the index,
+            or where none does the last operand. Positions that reach below 0 or past the end wrap around.
         localize: attrs of the local op, when they speak of shapes or positions.
         decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
         inplace: operands whose buffer the first result may take over (same shape and dtype).
@@ -123,6 +144,7 @@ class OpDef:
     flops: Callable[[Op, Rule], int] | None = None
     linear: Groups | Callable[[int, Attrs], Groups] = ()
     reduction: str = "sum"
+    reads: Reads | None = None
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
     inplace: tuple[int, ...] = ()
@@ -245,6 +267,54 @@ def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardS
     return result_spec(rule_of(op), result, layout or _completed(op), lookup(op.kind).reduction)
 
 
+def operand_windows(op: Op, operand: int, layout: OpLayout | None = None) -> Windows:
+    """The dims of an operand of which ranks read other positions than their block, and which ones.
+
+    Empty where every rank reads its own block, as under most ops. See `OpDef.reads`.
+    """
+    rule = rule_of(op)
+    if not rule.sliding:
+        return ()
+    layout = layout or _completed(op)
+    found = []
+    for dim, indices in enumerate(rule.operands[operand]):
+        parts = layout.parts(indices[0]) if indices and indices[0] in rule.sliding else 1
+        if parts == 1:
+            continue
+        length = op.operands[operand].shape[dim]
+        own = tuple(shard_bounds(length, parts, part) for part in range(parts))
+        read = _stretches(op, operand, dim, rule, indices[0], own)
+        if read != own:
+            found.append((dim, read))
+    return tuple(found)
+
+
+def _stretches(
+    op: Op, operand: int, dim: int, rule: Rule, index: str, own: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    reads = lookup(op.kind).reads
+    if reads is None:
+        raise GraphError(f"op {op.kind} slides over index {index} but declares no `reads`")
+    carriers = rule.dims_of(index)
+    is_result, tensor, place = next((c for c in carriers if c[0]), carriers[-1])
+    leading = (op.results if is_result else op.operands)[tensor].shape[place]
+    found = []
+    for part, (start, _) in enumerate(own):
+        block = shard_bounds(leading, len(own), part)
+        found.append(reads(op, operand, dim, *block) if block[0] < block[1] else (start, start))
+    return tuple(found)
+
+
+def window_bounds(
+    shape: Shape, mesh: ProcessMesh, spec: ShardSpec, windows: Windows, rank: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of what a rank holds of a tensor on every dim: its block, or its window where there is one."""
+    bounds = list(spec.bounds(shape, mesh, rank))
+    for dim, read in windows:
+        bounds[dim] = read[mesh.index(rank, spec.dims[dim])]
+    return tuple(bounds)
+
+
 def _completed(op: Op) -> OpLayout:
     if op.layout is None:
         raise GraphError(f"{op} has no layout yet; run the pass complete first")
@@ -264,7 +334,13 @@ def local_attrs(op: Op, rank: int) -> Attrs:
         return op.attrs
     rule = rule_of(op)
     operand_shapes = tuple(
-        operand_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.operands)
+        tuple(
+            stop - start
+            for start, stop in window_bounds(
+                v.shape, layout.mesh, operand_layout(op, i), operand_windows(op, i), rank
+            )
+        )
+        for i, v in enumerate(op.operands)
     )
     result_shapes = tuple(
         result_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.results)

@@ -1,4 +1,4 @@
-"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip. Splits pass where blocks nest."""
+"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip, roll. Splits pass where blocks nest."""
 
 from __future__ import annotations
 
@@ -373,7 +373,12 @@ define(
 
 def _flip_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters(shapes[0])
-    return make_rule("flip", (term,), (term,), sizes, whole={f"i{d}" for d in attrs["dims"]})
+    return make_rule("flip", (term,), (term,), sizes, sliding={f"i{d}" for d in attrs["dims"]})
+
+
+def _reads_flip(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    length = op.operands[0].shape[dim]
+    return length - stop, length - start
 
 
 def _flip_kernel(xp: Any, x: Any, out: Any = None, *, dims: tuple[int, ...]) -> Any:
@@ -387,7 +392,44 @@ define(
     gradient=lambda c: [emit_one("flip", c.grad, dims=c.attrs["dims"])],
     flops=_nothing,
     linear=((0,),),
+    reads=_reads_flip,
     view=True,
+)
+
+
+def _roll_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    term, sizes = _letters(shapes[0])
+    return make_rule("roll", (term,), (term,), sizes, sliding={f"i{attrs['dim']}"})
+
+
+def _reads_roll(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    return start - op.attrs["shift"], stop - op.attrs["shift"]  # wraps around
+
+
+def _localize_roll(attrs: Attrs, local: Local) -> Attrs:
+    """What a rank reads of a split dim is its block of the result already."""
+    return {**attrs, "shift": 0} if local.slides(0, attrs["dim"], result=True) else attrs
+
+
+def _roll_kernel(xp: Any, x: Any, out: Any = None, *, shift: int, dim: int) -> Any:
+    if out is None:
+        return xp.roll(x, shift, dim)
+    front, at = (slice(None),) * dim, shift % max(1, x.shape[dim])
+    out[(*front, slice(at, None))] = x[(*front, slice(0, x.shape[dim] - at))]
+    out[(*front, slice(0, at))] = x[(*front, slice(x.shape[dim] - at, None))]
+    return out
+
+
+define(
+    "roll",
+    _roll_rule,
+    _roll_kernel,
+    infer=lambda operands, attrs: [(operands[0].shape, operands[0].dtype)],
+    gradient=lambda c: [emit_one("roll", c.grad, shift=-c.attrs["shift"], dim=c.attrs["dim"])],
+    flops=_nothing,
+    linear=((0,),),
+    reads=_reads_roll,
+    localize=_localize_roll,
 )
 
 

@@ -1,0 +1,90 @@
+"""Halos: what ranks read of a split dim beyond, or instead of, their own block.
+
+*In:* a tensor's layout and the stretch of positions that every part of a split dim needs (`Windows`). *Out:* the
+tiles that ranks hand each other, and their bytes. *Invariant:* every rank ends up with just its window; a position
+that it holds already comes from itself.
+
+    [x] on x=2, shape (8,), windows 0:5, 3:8     1->0 [4:5]; 0->1 [3:4]; the rest is copied
+
+A window may reach below 0 or past the end of the dim: it wraps around, and is never longer than the dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import Windows, window_bounds
+from distgraph.passes.tiles import Bounds, Need, Tile, assign, holders, without_unit_axes
+from distgraph.spec import ShardSpec
+
+
+@lru_cache(maxsize=4096)
+def halo_tiles(
+    shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, windows: Windows
+) -> tuple[Tile, ...]:
+    """Tiles that bring every rank's windows together, in global positions; pending reductions stay.
+
+    Example:
+        >>> mesh = ProcessMesh.grid(x=2)
+        >>> tiles = halo_tiles((8,), mesh, ShardSpec.parse("[x]"), ((0, ((0, 5), (3, 8))),))
+        >>> [str(tile) for tile in tiles if not tile.local]
+        ['1->0 [4:5]', '0->1 [3:4]']
+    """
+    plain = without_unit_axes(spec, mesh)
+    blocks = [-(-size // mesh.count(axes)) for size, axes in zip(shape, plain.dims, strict=True)]
+    found = []
+    for rank in mesh.members:
+        bounds = window_bounds(shape, mesh, spec, windows, rank)
+        pending = tuple(mesh.index(rank, (axis,)) for axis, _ in plain.partial)
+        pieces = (
+            list(_pieces(start, stop, size, block))
+            for (start, stop), size, block in zip(bounds, shape, blocks, strict=True)
+        )
+        for piece in itertools.product(*pieces):
+            at = tuple(part for part, _ in piece) + pending
+            found.append(Need(rank, tuple(where for _, where in piece), holders(mesh, plain)[at]))
+    return assign(found)
+
+
+def _pieces(start: int, stop: int, size: int, block: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """A window of one dim cut at the borders of blocks and where it wraps: (block, global positions)."""
+    while start < stop:
+        at = start % size
+        end = min(at + stop - start, size, (at // block + 1) * block)
+        yield at // block, (at, end)
+        start += end - at
+
+
+def inside_window(tile: Tile, window: Bounds, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where a tile lies in a window."""
+    starts = [
+        (a - start) % max(1, size)
+        for (a, _), (start, _), size in zip(tile.bounds, window, shape, strict=True)
+    ]
+    return tuple(slice(at, at + b - a) for at, (a, b) in zip(starts, tile.bounds, strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def halo_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, windows: Windows) -> int:
+    """Most elements that one rank receives (an estimate from whole blocks; no tiles are made)."""
+    others = math.prod(
+        -(-size // mesh.count(axes))
+        for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True))
+        if all(dim != d for d, _ in windows)
+    )
+    choices = []
+    for dim, read in windows:
+        block = -(-shape[dim] // len(read))
+        lengths = [
+            (stop - start, sum(b - a for at, (a, b) in _pieces(start, stop, shape[dim], block) if at == part))
+            for part, (start, stop) in enumerate(read)
+        ]
+        choices.append(lengths)
+    most = 0
+    for parts in itertools.product(*choices):
+        most = max(most, math.prod(n for n, _ in parts) - math.prod(kept for _, kept in parts))
+    return others * most
