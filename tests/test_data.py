@@ -1,0 +1,121 @@
+"""Data sets, order and batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distgraph.data import ArraySource, Batch, DataLoader, MapSource, as_source, order
+from distgraph.errors import RuntimeFault
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 3), st.booleans(), st.data())
+def test_every_sample_once_an_epoch(count: int, size: int, epoch: int, drop: bool, draw: Any) -> None:
+    if drop and size > count:
+        return
+    source = as_source((np.arange(count),))
+    start = draw.draw(st.integers(0, count))
+    loader = DataLoader(source, size, shuffle=True, drop_last=drop, seed=4, epoch=epoch, start=start)
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    rows = np.concatenate([b.rows for b in batches]) if batches else np.zeros(0, int)
+    left = (count - start) // size * size if drop else count - start
+    np.testing.assert_array_equal(rows, order(count, 4, epoch, True)[start : start + left])
+    assert all(len(b) == size for b in batches[:-1])
+
+
+def test_order_is_a_permutation_that_depends_on_seed_and_epoch() -> None:
+    orders = [tuple(order(50, seed, epoch, True)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+    assert all(sorted(rows) == list(range(50)) for rows in orders)
+    np.testing.assert_array_equal(order(5, 0, 3, shuffle=False), np.arange(5))
+
+
+def test_consecutive_rows_are_a_view_and_others_a_copy() -> None:
+    x = np.arange(20.0).reshape(10, 2)
+    source = as_source(x)
+    assert np.shares_memory(source.load(np.arange(3, 7))["batch.0"], x)
+    picked = source.load(np.array([7, 3, 4]))["batch.0"]
+    np.testing.assert_array_equal(picked, x[[7, 3, 4]])
+    assert source.load(np.zeros(0, int))["batch.0"].shape == (0, 2)
+
+
+class ByOne:
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"x": np.full(3, row, "f4") if row < 9 else None, "y": int(row)}
+
+
+class ByMany:
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, rows: Any) -> Any:
+        return np.multiply.outer(np.asarray(rows), np.ones(3)).astype("f4"), np.asarray(rows)
+
+
+@pytest.mark.parametrize("dataset", [ByOne(), ByMany(), [(np.full(3, i, "f4"), i) for i in range(9)]])
+def test_map_style(dataset: Any) -> None:
+    batch = Batch(as_source(dataset), np.array([4, 8, 1]))
+    first, second = batch.block(1, 3).values()
+    np.testing.assert_array_equal(first, [[8] * 3, [1] * 3])
+    np.testing.assert_array_equal(second, [8, 1])
+    assert first.dtype == np.float32
+    assert [shape for shape, _ in batch.fields().values()] == [(3,), ()]
+
+
+def test_blocks_are_loaded_once() -> None:
+    loads = []
+
+    class Counting(ByMany):
+        def __getitem__(self, rows: Any) -> Any:
+            loads.append(np.asarray(rows).tolist())
+            return super().__getitem__(rows)
+
+    batch = Batch(as_source(Counting()), np.arange(6))
+    for _ in range(3):
+        batch.block(2, 5)
+    assert loads.count([2, 3, 4]) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "data is None"),
+        (iter([1, 2]), "is a list_iterator, which has no length"),
+        ("text", "is a str"),
+        ({}, "no field"),
+        ({"x": [1, 2]}, "field x is a list but must be an array"),
+        ((np.ones(3), np.ones(4)), "batch.0 has 3, batch.1 has 4"),
+        (np.ones(()), "has no dim"),
+        (np.array(["a", "b"]), "dtype.* is not supported"),
+        ([], "empty"),
+    ],
+)
+def test_refused(data: Any, message: str) -> None:
+    with pytest.raises(RuntimeFault, match=message):
+        as_source(data)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_refused_batch_sizes(size: Any) -> None:
+    with pytest.raises(RuntimeFault, match=f"batch_size is {size}"):
+        DataLoader(as_source(np.ones(4)), size)
+
+
+def test_dropping_everything_is_refused() -> None:
+    with pytest.raises(RuntimeFault, match="data has 4 samples but batch_size is 5 and drop_last is set"):
+        DataLoader(as_source(np.ones(4)), 5, drop_last=True)
+
+
+def test_sources_pass_through() -> None:
+    source = as_source(np.ones(4))
+    assert as_source(source) is source
+    assert isinstance(source, ArraySource)
+    assert isinstance(as_source(ByOne()), MapSource)
