@@ -14,6 +14,7 @@ from distgraph.data import Batch, DataLoader, Field, as_source, whole
 from distgraph.engine.compiled import Compiled, scalar
 from distgraph.engine.compiler import compile_program
 from distgraph.engine.dump import write
+from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.plan import Plan
 from distgraph.engine.program import Recipe, metric_names
@@ -142,6 +143,7 @@ class Engine:
     def run(self, batch: Any) -> dict[str, float]:
         """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
         batch = whole(batch)
+        offer(self.recipe, self.memory, batch, self._scalars())
         compiled = self._program("train", batch)
         logs = self._measure(compiled, batch, self._scalars())
         self.step += 1

@@ -1,0 +1,122 @@
+"""The command line: `distgraph run`, `check`, `inspect`, `cluster`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distgraph.engine.inspection import check_script
+from distgraph.errors import DistGraphError, GraphError
+from distgraph.graph import Graph
+from distgraph.passes.conflicts import conflicts, explain
+from distgraph.passes.pipeline import PASSES, Ran, run_passes
+from distgraph.resources import describe, load_cluster, shipped_clusters
+from distgraph.runtime.launch import launch
+from distgraph.text import parse_graph, print_graph
+
+app = typer.Typer(
+    name="distgraph",
+    help="Distributed training programs from serial ones.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_PASS_ON = {"allow_interspersed_args": False}  # options after the script are the script's
+
+
+@app.command(context_settings=_PASS_ON)
+def run(
+    script: Annotated[str, typer.Argument(help="Python script.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    ranks: Annotated[int, typer.Option("-n", help="How many ranks.")] = 1,
+) -> None:
+    """Run a script on N MPI ranks of this machine."""
+    raise typer.Exit(launch(ranks, [script, *(args or ())]))
+
+
+@app.command(context_settings=_PASS_ON)
+def check(
+    script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="At most so many samples; 0: a whole micro-batch.")] = 0,
+) -> None:
+    """Compare partitioned with serial on the first batch of a script, value by value."""
+    report = check_script(script, args or (), samples)
+    typer.echo(report)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def inspect(
+    file: Annotated[str, typer.Argument(help="Graph text (.dg), - for standard input.")],
+    passes: Annotated[
+        str, typer.Option("-p", "--passes", help=f"Of {', '.join(PASSES)}; commas between.")
+    ] = "",
+    print_each: Annotated[
+        bool, typer.Option("--print-each", help="Print the graph after each pass.")
+    ] = False,
+    show_conflicts: Annotated[
+        bool,
+        typer.Option("--conflicts", help="Annotations that compete, with bytes and the cheapest change."),
+    ] = False,
+    about: Annotated[
+        str, typer.Option("--explain", help="A value: who decided its layout, what follows.")
+    ] = "",
+) -> None:
+    """Run passes on a graph text and print the result; the output is graph text again."""
+    graph = parse_graph(_read(file))
+    names = [name.strip() for name in passes.split(",") if name.strip()]
+    seen: list[Graph] = [graph]
+
+    def watch(ran: Ran) -> None:
+        typer.echo(f"# {ran}")
+        if print_each:
+            typer.echo(print_graph(ran.after), nl=False)
+        if PASSES[ran.name].gives == "completed":
+            seen.append(ran.after)
+
+    final = run_passes(graph, names, watch)
+    if not (print_each and names):
+        typer.echo(print_graph(final), nl=False)
+    if show_conflicts:
+        _echo_commented([str(found) for found in conflicts(seen[-1])] or ["no annotations compete"])
+    if about:
+        _echo_commented([explain(seen[-1], about)])
+
+
+@app.command()
+def cluster(
+    name: Annotated[str, typer.Argument(help="Shipped name, resource file, or Paddle's JSON.")] = "",
+) -> None:
+    """Check a resource file and print the cluster; without a name, list those that are shipped."""
+    if name:
+        typer.echo(describe(load_cluster(name)))
+        return
+    for shipped in shipped_clusters():
+        typer.echo(describe(load_cluster(shipped)).partition("\n")[0])
+
+
+def _read(file: str) -> str:
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GraphError(f"inspect: {file} cannot be read: {error}") from None
+
+
+def _echo_commented(texts: list[str]) -> None:
+    for text in texts:
+        typer.echo("\n".join(f"# {line}" for line in text.split("\n")))
+
+
+def main() -> None:
+    """Entry point; a user's mistake is one message and exit code 1."""
+    try:
+        app()
+    except DistGraphError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None

@@ -1,0 +1,116 @@
+"""What `distgraph check script.py` looks at: the first training step of a script, before it is taken."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgraph.data import Batch
+from distgraph.engine.compiler import lay_out
+from distgraph.engine.memory import Memory
+from distgraph.engine.program import Recipe
+from distgraph.errors import GraphError
+from distgraph.kernels.random import random_key
+from distgraph.mesh import ProcessMesh
+from distgraph.runtime.check import Report, check
+
+_VARIED = 0.1  # how far constant parameters and states are moved: zeros would hide what is done with them
+
+
+class _Checked(BaseException):
+    """Leaves the script once its step is checked; no `except Exception` of the script holds it."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+
+SAMPLES: ContextVar[int | None] = ContextVar("distgraph_check_samples", default=None)
+"""Set while a script is being checked: most samples of a batch to look at, 0 for a whole micro-batch."""
+
+
+def offer(recipe: Recipe, memory: Memory, batch: Batch, scalars: Mapping[str, Any]) -> None:
+    """Called by an engine before each training step: does nothing unless a script is being checked."""
+    samples = SAMPLES.get()
+    if samples is not None:
+        raise _Checked(check_step(recipe, memory, batch, scalars, samples))
+
+
+def check_step(
+    recipe: Recipe, memory: Memory, batch: Batch, scalars: Mapping[str, Any], samples: int = 0
+) -> Report:
+    """Compare one training step with its serial meaning, value by value.
+
+    Args:
+        recipe: model, loss, optimiser and strategy.
+        memory: of the engine; parameters are made in it.
+        batch: the first micro-batch is taken.
+        scalars: inputs that are single numbers.
+        samples: how many of its samples at most; 0 for all.
+
+    Raises:
+        GraphError, ShardingError: the program or its annotations do not fit.
+    """
+    strategy, fields = recipe.strategy, batch.fields()
+    size = max(1, len(batch) // strategy.micro_batches)
+    size = min(size, samples) if samples else size
+    shapes = {name: ((size, *shape), dtype) for name, (shape, dtype) in fields.items()}
+    serial = recipe.trace("train", shapes, memory.layouts)
+    completed = lay_out(serial, strategy.mesh or ProcessMesh.grid(serial=1), strategy.refine)
+    memory.adopt(completed)
+    names = recipe.names(tuple(fields), "train")
+    inputs = {names[field]: np.asarray(array) for field, array in batch.block(0, size).items()}
+    params = {name: _varied(name, _whole(memory, name)) for name in memory.records}
+    return check(completed, {**scalars, **inputs}, params, serial)
+
+
+def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -> Report:
+    """Run a script up to its first training step and check that step.
+
+    Args:
+        path: of the script.
+        argv: its arguments.
+        samples: most samples of the batch to look at; 0 for all.
+
+    Raises:
+        GraphError: there is no such file, or the script ends without a training step.
+    """
+    if not Path(path).is_file():
+        raise GraphError(f"check: script {str(path)!r} does not exist; give the path of a file")
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(path), *argv]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    token = SAMPLES.set(samples)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except _Checked as checked:
+        return checked.report
+    finally:
+        SAMPLES.reset(token)
+        sys.argv, sys.path[:] = before
+    raise GraphError(f"check: {path} ends without a training step; there is nothing to compare")
+
+
+def _whole(memory: Memory, name: str) -> np.ndarray:
+    record = memory.records[name]
+    array: np.ndarray | None = None
+    for rank in record.attr.mesh.members:
+        block = memory.block(name, rank)
+        if array is None:
+            array = np.empty(record.shape, block.dtype)
+        array[record.attr.spec.slices(record.shape, record.attr.mesh, rank)] = block
+    assert array is not None  # a mesh has ranks
+    return array
+
+
+def _varied(name: str, array: np.ndarray) -> np.ndarray:
+    """A tensor of equal numbers (a bias, a moment) with small positive ones added."""
+    if array.size < 2 or array.dtype.kind in "biu" or not (array == array.flat[0]).all():
+        return array
+    added = np.random.default_rng(random_key(0, f"check {name}")).uniform(0, _VARIED, array.shape)
+    return array + added.astype(array.dtype)
