@@ -31,7 +31,8 @@ def run_partitioned(
         params: whole params and states by name.
 
     Returns:
-        label -> whole output of every micro-batch (one where it is accumulated), param -> whole new value, the build.
+        label -> whole output of every micro-batch (one where it is accumulated), param -> whole new value,
+        the build.
 
     Raises:
         AssertionError: two ranks that should hold the same block do not, or a block is held by no rank.

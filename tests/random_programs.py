@@ -133,7 +133,7 @@ class _Builder:
         return function(x, self.pick(same))
 
     def unary(self, x: Tensor) -> Tensor | None:
-        return self.pick((ops.tanh, ops.sin, ops.negative, lambda t: t * 0.5, lambda t: ops.identity(t)))(x)
+        return self.pick((ops.tanh, ops.sin, ops.negative, lambda t: t * 0.5, ops.identity))(x)
 
     def transpose(self, x: Tensor) -> Tensor | None:
         return ops.transpose(x, self.draw(st.permutations(range(x.ndim))))
@@ -250,7 +250,7 @@ def programs(
     feeds = [{n: rng.normal(size=s) for n, s in builder.inputs.items()} for _ in range(count)]
     text = [
         f"{', '.join(f'%{v.name} {v.type}' for v in op.results)} = {op.kind}"
-        f"({', '.join(f'%{v.name}' for v in op.operands)}) {op.attrs if op.kind not in ('constant',) else ''}"
+        f"({', '.join(f'%{v.name}' for v in op.operands)}) {op.attrs if op.kind != 'constant' else ''}"
         for op in graph.ops
     ]
     return Program(graph, builder.params, feeds, text)

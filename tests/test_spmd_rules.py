@@ -1,8 +1,9 @@
 """Inference of single operators beside PaddlePaddle's, run as a black box (see tests/data/README.md).
 
-Every row that was found sound is built as a program of one operator whose inputs (and, for rows that go backward,
-outputs) are pinned. Ours must read and leave its tensors in the same layout, or split the work over at least as many
-ranks; all are run on ranks and compared with the serial result. What differs stands in DEVIATIONS with its reason.
+Every row that was found sound is built as a program of one operator whose inputs (and, for rows that go
+backward, outputs) are pinned. Ours must read and leave its tensors in the same layout, or split the work over
+at least as many ranks; all are run on ranks and compared with the serial result. What differs stands in
+DEVIATIONS with its reason.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from partitioned import assert_same, run_partitioned, run_serial
 from distgraph import ops
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.complete import complete
 from distgraph.ops.registry import operand_layout, result_layout
+from distgraph.passes.complete import complete
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor, emit
 from distgraph.trace import Trace
@@ -33,13 +34,15 @@ ROWS = [json.loads(line) for line in DATA.read_text().splitlines()]
 SOUND = [i for i, row in enumerate(ROWS) if row["sound"].startswith("ok:")]
 LARGEST = 1 << 20  # elements; larger rows run with every length divided by 4
 
-# Rows that ours infers otherwise, with at least as many parts, and why. In no row does ours split the work less.
+# Rows that ours infers otherwise, in at least as many parts, and why. In none does ours split the work less.
 _UNEVEN = "upstream gives up an axis that does not divide the dim (32 by 3, 16 by 3); ours splits it unevenly"
 _WHOLE = "upstream gathers the dim first; ours decomposes the op, so that only row statistics are reduced"
 _MASK = "upstream gathers what the op cuts; ours masks by global position"
 _COMPOSED = "composed of reshape, broadcast, slice and concat: the first of them reads the dim as it lies"
 _LOOKUP = "upstream gathers the table; ours looks up what a rank holds and sums"
-_CONFLICT = "one axis is wanted by two dims: ours leaves it to the first claim in program order, upstream to the other"
+_CONFLICT = (
+    "two dims want one axis: ours leaves it to the first claim in order, upstream to the other"
+)
 DEVIATIONS = {
     **dict.fromkeys((2, 9, 14, 15, 16, 17, 18, 24, 28, 29), _UNEVEN),
     **dict.fromkeys((83, 125, 126, 127, 129, 130, 134), _WHOLE),
