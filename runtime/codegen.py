@@ -215,14 +215,20 @@ class _Writer:
             self.read(first)
             return
         operands = [self.read(v.name) for v in op.operands]
+        total = self.storage.into.get(first)
+        if total is not None and declared.adds is not None:
+            self.add_to_total(local, operands, self.target(total))
+            return
         targets = [self.target(v.name) for v in op.results]
         if declared.view and op.kind != "reshape":  # leaves the graph, so it needs memory of its own
             kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
             self.line(f"copyto({targets[0]}, {kernel}({operands[0]}))", op)
             return
         outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
+        if total is not None:
+            outs = f"{self.target(total)} if m == 0 else {outs}"
         if op.kind == "reshape":
-            self.line(f"copyto({targets[0]}.reshape({operands[0]}.shape), {operands[0]})", op)
+            self.line(f"copyto(({outs}).reshape({operands[0]}.shape), {operands[0]})", op)
             return
         if declared.ufunc:
             function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
@@ -231,13 +237,26 @@ class _Writer:
         extra = ", micro=m" if declared.micro else ""
         self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
 
+    def add_to_total(self, local: LocalOp, operands: list[str], total: str) -> None:
+        """Compute right into the mean over the micro-batches."""
+        op, adds = local.op, lookup(local.op.kind).adds
+        assert adds is not None
+        kernel = functools.partial(adds, self.xp, scale=1.0 / self.micro, **local.attrs)
+        function = self.bind(f"{op.kind.replace('.', '_')}_add", kernel)
+        self.line(f"{function}({', '.join(operands)}, out={total}, fresh=m == 0)", op)
+        self.ready.add(op.result.name)
+
     def accumulate(self, op: Op, last: bool) -> None:
         if self.storage.slots[op.result.name].kind == "view":
             self.read(op.result.name)
             return
-        source, target = self.read(op.operands[0].name), self.target(op.result.name)
+        value, target = op.operands[0].name, self.target(op.result.name)
+        if value in self.storage.into and self.storage.slots[value].kind == "view":
+            return  # the op before has added to it
+        source = self.read(value)
         add = self.bind("add", self.xp.add)
-        self.line(f"copyto({target}, {source}) if m == 0 else {add}({target}, {source}, out={target})", op)
+        first = "None" if value in self.storage.into else f"copyto({target}, {source})"
+        self.line(f"{first} if m == 0 else {add}({target}, {source}, out={target})", op)
         if last and self.micro > 1:
             multiply = self.bind("multiply", self.xp.multiply)
             share = self.bind(f"share_{op.result.dtype}", to_numpy(op.result.dtype).type(1.0 / self.micro))

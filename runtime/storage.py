@@ -55,6 +55,7 @@ class Storage:
         waits: (task, op) -> names of collectives' results to wait for right before it.
         late: task -> results of its collectives that another task waits for, or the end of the step.
         in_place: update target (param or state) -> value that is computed right in its memory.
+        into: value that only an `accumulate` reads -> result of that, to which it is added as it is computed.
     """
 
     slots: dict[str, Slot]
@@ -63,6 +64,7 @@ class Storage:
     waits: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     late: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_place: dict[str, str] = field(default_factory=dict)
+    into: dict[str, str] = field(default_factory=dict)
 
     def bytes_by_kind(self, program: RankProgram) -> dict[str, int]:
         """Bytes of kept, ring and scratch memory."""
@@ -89,6 +91,7 @@ def plan_storage(program: RankProgram, order: Iterable[tuple[str, int]]) -> Stor
     planner = _Planner(program)
     for task in program.tasks:
         planner.visit(task)
+    planner.join_accumulates()
     planner.find_waits()
     planner.classify()
     planner.place_updates()
@@ -170,6 +173,26 @@ class _Planner:
             return False
         aliases = [name for name, slot in self.slots.items() if slot.root == root]
         return all(self.reader_count.get(name, 0) == 1 and name not in self.program.graph.kept for name in aliases)
+
+    def join_accumulates(self) -> None:
+        """What is computed for an `accumulate` alone is computed into its buffer."""
+        if self.program.graph.micro_batches == 1:
+            return
+        for task in self.program.tasks:
+            for local in task.ops:
+                if local.mode != "accumulate":
+                    continue
+                value, total = local.op.operands[0].name, local.op.result.name
+                place = self.made.get(value, ("", 0))
+                fits = place[0] == task.name and self.slots[value].root == value and self._same_type(value, total)
+                if not fits or self.slots[value].kind != "scratch" or not self.is_only_reader(value):
+                    continue
+                maker = task.ops[place[1]]
+                if maker.mode == "compute" and len(maker.op.results) == 1 and not lookup(maker.op.kind).view:
+                    self.storage.into[value] = total
+                    if lookup(maker.op.kind).adds is not None:  # then it needs no buffer of its own
+                        self.slots[value] = Slot("view", total)
+                        self.uses[total] += self.uses.pop(value)
 
     def find_waits(self) -> None:
         """A collective is waited for right before the first op that reads its result."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+from distgraph.kernels.gemm import add_product
 
 
 def blas_ready(x: Array) -> Array:
@@ -198,6 +199,27 @@ def einsum(xp: Namespace, *operands: Array, spec: str, out: Array | None = None)
         arrays.append(_contract(xp, a, b, plan, out if last else None))
         names.append(kept)
     return arrays[0]
+
+
+def einsum_add(
+    xp: Namespace, *operands: Array, spec: str, out: Array, scale: float = 1.0, fresh: bool = False
+) -> Array:
+    """out = scale * einsum where ``fresh``, else out + scale * einsum; one BLAS call for a matrix product."""
+    terms, result = _parse(spec)
+    shapes = tuple(tuple(o.shape) for o in operands)
+    if xp is np and len(operands) == 2 and not _check(spec, terms, shapes):
+        plan = _plan_pair(*terms, result, *shapes)
+        target = out.transpose(plan.order_out).reshape(plan.shape)
+        if len(plan.shape) == 2 and not plan.sum_a and not plan.sum_b and np.may_share_memory(target, out):
+            left = blas_ready(operands[0].transpose(plan.order_a).reshape(plan.shape_a))
+            right = blas_ready(operands[1].transpose(plan.order_b).reshape(plan.shape_b))
+            if add_product(left, right, scale, 0.0 if fresh else 1.0, target):
+                return out
+    y = einsum(xp, *operands, spec=spec)
+    y *= y.dtype.type(scale)
+    if fresh:
+        return store(xp, y, out)
+    return xp.add(out, y, out=out)
 
 
 @lru_cache(maxsize=4096)

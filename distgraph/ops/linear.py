@@ -133,6 +133,7 @@ define(
     flops=_contraction_flops,
     linear=_each_alone,
     cost="matmul",
+    adds=kernels.einsum_add,
 )
 
 

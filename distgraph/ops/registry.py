@@ -134,6 +134,8 @@ class OpDef:
         ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
         cost: matmul, memory, lookup or launch: which cost model applies.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
+        adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: out = scale * result where `fresh`, else
+            out + scale * result; for what is summed over micro-batches, if it costs less than a sum behind.
     """
 
     name: str
@@ -152,6 +154,7 @@ class OpDef:
     ufunc: str = ""
     cost: str = "memory"
     micro: bool = False
+    adds: Kernel | None = None
 
 
 REGISTRY: dict[str, OpDef] = {}
