@@ -70,21 +70,31 @@ def inside_window(tile: Tile, window: Bounds, shape: tuple[int, ...]) -> tuple[s
 
 @lru_cache(maxsize=1 << 16)
 def halo_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, windows: Windows) -> int:
-    """Most elements that one rank receives (an estimate from whole blocks; no tiles are made)."""
+    """Most elements that one rank sends or receives, replicas not shared out; made without the tiles.
+
+    Example:
+        >>> halo_volume((8, 3), ProcessMesh.grid(x=2), ShardSpec.parse("[x, _]"), ((0, ((0, 5), (3, 8))),))
+        3
+    """
+    split = dict(windows)
     others = math.prod(
         -(-size // mesh.count(axes))
         for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True))
-        if all(dim != d for d, _ in windows)
+        if dim not in split
     )
-    choices = []
-    for dim, read in windows:
-        block = -(-shape[dim] // len(read))
-        lengths = [
-            (stop - start, sum(b - a for at, (a, b) in _pieces(start, stop, shape[dim], block) if at == part))
-            for part, (start, stop) in enumerate(read)
-        ]
-        choices.append(lengths)
     most = 0
-    for parts in itertools.product(*choices):
-        most = max(most, math.prod(n for n, _ in parts) - math.prod(kept for _, kept in parts))
+    for parts in itertools.product(*(_traffic(shape[dim], read) for dim, read in windows)):
+        taken, given, kept = (math.prod(numbers) for numbers in zip(*parts, strict=True))
+        most = max(most, taken - kept, given - kept)
     return others * most
+
+
+def _traffic(size: int, read: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
+    """For every part of a dim: positions in its window, positions that windows take from it, those it has itself."""
+    block = -(-size // len(read))
+    given, kept = [0] * len(read), [0] * len(read)
+    for part, (start, stop) in enumerate(read):
+        for owner, (first, last) in _pieces(start, stop, size, block):
+            given[owner] += last - first
+            kept[part] += (last - first) * (owner == part)
+    return list(zip((stop - start for start, stop in read), given, kept, strict=True))

@@ -197,10 +197,15 @@ add(
     strides=(2, 1, 1),
     reference=lambda x: x[1:6:2],
 )
+add("slice", normal(9, 8), starts=(1, 0), stops=(9, 5), strides=(3, 1), reference=lambda x: x[1::3, :5])
 add("slice", normal(5, 6), starts=(0, 2), stops=(5, 2), strides=(1, 1), reference=lambda x: x[:, 2:2])
 add(
     "pad", normal(5, 3), low=(0, 1), high=(0, 2), interior=(0, 0), value=1.5,
     reference=lambda x: np.pad(x, ((0, 0), (1, 2)), constant_values=1.5),
+)  # fmt: skip
+add(
+    "pad", normal(6, 5), low=(4, 1), high=(1, 0), interior=(0, 0), value=-2,
+    reference=lambda x: np.pad(x, ((4, 1), (1, 0)), constant_values=-2),
 )  # fmt: skip
 add(
     "pad", normal(5, 3), low=(0, 1), high=(0, 1), interior=(0, 2), value=0,

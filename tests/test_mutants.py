@@ -71,7 +71,7 @@ def test_index_that_must_be_whole_is_split(kind: str, mutate: Callable[..., None
 
 SLIDING = (
     "conv", "conv_grad_input", "conv_grad_weight", "max_pool", "max_pool_grad", "avg_pool", "avg_pool_grad",
-    "flip", "roll",
+    "flip", "roll", "slice", "pad", "concat",
 )  # fmt: skip
 
 

@@ -220,8 +220,15 @@ def _cut(shape: Shape, attrs: Attrs) -> tuple[bool, ...]:
 
 def _slice_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters(shapes[0])
-    kept = tuple(() if cut else dim for cut, dim in zip(_cut(shapes[0], attrs), term, strict=True))
-    return make_rule("slice", (kept,), (kept,), sizes)
+    parts = zip(attrs["starts"], attrs["stops"], attrs["strides"], sizes, strict=True)
+    made = {index: -(-(stop - start) // stride) for start, stop, stride, index in parts}
+    sliding = {index for cut, (index,) in zip(_cut(shapes[0], attrs), term, strict=True) if cut}
+    return make_rule("slice", (term,), (term,), made, sliding=sliding)
+
+
+def _reads_slice(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    first, stride = op.attrs["starts"][dim], op.attrs["strides"][dim]
+    return first + start * stride, first + (stop - 1) * stride + 1
 
 
 def _infer_slice(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -250,10 +257,13 @@ def _slice_gradient(c: GradientContext) -> Grads:
 
 
 def _localize_slice(attrs: Attrs, local: Local) -> Attrs:
+    """Dims that are split, and those of which nothing is cut, hold just what the slice takes, but for the stride."""
     cut = _cut(local.op.operands[0].shape, attrs)
     own = local.operand_shapes[0]
-    stops = tuple(stop if c else n for c, stop, n in zip(cut, attrs["stops"], own, strict=True))
-    return {**attrs, "stops": stops}
+    inside = [c and not local.slides(0, dim, result=True) for dim, c in enumerate(cut)]
+    starts = tuple(start if c else 0 for c, start in zip(inside, attrs["starts"], strict=True))
+    stops = tuple(stop if c else n for c, stop, n in zip(inside, attrs["stops"], own, strict=True))
+    return {**attrs, "starts": starts, "stops": stops}
 
 
 define(
@@ -264,6 +274,7 @@ define(
     gradient=_slice_gradient,
     flops=_nothing,
     linear=((0,),),
+    reads=_reads_slice,
     localize=_localize_slice,
     view=True,
 )
@@ -271,9 +282,31 @@ define(
 
 def _pad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters(shapes[0])
-    parts = zip(attrs["low"], attrs["high"], attrs["interior"], strict=True)
-    kept = tuple(() if any(p) else dim for p, dim in zip(parts, term, strict=True))
-    return make_rule("pad", (kept,), (kept,), sizes)
+    parts = zip(attrs["low"], attrs["high"], attrs["interior"], sizes, strict=True)
+    sliding = {index for *sides, index in parts if any(sides)}
+    return make_rule("pad", (term,), (term,), sizes, sliding=sliding)
+
+
+def _reads_pad(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    low, step, length = op.attrs["low"][dim], op.attrs["interior"][dim] + 1, op.operands[0].shape[dim]
+    first = min(max(0, -((low - start) // step)), length)
+    return first, min(max(first, -((low - stop) // step)), length)
+
+
+def _localize_pad(attrs: Attrs, local: Local) -> Attrs:
+    """A rank pads what its block has before the first and behind the last position that it reads."""
+    low, high = list(attrs["low"]), list(attrs["high"])
+    made = local.block(0, result=True)
+    for dim, (first, last) in enumerate(local.window(0)):
+        if not local.slides(0, dim, result=True):
+            continue
+        (start, stop), step = made[dim], attrs["interior"][dim] + 1
+        if first == last:
+            low[dim], high[dim] = stop - start, 0
+        else:
+            high[dim] = stop - 1 - (low[dim] + (last - 1) * step)
+            low[dim] += first * step - start
+    return {**attrs, "low": tuple(low), "high": tuple(high)}
 
 
 def _infer_pad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -320,6 +353,8 @@ define(
     gradient=_pad_gradient,
     flops=_nothing,
     linear=_linear_pad,
+    reads=_reads_pad,
+    localize=_localize_pad,
 )
 
 
@@ -328,8 +363,16 @@ define(
 
 def _concat_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters(shapes[0])
-    kept = tuple(() if d == attrs["dim"] else dim for d, dim in enumerate(term))
-    return make_rule("concat", (kept,) * len(shapes), (kept,), sizes)
+    joined = f"i{attrs['dim']}"
+    sizes[joined] = min(shape[attrs["dim"]] for shape in shapes)
+    return make_rule("concat", (term,) * len(shapes), (term,), sizes, sliding={joined})
+
+
+def _reads_concat(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
+    before = sum(v.shape[dim] for v in op.operands[:operand])
+    length = op.operands[operand].shape[dim]
+    first = min(max(0, start - before), length)
+    return first, min(max(first, stop - before), length)
 
 
 def _infer_concat(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -368,6 +411,7 @@ define(
     gradient=_concat_gradient,
     flops=_nothing,
     linear=lambda count, attrs: (tuple(range(count)),),
+    reads=_reads_concat,
 )
 
 
