@@ -1,6 +1,7 @@
 """Callbacks: what happens between the steps of training.
 
-Under MPI every process calls them with the same numbers; those that print or write a file of their own do so on rank 0.
+Under MPI every process calls them with the same numbers; those that print or write a file of their own do so
+on rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Logs = dict[str, float]
 class Callback:
     """What an engine calls while it trains; does nothing by itself.
 
-    Set `engine.should_stop = True` to end training after the present step.
+    Set `engine.should_stop = True` to end training after the present step. In the middle of an epoch that
+    leaves the epoch unfinished, and `fit(..., resume=True)` goes on with it.
     """
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
@@ -46,7 +48,9 @@ class Callback:
 
 def _monitored(logs: Logs, name: str) -> float:
     if name not in logs:
-        raise RuntimeFault(f"callback watches {name!r} but an epoch measures {', '.join(logs)}; name one of these")
+        raise RuntimeFault(
+            f"callback watches {name!r} but an epoch measures {', '.join(logs)}; name one of these"
+        )
     return logs[name]
 
 
@@ -72,7 +76,8 @@ class ModelCheckpoint(Callback):
     """Saves the engine.
 
     Args:
-        path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, so that several are kept.
+        path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, so that several are
+            kept.
         every: epochs between two checkpoints.
         every_steps: steps between two checkpoints, instead of epochs.
         best: name of a number such as "valid_loss": save only when it is better than in any epoch before.
@@ -192,7 +197,9 @@ class TensorBoard(Callback):
                 return
             except ImportError:
                 continue
-        raise RuntimeFault("TensorBoard callback needs tensorboardX or torch with tensorboard; pip install tensorboardX")
+        raise RuntimeFault(
+            "TensorBoard callback needs tensorboardX or torch with tensorboard; pip install tensorboardX"
+        )
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
         """See `Callback`."""
@@ -231,7 +238,12 @@ class ProgressBar(Callback):
         console = self.console or Console(stderr=True)
         self._last_epoch = last_epoch
         if engine.is_chief and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
             self._progress = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=console)
             self._progress.start()
 

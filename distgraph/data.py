@@ -1,8 +1,8 @@
 """Data: what a batch consists of, in which order samples come, and loading only the rows that a rank needs.
 
-A data set is a tuple of arrays, a dict of arrays, one array, or anything with `__len__` and `__getitem__` (a map-style data
-set). A map-style data set is asked for several samples at once with an array of indices where it understands that, else for
-one after the other; it answers with an array, a tuple or a dict.
+A data set is a tuple of arrays, a dict of arrays, one array, or anything with `__len__` and `__getitem__` (a
+map-style data set). A map-style data set is asked for several samples at once with an array of indices where
+it understands that, else for one after the other; it answers with an array, a tuple or a dict.
 
 The order is a function of seed and epoch alone: not of the mesh, the number of ranks, or who asks.
 """
@@ -92,7 +92,9 @@ def as_source(data: Any) -> Source:
         RuntimeFault: it is an iterator or has no length, is empty, or its arrays differ in length.
     """
     if data is None:
-        raise RuntimeFault("data is None; pass arrays such as (x, y), a dict of arrays, or a map-style data set")
+        raise RuntimeFault(
+            "data is None; pass arrays such as (x, y), a dict of arrays, or a map-style data set"
+        )
     if isinstance(data, (ArraySource, MapSource)):
         return data
     if isinstance(data, (tuple, list)) and data and all(_is_array(a) for a in data):
@@ -103,7 +105,8 @@ def as_source(data: Any) -> Source:
         return _arrays({f"{POSITION}0": data})
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, str):
         raise RuntimeFault(
-            f"data is a {type(data).__name__}, which has no length or no index; pass arrays such as (x, y), a dict of "
+            f"data is a {type(data).__name__}, which has no length or no index; pass arrays such as (x, "
+            f"y), a dict of "
             "arrays, or an object with __len__ and __getitem__"
         )
     if len(data) == 0:
@@ -120,14 +123,18 @@ def _arrays(arrays: Fields) -> ArraySource:
         raise RuntimeFault("data has no field; pass arrays such as (x, y)")
     for name, array in arrays.items():
         if not _is_array(array):
-            raise RuntimeFault(f"data field {name} is a {type(array).__name__} but must be an array; use np.asarray")
+            raise RuntimeFault(
+                f"data field {name} is a {type(array).__name__} but must be an array; use np.asarray"
+            )
         if len(array.shape) == 0:
             raise RuntimeFault(f"data field {name} has no dim but the first dim must be the samples")
         _check_dtype(name, array)
     lengths = {name: int(array.shape[0]) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise RuntimeFault(f"data fields differ in their number of samples: {shown}; cut them to the same length")
+        raise RuntimeFault(
+            f"data fields differ in their number of samples: {shown}; cut them to the same length"
+        )
     if 0 in lengths.values():
         raise RuntimeFault("data has 0 samples; there is nothing to do")
     return ArraySource(arrays)
@@ -162,7 +169,8 @@ def _stack(samples: Sequence[Fields], rows: np.ndarray) -> Fields:
             if other is None or other.shape != array.shape or other.dtype != array.dtype:
                 found = "missing" if other is None else f"{other.dtype}{other.shape}"
                 raise RuntimeFault(
-                    f"field {name} of sample {row} is {found} but that of sample {rows[0]} is {array.dtype}{array.shape}; "
+                    f"field {name} of sample {row} is {found} but that of sample {rows[0]} is "
+                    f"{array.dtype}{array.shape}; "
                     "samples of one batch must agree: pad or crop them"
                 )
             column.append(other)
@@ -218,8 +226,8 @@ def order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """Order of the samples in an epoch.
 
     Example:
-        >>> order(5, seed=0, epoch=1, shuffle=True).tolist() == order(5, seed=0, epoch=1, shuffle=True).tolist()
-        True
+        >>> order(5, seed=0, epoch=1, shuffle=True).tolist() == order(5, seed=0, epoch=1,
+        shuffle=True).tolist() True
     """
     if not shuffle:
         return np.arange(count)
@@ -249,13 +257,19 @@ class DataLoader:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.batch_size, (int, np.integer)) or self.batch_size < 1:
+        if self.batch_size != int(self.batch_size) or self.batch_size < 1:
             raise RuntimeFault(f"batch_size is {self.batch_size!r} but must be a number from 1 up")
         if self.drop_last and len(self.source) < self.batch_size:
             raise RuntimeFault(
-                f"data has {len(self.source)} samples but batch_size is {self.batch_size} and drop_last is set, so there "
+                f"data has {len(self.source)} samples but batch_size is {self.batch_size} and drop_last is "
+                f"set, so there "
                 "is no batch; use a smaller batch_size"
             )
+
+    @property
+    def stop(self) -> int:
+        """Samples of the epoch that are done after the last batch."""
+        return min(self.start + len(self) * self.batch_size, len(self.source))
 
     def __len__(self) -> int:
         rest = len(self.source) - self.start

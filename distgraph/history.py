@@ -13,7 +13,8 @@ class History:
 
     Attributes:
         losses: loss of every step, in order.
-        epochs: one dict an epoch: "epoch", "loss", every metric, and the same of the validation data as "valid_...".
+        epochs: one dict an epoch: "epoch", "loss", every metric, and the same of the validation data as
+            "valid_...".
 
     Example:
         >>> history = History(losses=[2.0, 1.0], epochs=[{"epoch": 0, "loss": 1.5}])

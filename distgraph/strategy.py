@@ -18,16 +18,17 @@ class Strategy:
     """How the engine distributes a program. Immutable.
 
     Attributes:
-        mode: "semi" completes the annotations of the program; "manual" does too, but refuses a program in which a
-            parameter of two dims or more has no annotation of its own.
-        micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of a
-            pipeline work on different ones at the same time. A batch that does not divide takes fewer.
+        mode: "semi" completes the annotations of the program; "manual" does too, but refuses a program in
+            which a parameter of two dims or more has no annotation of its own.
+        micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
+            a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
         schedule: order of the micro-batches in a pipeline, "1f1b" or "gpipe".
-        mesh: where everything runs that no annotation places; without it, and without annotations, on one rank.
-        batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism in one
-            word. Needs `mesh`.
-        refine: when layouts that nobody pinned may move to lower the communication: "conflicts" where annotations
-            compete for an axis, "always", or "never" (completion by priorities alone).
+        mesh: where everything runs that no annotation places; without it, and without annotations, on one
+            rank.
+        batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
+            in one word. Needs `mesh`.
+        refine: when layouts that nobody pinned may move to lower the communication: "conflicts" where
+            annotations compete for an axis, "always", or "never" (completion by priorities alone).
 
     Raises:
         ShardingError: an unknown mode, schedule or axis; fewer than one micro-batch.
@@ -46,17 +47,26 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ShardingError(f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}")
+            raise ShardingError(
+                f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
+            )
         if self.schedule not in SCHEDULES:
             raise ShardingError(
-                f"schedule {self.schedule!r} of Strategy does not exist; the schedules are {', '.join(SCHEDULES)}"
+                f"schedule {self.schedule!r} of Strategy does not exist; the schedules are "
+                f"{', '.join(SCHEDULES)}"
             )
         if self.refine not in REFINE:
-            raise ShardingError(f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}")
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ShardingError(f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up")
+            raise ShardingError(
+                f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}"
+            )
+        if self.micro_batches != int(self.micro_batches) or self.micro_batches < 1:
+            raise ShardingError(
+                f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
+            )
         if self.batch_axes and self.mesh is None:
-            raise ShardingError(f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one")
+            raise ShardingError(
+                f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"
+            )
         for axis in self.batch_axes:
             assert self.mesh is not None
             self.mesh.axis_size(axis)

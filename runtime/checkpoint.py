@@ -1,14 +1,17 @@
 """Checkpoints: safetensors files that every rank writes, and one index that makes them count.
 
-    ckpt/index.json                                    what there is: tensors, their shards, the state of training
-    ckpt/step-00000120-5f2c.rank-00003.safetensors     the blocks that rank 3 owns, each under its tensor's name
+    ckpt/index.json                                    what there is: tensors, their shards, the state of
+    training ckpt/step-00000120-5f2c.rank-00003.safetensors     the blocks that rank 3 owns, each under its
+    tensor's name
 
-Every distinct block is written once, by one of the ranks that hold it. The files of a new checkpoint have new names and
-are on disk before the index is replaced, in one atomic rename; the old files go after it. So a crash, a full disk or a
-failing rank leaves the previous checkpoint whole. The directory must be one that all ranks see.
+Every distinct block is written once, by one of the ranks that hold it. The files of a new checkpoint have new
+names and are on disk before the index is replaced, in one atomic rename; the old files go after it. So a
+crash, a full disk or a failing rank leaves the previous checkpoint whole. The directory must be one that all
+ranks see.
 
-Reading takes any mesh and any number of ranks: each asks for the block it wants and only that is read. Without distgraph,
-`safetensors.numpy.load_file` reads a file, and the index says where in its tensor each block belongs.
+Reading takes any mesh and any number of ranks: each asks for the block it wants and only that is read.
+Without distgraph, `safetensors.numpy.load_file` reads a file, and the index says where in its tensor each
+block belongs.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Placed:
 
 
 def owned(tensors: Mapping[str, Placed], rank: int) -> dict[str, Slices]:
-    """Blocks that a rank writes: every distinct block has one owner; the owners take turns among its replicas."""
+    """Blocks that a rank writes: every distinct block has one owner; the owners take turns among its
+    replicas."""
     mine: dict[str, Slices] = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         mesh, spec = tensor.attr.mesh, tensor.attr.spec
@@ -101,7 +105,8 @@ def write_checkpoint(
         for rank in world.local:
             (path / f"{tag}.rank-{rank:05d}.safetensors").unlink(missing_ok=True)
         raise RuntimeFault(
-            f"checkpoint {path} could not be written: {failures[0]}; the previous one, if there was one, is whole"
+            f"checkpoint {path} could not be written: {failures[0]}; the previous one, if there was one, "
+            f"is whole"
         )
 
 
@@ -131,8 +136,11 @@ def _write_blocks(
     return _Written(path.name, shards)
 
 
-def _commit(path: Path, tensors: Mapping[str, Placed], written: Sequence[_Written], training: Mapping[str, Any]) -> str:
-    """Write the index and put it in place; then remove files that it does not name. Returns what went wrong."""
+def _commit(
+    path: Path, tensors: Mapping[str, Placed], written: Sequence[_Written], training: Mapping[str, Any]
+) -> str:
+    """Write the index and put it in place; then remove files that it does not name. Returns what went
+    wrong."""
     index = {
         "format": FORMAT,
         **training,
@@ -196,9 +204,13 @@ class Checkpoint:
         try:
             index = json.loads((path / INDEX).read_text())
         except FileNotFoundError:
-            raise RuntimeFault(f"checkpoint {path} has no {INDEX}; give the directory that engine.save wrote") from None
+            raise RuntimeFault(
+                f"checkpoint {path} has no {INDEX}; give the directory that engine.save wrote"
+            ) from None
         except (OSError, ValueError) as error:
-            raise RuntimeFault(f"checkpoint {path / INDEX} cannot be read: {error}; use another checkpoint") from None
+            raise RuntimeFault(
+                f"checkpoint {path / INDEX} cannot be read: {error}; use another checkpoint"
+            ) from None
         if not isinstance(index, dict) or index.get("format") != FORMAT:
             found = index.get("format") if isinstance(index, dict) else type(index).__name__
             raise RuntimeFault(f"checkpoint {path / INDEX}: expected format {FORMAT!r}, found {found!r}")
@@ -218,7 +230,9 @@ class Checkpoint:
         """
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise RuntimeFault(f"checkpoint {self.path} has no tensor {name}; it has {', '.join(self.tensors) or 'none'}")
+            raise RuntimeFault(
+                f"checkpoint {self.path} has no tensor {name}; it has {', '.join(self.tensors) or 'none'}"
+            )
         where = tuple(slice(0, n) for n in tensor["shape"]) if where is None else where
         out = np.empty([s.stop - s.start for s in where], to_numpy(tensor["dtype"]))
         covered = 0
@@ -228,13 +242,18 @@ class Checkpoint:
                 for s, begin, size in zip(where, shard["start"], shard["shape"], strict=True)
             ]
             if all(a < b for a, b in common):
-                target = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(common, where, strict=True))
-                source = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(common, shard["start"], strict=True))
+                target = tuple(
+                    slice(a - s.start, b - s.start) for (a, b), s in zip(common, where, strict=True)
+                )
+                source = tuple(
+                    slice(a - begin, b - begin) for (a, b), begin in zip(common, shard["start"], strict=True)
+                )
                 out[target] = self._shard(shard["file"], name, source)
                 covered += out[target].size
         if covered != out.size:
             raise RuntimeFault(
-                f"checkpoint {self.path}: shards of {name} hold {covered} of the {out.size} elements of a block; it is damaged"
+                f"checkpoint {self.path}: shards of {name} hold {covered} of the {out.size} elements of a "
+                f"block; it is damaged"
             )
         return out
 
@@ -243,7 +262,9 @@ class Checkpoint:
             with safe_open(self.path / file, "np") as opened:
                 found: np.ndarray = opened.get_slice(name)[where] if where else opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise RuntimeFault(f"checkpoint {self.path / file} cannot be read: {error}; use another checkpoint") from None
+            raise RuntimeFault(
+                f"checkpoint {self.path / file} cannot be read: {error}; use another checkpoint"
+            ) from None
         return found
 
     def check(self, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
@@ -267,4 +288,6 @@ class Checkpoint:
                 raise self._other(f"parameter {name} is {found} in the checkpoint but not in the model")
 
     def _other(self, difference: str) -> RuntimeFault:
-        return RuntimeFault(f"checkpoint {self.path} is of another model: {difference}; load it into the model that wrote it")
+        return RuntimeFault(
+            f"checkpoint {self.path} is of another model: {difference}; load it into the model that wrote it"
+        )

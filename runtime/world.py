@@ -1,8 +1,9 @@
 """Worlds: where the ranks of a program live, seen by the one process that drives them.
 
-In-process, one process drives all ranks, each on a thread of its own that lives as long as the world; a world of one rank
-needs no thread. Under MPI every process drives its own rank and all of them run the same script, so whatever the engine
-decides, it decides from values that all processes know: `share` and `gather` are how they come to know them.
+In-process, one process drives all ranks, each on a thread of its own that lives as long as the world; a world
+of one rank needs no thread. Under MPI every process drives its own rank and all of them run the same script,
+so whatever the engine decides, it decides from values that all processes know: `share` and `gather` are how
+they come to know them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class InProcessWorld:
             tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._tasks.append(tasks)
             arguments = (transport, tasks, self._done)
-            threading.Thread(target=_serve, args=arguments, name=f"rank-{transport.rank}", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=arguments, name=f"rank-{transport.rank}", daemon=True
+            ).start()
         self._limits = _share_cores(size) if size > 1 else None
         self._finalizer = weakref.finalize(self, _end, self._tasks, self._limits)
 
@@ -88,7 +91,9 @@ class InProcessWorld:
     def run(self, work: Callable[[int], Result]) -> dict[int, Result]:
         """See `World`."""
         if self._failed is not None:
-            raise RuntimeFault(f"the ranks have stopped: {self._failed}; make a new Engine and load a checkpoint")
+            raise RuntimeFault(
+                f"the ranks have stopped: {self._failed}; make a new Engine and load a checkpoint"
+            )
         if not self._transports:
             return {0: work(0)}
         for tasks in self._tasks:
@@ -170,7 +175,7 @@ class MpiWorld:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.size = transport.size
-        self.local = (transport.rank,)
+        self.local: tuple[int, ...] = (transport.rank,)
 
     def transport(self, rank: int) -> Transport | None:
         """See `World`."""
@@ -220,14 +225,11 @@ def make_world(ranks: int, meshes: str) -> World:
     transport = current_transport() if ranks_of_job() > 1 else None
     if transport is None:
         return InProcessWorld(ranks)
-    check_size(ranks, transport.size, meshes)
-    return MpiWorld(transport)
-
-
-def check_size(ranks: int, size: int, meshes: str) -> None:
-    """Raises ResourceError when a program needs more ranks than the MPI job has."""
-    if ranks > size:
+    if ranks > transport.size:
         raise ResourceError(
-            f"{meshes} needs {ranks} ranks but the MPI job has {size}; start it with distgraph run -n {ranks}, or use a "
+            f"{meshes} needs {ranks} ranks but the MPI job has {transport.size}; start it with distgraph "
+            f"run -n "
+            f"{ranks}, or use a "
             "smaller mesh"
         )
+    return MpiWorld(transport)

@@ -58,7 +58,14 @@ def test_early_stopping(options: dict[str, Any], numbers: list[float], ran: int)
 def test_early_stopping_ends_training() -> None:
     trained = engine()
     x, y = data(16)
-    trained.fit((x, y), epochs=50, batch_size=8, valid_data=(x, (y + 1) % 3), callbacks=[EarlyStopping(patience=1)], progress=False)
+    trained.fit(
+        (x, y),
+        epochs=50,
+        batch_size=8,
+        valid_data=(x, (y + 1) % 3),
+        callbacks=[EarlyStopping(patience=1)],
+        progress=False,
+    )
     assert 3 <= len(trained.history) < 50
     assert trained.epoch == len(trained.history)
 
@@ -79,8 +86,17 @@ def test_checkpoints_every_few_steps(tmp_path: Path) -> None:
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "run.csv"
     trained = engine()
-    trained.fit(data(16), epochs=2, batch_size=8, valid_data=data(8), callbacks=[CSVLogger(path)], progress=False)
-    trained.fit(data(16), epochs=1, batch_size=8, valid_data=data(8), callbacks=[CSVLogger(path, append=True)], progress=False)
+    trained.fit(
+        data(16), epochs=2, batch_size=8, valid_data=data(8), callbacks=[CSVLogger(path)], progress=False
+    )
+    trained.fit(
+        data(16),
+        epochs=1,
+        batch_size=8,
+        valid_data=data(8),
+        callbacks=[CSVLogger(path, append=True)],
+        progress=False,
+    )
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [{name: float(text) for name, text in row.items()} for row in rows] == trained.history.epochs
@@ -124,7 +140,9 @@ def test_tensorboard_writes_every_step_and_epoch(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("distgraph.callbacks.import_module", lambda name: module)
     trained = engine()
     trained.fit(data(16), epochs=1, batch_size=8, callbacks=[TensorBoard(tmp_path)], progress=False)
-    assert [w[1:] for w in written if w[0] == "step/loss"] == [(l, i + 1) for i, l in enumerate(trained.history.losses)]
+    assert [w[1:] for w in written if w[0] == "step/loss"] == [
+        (loss, i + 1) for i, loss in enumerate(trained.history.losses)
+    ]
     assert ("epoch/loss", trained.history["loss"][0], 0) in written
     assert written[-1][0] == "closed"
 

@@ -1,4 +1,5 @@
-"""Checkpoints: any mesh reads what any mesh wrote, training goes on bit for bit, and a failed save harms nothing."""
+"""Checkpoints: any mesh reads what any mesh wrote, training goes on bit for bit, and a failed save harms
+nothing."""
 
 from __future__ import annotations
 
@@ -33,11 +34,21 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @given(
-    st.sampled_from(SPECS), st.sampled_from(SPECS), st.integers(1, 3), st.integers(1, 3),
-    st.sampled_from([(1, 1), (3, 2), (7, 5), (2, 9), (0, 4)]), st.sampled_from(["f32", "bf16", "i8", "bool", "u64"]),
-)  # fmt: skip
+    st.sampled_from(SPECS),
+    st.sampled_from(SPECS),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (3, 2), (7, 5), (2, 9), (0, 4)]),
+    st.sampled_from(["f32", "bf16", "i8", "bool", "u64"]),
+)
 def test_any_layout_reads_any_layout(
-    tmp_path_factory: pytest.TempPathFactory, written: Any, read: Any, x: int, y: int, shape: tuple[int, int], dtype: str
+    tmp_path_factory: pytest.TempPathFactory,
+    written: Any,
+    read: Any,
+    x: int,
+    y: int,
+    shape: tuple[int, int],
+    dtype: str,
 ) -> None:
     directory = tmp_path_factory.mktemp("ckpt")
     mesh, other = P(x=x, y=y), P(y=y + 1, x=x)
@@ -45,7 +56,9 @@ def test_any_layout_reads_any_layout(
     placed = {"w": Placed("param", shape, dtype, DistAttr(mesh, ShardSpec.of(written)))}
     spec = ShardSpec.of(written)
     world = InProcessWorld(mesh.size)
-    write_checkpoint(directory, world, placed, lambda name, rank: full[spec.slices(shape, mesh, rank)], {"step": 1})
+    write_checkpoint(
+        directory, world, placed, lambda name, rank: full[spec.slices(shape, mesh, rank)], {"step": 1}
+    )
     world.close()
     checkpoint = Checkpoint.open(directory)
     for rank in other.members:
@@ -149,7 +162,8 @@ def test_bf16(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path).read("weight").dtype == ml_dtypes.bfloat16
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# What goes wrong
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["serial", "dp2tp2"])
@@ -165,7 +179,9 @@ def test_disk_full_leaves_the_previous_checkpoint(layout: str, tmp_path: Path) -
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, limits[1]))
     try:
-        with pytest.raises(RuntimeFault, match=r"could not be written: rank \d: step-.*the previous one.*is whole"):
+        with pytest.raises(
+            RuntimeFault, match=r"could not be written: rank \d: step-.*the previous one.*is whole"
+        ):
             trained.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -179,7 +195,9 @@ def test_disk_full_leaves_the_previous_checkpoint(layout: str, tmp_path: Path) -
     assert Checkpoint.open(tmp_path).index["step"] == 4
 
 
-def test_a_crash_before_the_index_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_before_the_index_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = engine("tp2")
     trained.fit(data(8), batch_size=8, progress=False)
     trained.save(tmp_path)
@@ -203,18 +221,27 @@ def test_a_crash_before_the_index_leaves_the_previous_checkpoint(tmp_path: Path,
 @pytest.mark.parametrize(
     ("model", "difference"),
     [
-        (lambda: Net(hidden=11), r"parameter up.weight is f64\[6, 11\] in the model but f64\[6, 10\] in the checkpoint"),
-        (lambda: Net(dtype="f32"), r"parameter up.weight is f32\[6, 10\] in the model but f64\[6, 10\] in the checkpoint"),
-        (lambda: nn.Linear(6, 3, dtype="f64"), r"parameter weight is f64\[6, 3\] in the model but not in the checkpoint"),
+        (
+            lambda: Net(hidden=11),
+            r"parameter up.weight is f64\[6, 11\] in the model but f64\[6, 10\] in the checkpoint",
+        ),
+        (
+            lambda: Net(dtype="f32"),
+            r"parameter up.weight is f32\[6, 10\] in the model but f64\[6, 10\] in the checkpoint",
+        ),
+        (
+            lambda: nn.Linear(6, 3, dtype="f64"),
+            r"parameter weight is f64\[6, 3\] in the model but not in the checkpoint",
+        ),
         (lambda: nn.Sequential(Net()), r"parameter steps.0.up.weight is .* but not in the checkpoint"),
     ],
-)  # fmt: skip
+)
 def test_checkpoint_of_another_model(model: Any, difference: str, tmp_path: Path) -> None:
     trained = engine("tp2")
     trained.fit(data(8), batch_size=8, progress=False)
     trained.save(tmp_path)
     other = dg.Engine(model(), nn.CrossEntropy(), optim.Adam())
-    with pytest.raises(RuntimeFault, match=f"is of another model: {difference}"):
+    with pytest.raises(RuntimeFault, match=rf"is of another model: {difference}"):
         other.load(tmp_path)
 
 
@@ -224,7 +251,7 @@ def test_another_optimiser_is_not_taken_silently(tmp_path: Path) -> None:
     trained.save(tmp_path)
     other = engine()
     other.load(tmp_path)
-    with pytest.raises(RuntimeFault, match="has no up.weight.adam_m; load it with states=False"):
+    with pytest.raises(RuntimeFault, match=r"has no up.weight.adam_m; load it with states=False"):
         other.fit(data(8), batch_size=8, progress=False)
     anew = engine()
     anew.load(tmp_path, states=False)
@@ -248,7 +275,7 @@ def test_running_statistics_are_part_of_the_model(tmp_path: Path) -> None:
 
 
 def test_nothing_there_and_damage(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFault, match="has no index.json; give the directory"):
+    with pytest.raises(RuntimeFault, match=r"has no index.json; give the directory"):
         engine().load(tmp_path)
     with pytest.raises(RuntimeFault, match="has no parameters yet"):
         engine().save(tmp_path)
@@ -265,7 +292,11 @@ def test_nothing_there_and_damage(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(RuntimeFault, match=r"rank-00001.safetensors cannot be read"):
         broken.evaluate(data(8))
-    for text, message in ((index[:50], "cannot be read"), ('{"format": "other"}', "found 'other'"), ("[]", "found 'list'")):
+    for text, message in (
+        (index[:50], "cannot be read"),
+        ('{"format": "other"}', "found 'other'"),
+        ("[]", "found 'list'"),
+    ):
         (tmp_path / "index.json").write_text(text)
         with pytest.raises(RuntimeFault, match=message):
             engine().load(tmp_path)

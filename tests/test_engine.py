@@ -1,4 +1,5 @@
-"""The engine trains the same model to the same numbers under every layout, and refuses what makes no sense."""
+"""The engine trains the same model to the same numbers under every layout, and refuses what makes no
+sense."""
 
 from __future__ import annotations
 
@@ -54,10 +55,16 @@ def test_same_losses_under_every_layout(layout: str, micro: int) -> None:
 @pytest.mark.parametrize("layout", ["serial", "dp2tp3", "pp1_3"])
 def test_evaluate_is_the_exact_mean_and_predict_is_whole(layout: str) -> None:
     x, y = data(23)
-    model = engine(layout, metrics={"accuracy": lambda logits, labels: (logits.argmax(-1) == labels).astype("f64").mean()})
+    model = engine(
+        layout,
+        metrics={"accuracy": lambda logits, labels: (logits.argmax(-1) == labels).astype("f64").mean()},
+    )
     model.fit((x, y), epochs=1, batch_size=8, progress=False)
     weights = {name: whole(model, name) for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
-    logits = np.maximum(x @ weights["up.weight"] + weights["up.bias"], 0) @ weights["down.weight"] + weights["down.bias"]
+    logits = (
+        np.maximum(x @ weights["up.weight"] + weights["up.bias"], 0) @ weights["down.weight"]
+        + weights["down.bias"]
+    )
     predicted = model.predict(x, batch_size=5)
     np.testing.assert_allclose(predicted, logits, rtol=1e-9)
     result = model.evaluate((x, y), batch_size=10)  # 10, 10, 3
@@ -78,7 +85,8 @@ def test_run_and_dataloader_do_what_fit_does() -> None:
 
 
 def test_a_rank_loads_only_its_rows() -> None:
-    """Stage 0 of one rank reads x of all rows; the three ranks of stage 1 their own rows, never the others'."""
+    """Stage 0 of one rank reads x of all rows; the three ranks of stage 1 their own rows, never the
+    others'."""
     x, y = data(32)
     asked: dict[str, set[tuple[int, int]]] = {}
 
@@ -143,7 +151,9 @@ def test_frozen_parameters_stay() -> None:
 def test_prepare_makes_no_memory() -> None:
     class Huge(nn.Module):
         def __init__(self) -> None:
-            self.steps = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(10)))  # 400 GB of parameters
+            self.steps = nn.Sequential(
+                *(nn.Linear(100_000, 100_000) for _ in range(10))
+            )  # 400 GB of parameters
 
         def forward(self, x: Any) -> Any:
             return self.steps(dg.shard_tensor(x, dg.ProcessMesh.grid(dp=8), ["dp", None]))
@@ -168,14 +178,30 @@ def test_the_plan_names_layouts_origins_and_bytes() -> None:
         plan.explain("nonsense")
 
 
+def test_the_plan_folds_repeated_layers() -> None:
+    x = np.zeros((4, 6), "f4")
+    deep = dg.Engine(
+        nn.Sequential(*(nn.Linear(6, 6) for _ in range(12))), nn.MeanSquaredError(), optim.Adam()
+    )
+    lines = [line.split() for line in str(deep.prepare((x, x))).splitlines()]
+    assert [line[0] for line in lines if line and line[0].startswith("steps")] == [
+        "steps.{0..11}.weight",
+        "steps.{0..11}.bias",
+    ]
+
+
 def test_dump_writes_every_stage(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTGRAPH_DUMP", str(tmp_path / "dump"))
     engine("pp2", micro=2).fit(data(8), batch_size=8, progress=False)
     names = sorted(p.name.partition(".")[2] for p in (tmp_path / "dump").iterdir())
     assert names == [
-        "train.completed.dg", "train.lowered.dg", "train.rank-0.py", "train.rank-1.py", "train.schedule.txt",
+        "train.completed.dg",
+        "train.lowered.dg",
+        "train.rank-0.py",
+        "train.rank-1.py",
+        "train.schedule.txt",
         "train.serial.dg",
-    ]  # fmt: skip
+    ]
     (source,) = (tmp_path / "dump").glob("*.rank-1.py")
     assert "matmul" in source.read_text()
 
@@ -193,13 +219,16 @@ def test_threads_end_with_the_engine() -> None:
         assert not thread.is_alive()
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_mesh_larger_than_the_cluster() -> None:
     cluster = dg.resources.local_cluster(4)
     too_large = dg.Engine(Net("dp2tp3"), nn.CrossEntropy(), optim.Adam(), cluster=cluster)
-    wanted = r"mesh dp=2 x tp=3 needs 6 devices but cluster .* has 4; use a smaller mesh or another resource file"
+    wanted = (
+        r"mesh dp=2 x tp=3 needs 6 devices but cluster .* has 4; use a smaller mesh or another resource file"
+    )
     with pytest.raises(ResourceError, match=wanted):
         too_large.prepare(data(12))
 
@@ -217,7 +246,7 @@ def test_mesh_larger_than_the_cluster() -> None:
         (lambda x, y: ((a, b) for a, b in zip(x, y, strict=True)), RuntimeFault, "is a generator"),
         (lambda x, y: (x[:0], y[:0]), RuntimeFault, "0 samples"),
     ],
-)  # fmt: skip
+)
 def test_bad_data(change: Any, error: type[Exception], message: str) -> None:
     x, y = data(20)
     with pytest.raises(error, match=message):
@@ -225,7 +254,9 @@ def test_bad_data(change: Any, error: type[Exception], message: str) -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ShardingError, match="mode 'auto' of Strategy does not exist; the modes are manual, semi"):
+    with pytest.raises(
+        ShardingError, match="mode 'auto' of Strategy does not exist; the modes are manual, semi"
+    ):
         dg.Strategy(mode="auto")
     with pytest.raises(ShardingError, match="axis 'tp' is not in mesh"):
         dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="tp")
@@ -236,7 +267,7 @@ def test_bad_settings() -> None:
     with pytest.raises(RuntimeFault, match="no plan yet"):
         _ = engine().plan
     manual = dg.Engine(Net(), nn.CrossEntropy(), optim.Adam(), strategy=dg.Strategy(mode="manual"))
-    with pytest.raises(GraphError, match="parameter up.weight .* has no annotation but the mode is manual"):
+    with pytest.raises(GraphError, match=r"parameter up.weight .* has no annotation but the mode is manual"):
         manual.prepare(data(8))
 
 
@@ -255,7 +286,7 @@ def test_a_rank_that_raises_comes_first_and_ends_all() -> None:
             return x[row], y[row]
 
     broken = engine("dp3")
-    with pytest.raises(RuntimeFault, match="rank 2 failed: ValueError: page 25 is torn") as caught:
+    with pytest.raises(RuntimeFault, match=r"rank 2 failed: ValueError: page 25 is torn") as caught:
         broken.fit(Broken(), batch_size=30, shuffle=False, progress=False)
     assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(RuntimeFault, match="the ranks have stopped"):
@@ -285,5 +316,12 @@ def test_callbacks_see_every_step_in_order() -> None:
 
     engine().fit(data(20), epochs=2, batch_size=8, drop_last=True, callbacks=[Watch()], progress=False)
     assert seen == [
-        ("begin", 0, 2), ("step", 1), ("step", 2), ("end", 0), ("begin", 1, 2), ("step", 3), ("step", 4), ("end", 1),
-    ]  # fmt: skip
+        ("begin", 0, 2),
+        ("step", 1),
+        ("step", 2),
+        ("end", 0),
+        ("begin", 1, 2),
+        ("step", 3),
+        ("step", 4),
+        ("end", 1),
+    ]

@@ -26,7 +26,9 @@ INPUTS, HIDDEN, OUTPUTS = 6, 10, 3
 class Net(nn.Module):
     """relu MLP with dropout; half of it on each mesh."""
 
-    def __init__(self, layout: str = "serial", dropout: float = 0.0, dtype: str = "f64", hidden: int = HIDDEN) -> None:
+    def __init__(
+        self, layout: str = "serial", dropout: float = 0.0, dtype: str = "f64", hidden: int = HIDDEN
+    ) -> None:
         self.first, self.second = LAYOUTS[layout]
         self.up, self.down = nn.Linear(INPUTS, hidden, dtype=dtype), nn.Linear(hidden, OUTPUTS, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
@@ -48,14 +50,20 @@ def data(count: int = 50, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(count, INPUTS)), rng.integers(0, OUTPUTS, count).astype("i4")
 
 
-def engine(layout: str = "serial", *, dropout: float = 0.0, micro: int = 1, seed: int = 5, **given: Any) -> dg.Engine:
+def engine(
+    layout: str = "serial", *, dropout: float = 0.0, micro: int = 1, seed: int = 5, **given: Any
+) -> dg.Engine:
     given.setdefault("optimizer", optim.Adam(lr=0.01))
     hidden = given.pop("hidden", HIDDEN)
     strategy = dg.Strategy(micro_batches=micro)
-    return dg.Engine(Net(layout, dropout, hidden=hidden), nn.CrossEntropy(), strategy=strategy, seed=seed, **given)
+    return dg.Engine(
+        Net(layout, dropout, hidden=hidden), nn.CrossEntropy(), strategy=strategy, seed=seed, **given
+    )
 
 
-def by_hand(weights: dict[str, np.ndarray], batches: list[tuple[np.ndarray, np.ndarray]], rate: float) -> list[float]:
+def by_hand(
+    weights: dict[str, np.ndarray], batches: list[tuple[np.ndarray, np.ndarray]], rate: float
+) -> list[float]:
     """Losses of the same model under plain gradient descent; changes `weights`."""
     losses = []
     for x, y in batches:
@@ -70,7 +78,12 @@ def by_hand(weights: dict[str, np.ndarray], batches: list[tuple[np.ndarray, np.n
         grad[rows, y] -= 1
         grad /= len(x)
         back = grad @ weights["down.weight"].T * (before > 0)
-        step = {"down.weight": hidden.T @ grad, "down.bias": grad.sum(0), "up.weight": x.T @ back, "up.bias": back.sum(0)}
+        step = {
+            "down.weight": hidden.T @ grad,
+            "down.bias": grad.sum(0),
+            "up.weight": x.T @ back,
+            "up.bias": back.sum(0),
+        }
         for name, change in step.items():
             weights[name] -= rate * change
     return losses

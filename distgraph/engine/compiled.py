@@ -47,7 +47,8 @@ class Feed:
         block = np.ascontiguousarray(np.asarray(found)[(slice(None), *self.rest)])
         if block.shape != (count, *self.shape[1:]) or short(block.dtype) != self.dtype:
             raise RuntimeFault(
-                f"field {self.name} of the batch gives {short(block.dtype)}{list(block.shape)} where the program reads "
+                f"field {self.name} of the batch gives {short(block.dtype)}{list(block.shape)} where the "
+                f"program reads "
                 f"{self.dtype}{list(self.shape)}; all samples of a data set must have one shape and dtype"
             )
         return block

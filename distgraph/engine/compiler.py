@@ -1,4 +1,5 @@
-"""From a recipe to a compiled program: trace, complete, price, build; each stage dumped where that is asked for."""
+"""From a recipe to a compiled program: trace, complete, price, build; each stage dumped where that is asked
+for."""
 
 from __future__ import annotations
 
@@ -73,6 +74,7 @@ def check_cluster(meshes: tuple[ProcessMesh, ...], cluster: Cluster) -> None:
         if needed > len(cluster.devices):
             shape = " x ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
             raise ResourceError(
-                f"mesh {shape} needs {needed} devices but cluster {cluster.name} has {len(cluster.devices)}; use a smaller "
+                f"mesh {shape} needs {needed} devices but cluster {cluster.name} has "
+                f"{len(cluster.devices)}; use a smaller "
                 "mesh or another resource file"
             )

@@ -1,4 +1,5 @@
-"""DISTGRAPH_DUMP=dir: the text of every stage, the source of every rank's program and the schedule, for reading."""
+"""DISTGRAPH_DUMP=dir: the text of every stage, the source of every rank's program and the schedule, for
+reading."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def dump_directory() -> Path | None:
 
 
 def dump_stage(mode: str, stage: str, graph: Graph) -> None:
-    """Write the text of a graph, numbered in the order in which stages were reached. Rank 0 does it for all."""
+    """Write the text of a graph, numbered in the order in which stages were reached. Rank 0 does it for
+    all."""
     if dump_directory() is not None and is_chief():
         write(f"{mode}.{stage}.dg", graph)
 

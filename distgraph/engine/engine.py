@@ -10,14 +10,13 @@ import numpy as np
 
 import distgraph
 from distgraph.callbacks import Callback, ProgressBar
-from distgraph.data import Batch, DataLoader, Field, as_source, whole
-from distgraph.engine.compiled import Compiled, scalar
-from distgraph.engine.compiler import compile_program
-from distgraph.engine.dump import write
+from distgraph.data import DataLoader, as_source, whole
+from distgraph.engine.compiled import scalar
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.plan import Plan
 from distgraph.engine.program import Recipe, metric_names
+from distgraph.engine.session import Session
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.history import History, Means
 from distgraph.kernels.random import random_key
@@ -25,15 +24,15 @@ from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
-from distgraph.runtime.world import World, check_size, is_chief, make_world
+from distgraph.runtime.world import is_chief
 from distgraph.strategy import Strategy
 
 
 class Engine:
     """Trains a serial model on a mesh of ranks.
 
-    Without a launcher the ranks are threads of this process. Under `distgraph run -n N` or mpiexec every process is
-    one rank: the same script runs in all of them, and rank 0 prints.
+    Without a launcher the ranks are threads of this process. Under `distgraph run -n N` or mpiexec every
+    process is one rank: the same script runs in all of them, and rank 0 prints.
 
     Args:
         model: a `nn.Module`, or a function of tensors.
@@ -41,8 +40,8 @@ class Engine:
         optimizer: see `distgraph.optim`; None for an engine that does not train.
         metrics: functions (output, target) -> mean over the samples; a sequence, or a dict by name.
         strategy: how to distribute, see `Strategy`.
-        cluster: a Cluster, or the path or name of a resource file; prices the collectives. By default they cost what
-            they put on the wire.
+        cluster: a Cluster, or the path or name of a resource file; prices the collectives. By default they
+            cost what they put on the wire.
         seed: of initial values, of shuffling and of dropout.
 
     Example:
@@ -74,22 +73,22 @@ class Engine:
         self.should_stop = False
         self._means = Means()  # of the epoch under way
         self.memory = Memory(seed)
-        self._programs: dict[Any, Compiled] = {}
-        self._world: World | None = None
+        self._session = Session(self.recipe, self.cluster, self.memory)
 
-    # What the user does -------------------------------------------------------------------------------------------
+    # What the user does
 
     def prepare(self, batch: Any) -> Plan:
         """Trace, plan and compile the training program, without running it or making a parameter.
 
         Args:
-            batch: arrays as in `fit`, or anything with their shapes and dtypes, such as `jax.ShapeDtypeStruct`.
+            batch: arrays as in `fit`, or anything with their shapes and dtypes, such as
+                `jax.ShapeDtypeStruct`.
 
         Raises:
             GraphError, ShardingError, ResourceError: the model, the annotations or the cluster do not fit.
         """
         mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
-        self._program(mode, whole(batch))
+        self._session.program(mode, whole(batch))
         return self.plan
 
     def fit(
@@ -108,8 +107,8 @@ class Engine:
         """Train.
 
         Args:
-            train: (x, y), a dict of arrays, or a map-style data set; see `distgraph.data`. Each rank loads the rows
-                that it needs.
+            train: (x, y), a dict of arrays, or a map-style data set; see `distgraph.data`. Each rank loads
+                the rows that it needs.
             epochs: how many more, or with `resume` how many in all.
             batch_size: samples in a batch, over all ranks and micro-batches.
             valid_data: evaluated after each epoch.
@@ -144,8 +143,8 @@ class Engine:
         """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
         batch = whole(batch)
         offer(self.recipe, self.memory, batch, self._scalars())
-        compiled = self._program("train", batch)
-        logs = self._measure(compiled, batch, self._scalars())
+        compiled = self._session.program("train", batch)
+        logs = self._session.numbers(compiled, batch, self._scalars())
         self.step += 1
         self.epoch, self.position = batch.epoch, batch.position + len(batch)
         self.history.losses.append(logs["loss"])
@@ -162,15 +161,16 @@ class Engine:
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         means = Means()
         for batch in loader:
-            compiled = self._program("evaluate", batch)
-            means.add(self._measure(compiled, batch, self._scalars()), len(batch))
+            compiled = self._session.program("evaluate", batch)
+            means.add(self._session.numbers(compiled, batch, self._scalars()), len(batch))
         return means.result()
 
     def predict(self, x: Any, batch_size: int | None = None) -> Any:
         """Outputs of the model as whole arrays, on every process.
 
         Args:
-            x: the arguments of the model: an array, a tuple or a dict of arrays, or a map-style data set of them.
+            x: the arguments of the model: an array, a tuple or a dict of arrays, or a map-style data set of
+                them.
             batch_size: samples at a time; 256, or all there are, by default.
 
         Returns:
@@ -180,23 +180,32 @@ class Engine:
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         parts: dict[str, list[np.ndarray]] = {}
         for batch in loader:
-            for label, array in self._outputs(self._program("predict", batch), batch).items():
+            compiled = self._session.program("predict", batch)
+            for label, array in self._session.arrays(compiled, batch, self._scalars()).items():
                 parts.setdefault(label, []).append(array)
         outputs = {label: np.concatenate(arrays) for label, arrays in parts.items()}
         return outputs["output"] if list(outputs) == ["output"] else outputs
 
     def dataloader(
-        self, data: Any, batch_size: int = 32, *, shuffle: bool = True, drop_last: bool = False, epoch: int | None = None
+        self,
+        data: Any,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        epoch: int | None = None,
     ) -> DataLoader:
         """Batches of one epoch, for `run`; nothing is loaded until a rank needs it."""
         epoch = self.epoch if epoch is None else epoch
         return DataLoader(as_source(data), batch_size, shuffle, drop_last, self.seed, epoch)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint: parameters, states, and where training stands. Collective: every process calls it.
+        """Write a checkpoint: parameters, states, and where training stands. Collective: every process calls
+        it.
 
         Raises:
-            RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is whole.
+            RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
+                whole.
         """
         if not self.memory.records:
             raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
@@ -205,9 +214,10 @@ class Engine:
         training = {
             "distgraph": distgraph.__version__,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
-            "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs, "means": [self._means.terms, self._means.count],
+            "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
+            "means": [self._means.terms, self._means.count],
         }  # fmt: skip
-        write_checkpoint(path, self._get_world(), placed, self.memory.block, training)
+        write_checkpoint(path, self._session.ranks(), placed, self.memory.block, training)
 
     def load(self, path: str | Path, *, states: bool = True) -> None:
         """Take parameters, states and the place in training from a checkpoint, written under any mesh.
@@ -225,8 +235,8 @@ class Engine:
             checkpoint.check(expected)
         reader = _reader(checkpoint, states, set(expected))
         self.memory.reader = reader
-        if self._world is not None:
-            self._world.run(lambda rank: self.memory.reload(rank, reader))
+        if self._session.world is not None:
+            self._session.world.run(lambda rank: self.memory.reload(rank, reader))
         index = checkpoint.index
         self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
         self.seed = self.memory.seed = index["seed"]
@@ -235,9 +245,10 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What lies where and why, and what crosses the network. Raises RuntimeFault before the first program."""
+        """What lies where and why, and what crosses the network. Raises RuntimeFault before the first
+        program."""
         for mode in ("train", "evaluate", "predict"):
-            for compiled in self._programs.values():
+            for compiled in self._session.programs.values():
                 if compiled.mode == mode:
                     return Plan(compiled.build, mode)
         raise RuntimeFault("engine has no plan yet; call prepare(batch) or fit first")
@@ -245,17 +256,13 @@ class Engine:
     @property
     def is_chief(self) -> bool:
         """Whether this process is the one that prints: rank 0, or the only one."""
-        return is_chief() if self._world is None else self._world.is_chief
+        return is_chief()
 
     def close(self) -> None:
         """End the ranks' threads. The engine starts them again when it is used again."""
-        if self._world is not None:
-            self._world.close()
-        self._world = None
-        for compiled in self._programs.values():
-            compiled.workers.clear()
+        self._session.close()
 
-    # How it is done -----------------------------------------------------------------------------------------------
+    # How it is done
 
     def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Parameters and buffers of the model, where it is a Module, or else those that are known."""
@@ -263,16 +270,6 @@ class Engine:
         if isinstance(model, Module):
             return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
         return {name: (r.shape, r.dtype) for name, r in self.memory.records.items() if r.kind == "param"}
-
-    def _get_world(self) -> World:
-        """The ranks, as many as the programs so far need."""
-        if self._world is None:
-            needed, meshes = 1, "the program"
-            for compiled in self._programs.values():
-                needed = max(needed, max(compiled.build.ranks) + 1)
-                meshes = " and ".join(map(str, compiled.build.lowered.meshes))
-            self._world = make_world(needed, meshes)
-        return self._world
 
     def _fit_epoch(self, loader: DataLoader, valid_data: Any, watchers: Sequence[Callback]) -> None:
         for watcher in watchers:
@@ -285,47 +282,16 @@ class Engine:
             self._means.add(logs, len(batch))
             for watcher in watchers:
                 watcher.on_batch_end(self, self.step, logs)
-            if self.should_stop:
-                break
+            if self.should_stop and self.position < loader.stop:
+                return
         self.epoch, self.position = epoch + 1, 0
         logs = {"epoch": epoch, **self._means.result()}
         if valid_data is not None:
             logs |= {f"valid_{name}": number for name, number in self.evaluate(valid_data).items()}
-        logs = logs if self._world is None else self._world.share(logs, 0)
+        logs = self._session.ranks().share(logs, 0)
         self.history.epochs.append(logs)
         for watcher in watchers:
             watcher.on_epoch_end(self, epoch, logs)
-
-    def _program(self, mode: str, batch: Batch) -> Compiled:
-        """The program for batches like this one, compiled at first use."""
-        if len(batch) == 0:
-            raise RuntimeFault("batch has 0 samples; there is nothing to do")
-        fields = batch.fields()
-        key = (mode, len(batch), tuple(fields.items()))
-        if key not in self._programs:
-            micro = _micro_batches(len(batch), self.recipe.strategy.micro_batches)
-            shapes = {name: ((len(batch) // micro, *shape), dtype) for name, (shape, dtype) in fields.items()}
-            self._programs[key] = self._compile(mode, shapes, micro, len(batch))
-        return self._programs[key]
-
-    def _compile(self, mode: str, fields: Mapping[str, Field], micro: int, size: int) -> Compiled:
-        build = compile_program(self.recipe, mode, fields, micro, self.memory.layouts, self.cluster)
-        meshes = " and ".join(map(str, build.lowered.meshes))
-        needed = max(build.ranks) + 1
-        if self._world is not None:
-            check_size(needed, self._world.size, meshes)
-        self.memory.adopt(build.completed)
-        names = {name: field for field, name in self.recipe.names(tuple(fields), mode).items()}
-        return Compiled(mode, build, size, names)
-
-    def _ranks(self, compiled: Compiled) -> World:
-        """The world, with what every local rank runs compiled."""
-        world = self._get_world()
-        if any(rank not in compiled.workers for rank in world.local if rank in compiled.build.ranks):
-            world.run(lambda rank: compiled.prepare(rank, world.transport(rank), self.memory))
-            for rank, worker in sorted(compiled.workers.items()):
-                write(f"{compiled.mode}.rank-{rank}.py", worker.source)
-        return world
 
     def _scalars(self) -> dict[str, Any]:
         """Inputs of a step that are single numbers."""
@@ -333,53 +299,13 @@ class Engine:
         numbers = {} if self.recipe.optimizer is None else self.recipe.optimizer.inputs(self.step)
         return {"key": key, **{name: scalar("f32", number) for name, number in numbers.items()}}
 
-    def _measure(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, float]:
-        """Run a program whose outputs are numbers."""
-        world = self._ranks(compiled)
-
-        def work(rank: int) -> dict[str, float]:
-            return {label: float(number) for label, number in compiled.step(rank, batch, scalars).items()}
-
-        found = world.run(work)
-        numbers = {}
-        for label, owner in compiled.owners.items():
-            local = found.get(owner, found[world.local[0]]).get(label)
-            everywhere = len(world.local) == world.size or (compiled.everywhere and len(compiled.build.ranks) == world.size)
-            numbers[label] = local if everywhere else world.share(local, owner)
-        return numbers
-
-    def _outputs(self, compiled: Compiled, batch: Batch) -> dict[str, np.ndarray]:
-        """Run a program whose outputs are arrays, and put their blocks together."""
-        world, graph, micro = self._ranks(compiled), compiled.build.lowered, compiled.micro_batches
-        scalars = self._scalars()
-
-        def work(rank: int) -> dict[str, Any]:
-            step = compiled.step(rank, batch, scalars)
-            return {label: [b.copy() for b in (got if isinstance(got, list) else [got])] for label, got in step.items()}
-
-        found = world.gather(world.run(work))
-        outputs = {}
-        for label, value in graph.outputs:
-            attr, parts = graph.attrs[value.name], []
-            for m in range(micro):
-                whole_part = np.empty(value.shape, found[attr.mesh.members[0]][label][0].dtype)
-                for rank in attr.mesh.members:
-                    whole_part[attr.spec.slices(value.shape, attr.mesh, rank)] = found[rank][label][m]
-                parts.append(whole_part)
-            outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
-        return outputs
-
     def _check_batch_size(self, batch_size: int) -> None:
         micro = self.recipe.strategy.micro_batches
-        if isinstance(batch_size, int) and batch_size % micro:
+        if batch_size % micro:
             raise GraphError(
-                f"batch_size is {batch_size} but micro_batches of the strategy is {micro}; make one a multiple of the other"
+                f"batch_size is {batch_size} but micro_batches of the strategy is {micro}; make one a "
+                f"multiple of the other"
             )
-
-
-def _micro_batches(size: int, wanted: int) -> int:
-    """The largest number of equal parts of a batch, at most `wanted`."""
-    return max(m for m in range(1, min(size, wanted) + 1) if size % m == 0)
 
 
 def _reader(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:
@@ -391,11 +317,13 @@ def _reader(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:
         tensor = checkpoint.tensors.get(name)
         if tensor is None:
             raise RuntimeFault(
-                f"checkpoint {checkpoint.path} has no {name}; load it with states=False to start the optimiser anew"
+                f"checkpoint {checkpoint.path} has no {name}; load it with states=False to start the "
+                f"optimiser anew"
             )
         if (tuple(tensor["shape"]), tensor["dtype"]) != (shape, dtype):
             raise RuntimeFault(
-                f"checkpoint {checkpoint.path}: {name} is {tensor['dtype']}{tensor['shape']} but the program has "
+                f"checkpoint {checkpoint.path}: {name} is {tensor['dtype']}{tensor['shape']} but the "
+                f"program has "
                 f"{dtype}{list(shape)}"
             )
         return checkpoint.read(name, where)

@@ -1,4 +1,5 @@
-"""Memory of an engine: the blocks of parameters and states that this process holds, whatever program works on them."""
+"""Memory of an engine: the blocks of parameters and states that this process holds, whatever program works on
+them."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Memory:
                 self.records[name] = Record(op.kind, value.shape, value.dtype, init, attr)
             elif (known.shape, known.dtype) != (value.shape, value.dtype):
                 raise GraphError(
-                    f"{op.kind} {name} is {value.type} but was {known.dtype}{list(known.shape)} in an earlier program; "
+                    f"{op.kind} {name} is {value.type} but was {known.dtype}{list(known.shape)} in an "
+                    f"earlier program; "
                     "shapes of parameters must not depend on the batch"
                 )
 
@@ -88,7 +90,12 @@ class Memory:
         """Overwrite what the rank holds already with what a checkpoint has."""
         for name, block in self._blocks.get(rank, {}).items():
             record = self.records[name]
-            found = reader(name, record.shape, record.dtype, record.attr.spec.slices(record.shape, record.attr.mesh, rank))
+            found = reader(
+                name,
+                record.shape,
+                record.dtype,
+                record.attr.spec.slices(record.shape, record.attr.mesh, rank),
+            )
             block[...] = self._initial(name, record, rank) if found is None else found
 
     def _make(self, name: str, record: Record, rank: int) -> np.ndarray:
@@ -102,5 +109,7 @@ class Memory:
     def _initial(self, name: str, record: Record, rank: int) -> np.ndarray:
         bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)
         starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
-        made: np.ndarray = materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype)
+        made: np.ndarray = materialize(
+            record.init, name, self.seed, record.shape, starts, local, record.dtype
+        )
         return made

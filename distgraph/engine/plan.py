@@ -1,7 +1,9 @@
-"""Plan: what a compiled program does, for people: which tensor lies where and why, stages, collectives and their bytes."""
+"""Plan: what a compiled program does, for people: which tensor lies where and why, stages, collectives and
+their bytes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -73,14 +75,14 @@ class Plan:
     def tensors(self) -> tuple[Line, ...]:
         """Inputs, parameters, states and outputs."""
         graph = self.build.completed
-        lines = []
-        for kind in ("input", "param", "state"):
-            for op in graph.sources(kind):
-                if op.kind != "input" or op.result.shape:
-                    lines.append(self._line(graph, str(op.attrs["name"]), kind, op.result))
-        for label, value in graph.outputs:
-            lines.append(self._line(graph, label, "output", value))
-        return tuple(lines)
+        lines = [
+            self._line(graph, str(op.attrs["name"]), kind, op.result)
+            for kind in ("input", "param", "state")
+            for op in graph.sources(kind)
+            if op.kind != "input" or op.result.shape
+        ]
+        outputs = (self._line(graph, label, "output", value) for label, value in graph.outputs)
+        return (*lines, *outputs)
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -90,7 +92,11 @@ class Plan:
             program = self.build.program(rank)
             for task in program.tasks:
                 for local in task.ops:
-                    if not local.op.kind.startswith("comm.") or local.mode in ("comm.slice", "comm.mask", "recv"):
+                    if not local.op.kind.startswith("comm.") or local.mode in (
+                        "comm.slice",
+                        "comm.mask",
+                        "recv",
+                    ):
                         continue
                     times = program.graph.micro_batches if task.per_micro and not local.tail else 1
                     key = (local.op.kind.removeprefix("comm."), self._where(local.op), local.op.role)
@@ -129,10 +135,17 @@ class Plan:
         for user in graph.users[value.name]:
             source = f" ({user.source})" if user.source else ""
             lines.append(f"  read by %{user.name} {user.kind}{source} [{user.role}]")
-        moves = [op for op in self.build.lowered.ops if op.kind.startswith("comm.") and self._origin_of(op) == value.name]
+        moves = [
+            op
+            for op in self.build.lowered.ops
+            if op.kind.startswith("comm.") and self._origin_of(op) == value.name
+        ]
         for op in moves:
             target = self.build.lowered.attrs[op.result.name]
-            lines.append(f"  {op.kind.removeprefix('comm.')} over {self._where(op)} gives {target.spec} on {target.mesh}")
+            lines.append(
+                f"  {op.kind.removeprefix('comm.')} over {self._where(op)} gives {target.spec} on "
+                f"{target.mesh}"
+            )
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -151,17 +164,23 @@ class Plan:
     def __str__(self) -> str:
         micro = self.build.lowered.micro_batches
         ranks = len(self.build.ranks)
-        head = f"plan of {self.title}: {ranks} rank{'s' * (ranks > 1)}, {micro} micro-batch{'es' * (micro > 1)}"
+        head = (
+            f"plan of {self.title}: {ranks} rank{'s' * (ranks > 1)}, {micro} micro-batch{'es' * (micro > 1)}"
+        )
         parts = [head + (f", {self.build.policy}" if len(self.meshes) > 1 else "")]
         if len(self.meshes) > 1:
             parts.append("stages\n" + _table([(f"{i}", str(mesh)) for i, mesh in enumerate(self.meshes)]))
         shown = [line for line in self.tensors if line.kind != "state" or self._stands_out(line)]
-        parts.append("tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown])))
+        parts.append(
+            "tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown]))
+        )
         hidden = len(self.tensors) - len(shown)
         if hidden:
             parts.append(f"  and {hidden} optimiser states, each laid out as its parameter")
         if self.collectives:
-            rows = [(f"{c.count} x", c.kind, c.where, c.role, format_bytes(c.nbytes)) for c in self.collectives]
+            rows = [
+                (f"{c.count} x", c.kind, c.where, c.role, format_bytes(c.nbytes)) for c in self.collectives
+            ]
             parts.append("collectives of a step (bytes sent by a rank)\n" + _table(rows))
         else:
             parts.append("no communication")
@@ -176,7 +195,11 @@ class Plan:
     def _line(self, graph: Graph, name: str, kind: str, value: Value) -> Line:
         attr = graph.attrs[value.name]
         rank = attr.mesh.members[0]
-        size = nbytes(self.build.program(rank), value.name) if value.name in self.build.lowered.values else value.nbytes
+        size = (
+            nbytes(self.build.program(rank), value.name)
+            if value.name in self.build.lowered.values
+            else value.nbytes
+        )
         return Line(name, kind, value.type, str(attr.spec), str(attr.mesh), size, str(attr.origin))
 
     def _stands_out(self, line: Line) -> bool:
@@ -220,11 +243,14 @@ class Plan:
             return graph.value(name)
         except GraphError:
             known = ", ".join(line.name for line in self.tensors)
-            raise GraphError(f"plan has no tensor {name!r}; it has {known}, and the values of the graph") from None
+            raise GraphError(
+                f"plan has no tensor {name!r}; it has {known}, and the values of the graph"
+            ) from None
 
 
 def _fold(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows of repeated layers in one: names that differ in their numbers only, everything else but those equal."""
+    """Rows of repeated layers in one: names that differ in their numbers only, everything else but those
+    equal."""
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in rows:
         pattern = tuple(_NUMBER.sub(".*", f"{cell}.") for cell in row)
@@ -233,8 +259,10 @@ def _fold(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     for members in groups.values():
         name = members[0][0]
         if len(members) > 1:
-            last = iter(_NUMBER.findall(members[-1][0] + "."))
-            name = _NUMBER.sub(lambda m: _range(m.group(), next(last)), name + ".")[:-1]  # noqa: B023 - called here
+            last = _NUMBER.findall(members[-1][0] + ".")
+            pieces = _NUMBER.split(name + ".")
+            spans = map(_range, _NUMBER.findall(name + "."), last)
+            name = "".join(itertools.chain(*itertools.zip_longest(pieces, spans, fillvalue="")))[:-1]
         folded.append((name, *members[0][1:]))
     return folded
 
@@ -252,5 +280,6 @@ def _table(rows: Sequence[Sequence[Any]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))] if cells else []
     return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
     )

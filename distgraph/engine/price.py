@@ -23,7 +23,10 @@ def price_on(cluster: Cluster, devices: Sequence[int] | None = None) -> Price:
             return 0.0
         groups = mesh.groups(axes)
         placed = [tuple(rank if devices is None else devices[rank] for rank in group) for group in groups]
-        return cost.time(kind, placed[0], _on_one_rank(kind, sent, group_size), placed[1:]) + STEP_PRICES.get(kind, 1e-3) * 1e-9
+        return (
+            cost.time(kind, placed[0], _on_one_rank(kind, sent, group_size), placed[1:])
+            + STEP_PRICES.get(kind, 1e-3) * 1e-9
+        )
 
     return price
 

@@ -1,8 +1,8 @@
 """From a model, a loss and an optimiser to the serial graphs of training, evaluation and prediction.
 
-A batch has named fields. Those of a tuple are its positions: the last one is the target, the others are the arguments of
-the model. Those of a dict go to the arguments of the model that have their names; the rest go to the loss, after the
-output, in the order of the dict. Without a loss the model returns it itself.
+A batch has named fields. Those of a tuple are its positions: the last one is the target, the others are the
+arguments of the model. Those of a dict go to the arguments of the model that have their names; the rest go to
+the loss, after the output, in the order of the dict. Without a loss the model returns it itself.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from distgraph.strategy import Strategy
 from distgraph.tensor import Tensor, emit_one
 from distgraph.trace import Trace
 
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What the user gave the engine.
@@ -43,13 +44,16 @@ class Recipe:
     metrics: Mapping[str, Callable[..., Any]]
     strategy: Strategy
 
-    def trace(self, mode: str, fields: Mapping[str, Field], layouts: Mapping[str, DistAttr]) -> Graph:
+    def trace(
+        self, mode: str, fields: Mapping[str, Field], layouts: Mapping[str, DistAttr], pruned: bool = True
+    ) -> Graph:
         """The serial graph of one micro-batch.
 
         Args:
             mode: "train", "evaluate" or "predict".
             fields: name -> shape and dtype of one micro-batch.
             layouts: parameters and states that already lie somewhere.
+            pruned: leave out what nothing needs.
 
         Raises:
             GraphError: shapes or dtypes do not fit; there is no loss or no optimiser but the mode needs it.
@@ -60,7 +64,8 @@ class Recipe:
         with trace.activate():
             names = self.names(tuple(fields), mode)
             inputs = {
-                names[field]: trace.source("input", names[field], shape, dtype) for field, (shape, dtype) in fields.items()
+                names[field]: trace.source("input", names[field], shape, dtype)
+                for field, (shape, dtype) in fields.items()
             }
             self._place_inputs(trace, inputs)
             output, targets = self._split(inputs, mode, _is_tuple(tuple(fields)))
@@ -72,14 +77,16 @@ class Recipe:
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
             _pin(trace, layouts)
-        graph = prune(trace.finish(outputs))
+        graph = prune(trace.finish(outputs)) if pruned else trace.finish(outputs)
         if self.strategy.mode == "manual":
             _check_manual(graph)
         return graph
 
     def _check(self, mode: str) -> None:
         if mode == "train" and self.optimizer is None:
-            raise GraphError("Engine has no optimizer but is to train; give it one, such as distgraph.optim.Adam()")
+            raise GraphError(
+                "Engine has no optimizer but is to train; give it one, such as distgraph.optim.Adam()"
+            )
 
     def _place_inputs(self, trace: Trace, inputs: Mapping[str, Tensor]) -> None:
         axes, mesh = self.strategy.batch_axes, self.strategy.mesh
@@ -91,7 +98,8 @@ class Recipe:
                 trace.annotate(tensor.value, DistAttr(mesh, spec, Origin("user", "Strategy.batch_axis")))
 
     def names(self, fields: Sequence[str], mode: str) -> dict[str, str]:
-        """Field of a batch -> name of the graph's input: for a tuple the names of the model's arguments, then "target"."""
+        """Field of a batch -> name of the graph's input: for a tuple the names of the model's arguments, then
+        "target"."""
         if not _is_tuple(fields):
             return {name: name for name in fields}
         given = len(fields) if mode == "predict" or self.loss is None or len(fields) == 1 else len(fields) - 1
@@ -109,7 +117,8 @@ class Recipe:
         taken = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
         if not taken:
             raise GraphError(
-                f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; rename one"
+                f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; "
+                f"rename one"
             )
         return self._call([], taken), [tensor for name, tensor in inputs.items() if name not in taken]
 
@@ -120,7 +129,8 @@ class Recipe:
             inspect.signature(function).bind(*values, **named)
         except TypeError as error:
             raise GraphError(
-                f"model takes ({', '.join(arguments(self.model) or ())}) but the batch gives it {len(values) + len(named)} "
+                f"model takes ({', '.join(arguments(self.model) or ())}) but the batch gives it "
+                f"{len(values) + len(named)} "
                 f"inputs: {error}; pass (inputs, target), or a dict with the names of its arguments"
             ) from None
         return self.model(*values, **named)
@@ -131,7 +141,9 @@ class Recipe:
             output = extra[0] if len(extra) == 1 else extra
         else:
             if not targets:
-                raise GraphError("batch has no target but the loss needs one; pass (x, y), or an Engine without loss")
+                raise GraphError(
+                    "batch has no target but the loss needs one; pass (x, y), or an Engine without loss"
+                )
             loss = self.loss(output, *targets)
         if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
             found = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
@@ -172,10 +184,14 @@ def _gradients(trace: Trace, loss: Tensor, layouts: Mapping[str, DistAttr]) -> l
     """(parameter, its gradient over the whole step) of every trainable parameter."""
     sources = [op for op in trace.ops if op.kind == "param" and op.attrs.get("trainable", True)]
     if not sources:
-        raise GraphError("model has no trainable parameter that the loss depends on; there is nothing to train")
+        raise GraphError(
+            "model has no trainable parameter that the loss depends on; there is nothing to train"
+        )
     parameters = [Tensor(op.result, trace) for op in sources]
     pairs = []
-    for op, parameter, gradient in zip(sources, parameters, differentiate(trace, loss, parameters), strict=True):
+    for op, parameter, gradient in zip(
+        sources, parameters, differentiate(trace, loss, parameters), strict=True
+    ):
         with trace.within(role="backward"), trace.on_behalf_of(op.name, op.scope, op.source):
             pairs.append((parameter, emit_one("accumulate", gradient)))
     return pairs
@@ -187,14 +203,17 @@ def _pin(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
         if op.kind in ("param", "state") and op.name not in trace.attrs:
             attr = layouts.get(str(op.attrs["name"]))
             if attr is not None:
-                trace.attrs[op.name] = DistAttr(attr.mesh, attr.spec, Origin("user", f"where it lies: {attr.origin}"))
+                trace.attrs[op.name] = DistAttr(
+                    attr.mesh, attr.spec, Origin("user", f"where it lies: {attr.origin}")
+                )
 
 
 def _check_manual(graph: Graph) -> None:
     for op in graph.sources("param"):
         if op.name not in graph.attrs and len(op.result.shape) > 1:
             raise GraphError(
-                f"parameter {op.attrs['name']} ({op.result.type}) has no annotation but the mode is manual; annotate it "
+                f"parameter {op.attrs['name']} ({op.result.type}) has no annotation but the mode is "
+                f"manual; annotate it "
                 'with dg.shard_tensor, or use Strategy(mode="semi")'
             )
 

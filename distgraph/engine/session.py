@@ -1,0 +1,138 @@
+"""Session: the compiled programs of an engine, and the ranks that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distgraph.data import Batch, Field
+from distgraph.engine.compiled import Compiled
+from distgraph.engine.compiler import compile_program
+from distgraph.engine.dump import write
+from distgraph.engine.memory import Memory
+from distgraph.engine.program import Recipe
+from distgraph.errors import RuntimeFault
+from distgraph.resources import Cluster
+from distgraph.runtime.world import World, make_world
+
+Key = tuple[str, int, tuple[tuple[str, Field], ...]]
+"""Mode, samples of a batch, fields of a sample."""
+
+
+@dataclass(slots=True)
+class Session:
+    """Programs by mode and shape; all of them work on the same memory.
+
+    Attributes:
+        recipe: model, loss, optimiser, strategy.
+        cluster: prices collectives; None for bytes on the wire.
+        memory: blocks of parameters and states.
+        programs: what has been compiled.
+        world: the ranks, once something has run.
+    """
+
+    recipe: Recipe
+    cluster: Cluster | None
+    memory: Memory
+    programs: dict[Key, Compiled] = field(default_factory=dict)
+    world: World | None = None
+
+    def program(self, mode: str, batch: Batch) -> Compiled:
+        """The program for batches like this one, compiled at first use.
+
+        Raises:
+            RuntimeFault: the batch is empty.
+            GraphError, ShardingError, ResourceError: as `compile_program`.
+        """
+        if len(batch) == 0:
+            raise RuntimeFault("batch has 0 samples; there is nothing to do")
+        fields = batch.fields()
+        key = (mode, len(batch), tuple(fields.items()))
+        if key not in self.programs:
+            micro = equal_parts(len(batch), self.recipe.strategy.micro_batches)
+            shapes = {name: ((len(batch) // micro, *shape), dtype) for name, (shape, dtype) in fields.items()}
+            build = compile_program(self.recipe, mode, shapes, micro, self.memory.layouts, self.cluster)
+            self.memory.adopt(build.completed)
+            names = {name: field for field, name in self.recipe.names(tuple(shapes), mode).items()}
+            self.programs[key] = Compiled(mode, build, len(batch), names)
+        return self.programs[key]
+
+    def ranks(self) -> World:
+        """The world, with enough ranks for every program so far.
+
+        Raises:
+            ResourceError: the MPI job has fewer.
+        """
+        meshes = dict.fromkeys(mesh for c in self.programs.values() for mesh in c.build.lowered.meshes)
+        needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
+        if self.world is None or self.world.size < needed:
+            self.close()
+            self.world = make_world(needed, " and ".join(map(str, meshes)))
+        return self.world
+
+    def close(self) -> None:
+        """End the ranks' threads; what they have compiled is tied to them and goes too. The memory stays."""
+        if self.world is not None:
+            self.world.close()
+        self.world = None
+        for compiled in self.programs.values():
+            compiled.workers.clear()
+
+    def numbers(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, float]:
+        """Run a program whose outputs are numbers; every process gets them."""
+        world = self._ready(compiled)
+
+        def work(rank: int) -> dict[str, float]:
+            return {label: float(number) for label, number in compiled.step(rank, batch, scalars).items()}
+
+        found = world.run(work)
+        one_process = len(world.local) == world.size
+        everywhere = one_process or (compiled.everywhere and len(compiled.build.ranks) == world.size)
+        numbers: dict[str, float] = {}
+        for label, owner in compiled.owners.items():
+            local: Any = found.get(owner, found[world.local[0]]).get(label)
+            numbers[label] = local if everywhere else world.share(local, owner)
+        return numbers
+
+    def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Run a program whose outputs are arrays, and put their blocks together, on every process."""
+        world, graph = self._ready(compiled), compiled.build.lowered
+
+        def work(rank: int) -> dict[str, list[np.ndarray]]:
+            found = compiled.step(rank, batch, scalars)
+            listed = {label: got if isinstance(got, list) else [got] for label, got in found.items()}
+            return {label: [block.copy() for block in blocks] for label, blocks in listed.items()}
+
+        found = world.gather(world.run(work))
+        outputs = {}
+        for label, value in graph.outputs:
+            attr, parts = graph.attrs[value.name], []
+            for m in range(compiled.micro_batches):
+                part = np.empty(value.shape, found[attr.mesh.members[0]][label][0].dtype)
+                for rank in attr.mesh.members:
+                    part[attr.spec.slices(value.shape, attr.mesh, rank)] = found[rank][label][m]
+                parts.append(part)
+            outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
+        return outputs
+
+    def _ready(self, compiled: Compiled) -> World:
+        """The world, with what every local rank runs compiled."""
+        world = self.ranks()
+        if any(rank not in compiled.workers for rank in world.local if rank in compiled.build.ranks):
+            world.run(lambda rank: compiled.prepare(rank, world.transport(rank), self.memory))
+            for rank, worker in sorted(compiled.workers.items()):
+                write(f"{compiled.mode}.rank-{rank}.py", worker.source)
+        return world
+
+
+def equal_parts(size: int, wanted: int) -> int:
+    """The largest number of equal parts of a batch, at most `wanted`.
+
+    Example:
+        >>> equal_parts(12, 8), equal_parts(7, 4)
+        (6, 1)
+    """
+    return max(parts for parts in range(1, min(size, wanted) + 1) if size % parts == 0)

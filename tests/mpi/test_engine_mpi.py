@@ -1,0 +1,124 @@
+"""The engine on every rank of `mpiexec -n 2 python -m pytest tests/mpi`; or 4."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training import LAYOUTS, data, engine
+
+from distgraph.callbacks import ModelCheckpoint
+from distgraph.errors import ResourceError, RuntimeFault
+from distgraph.runtime.checkpoint import Checkpoint
+from distgraph.runtime.launch import current_transport
+from distgraph.runtime.mpi import MpiTransport
+
+pytestmark = pytest.mark.mpi
+RANKS = {
+    name: 1 if first is None else max(first.members + second.members) + 1
+    for name, (first, second) in LAYOUTS.items()
+}
+
+
+@pytest.fixture
+def transport() -> MpiTransport:
+    found = current_transport()
+    assert found is not None
+    found.barrier()
+    return found
+
+
+@pytest.fixture
+def shared(transport: MpiTransport) -> Any:
+    """A directory that all ranks see."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield Path(transport.broadcast_object(mine, 0))
+        transport.barrier()
+
+
+def fitting(transport: MpiTransport) -> list[str]:
+    return [name for name, ranks in RANKS.items() if 1 < ranks <= transport.size]
+
+
+def test_losses_equal_serial_on_every_rank(transport: MpiTransport) -> None:
+    """The serial one runs on rank 0, and the others learn its losses."""
+    x, y = data(50)
+    metrics = {"accuracy": lambda logits, labels: (logits.argmax(-1) == labels).astype("f64").mean()}
+    serial = engine(dropout=0.3, metrics=metrics)
+    serial.fit((x, y), epochs=2, batch_size=16, valid_data=data(10, seed=9), progress=False)
+    for layout in fitting(transport):
+        for micro in (1, 4):
+            trained = engine(layout, dropout=0.3, micro=micro, metrics=metrics)
+            trained.fit((x, y), epochs=2, batch_size=16, valid_data=data(10, seed=9), progress=False)
+            np.testing.assert_allclose(trained.history.losses, serial.history.losses, rtol=1e-10)
+            np.testing.assert_allclose(
+                trained.history["valid_loss"], serial.history["valid_loss"], rtol=1e-10
+            )
+            everyone = transport.gather_objects(trained.history.epochs, 0)
+            assert everyone is None or all(epochs == everyone[0] for epochs in everyone)
+
+
+def test_predictions_are_whole_on_every_rank(transport: MpiTransport) -> None:
+    x, y = data(23)
+    serial = engine()
+    serial.fit((x, y), batch_size=8, progress=False)
+    wanted = serial.predict(x, batch_size=10)
+    assert wanted.shape == (23, 3)
+    for layout in fitting(transport):
+        trained = engine(layout)
+        trained.fit((x, y), batch_size=8, progress=False)
+        np.testing.assert_allclose(trained.predict(x, batch_size=10), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_resume_is_bit_for_bit(transport: MpiTransport, shared: Path) -> None:
+    x, y = data(22)
+    for layout in fitting(transport):
+        through = engine(layout, dropout=0.3)
+        through.fit((x, y), epochs=3, batch_size=8, progress=False)
+        stopped = engine(layout, dropout=0.3)
+        saver = ModelCheckpoint(shared / layout, every_steps=5)
+        stopped.fit((x, y), epochs=2, batch_size=8, callbacks=[saver], progress=False)
+        resumed = engine(layout, dropout=0.3)
+        resumed.load(shared / layout)
+        resumed.fit((x, y), epochs=3, batch_size=8, resume=True, progress=False)
+        assert resumed.history.losses == through.history.losses
+        fewer = engine(dropout=0.3)
+        fewer.load(shared / layout)
+        fewer.fit((x, y), epochs=3, batch_size=8, resume=True, progress=False)
+        np.testing.assert_allclose(fewer.history.losses, through.history.losses, rtol=1e-10)
+
+
+def test_one_rank_cannot_write(
+    transport: MpiTransport, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank gets the error, and the previous checkpoint is whole."""
+    trained = engine("tp2")
+    trained.fit(data(8), batch_size=8, progress=False)
+    trained.save(shared / "ckpt")
+    before = Checkpoint.open(shared / "ckpt").index
+    transport.barrier()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if transport.rank == 1:
+        monkeypatch.setattr("distgraph.runtime.checkpoint.save_file", full)
+    with pytest.raises(RuntimeFault, match=r"rank 1: step-.*No space left on device"):
+        trained.save(shared / "ckpt")
+    transport.barrier()
+    checkpoint = Checkpoint.open(shared / "ckpt")
+    assert checkpoint.index == before
+    assert checkpoint.read("up.weight").shape == (6, 10)
+
+
+def test_mesh_larger_than_the_job(transport: MpiTransport) -> None:
+    too_large = next((name for name, ranks in RANKS.items() if ranks > transport.size), None)
+    if too_large is None:
+        pytest.skip(f"every layout fits on {transport.size} ranks")
+    with pytest.raises(
+        ResourceError, match=f"needs {RANKS[too_large]} ranks but the MPI job has {transport.size}"
+    ):
+        engine(too_large).fit(data(16), batch_size=16, progress=False)
