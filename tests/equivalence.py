@@ -115,10 +115,10 @@ class Parts(nn.Module):
 
 
 class Embed(nn.Module):
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, dropout: float) -> None:
         self.tokens = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
         self.positions = nn.Parameter((LENGTH, WIDTH), dtype)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Any) -> Any:
         return self.dropout(self.tokens(ids) + self.positions)
@@ -161,10 +161,10 @@ class Thin(nn.Module):
         return self.dropout(self.flatten(x))
 
 
-def gpt(layout: Layout, dtype: str) -> Parts:
+def gpt(layout: Layout, dtype: str, dropout: float = 0.1) -> Parts:
     """Two layers, dropout on."""
-    blocks = [nn.TransformerBlock(WIDTH, layout.heads, dropout=0.1, dtype=dtype) for _ in range(2)]
-    embed = Embed(dtype)
+    blocks = [nn.TransformerBlock(WIDTH, layout.heads, dropout=dropout, dtype=dtype) for _ in range(2)]
+    embed = Embed(dtype, dropout)
     return Parts(layout, embed, *blocks, Head(dtype, embed.tokens.weight if layout.tied else None))
 
 
@@ -201,7 +201,7 @@ class Case:
     layout: Layout
     micro: int = 1
     schedule: str = "1f1b"
-    size: int = 12
+    size: int = 16
     dtype: str = "f64"
     refine: str = "conflicts"
 
@@ -213,21 +213,25 @@ class Case:
 
     def engine(self) -> Engine:
         """An engine that has not run yet."""
-        layout, last = self.layout, self.layout.mesh(-1)
-
-        def loss(logits: Any, labels: Any) -> Any:
-            with dg.on(last):
-                return nn.CrossEntropy()(logits, pinned(labels, last, [layout.rows]))
-
-        spec = optim.shard_states(layout.stages[0], layout.states) if layout.states else None
-        optimizer = optim.Adam(lr=RATE, eps=EPS[self.dtype], state_spec=spec)
-        strategy = Strategy(micro_batches=self.micro, schedule=self.schedule, refine=self.refine)
-        model = MODELS[self.model](layout, self.dtype)
-        return Engine(model, loss, optimizer, strategy=strategy, seed=SEED)
+        return make_engine(self, MODELS[self.model](self.layout, self.dtype))
 
     def __str__(self) -> str:
         words = [self.model, self.layout.name, f"m{self.micro}", self.schedule, f"b{self.size}", self.dtype]
         return "-".join([*words, self.refine])
+
+
+def make_engine(case: Case, model: Parts, eps: float | None = None) -> Engine:
+    """An engine for a model that has the layout of the case."""
+    layout, last = case.layout, case.layout.mesh(-1)
+
+    def loss(logits: Any, labels: Any) -> Any:
+        with dg.on(last):
+            return nn.CrossEntropy()(logits, pinned(labels, last, [layout.rows]))
+
+    spec = optim.shard_states(layout.stages[0], layout.states) if layout.states else None
+    optimizer = optim.Adam(lr=RATE, eps=eps or EPS[case.dtype], state_spec=spec)
+    strategy = Strategy(micro_batches=case.micro, schedule=case.schedule, refine=case.refine)
+    return Engine(model, loss, optimizer, strategy=strategy, seed=SEED)
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def train(case: Case, steps: int = STEPS) -> Outcome:
 
 def gathered(engine: Engine) -> dict[str, np.ndarray]:
     """Parameters and states as whole arrays; ranks that hold the same block must hold the same bits."""
-    world, records = engine._get_world(), engine.memory.records
+    world, records = engine._session.ranks(), engine.memory.records
     held = world.gather(
         {
             rank: {name: engine.memory.block(name, rank) for name, r in records.items() if rank in r.attr.mesh}

@@ -1,0 +1,17 @@
+"""The cases of `equivalence` on the ranks of `mpiexec -n 2 python -m pytest -m mpi`, or 4, or 8: those that fit."""
+
+from __future__ import annotations
+
+import pytest
+from equivalence import Case, cases, check
+
+from distgraph.runtime.rank import ranks_of_job
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_training_is_that_of_one_rank(case: Case) -> None:
+    if case.layout.ranks > ranks_of_job():
+        pytest.skip(f"needs {case.layout.ranks} ranks; there are {ranks_of_job()}")
+    check(case)
