@@ -76,6 +76,8 @@ def halo_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, wind
         >>> halo_volume((8, 3), ProcessMesh.grid(x=2), ShardSpec.parse("[x, _]"), ((0, ((0, 5), (3, 8))),))
         3
     """
+    if not windows:
+        return 0
     split = dict(windows)
     others = math.prod(
         -(-size // mesh.count(axes))
