@@ -30,7 +30,10 @@ from distgraph.tensor import Tensor
 from distgraph.trace import Trace
 
 ONE = tuple((mesh,) for mesh in MESHES)
-checked = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=40)
+checked = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=max(40, settings.default.max_examples),
+)
 
 
 def attr(mesh: ProcessMesh, *dims: Any, where: str = "here") -> DistAttr:
@@ -210,7 +213,9 @@ def test_fixpoint_is_that_of_chaotic_iteration(case: tuple[Graph, ProcessMesh], 
     placed, meshes = place(graph)
     settled = propagate(placed, meshes)
     values, taken = chaotic(placed, mesh, seed)
-    found = {(n, a): d for n, held in settled.values.items() for a, (d, _, _) in held.items() if d is not None}
+    found = {
+        (n, a): d for n, held in settled.values.items() for a, (d, _, _) in held.items() if d is not None
+    }
     assert found == values
     assert {(n, a): i for n, held in settled.ops.items() for a, (i, _, _) in held.items()} == taken
 
@@ -300,10 +305,14 @@ def trained(
         return complete(trace.finish({"loss": ops.accumulate(loss)}), mesh)
 
 
-def collectives(built: Build, *, roles: Iterable[str] = ("forward", "backward", "optimize")) -> dict[str, int]:
+def collectives(
+    built: Build, *, roles: Iterable[str] = ("forward", "backward", "optimize")
+) -> dict[str, int]:
     """How many collectives of each kind there are; slices and masks cost nothing on the wire."""
     kinds = [op.kind for op in built.lowered.ops if op.kind.startswith("comm.") and op.role in roles]
-    found = collections.Counter(k.removeprefix("comm.") for k in kinds if k not in ("comm.slice", "comm.mask"))
+    found = collections.Counter(
+        k.removeprefix("comm.") for k in kinds if k not in ("comm.slice", "comm.mask")
+    )
     return dict(found)
 
 

@@ -16,7 +16,7 @@ BOUND = 1e-10
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    max_examples=60,
+    max_examples=max(60, settings.default.max_examples),
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     report_multiple_bugs=False,
 )
@@ -72,3 +72,9 @@ def test_overlapping_meshes(program: Program) -> None:
 @given(programs(OVERLAPPING, train=True, steps=3))
 def test_training_on_overlapping_meshes(program: Program) -> None:
     check(program)
+
+
+@checked
+@given(programs(OVERLAPPING, train=True, steps=3))
+def test_training_on_overlapping_meshes_refined(program: Program) -> None:
+    check(program, refined=True)
