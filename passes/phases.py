@@ -97,13 +97,13 @@ def _classify(state: _State, op: Op) -> None:
         inside = state.phase[value.name] < 2 or producer.kind == "accumulate" or producer.name in state.tail
         tail = tail and inside and not (crossing and phase == 2)
     state.level[op.name] = level
+    behind = any(state.kind[state.graph.producers[v.name].name] == "backward" for v in op.operands)
     if op.kind == "accumulate":
-        state.kind[op.name] = "backward" if op.role == "backward" else "forward"
+        state.kind[op.name] = "backward" if op.role == "backward" or behind else "forward"
         phase = 2
     elif phase == 0:
         state.kind[op.name] = "load"
     elif phase == 1:
-        behind = any(state.kind[state.graph.producers[v.name].name] == "backward" for v in op.operands)
         state.kind[op.name] = "backward" if op.role == "backward" or behind else "forward"
     else:
         state.kind[op.name] = "optimize"
