@@ -1,6 +1,6 @@
 """A small GPT learns Python from the source of Python's own standard library, on 2 x 2 ranks.
-    python tutorials/01_quickstart.py                 # four threads, nothing else to start
-    distgraph run -n 4 tutorials/01_quickstart.py     # the same on four MPI ranks
+python tutorials/01_quickstart.py                 # four threads, nothing else to start
+distgraph run -n 4 tutorials/01_quickstart.py     # the same on four MPI ranks
 """
 
 import os
@@ -56,4 +56,4 @@ for _ in range(20 if QUICK else 300):
     logits = engine.predict(window[None])[0, min(len(text), LENGTH) - 1]
     text += chr((logits / 0.5 + dice.gumbel(size=256)).argmax())  # drawn from softmax(logits / 0.5)
 if engine.is_chief:
-    print(engine.plan, f"loss {history.losses[0]:.2f} -> {history.losses[-1]:.2f}", history.epochs, text, sep="\n\n")
+    print(engine.plan, f"loss {history.losses[0]:.2f} -> {history.losses[-1]:.2f}", text, sep="\n\n")
