@@ -1,4 +1,4 @@
-"""Properties of completion: one result whatever the order, annotations kept, and the collectives that follow."""
+"""Properties of completion: one result in any order, annotations kept, and the collectives that follow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pin(x: Tensor, mesh: ProcessMesh, *dims: Any, where: str = "here") -> Tensor
 
 def decided(graph: Graph) -> dict[str, Any]:
     """Everything that completion decides."""
-    return {name: a for name, a in graph.attrs.items()} | {f"op {op.name}": op.layout for op in graph.ops}
+    return dict(graph.attrs) | {f"op {op.name}": op.layout for op in graph.ops}
 
 
 def reordered(graph: Graph, seed: int) -> Graph:
@@ -106,7 +106,7 @@ def test_annotations_stay_and_everything_is_decided(program: Program) -> None:
 
 
 def chaotic(graph: Graph, mesh: ProcessMesh, seed: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """(value, axis) -> dim and (op, axis) -> index, each the least claim that its neighbours offer at the end."""
+    """(value, axis) -> dim and (op, axis) -> index, each the least claim that its neighbours offer."""
     rng = random.Random(seed)
     position = {name: i for i, name in enumerate(graph.values)}
     values: dict[Any, Any] = {}
@@ -171,7 +171,7 @@ def _least_for_value(
 
 @st.composite
 def plain_programs(draw: Any) -> tuple[Graph, ProcessMesh]:
-    """Products, sums, transposes, reductions and softmax of large dims: no claim is refused for want of room."""
+    """Products, sums, transposes and softmax of large dims: no claim is refused for want of room."""
     mesh = draw(st.sampled_from(MESHES))
     trace = Trace("plain")
 

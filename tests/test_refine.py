@@ -67,7 +67,8 @@ def test_contractions_and_params_keep_their_parts(program: Program) -> None:
             assert parts[1] >= parts[0], f"%{old.name} was in {parts[0]} parts and is in {parts[1]}"
         pinned = any(before.attrs[v.name].pinned for v in old.results)
         if lookup(old.kind).cost == "matmul" and not pinned:
-            assert old.layout is not None and new.layout is not None
+            assert old.layout is not None
+            assert new.layout is not None
             counts = [
                 x.mesh.count(axis for _, axes in x.axes for axis in axes) for x in (old.layout, new.layout)
             ]
