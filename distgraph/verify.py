@@ -58,6 +58,8 @@ def verify(graph: Graph, stage: str = "serial") -> Graph:
     _check_ends(graph)
     for op in graph.ops if level else ():
         _check_completed(graph, op)
+    if level > 1:
+        _check_updates(graph)
     for op in graph.ops if level > 1 else ():
         _check_stored(graph, op, level)
     return graph
@@ -286,6 +288,14 @@ def _check_layout(graph: Graph, op: Op, layout: OpLayout) -> None:
 # resharded and lowered
 
 
+def _check_updates(graph: Graph) -> None:
+    for name, value in graph.updates:
+        old, new = graph.attrs[name], graph.attrs[value.name]
+        if _blocks(old) != _blocks(new):
+            line = f"update %{name} = %{value.name} {new.spec}"
+            _end_fault(graph, line, str(new.spec), f"%{name} is stored as {old} but its new value as {new}")
+
+
 def _check_stored(graph: Graph, op: Op, level: int) -> None:
     if op.kind == "reshard" and level > 2:
         _fault(graph, op, _CALL, "reshard", "change of layout is not lowered; run the pass lower")
@@ -300,7 +310,9 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
         producer, read = graph.producers[value.name], operand_windows(op, position)
         held = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
         if held != read:
-            message = f"operand %{value.name} has windows {held} but the op reads {read}; run the pass reshard"
+            message = (
+                f"operand %{value.name} has windows {held} but the op reads {read}; run the pass reshard"
+            )
             _fault(graph, op, _CALL, f"%{value.name}", message)
     if op.kind == "identity" and _blocks(graph.attrs[op.operands[0].name]) == _blocks(graph.attrs[op.name]):
         return  # a change of name only: the layouts differ by axes of size 1
@@ -436,14 +448,18 @@ def _check_halo(graph: Graph, op: Op) -> None:
     """A halo lengthens blocks: the layout stays, every part of a dim gets a window no longer than the dim."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
     if source != target:
-        _fault(graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}")
+        _fault(
+            graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}"
+        )
     for dim, read in op.attrs["windows"]:
         parts, length = source.mesh.count(source.spec.dims[dim]), op.result.shape[dim]
         if len(read) != parts:
             _fault(graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(read)} windows")
         for start, stop in read:
             if not 0 <= stop - start <= length:
-                _fault(graph, op, _CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}")
+                _fault(
+                    graph, op, _CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}"
+                )
 
 
 def _problems(kind: str, source: DistAttr, target: DistAttr, change: _Change) -> Iterator[str]:

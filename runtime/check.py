@@ -170,10 +170,10 @@ def check(completed: Graph, inputs: Arrays, params: Arrays, serial: Graph | None
 
 def _exposed(completed: Graph) -> Build:
     """The program for one micro-batch, every value an output, nothing updated in place."""
-    plain = replace(completed, updates=(), micro_batches=1)
+    plain = replace(completed, micro_batches=1)
     lowered = lower(reshard(plain))
     shown = tuple((v.name, v) for op in lowered.ops if op.kind not in _NOT_SHOWN for v in op.results)
-    lowered = replace(lowered, outputs=shown)
+    lowered = replace(lowered, outputs=shown, updates=())
     return Build(plain, lowered, phases(lowered), "1f1b")
 
 

@@ -49,14 +49,26 @@ def test_any_fields_round_trip(data):
     mesh = ProcessMesh(np.array([[4, 2, 9]]), ["one", "tp"])
     x = Value(data.draw(NAMES), (3, 0), "bf16")
     y = Value(x.name + data.draw(NAMES), (), "bool")
-    attrs = data.draw(st.dictionaries(st.from_regex(r"[a-z_]\w{0,5}", fullmatch=True), attributes, max_size=3))
+    attrs = data.draw(
+        st.dictionaries(st.from_regex(r"[a-z_]\w{0,5}", fullmatch=True), attributes, max_size=3)
+    )
     spec = ShardSpec(((), ("tp", "one")), ())
     partial = ShardSpec((), (("one", "max"), ("tp", "sum")))
     graph = Graph(
         data.draw(NAMES),
         (
             Op("input", (), (x,), attrs, "data", data.draw(name), data.draw(name), ""),
-            Op("odd.kind_2", (x, x), (y,), {}, "backward", "", "", x.name, OpLayout(mesh, (("i", ("tp",)),), (("one", 1),))),
+            Op(
+                "odd.kind_2",
+                (x, x),
+                (y,),
+                {},
+                "backward",
+                "",
+                "",
+                x.name,
+                OpLayout(mesh, (("i", ("tp",)),), (("one", 1),)),
+            ),
         ),
         ((data.draw(name), y),),
         ((x.name, x),),
@@ -75,9 +87,11 @@ def test_any_fields_round_trip(data):
 
 attributes = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=5,
 )
 
@@ -90,8 +104,10 @@ def constant(value, **attrs) -> Graph:
 @pytest.mark.parametrize("dtype", ["f64", "bf16", "f16", "i8", "u64", "bool"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
 def test_arrays_keep_dtype_shape_and_bits(dtype, shape):
-    array_type = np.dtype(ml_dtypes.bfloat16) if dtype == "bf16" else np.dtype(
-        {"f64": "f8", "f16": "f2", "i8": "i1", "u64": "u8", "bool": "?"}[dtype]
+    array_type = (
+        np.dtype(ml_dtypes.bfloat16)
+        if dtype == "bf16"
+        else np.dtype({"f64": "f8", "f16": "f2", "i8": "i1", "u64": "u8", "bool": "?"}[dtype])
     )
     array = (np.arange(math.prod(shape)).reshape(shape) * 3 - 1).astype(array_type)
     found = round_trip(constant(array)).ops[0].attrs["value"]
