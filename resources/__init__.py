@@ -2,15 +2,18 @@
 
 from distgraph.resources.cluster import (
     Cluster,
+    Compute,
     Device,
     DeviceMesh,
     Link,
     Machine,
+    MatmulRate,
     MeasuredTable,
     Network,
     Switch,
 )
 from distgraph.resources.collective import CollectiveCost, Estimate, wire_bytes
+from distgraph.resources.compute import ComputeCost
 from distgraph.resources.describe import describe
 from distgraph.resources.load import load_cluster, local_cluster, shipped_clusters
 from distgraph.resources.mapping import RankMapping, Requirement, map_ranks
@@ -18,10 +21,13 @@ from distgraph.resources.paddle import load_paddle
 
 __all__ = [
     "Cluster",
+    "Compute",
+    "ComputeCost",
     "Device",
     "DeviceMesh",
     "Link",
     "Machine",
+    "MatmulRate",
     "MeasuredTable",
     "Network",
     "Switch",

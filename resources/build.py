@@ -7,8 +7,19 @@ import math
 from collections.abc import Mapping
 
 from distgraph.errors import ResourceError
-from distgraph.resources.cluster import Cluster, Device, Link, Machine, MeasuredTable, Network, Switch
+from distgraph.resources.cluster import (
+    Cluster,
+    Compute,
+    Device,
+    Link,
+    Machine,
+    MatmulRate,
+    MeasuredTable,
+    Network,
+    Switch,
+)
 from distgraph.resources.schema import (
+    ComputeEntry,
     Dtype,
     InsideEntry,
     Level,
@@ -85,7 +96,7 @@ def _build_machine(
                 Device(
                     first_device + local, f"{name}/{group.type}{local}", index, local, group.type,
                     group.model, group.memory, _by_dtype(group.peak), _by_dtype(group.measured),
-                    group.memory_bandwidth, where,
+                    group.memory_bandwidth, where, _compute(group.compute),
                 )
             )  # fmt: skip
     nodes = [device.node for device in devices]
@@ -103,6 +114,14 @@ def _build_machine(
         len(links),
     )
     return machine, devices, (links, switches)
+
+
+def _compute(entry: ComputeEntry) -> Compute:
+    rates = {
+        str(dtype): MatmulRate(found.efficiency, (found.half[0], found.half[1], found.half[2]), found.error)
+        for dtype, found in entry.matmul.items()
+    }
+    return Compute(entry.launch, entry.memory_efficiency, entry.lookup_efficiency, rates, entry.error)
 
 
 def _nics(

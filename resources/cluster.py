@@ -20,6 +20,39 @@ from distgraph.errors import ResourceError
 
 
 @dataclass(frozen=True, slots=True)
+class MatmulRate:
+    """How much of its peak a device reaches in contractions of one dtype.
+
+    Attributes:
+        efficiency: fraction of the peak that large matrices reach.
+        half: sizes of m, n and k at which that falls to a half each; 0 where the size makes no difference.
+        error: relative error of the fit, by name of the number.
+    """
+
+    efficiency: float
+    half: tuple[float, float, float]
+    error: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What computing costs on a device beside its peaks; None where nobody stated it. See `ComputeCost`.
+
+    Attributes:
+        launch: seconds that starting one op costs.
+        memory_efficiency, lookup_efficiency: fractions of the memory bandwidth that streaming and lookups reach.
+        matmul: by dtype.
+        error: relative error of the fit, by name of the number.
+    """
+
+    launch: float | None = None
+    memory_efficiency: float | None = None
+    lookup_efficiency: float | None = None
+    matmul: Mapping[str, MatmulRate] = field(default_factory=dict, hash=False)
+    error: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One processor that runs one rank.
 
@@ -33,6 +66,7 @@ class Device:
         peak, measured: FLOP/s by dtype ("f16", "bf16", "f32", "f64"); measured only where somebody measured.
         memory_bandwidth: bytes/s, None where not stated.
         origin: path of its description in the resource file, for messages.
+        compute: efficiencies and launch time.
     """
 
     index: int
@@ -46,6 +80,7 @@ class Device:
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
     memory_bandwidth: float | None = None
     origin: str = ""
+    compute: Compute = field(default_factory=Compute)
 
 
 @dataclass(frozen=True, slots=True)

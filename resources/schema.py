@@ -32,6 +32,7 @@ Size = Annotated[float, BeforeValidator(_parser(SIZE))]
 Bandwidth = Annotated[float, BeforeValidator(_parser(BANDWIDTH))]
 Seconds = Annotated[float, BeforeValidator(_parser(TIME))]
 Compute = Annotated[float, BeforeValidator(_parser(COMPUTE))]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send"
@@ -44,6 +45,24 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class MatmulEntry(Entry):
+    """Efficiency of contractions in one dtype; half: the m, n and k at which it falls to a half."""
+
+    efficiency: Fraction
+    half: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=3, max_length=3)]
+    error: dict[str, float] = Field(default_factory=dict)
+
+
+class ComputeEntry(Entry):
+    """What computing costs on a device; `error` holds the relative error of the fit of each number."""
+
+    launch: Seconds | None = None
+    memory_efficiency: Fraction | None = None
+    lookup_efficiency: Fraction | None = None
+    matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)
+    error: dict[str, float] = Field(default_factory=dict)
+
+
 class DeviceEntry(Entry):
     """`count` equal devices of a machine."""
 
@@ -54,6 +73,7 @@ class DeviceEntry(Entry):
     memory_bandwidth: Bandwidth | None = None
     peak: dict[Dtype, Compute] = Field(default_factory=dict)
     measured: dict[Dtype, Compute] = Field(default_factory=dict)
+    compute: ComputeEntry = Field(default_factory=ComputeEntry)
 
 
 class LinkEntry(Entry):
@@ -220,6 +240,10 @@ def _expectation(error: ErrorDetails) -> str:
         "string_type": "a text",
         "int_type": "a whole number",
         "greater_than": "a number greater than {gt}",
+        "greater_than_equal": "a number from {ge} up",
+        "less_than_equal": "a number up to {le}",
+        "float_type": "a number",
+        "too_long": "at most {max_length} entries",
         "literal_error": "one of {expected}",
         "too_short": "at least {min_length} entry",
     }

@@ -1,0 +1,108 @@
+"""Seconds that one op takes on one device, from its FLOPs, its bytes and its shape.
+
+Four classes of ops, all with the time to start them:
+
+    matmul   launch + max(flops / (peak * e), bytes / (memory bandwidth * memory_efficiency))
+    memory   launch + bytes / (memory bandwidth * memory_efficiency)
+    lookup   launch + bytes / (memory bandwidth * lookup_efficiency)
+    launch   launch
+
+    e = efficiency * m / (m + m_half) * n / (n + n_half) * k / (k + k_half)
+
+The matmul is a roofline whose roof sinks for small matrices: an edge of a matrix that does not fill the tiles in
+which a device computes wastes the rest of them, and a short sum does not hide filling and draining the pipeline. In a
+batch of matrices every matrix has edges of its own, so m, n and k are those of one matrix; the batch only shares
+the launch. All numbers come from `machines[].devices.compute` of the resource file.
+"""
+
+from __future__ import annotations
+
+from distgraph.errors import ResourceError
+from distgraph.resources.cluster import Cluster, Device
+
+CLASSES = ("matmul", "memory", "lookup", "launch")
+Dims = tuple[int, int, int, int]
+
+
+class ComputeCost:
+    """Costs of computation on one cluster.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> ComputeCost(load_cluster("gpu2_xpu2")).time(0, "memory", 0, 2**20, "f32")
+        Traceback (most recent call last):
+        distgraph.errors.ResourceError: ...machines[0].devices.compute.launch: missing...
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def time(
+        self, device: int, kind: str, flops: float, nbytes: float, dtype: str, dims: Dims = (1, 1, 1, 1)
+    ) -> float:
+        """Seconds of one op.
+
+        Args:
+            device: number of the device.
+            kind: matmul, memory, lookup or launch.
+            flops: floating point operations; only a matmul counts them.
+            nbytes: bytes read and written.
+            dtype: of the operands of a matmul.
+            dims: (batch, m, n, k) of a matmul.
+
+        Raises:
+            ResourceError: an unknown class, or a number that the resource file does not state.
+        """
+        if kind not in CLASSES:
+            raise ResourceError(f"op class {kind}: unknown; use one of {', '.join(CLASSES)}")
+        found = self.cluster.devices[device]
+        seconds = self._number(found, "launch", "5 us")
+        if kind == "launch":
+            return seconds
+        moving = nbytes / self._rate(found, "lookup" if kind == "lookup" else "memory")
+        if kind == "matmul":
+            return seconds + max(flops / self.matmul_rate(device, dtype, dims), moving)
+        return seconds + moving
+
+    def matmul_rate(self, device: int, dtype: str, dims: Dims) -> float:
+        """FLOP/s of a contraction of this shape, were its bytes there at no cost.
+
+        Raises:
+            ResourceError: the file states no rate or no efficiency for the dtype.
+        """
+        found = self.cluster.devices[device]
+        rate = found.compute.matmul.get(dtype)
+        if rate is None:
+            known = ", ".join(found.compute.matmul) or "no dtype"
+            raise self._missing(
+                found,
+                f"matmul.{dtype}",
+                f"{found.model} states {known}",
+                f"{dtype}: {{efficiency: 0.8, half: [128, 128, 64]}}",
+            )
+        peak = found.peak[dtype] if dtype in found.peak else self.cluster.flops(device, dtype)
+        reached = peak * rate.efficiency
+        for size, half in zip(dims[1:], rate.half, strict=True):
+            reached *= size / (size + half) if half else 1.0
+        return max(reached, 1.0)  # an empty matrix has no FLOPs either
+
+    def _rate(self, device: Device, kind: str) -> float:
+        """Bytes/s of streaming ("memory") or of lookups."""
+        if device.memory_bandwidth is None:
+            raise ResourceError(
+                f"{self.cluster.source}: {device.origin}.memory_bandwidth: missing, needed to price computation on "
+                f'{device.model}; add memory_bandwidth such as "900 GB/s", or run distgraph profile on that machine'
+            )
+        return device.memory_bandwidth * self._number(device, f"{kind}_efficiency", "0.8")
+
+    def _number(self, device: Device, name: str, example: str) -> float:
+        number: float | None = getattr(device.compute, name)
+        if number is None:
+            raise self._missing(device, name, f"needed to price computation on {device.model}", f"{name}: {example}")
+        return number
+
+    def _missing(self, device: Device, name: str, why: str, example: str) -> ResourceError:
+        return ResourceError(
+            f"{self.cluster.source}: {device.origin}.compute.{name}: missing, {why}; add it such as {example}, or run "
+            "distgraph profile on that machine, which measures it"
+        )
