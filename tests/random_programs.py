@@ -36,6 +36,10 @@ OVERLAPPING = (
     (ProcessMesh.grid(x=3), ProcessMesh.grid(2, x=2)),
     (ProcessMesh.grid(x=4), ProcessMesh.grid(x=2, y=2)),
 )
+LOOPED = (
+    (ProcessMesh.grid(x=2), ProcessMesh.grid(2, x=1), ProcessMesh.grid(x=2)),
+    (ProcessMesh.grid(x=1), ProcessMesh.grid(1, x=3), ProcessMesh.grid(x=1), ProcessMesh.grid(1, x=3)),
+)
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 _LARGEST = 400  # elements of one tensor
 
@@ -175,13 +179,36 @@ class _Builder:
             return ops.getitem(x, (slice(None),) * place + (slice(start, stop),))
         return ops.concat([x, self.pick([t for t in self.made if t.shape == x.shape])], axis=place)
 
+    def slide(self, x: Tensor) -> Tensor | None:
+        """An op that reads neighbours' positions."""
+        if not x.ndim:
+            return None
+        place = self.draw(st.integers(0, x.ndim - 1))
+        kind = self.pick(("roll", "flip", "pad", "stride", "conv"))
+        if kind == "roll":
+            return ops.roll(x, self.draw(st.integers(-9, 9)), place)
+        if kind == "flip":
+            return ops.flip(x, place)
+        if kind == "pad":
+            sides = [[self.draw(st.integers(0, 3)) * (d == place) for d in range(x.ndim)] for _ in range(2)]
+            return ops.pad(x, *sides, value=self.pick((0, 0.5)))
+        if kind == "stride":
+            step = self.pick((-2, -1, 2, 3))
+            return ops.getitem(x, (slice(None),) * place + (slice(None, None, step),))
+        if x.ndim < 3:
+            return None
+        low, high, stride = (self.draw(st.integers(0, 2)) for _ in range(3))
+        w = self.param((self.draw(st.integers(1, 3)), x.shape[1], *(min(3, n) for n in x.shape[2:])))
+        padding = [(low, high)] * (x.ndim - 2)
+        return ops.conv(x, w, stride=1 + stride, padding=padding) * 0.2
+
     def running(self, x: Tensor) -> Tensor | None:
         return None if not x.ndim else ops.cumsum(x, self.draw(st.integers(0, x.ndim - 1)))
 
     def grow(self) -> None:
         steps = (
             self.contraction, self.outer, self.bias, self.join, self.unary, self.transpose, self.reshape,
-            self.reduction, self.rows, self.cut, self.running,
+            self.reduction, self.rows, self.cut, self.slide, self.slide, self.running,
         )  # fmt: skip
         x = self.pick(self.made[-2:])
         count = len(self.trace.ops)

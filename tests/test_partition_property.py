@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, given, settings
 from partitioned import assert_same, run_partitioned, run_serial
-from random_programs import MESHES, OVERLAPPING, PIPELINES, Program, programs
+from random_programs import LOOPED, MESHES, OVERLAPPING, PIPELINES, Program, programs
 
 from distgraph.passes.complete import complete
 from distgraph.passes.refine import refine
@@ -78,3 +78,9 @@ def test_training_on_overlapping_meshes(program: Program) -> None:
 @given(programs(OVERLAPPING, train=True, steps=3))
 def test_training_on_overlapping_meshes_refined(program: Program) -> None:
     check(program, refined=True)
+
+
+@checked
+@given(programs(LOOPED, train=True, steps=2))
+def test_a_mesh_that_is_passed_twice(program: Program) -> None:
+    check(program)
