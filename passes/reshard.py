@@ -83,7 +83,8 @@ def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr],
         shared[key] = replace(value, name=f"{value.name}.h{len(shared)}")
         attrs[shared[key].name] = replace(attrs[value.name], origin=Origin("op", f"%{op.name} {op.kind}"))
         made = _reshard_op(op, value, shared[key], attrs[value.name])
-        ops.append(replace(made, kind="comm.halo", attrs={"windows": windows}))
+        axes = tuple(axis for dim, _ in windows for axis in attrs[value.name].spec.dims[dim])
+        ops.append(replace(made, kind="comm.halo", attrs={"axes": axes, "windows": windows}))
     return shared[key]
 
 
