@@ -15,6 +15,7 @@ import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.callbacks import Callback
 from distgraph.data import order
+from distgraph.engine.price import exchanged
 from distgraph.errors import GraphError, ResourceError, RuntimeFault, ShardingError
 
 TIGHT = 1e-10  # fp64; sums of at most a few hundred terms, so that their order changes the last digits only
@@ -188,6 +189,34 @@ def test_the_plan_folds_repeated_layers() -> None:
         "steps.{0..11}.weight",
         "steps.{0..11}.bias",
     ]
+
+
+def test_a_cluster_places_the_ranks_and_prices_the_collectives() -> None:
+    """tp groups exchange activations of every layer: on 2 machines of 8 devices they must not be torn
+    apart."""
+    mesh = dg.ProcessMesh.grid(tp=4, dp=4)  # identity would put the members of a tp group on both machines
+    wide = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    dg.shard_tensor(wide[0].weight, mesh, [None, "tp"])
+    strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
+    cluster = "dgx_a100_pod"
+    planner = dg.Engine(wide, nn.MeanSquaredError(), optim.Adam(), strategy=strategy, cluster=cluster)
+    x = np.zeros((4096, 64), "f4")
+    plan = planner.prepare((x, x))
+    assert plan.mapping is not None
+    assert plan.mapping.cost < plan.mapping.identity_cost
+    machine = [plan.mapping.cluster.devices[d].machine for d in plan.mapping.devices]
+    for group in mesh.groups(("tp",)):
+        assert len({machine[rank] for rank in group}) == 1
+    assert "across machines" in str(plan)
+
+
+def test_what_ranks_exchange_adds_up_to_what_they_send() -> None:
+    plan = engine("pp1_3", micro=2).prepare(data(16))
+    pairs = exchanged(plan.build)
+    for rank, sent in plan.bytes_per_rank.items():
+        assert sum(n for (source, _), n in pairs.items() if source == rank) == pytest.approx(sent)
+    assert all(source != target for source, target in pairs)
+    assert {source for source, target in pairs if target == 0} == {1, 2, 3}
 
 
 def test_dump_writes_every_stage(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from distgraph.data import Batch
 from distgraph.dtypes import short, to_numpy
 from distgraph.engine.memory import Memory
 from distgraph.errors import RuntimeFault
+from distgraph.resources import RankMapping
 from distgraph.runtime.build import Build
 from distgraph.runtime.transport import Transport
 from distgraph.runtime.worker import Worker
@@ -63,6 +64,7 @@ class Compiled:
         build: the compiled program for all ranks.
         size: samples of a batch.
         fields: name of a graph's input -> field of the batch.
+        mapping: device of every rank, where a cluster is given.
         workers: of the local ranks that have run it.
     """
 
@@ -70,6 +72,7 @@ class Compiled:
     build: Build
     size: int
     fields: dict[str, str]
+    mapping: RankMapping | None = None
     workers: dict[int, Worker] = field(default_factory=dict)
     feeds: dict[int, list[Feed]] = field(default_factory=dict)
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from distgraph.data import Field
 from distgraph.engine.dump import dump_directory, dump_stage, write
-from distgraph.engine.price import price_on
+from distgraph.engine.price import place_ranks, price_on
 from distgraph.engine.program import Recipe
 from distgraph.errors import ResourceError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.refine import arrange, latency_price
-from distgraph.resources import Cluster
+from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.world import is_chief
 from distgraph.spec import DistAttr
@@ -28,7 +28,7 @@ def compile_program(
     micro_batches: int,
     layouts: Mapping[str, DistAttr],
     cluster: Cluster | None,
-) -> Build:
+) -> tuple[Build, RankMapping | None]:
     """The program of one mode for batches of one size.
 
     Args:
@@ -38,6 +38,9 @@ def compile_program(
         micro_batches: how many follow each other in a step.
         layouts: where parameters lie already.
         cluster: prices the collectives; None for bytes on the wire.
+
+    Returns:
+        the program, and where there is a cluster the device of every rank.
 
     Raises:
         GraphError, ShardingError: the program or its annotations do not fit.
@@ -49,15 +52,19 @@ def compile_program(
     completed = lay_out(replace(serial, micro_batches=micro_batches), default, recipe.strategy.refine)
     dump_stage(mode, "completed", completed)
     policy = recipe.strategy.schedule
-    if cluster is None:
-        built = build(completed, micro_batches=micro_batches, policy=policy)
-    else:
+    if cluster is not None:
         check_cluster(completed.meshes, cluster)
-        built = build(completed, micro_batches=micro_batches, policy=policy, price=price_on(cluster))
+    built, mapping = build(completed, micro_batches=micro_batches, policy=policy), None
+    if (
+        cluster is not None
+    ):  # placed by what it exchanges, then its changes of layout priced where it is placed
+        mapping = place_ranks(built, cluster)
+        price = price_on(cluster, mapping.devices)
+        built = build(completed, micro_batches=micro_batches, policy=policy, price=price)
     dump_stage(mode, "lowered", built.lowered)
     if dump_directory() is not None and is_chief():
         write(f"{mode}.schedule.txt", built.schedule)
-    return built
+    return built, mapping
 
 
 def lay_out(serial: Graph, default: ProcessMesh, refine: str) -> Graph:

@@ -250,7 +250,7 @@ class Engine:
         for mode in ("train", "evaluate", "predict"):
             for compiled in self._session.programs.values():
                 if compiled.mode == mode:
-                    return Plan(compiled.build, mode)
+                    return Plan(compiled.build, mode, compiled.mapping)
         raise RuntimeFault("engine has no plan yet; call prepare(batch) or fit first")
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
+from distgraph.resources import RankMapping
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.build import Build
 from distgraph.runtime.storage import nbytes
@@ -60,10 +61,12 @@ class Plan:
     Args:
         build: a compiled program.
         title: what the program is.
+        mapping: device of every rank, where a cluster is given.
     """
 
-    def __init__(self, build: Build, title: str = "step") -> None:
+    def __init__(self, build: Build, title: str = "step", mapping: RankMapping | None = None) -> None:
         self.build = build
+        self.mapping = mapping
         self.title = title
 
     @property
@@ -158,6 +161,7 @@ class Plan:
             "tensors": [asdict(line) for line in self.tensors],
             "collectives": [asdict(each) for each in self.collectives],
             "bytes_per_rank": self.bytes_per_rank,
+            "devices": None if self.mapping is None else list(self.mapping.devices),
         }
         Path(path).write_text(json.dumps(content, indent=1))
 
@@ -185,6 +189,8 @@ class Plan:
         else:
             parts.append("no communication")
         most = max(self.bytes_per_rank.values(), default=0.0)
+        if self.mapping is not None:
+            parts.append(self.mapping.table().rstrip())
         parts.append(f"a rank sends at most {format_bytes(most)} in a step")
         return "\n".join(parts)
 

@@ -1,12 +1,16 @@
-"""Prices of collectives on a cluster, for the choice between ways to change a layout."""
+"""A program on a cluster: which device runs which rank, and what a collective costs there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from distgraph.dtypes import itemsize
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.redistribute import STEP_PRICES, Price
-from distgraph.resources import Cluster, CollectiveCost
+from distgraph.resources import Cluster, CollectiveCost, RankMapping, Requirement, map_ranks
+from distgraph.runtime.build import Build
 
 
 def price_on(cluster: Cluster, devices: Sequence[int] | None = None) -> Price:
@@ -29,6 +33,61 @@ def price_on(cluster: Cluster, devices: Sequence[int] | None = None) -> Price:
         )
 
     return price
+
+
+def place_ranks(build: Build, cluster: Cluster) -> RankMapping:
+    """The device of every rank, so that ranks which exchange most are near each other.
+
+    Args:
+        build: a compiled program; its parameters, states and inputs are what a rank needs memory for at
+            least.
+        cluster: the devices.
+
+    Raises:
+        ResourceError: the cluster has fewer devices than the program has ranks.
+        InfeasibleError: a rank needs more memory than any device has.
+    """
+    ranks = max(build.ranks) + 1
+    volume = exchanged(build)
+    needs = [Requirement(memory=_resident(build, rank)) for rank in range(ranks)]
+    return map_ranks(ranks, volume, cluster, needs)
+
+
+def exchanged(build: Build) -> dict[tuple[int, int], float]:
+    """(sender, receiver) -> bytes in a step: transfers as they are, collectives as rings, all_to_all as
+    pairs."""
+    found: dict[tuple[int, int], float] = {}
+    micro = build.lowered.micro_batches
+    for rank in build.ranks:
+        for task in build.program(rank).tasks:
+            for local in task.ops:
+                times = micro if task.per_micro and not local.tail else 1
+                sent = times * float(local.attrs.get("wire", 0.0))
+                for partner, share in _partners(local.attrs, rank).items():
+                    found[rank, partner] = found.get((rank, partner), 0.0) + sent * share
+    return found
+
+
+def _partners(attrs: Mapping[str, Any], rank: int) -> dict[int, float]:
+    """Rank that is sent to -> its share of what is sent."""
+    group = attrs.get("group", ())
+    if len(group) > 1 and "split_dim" in attrs:
+        return {other: 1 / (len(group) - 1) for other in group if other != rank}
+    if len(group) > 1:
+        return {group[(group.index(rank) + 1) % len(group)]: 1.0}
+    sends = [to for to, _ in attrs.get("sends", ()) if to != rank]
+    return {to: sends.count(to) / len(sends) for to in sends}
+
+
+def _resident(build: Build, rank: int) -> float:
+    """Bytes of parameters, states and inputs on a rank."""
+    graph, total = build.lowered, 0.0
+    for op in graph.sources("param", "state", "input"):
+        attr = graph.attrs[op.name]
+        if rank in attr.mesh:
+            shape = attr.spec.local_shape(op.result.shape, attr.mesh, rank)
+            total += math.prod(shape) * itemsize(op.result.dtype)
+    return total
 
 
 def _on_one_rank(kind: str, sent: float, group_size: int) -> float:

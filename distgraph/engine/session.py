@@ -54,10 +54,11 @@ class Session:
         if key not in self.programs:
             micro = equal_parts(len(batch), self.recipe.strategy.micro_batches)
             shapes = {name: ((len(batch) // micro, *shape), dtype) for name, (shape, dtype) in fields.items()}
-            build = compile_program(self.recipe, mode, shapes, micro, self.memory.layouts, self.cluster)
+            layouts = self.memory.layouts
+            build, mapping = compile_program(self.recipe, mode, shapes, micro, layouts, self.cluster)
             self.memory.adopt(build.completed)
             names = {name: field for field, name in self.recipe.names(tuple(shapes), mode).items()}
-            self.programs[key] = Compiled(mode, build, len(batch), names)
+            self.programs[key] = Compiled(mode, build, len(batch), names, mapping)
         return self.programs[key]
 
     def ranks(self) -> World:
