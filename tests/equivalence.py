@@ -179,13 +179,13 @@ MODELS = {"gpt": gpt, "conv": conv}
 
 @cache
 def batches(model: str, dtype: str, size: int) -> list[tuple[Any, Any]]:
-    """Five batches, four times."""
+    """Five batches, four times; there is something to learn in those of the GPT."""
     rng = np.random.default_rng(SEED)
     made = []
     for _ in range(STEPS // 4):
         if model == "gpt":
             x = rng.integers(0, VOCABULARY, (size, LENGTH)).astype(np.int32)
-            y = rng.integers(0, VOCABULARY, (size, LENGTH)).astype(np.int32)
+            y = (7 * x + 11) % VOCABULARY
         else:
             x = rng.standard_normal((size, CHANNELS[0], IMAGE, IMAGE)).astype(to_numpy(dtype))
             y = rng.integers(0, CLASSES, size).astype(np.int32)
@@ -375,5 +375,5 @@ def cases() -> list[Case]:
         found += [Case(model, known[name], micro, size=size) for name, size, micro in uneven]
         single = ("dp4", "tp4", "dp2_tp2_pp2", "zero3", "stages_tp3_dp1")
         found += [Case(model, known[name], 2, dtype="f32", refine="never") for name in single]
-        found += [Case(model, known[name], refine="always") for name in ("tp4", "dp2_tp2", "stages_tp3_dp1")]
+        found += [Case(model, known[name], refine="always") for name in ("tp4", "stages_tp3_dp1")]
     return found
