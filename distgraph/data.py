@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgraph.dtypes import short
+from distgraph.dtypes import short, to_numpy
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.kernels.random import random_key
 
@@ -220,6 +220,18 @@ def whole(data: Any) -> Batch:
         return data
     source = as_source(data)
     return Batch(source, np.arange(len(source)))
+
+
+def stand_ins(batch: Any) -> Any:
+    """Shapes and dtypes without data (such as `jax.ShapeDtypeStruct`) as arrays of zeros that take no
+    memory."""
+    if isinstance(batch, Mapping):
+        return {name: stand_ins(each) for name, each in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(stand_ins(each) for each in batch)
+    if hasattr(batch, "shape") and hasattr(batch, "dtype") and not hasattr(batch, "__getitem__"):
+        return np.broadcast_to(np.zeros((), to_numpy(short(batch.dtype))), tuple(batch.shape))
+    return batch
 
 
 def order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:

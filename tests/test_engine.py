@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,51 @@ def test_run_and_dataloader_do_what_fit_does() -> None:
     assert stepped.history.losses == fitted.history.losses
 
 
+def test_bare_arrays_do_not_move_the_place_in_training() -> None:
+    x, y = data(16)
+    trained = engine()
+    trained.fit((x, y), epochs=2, batch_size=8, progress=False)
+    trained.run((x[:4], y[:4]))
+    assert (trained.step, trained.epoch, trained.position) == (5, 2, 0)
+
+
+def test_stopping_in_the_middle_of_an_epoch() -> None:
+    class Stop(Callback):
+        def on_batch_end(self, engine: Any, step: int, logs: dict[str, float]) -> None:
+            engine.should_stop = step == 5
+
+    x, y = data(30)
+    through, stopped = engine(), engine()
+    through.fit((x, y), epochs=3, batch_size=8, progress=False)
+    stopped.fit((x, y), epochs=3, batch_size=8, callbacks=[Stop()], progress=False)
+    assert (stopped.step, stopped.epoch, stopped.position) == (5, 1, 8)
+    stopped.fit((x, y), epochs=3, batch_size=8, resume=True, progress=False)
+    assert stopped.history.losses == through.history.losses
+    assert stopped.history.epochs == through.history.epochs
+
+
+def test_a_later_program_may_need_more_ranks() -> None:
+    """One rank predicts first; the annotated target of training brings in three more."""
+    first, second = dg.ProcessMesh([0], ["dp"]), dg.ProcessMesh([1, 2, 3], ["dp"])
+
+    def loss(output: Any, labels: Any) -> Any:
+        return nn.CrossEntropy()(dg.reshard(output, second, ["dp", None]), labels)
+
+    class Placed(Net):
+        def forward(self, x: Any) -> Any:
+            return super().forward(dg.shard_tensor(x, first, [None, None]))
+
+    x, y = data(14)
+    grown = dg.Engine(Placed(), loss, optim.Adam(lr=0.01), seed=5)
+    before = grown.predict(x)
+    grown.fit((x, y), epochs=2, batch_size=7, progress=False)
+    plain = engine()
+    np.testing.assert_array_equal(plain.predict(x), before)
+    plain.fit((x, y), epochs=2, batch_size=7, progress=False)
+    np.testing.assert_allclose(grown.history.losses, plain.history.losses, rtol=TIGHT)
+    np.testing.assert_allclose(grown.predict(x), plain.predict(x), rtol=1e-9)
+
+
 def test_a_rank_loads_only_its_rows() -> None:
     """Stage 0 of one rank reads x of all rows; the three ranks of stage 1 their own rows, never the
     others'."""
@@ -160,7 +206,8 @@ def test_prepare_makes_no_memory() -> None:
             return self.steps(dg.shard_tensor(x, dg.ProcessMesh.grid(dp=8), ["dp", None]))
 
     planner = dg.Engine(Huge(), nn.MeanSquaredError(), optim.Adam())
-    plan = planner.prepare((np.zeros((8, 100_000), "f4"), np.zeros((8, 100_000), "f4")))
+    like = SimpleNamespace(shape=(8, 100_000), dtype="f32")
+    plan = planner.prepare((like, like))
     assert len(plan.build.ranks) == 8
     assert sum(c.nbytes for c in plan.collectives if c.role == "backward") >= 2 * 7 / 8 * 10 * 4e10
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import distgraph
 from distgraph.callbacks import Callback, ProgressBar
-from distgraph.data import DataLoader, as_source, whole
+from distgraph.data import DataLoader, as_source, stand_ins, whole
 from distgraph.engine.compiled import scalar
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
@@ -88,7 +88,7 @@ class Engine:
             GraphError, ShardingError, ResourceError: the model, the annotations or the cluster do not fit.
         """
         mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
-        self._session.program(mode, whole(batch))
+        self._session.program(mode, whole(stand_ins(batch)))
         return self.plan
 
     def fit(
@@ -141,12 +141,13 @@ class Engine:
 
     def run(self, batch: Any) -> dict[str, float]:
         """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
-        batch = whole(batch)
+        given, batch = batch, whole(batch)
         offer(self.recipe, self.memory, batch, self._scalars())
         compiled = self._session.program("train", batch)
         logs = self._session.numbers(compiled, batch, self._scalars())
         self.step += 1
-        self.epoch, self.position = batch.epoch, batch.position + len(batch)
+        if batch is given:  # it knows its place in the epoch; bare arrays have none
+            self.epoch, self.position = batch.epoch, batch.position + len(batch)
         self.history.losses.append(logs["loss"])
         return logs
 
@@ -287,7 +288,10 @@ class Engine:
         self.epoch, self.position = epoch + 1, 0
         logs = {"epoch": epoch, **self._means.result()}
         if valid_data is not None:
-            logs |= {f"valid_{name}": number for name, number in self.evaluate(valid_data).items()}
+            logs |= {
+                f"valid_{name}": number
+                for name, number in self.evaluate(valid_data, loader.batch_size).items()
+            }
         logs = self._session.ranks().share(logs, 0)
         self.history.epochs.append(logs)
         for watcher in watchers:
