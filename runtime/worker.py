@@ -86,7 +86,8 @@ class Worker:
                 size = math.prod(shape) * array_type.itemsize
                 self.arena.fixed[name] = blocks[slot.block][:size].view(array_type).reshape(shape)
             elif slot.kind == "kept":
-                self.arena.fixed[name] = xp.full(shape, fills.get(name, 0), array_type)
+                filled = name in fills  # zeros cost nothing before they are touched
+                self.arena.fixed[name] = xp.full(shape, fills[name], array_type) if filled else xp.zeros(shape, array_type)
             else:
                 count = self.storage.rings[name]
                 self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
@@ -136,7 +137,7 @@ class Worker:
             (task.last if m == last or not per_micro[name] else task.body)(m)
             for label, value in self._per_micro:
                 if self._home.get(value.name) == name:
-                    if (value.name, m) in arena.pending:  # a collective leaves it, and nobody here waited for it yet
+                    if (value.name, m) in arena.pending:  # a collective leaves it
                         arena.pending[value.name, m].wait()
                     collected[label].append(self._block(value, m).copy())
         for handle in (*arena.pending.values(), *arena.sends.values()):

@@ -38,7 +38,8 @@ LARGEST = 1 << 20  # elements; larger rows run with every length divided by 4
 _UNEVEN = "upstream gives up an axis that does not divide the dim (32 by 3, 16 by 3); ours splits it unevenly"
 _WHOLE = "upstream gathers the dim first; ours decomposes the op, so that only row statistics are reduced"
 _MASK = "upstream gathers what the op cuts; ours masks by global position"
-_COMPOSED = "composed of reshape, broadcast, slice and concat: the first of them reads the dim as it lies"
+_HALO = "upstream gathers the dim that is cut; ours fetches from the neighbours what a rank lacks"
+_COMPOSED = "composed of reshape and broadcast: the first of them reads the dim as it lies"
 _LOOKUP = "upstream gathers the table; ours looks up what a rank holds and sums"
 _CONFLICT = (
     "two dims want one axis: ours leaves it to the first claim in order, upstream to the other"
@@ -47,7 +48,8 @@ DEVIATIONS = {
     **dict.fromkeys((2, 9, 14, 15, 16, 17, 18, 24, 28, 29), _UNEVEN),
     **dict.fromkeys((83, 125, 126, 127, 129, 130, 134), _WHOLE),
     **dict.fromkeys((64,), _MASK),
-    **dict.fromkeys((146, 154), _COMPOSED),
+    **dict.fromkeys((143, 144, 154), _HALO),
+    **dict.fromkeys((146,), _COMPOSED),
     **dict.fromkeys((150,), _LOOKUP),
     **dict.fromkeys((167, 174, 183, 184, 187, 191), _CONFLICT),
 }
@@ -250,4 +252,4 @@ def test_every_row_is_accounted_for() -> None:
     assert kinds == {"ok": 160, "skip": 42, "error": 8, "UNSOUND": 4}
     assert {ROWS[i]["op"] for i in SOUND} == set(BUILD)
     assert set(DEVIATIONS) <= set(SOUND)
-    assert len(SOUND) - len(DEVIATIONS) == 133  # equal in layout and partial axes
+    assert len(SOUND) - len(DEVIATIONS) == 131  # equal in layout and partial axes
