@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distgraph import ops, optim
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
@@ -18,7 +20,7 @@ def pin(trace: Trace, tensor: Tensor, spec: str, where: str, mesh: ProcessMesh =
 
 
 def mlp(batch: int = 12, width: int = 6, hidden: int = 10, *, rows: str = "[dp, _]") -> Graph:
-    """Two layers with gelu and softmax cross-entropy, trained by SGD with momentum; dims that do not divide."""
+    """Two layers, gelu, cross-entropy, trained by SGD with momentum; dims that do not divide."""
     trace = Trace("mlp")
     with trace.activate():
         x = trace.source("input", "x", (batch, width), "f32")
@@ -52,7 +54,5 @@ def mlp(batch: int = 12, width: int = 6, hidden: int = 10, *, rows: str = "[dp, 
 
 def _with_sources(graph: Graph) -> Graph:
     """Source lines of this file would change with it."""
-    from dataclasses import replace
-
     ops_ = [op if op.source.startswith(("model", "train")) else replace(op, source="") for op in graph.ops]
     return graph.with_ops(ops_)

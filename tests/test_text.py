@@ -173,7 +173,9 @@ MISTAKES = {
     "graph @g\n  %x : f32[2] [dp] @m3 = full data": ("line 2", "mesh m3 is not defined", "@m3", "^^^"),
     "graph @g\n  mesh m0 = (a=2) ranks 0..2": ("line 2", "3 ranks but its axes make 2", "m0", "^^"),
     "graph @g\n  mesh m0 = (a=2) ranks 1, 1": ("line 2", "must be distinct", "m0", "^^"),
-    'graph @g\n  %x : f32[] = full {v=f32[3] "AAAA"} data': ("line 2", "array has 3 bytes", '"AAAA"', "^^^^^^"),
+    'graph @g\n  %x : f32[] = full {v=f32[3] "AAA="} data': (
+        "line 2", "array has 2 bytes", '"AAA="', "^^^^^^",
+    ),
     'graph @g\n  %x : f32[] = full {v=f32[3] "!"} data': ("line 2", "array is no base64", '"!"', "^^^"),
     'graph @g\n  %x : f32[] = full {v="\\q"} data': ("line 2", "string is malformed", '"\\q"', "^^^^"),
     "graph @g\n  %x : f32[3] = ": ("line 2", "text ends here; expected an op kind", "", "^"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_every_stage_of_a_good_graph_passes(stages):
 
 
 def test_an_earlier_stage_is_not_a_later_one(stages):
-    for earlier, later in zip(STAGES, STAGES[1:], strict=False):
+    for earlier, later in pairwise(STAGES):
         with pytest.raises(GraphError, match="run the pass"):
             verify(stages[earlier], later)
 
@@ -98,76 +99,160 @@ X = Value("nowhere", (), "f32")
 SERIAL: dict[str, tuple[Callable[[Graph], Graph], str, str]] = {
     "used before it is made": (moved_up, "is made only further down", "%x"),
     "operand unknown": (lambda g: other_operand(g, name="ghost"), "%ghost is made nowhere", "%ghost"),
-    "operand of another shape": (lambda g: other_operand(g, shape=(6, 12)), "read as f32[6, 12] but made", "f32[6, 12]"),
+    "operand of another shape": (
+        lambda g: other_operand(g, shape=(6, 12)),
+        "read as f32[6, 12] but made",
+        "f32[6, 12]",
+    ),
     "operand of another dtype": (lambda g: other_operand(g, dtype="f16"), "read as f16[12, 6]", "f16[12, 6]"),
     "made twice": (twice, "is made twice", "%"),
-    "result of another shape": (lambda g: other_result(g, shape=(12, 11)), "its operands make f32[12, 10]", "f32[12, 11]"),
-    "result of another dtype": (lambda g: other_result(g, "gelu", dtype="f64"), "its operands make f32", "f64[12, 10]"),
+    "result of another shape": (
+        lambda g: other_result(g, shape=(12, 11)),
+        "its operands make f32[12, 10]",
+        "f32[12, 11]",
+    ),
+    "result of another dtype": (
+        lambda g: other_result(g, "gelu", dtype="f64"),
+        "its operands make f32",
+        "f64[12, 10]",
+    ),
     "too few results": (
         lambda g: change(g, find(g, "cross_entropy").name, results=find(g, "cross_entropy").results[:1]),
-        "op has 1 results but its operands make 2", "%",
+        "op has 1 results but its operands make 2",
+        "%",
     ),
-    "unknown op": (lambda g: change(g, find(g, "gelu").name, kind="gelo"), "'gelo' is not in the registry", "gelo"),
-    "unknown role": (lambda g: change(g, find(g, "gelu").name, role="sideways"), "role 'sideways'", "sideways"),
+    "unknown op": (
+        lambda g: change(g, find(g, "gelu").name, kind="gelo"),
+        "'gelo' is not in the registry",
+        "gelo",
+    ),
+    "unknown role": (
+        lambda g: change(g, find(g, "gelu").name, role="sideways"),
+        "role 'sideways'",
+        "sideways",
+    ),
     "attribute missing": (
-        lambda g: change(g, find(g, "reduce_sum").name, attrs={}), "attributes do not fit the op", "= reduce_sum",
+        lambda g: change(g, find(g, "reduce_sum").name, attrs={}),
+        "attributes do not fit the op",
+        "= reduce_sum",
     ),
     "source without name": (lambda g: change(g, "x", attrs={}), "has no name", "= input"),
     "source with operand": (lambda g: change(g, "y", operands=(g.value("x"),)), "has no operand", "= input"),
-    "constant of another shape": (lambda g: attrs(g, "constant", value=np.ones(3, "f4")), "no value of shape", "= constant"),
-    "link to nothing": (lambda g: change(g, find(g, "gelu_grad").name, link="ghost"), "%ghost, which is made nowhere", "of %ghost"),
+    "constant of another shape": (
+        lambda g: attrs(g, "constant", value=np.ones(3, "f4")),
+        "no value of shape",
+        "= constant",
+    ),
+    "link to nothing": (
+        lambda g: change(g, find(g, "gelu_grad").name, link="ghost"),
+        "%ghost, which is made nowhere",
+        "of %ghost",
+    ),
     "annotation of another rank": (lambda g: spec_of(g, "x", "[dp]"), "has 1 dims", "[dp]"),
     "annotation with unknown axis": (lambda g: spec_of(g, "x", "[pp, _]"), "names axis 'pp'", "[pp, _]"),
-    "output unknown": (lambda g: replace(g, outputs=(("loss", X),)), "%nowhere is made nowhere", "= %nowhere"),
+    "output unknown": (
+        lambda g: replace(g, outputs=(("loss", X),)),
+        "%nowhere is made nowhere",
+        "= %nowhere",
+    ),
     "output of another type": (
-        lambda g: replace(g, outputs=(("loss", replace(g.outputs[0][1], shape=(2,))),)), "f32[2] here but made as f32[]", "f32[2]",
+        lambda g: replace(g, outputs=(("loss", replace(g.outputs[0][1], shape=(2,))),)),
+        "f32[2] here but made as f32[]",
+        "f32[2]",
     ),
     "label twice": (lambda g: replace(g, outputs=g.outputs * 2), "label is used twice", "'loss'"),
-    "update of a value": (lambda g: replace(g, updates=renamed(g.updates, 0, "x")), "only a param or state", "%x"),
-    "update of nothing": (lambda g: replace(g, updates=renamed(g.updates, 0, "ghost")), "made nowhere", "%ghost"),
-    "updated twice": (lambda g: replace(g, updates=g.updates + g.updates[:1]), "updated twice", "%fc1.weight"),
-    "update of another type": (
-        lambda g: replace(g, updates=((g.updates[0][0], g.value("x")),)), "but its new value f32[12, 6]", "f32[12, 6]",
+    "update of a value": (
+        lambda g: replace(g, updates=renamed(g.updates, 0, "x")),
+        "only a param or state",
+        "%x",
     ),
-    "placement of nothing": (lambda g: replace(g, placements={"ghost": MESH}), "%ghost is made nowhere", "%ghost"),
-}  # fmt: skip
+    "update of nothing": (
+        lambda g: replace(g, updates=renamed(g.updates, 0, "ghost")),
+        "made nowhere",
+        "%ghost",
+    ),
+    "updated twice": (
+        lambda g: replace(g, updates=g.updates + g.updates[:1]),
+        "updated twice",
+        "%fc1.weight",
+    ),
+    "update of another type": (
+        lambda g: replace(g, updates=((g.updates[0][0], g.value("x")),)),
+        "but its new value f32[12, 6]",
+        "f32[12, 6]",
+    ),
+    "placement of nothing": (
+        lambda g: replace(g, placements={"ghost": MESH}),
+        "%ghost is made nowhere",
+        "%ghost",
+    ),
+}
 COMPLETED: dict[str, tuple[Callable[[Graph], Graph], str, str]] = {
     "value without layout": (
-        lambda g: replace(g, attrs={n: a for n, a in g.attrs.items() if n != "y"}), "%y has no layout", "%y",
+        lambda g: replace(g, attrs={n: a for n, a in g.attrs.items() if n != "y"}),
+        "%y has no layout",
+        "%y",
     ),
-    "op without layout": (lambda g: change(g, find(g, "gelu").name, layout=None), "op has no layout", "= gelu"),
+    "op without layout": (
+        lambda g: change(g, find(g, "gelu").name, layout=None),
+        "op has no layout",
+        "= gelu",
+    ),
     "index unknown": (lambda g: layout(g, "matmul", ("q", ("dp",))), "index q is not in its rule", "q:dp"),
     "axis unknown": (lambda g: layout(g, "matmul", ("n", ("pp",))), "axis 'pp' is not in", "pp"),
     "axis twice": (lambda g: layout(g, "matmul", ("k", ("dp",)), ("n", ("dp",))), "'dp' is used twice", "dp"),
     "axis split and partial": (
-        lambda g: layout(g, "matmul", ("k", ("dp",)), partial=[("dp", 0)]), "'dp' is used twice", "dp",
+        lambda g: layout(g, "matmul", ("k", ("dp",)), partial=[("dp", 0)]),
+        "'dp' is used twice",
+        "dp",
     ),
     "whole index split": (
-        lambda g: layout(g, "cross_entropy_grad", ("v", ("tp",))), "must be whole", "v:tp",
+        lambda g: layout(g, "cross_entropy_grad", ("v", ("tp",))),
+        "must be whole",
+        "v:tp",
     ),
     "group unknown": (lambda g: layout(g, "matmul", partial=[("dp", 7)]), "linear group 7", "partial dp:7"),
-}  # fmt: skip
+}
 RESHARDED: dict[str, tuple[Callable[[Graph], Graph], str, str]] = {
     "operand stored otherwise": (lambda g: spec_of(g, "x", "[tp, _]"), "is stored as [tp, _]", "%x"),
     "update stored otherwise": (
-        lambda g: spec_of(g, dict(g.updates)["fc1.weight"].name, "[dp, _]"), "stored as [_, tp]", "[dp, _]",
+        lambda g: spec_of(g, dict(g.updates)["fc1.weight"].name, "[dp, _]"),
+        "stored as [_, tp]",
+        "[dp, _]",
     ),
     "computed otherwise": (lambda g: layout(g, "gelu"), "but read as [_, _]", "%"),
-}  # fmt: skip
+}
 LOWERED: dict[str, tuple[Callable[[Graph], Graph], str, str]] = {
     "all_reduce over the wrong axis": (
-        lambda g: attrs(g, "comm.all_reduce", axes=("tp",) if find(g, "comm.all_reduce").attrs["axes"] == ("dp",) else ("dp",)),
-        "all_reduce over", "[",
+        lambda g: attrs(
+            g,
+            "comm.all_reduce",
+            axes=("tp",) if find(g, "comm.all_reduce").attrs["axes"] == ("dp",) else ("dp",),
+        ),
+        "all_reduce over",
+        "[",
     ),
-    "all_reduce of the wrong kind": (lambda g: attrs(g, "comm.all_reduce", reduction="max"), "is not possible from", "["),
-    "axis of another mesh": (lambda g: attrs(g, "comm.all_reduce", axes=("pp",)), "axis 'pp' is not in", '"pp"'),
+    "all_reduce of the wrong kind": (
+        lambda g: attrs(g, "comm.all_reduce", reduction="max"),
+        "is not possible from",
+        "[",
+    ),
+    "axis of another mesh": (
+        lambda g: attrs(g, "comm.all_reduce", axes=("pp",)),
+        "axis 'pp' is not in",
+        '"pp"',
+    ),
     "another collective": (
-        lambda g: change(g, find(g, "comm.all_reduce").name, kind="comm.all_gather"), "all_gather over", "[",
+        lambda g: change(g, find(g, "comm.all_reduce").name, kind="comm.all_gather"),
+        "all_gather over",
+        "[",
     ),
     "reshard left": (
-        lambda g: change(g, find(g, "comm.all_reduce").name, kind="reshard", attrs={}), "is not lowered", "reshard",
+        lambda g: change(g, find(g, "comm.all_reduce").name, kind="reshard", attrs={}),
+        "is not lowered",
+        "reshard",
     ),
-}  # fmt: skip
+}
 ALL = {"serial": SERIAL, "completed": COMPLETED, "resharded": RESHARDED, "lowered": LOWERED}
 CASES = [(stage, name) for stage, mutants in ALL.items() for name in mutants]
 
@@ -186,7 +271,7 @@ def test_a_mutant_is_caught_and_drawn(stage, name, stages):
 def test_unknown_stages_and_passes_are_named(stages):
     with pytest.raises(GraphError, match="stage 'done' does not exist; the stages are serial"):
         verify(stages["serial"], "done")
-    with pytest.raises(GraphError, match="pass 'fuse' does not exist; the passes are .*decompose"):
+    with pytest.raises(GraphError, match=r"pass 'fuse' does not exist; the passes are .*decompose"):
         run_passes(stages["serial"], ["complete", "fuse"])
 
 
@@ -200,7 +285,7 @@ def test_the_runner_shows_each_pass(stages):
     final = run_passes(stages["serial"], ["decompose", "complete", "refine", "reshard", "lower"], seen.append)
     assert [ran.name for ran in seen] == ["decompose", "complete", "refine", "reshard", "lower"]
     assert seen[-1].after is final
-    assert all(left.after is right.before for left, right in zip(seen, seen[1:], strict=False))
+    assert all(left.after is right.before for left, right in pairwise(seen))
     assert str(seen[0]).startswith(f"decompose: {len(stages['serial'].ops)} -> ")
     assert set(PASSES) >= {ran.name for ran in seen}
 

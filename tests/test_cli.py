@@ -1,0 +1,198 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_graphs import mlp
+from typer.testing import CliRunner
+
+from distgraph import cli
+from distgraph.resources import shipped_clusters
+from distgraph.text import parse_graph, print_graph
+
+RUNNER = CliRunner()
+SCRIPT = """
+import sys
+import numpy as np
+import distgraph as dg
+
+mesh = dg.ProcessMesh.grid(dp=2, tp=2)
+
+
+class Net(dg.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = dg.nn.Linear(6, 10)
+        self.second = dg.nn.Linear(10, 1)
+        dg.shard_tensor(self.first.weight, mesh, [None, "tp"])
+
+    def forward(self, x):
+        return self.second(dg.ops.tanh(self.first(x)))
+
+
+x = np.random.default_rng(0).normal(size=(22, 6)).astype("f4")
+engine = dg.Engine(
+    Net(), dg.nn.MeanSquaredError(), dg.optim.Adam(), strategy=dg.Strategy(mesh=mesh, batch_axis="dp")
+)
+if "--wrong" in sys.argv:
+    from dataclasses import replace
+    from distgraph.ops.registry import REGISTRY
+
+    kernel = REGISTRY["tanh"].kernel
+
+    def wrong(xp, x, out=None, **attrs):  # right on whole tensors only
+        found = kernel(xp, x, out=out, **attrs)
+        if x.shape[-1] < 10:
+            found += 0.01
+        return found
+
+    REGISTRY["tanh"] = replace(REGISTRY["tanh"], kernel=wrong, ufunc="")
+if "--idle" not in sys.argv:
+    engine.fit((x, x.sum(1, keepdims=True)), epochs=1, batch_size=22, progress=False)
+    print("trained")
+"""
+
+
+def invoke(*args: str, text: str | None = None):
+    """Exit code and output, as `main` would give them."""
+    result = RUNNER.invoke(cli.app, list(args), input=text)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return 1, f"error: {result.exception}"
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "mlp.dg"
+    path.write_text(print_graph(mlp()))
+    return path
+
+
+def test_check_says_that_partitioned_is_serial(script):
+    code, output = invoke("check", str(script))
+    assert code == 0
+    assert "on 4 ranks" in output
+    assert "output loss: off by" in output
+    assert "gradients of 4 parameters" in output
+    assert output.rstrip().endswith("partitioned == serial")
+    assert "trained" not in output
+
+
+def test_check_names_the_first_diverging_op(script):
+    """In a process of its own, for the script changes the registry."""
+    command = [sys.executable, "-m", "distgraph", "check", str(script), "--wrong"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "first diverging op: %" in done.stdout
+    assert "tanh (train.py:" in done.stdout
+    assert "[forward]" in done.stdout
+
+
+def test_check_looks_at_as_many_samples_as_asked(script):
+    code, output = invoke("check", "--samples", "3", str(script))
+    assert code == 0, output
+
+
+def test_check_of_a_script_that_does_not_train(script):
+    code, output = invoke("check", str(script), "--idle")
+    assert code == 1
+    assert "ends without a training step" in output
+    code, output = invoke("check", "nowhere.py")
+    assert code == 1
+    assert "script 'nowhere.py' does not exist" in output
+
+
+def test_inspect_prints_graph_text_again(file):
+    code, output = invoke("inspect", str(file), "-p", "complete,reshard")
+    assert code == 0
+    assert any(op.kind == "reshard" for op in parse_graph(output).ops)
+    assert invoke("inspect", "-", text=file.read_text()) == (0, file.read_text())
+
+
+def test_inspect_prints_each_pass(file):
+    code, output = invoke("inspect", str(file), "-p", "complete,reshard,lower", "--print-each")
+    assert code == 0
+    assert output.count("graph @mlp") == 3
+    assert [line.split(":")[0] for line in output.split("\n") if line.startswith("# ")] == [
+        "# complete", "# reshard", "# lower",
+    ]  # fmt: skip
+
+
+def test_inspect_explains_and_lists_conflicts(tmp_path):
+    path = tmp_path / "conflict.dg"
+    path.write_text(print_graph(mlp(rows="[tp, _]")))
+    code, output = invoke("inspect", str(path), "-p", "complete", "--conflicts", "--explain", "fc1.weight")
+    assert code == 0
+    assert "# %fc1.weight : f32[6, 10] [_, tp] on mesh(dp=2, tp=3), decided by user train.py:12" in output
+    assert "but held by train.py:9" in output
+    parse_graph(output)  # what is said stands in comments
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("inspect", "nowhere.dg"), "nowhere.dg cannot be read"),
+        (("inspect", "-", "-p", "fuse"), "pass 'fuse' does not exist"),
+        (("inspect", "-", "-p", "lower"), "run the pass complete"),
+        (("cluster", "nowhere"), "neither a file nor a shipped cluster"),
+        (("run", "-n", "2", "nowhere.py"), "script 'nowhere.py' does not exist"),
+    ],
+)
+def test_mistakes_are_one_message(args, message):
+    code, output = invoke(*args, text=print_graph(mlp()))
+    assert code == 1
+    assert message in output
+
+
+def test_inspect_draws_malformed_text():
+    code, output = invoke("inspect", "-", text="graph @g\n  %x : f32[3] = \n")
+    assert code == 1
+    assert "line 2" in output
+    assert "^" in output
+
+
+def test_cluster_lists_and_describes():
+    code, output = invoke("cluster")
+    assert code == 0
+    assert len(output.strip().split("\n")) == len(shipped_clusters())
+    code, output = invoke("cluster", "dgx_a100_pod")
+    assert code == 0
+    assert "mesh gpu" in output
+
+
+def test_cluster_checks_a_file(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("name: bad\nmachines: 3\n")
+    code, output = invoke("cluster", str(path))
+    assert code == 1
+    assert "bad.yaml" in output
+    assert "machines" in output
+
+
+def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "launch", lambda n, argv: seen.append((n, argv)) or 7)
+    code, _ = invoke("run", "-n", "3", "train.py", "-n", "9", "--flag")
+    assert code == 7
+    assert seen == [(3, ["train.py", "-n", "9", "--flag"])]
+
+
+def test_a_mistake_is_no_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "distgraph", "inspect", str(tmp_path / "none.dg")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: inspect: ")
+    assert "Traceback" not in done.stderr
