@@ -113,4 +113,5 @@ def _varied(name: str, array: np.ndarray) -> np.ndarray:
     if array.size < 2 or array.dtype.kind in "biu" or not (array == array.flat[0]).all():
         return array
     added = np.random.default_rng(random_key(0, f"check {name}")).uniform(0, _VARIED, array.shape)
-    return array + added.astype(array.dtype)
+    varied: np.ndarray = array + added.astype(array.dtype)
+    return varied
