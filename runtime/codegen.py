@@ -77,9 +77,17 @@ class _Writer:
         self.program, self.storage, self.arena, self.xp = program, storage, arena, xp
         self.transport = transport
         self.names: dict[str, str] = {}
+        self.makers: dict[str, LocalOp] = {}
+        for local in (local for task in program.tasks for local in task.ops if local.mode != "send"):
+            for value in local.op.results:
+                self.makers.setdefault(value.name, local)
         self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "feeds": arena.feeds, "pending": arena.pending}
         self.bound["copyto"] = xp.copyto
+        self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the thing) -> name
+        self.numbers: dict[str, int] = {}  # hint -> number of the last name made of it
+        self.taken: set[str] = set()  # names of values
         self.ready: set[str] = set()
+        self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
         self.micro = program.graph.micro_batches
 
@@ -88,18 +96,23 @@ class _Writer:
         if value not in self.names:
             text = re.sub(r"\W", "_", value)
             text = text if text[0].isalpha() and not keyword.iskeyword(text) else f"v{text}"
-            while text in self.names.values() or text in self.bound:
+            while text in self.taken or text in self.bound:
                 text += "_"
             self.names[value] = text
+            self.taken.add(text)
         return self.names[value]
 
     def bind(self, hint: str, thing: Any) -> str:
         """A global of the task for a Python object."""
-        name, number = hint, 0
-        while name in self.bound and self.bound[name] is not thing:
-            number += 1
-            name = f"{hint}_{number}"
+        known = self.bindings.get((hint, id(thing)))
+        if known is not None and self.bound.get(known) is thing:
+            return known
+        name = hint
+        while name in self.taken or name in self.bound and self.bound[name] is not thing:
+            self.numbers[hint] = self.numbers.get(hint, 0) + 1
+            name = f"{hint}_{self.numbers[hint]}"
         self.bound[name] = thing
+        self.bindings[hint, id(thing)] = name
         return name
 
     def line(self, text: str, op: Op | None = None) -> None:
@@ -143,11 +156,7 @@ class _Writer:
             self.line(f"{name} = feeds[{op.attrs['name']!r}][m]")
 
     def maker(self, value: str) -> LocalOp:
-        for task in self.program.tasks:
-            for local in task.ops:
-                if local.mode != "send" and any(v.name == value for v in local.op.results):
-                    return local
-        raise AssertionError(f"%{value} is made nowhere on rank {self.program.rank}")
+        return self.makers[value]
 
     def view_source(self, local: LocalOp) -> str:
         """The value whose memory a view or an in-place op shows."""
@@ -350,6 +359,7 @@ class _Writer:
     def function(self, task: LocalTask, *, last: bool) -> list[str]:
         """Lines of the body."""
         self.lines, self.ready = [], set()
+        self.foreign = self.late_elsewhere(task)
         started: set[str] = set()
         for local in task.ops:
             if local.mode == "send" and local.attrs["sends"] and (last or not local.tail):
@@ -379,16 +389,23 @@ class _Writer:
     def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
         """Results of other tasks' collectives that this op reads (directly or through a view) for the first time."""
         found = []
-        roots = {
+        roots = dict.fromkeys(
             self.storage.slots[v.name].root
             for v in local.op.operands
             if local.mode != "recv" and v.name in self.storage.slots
-        }
-        for other, names in self.storage.late.items():
-            if other != task.name:
-                found += [n for n in names if self.storage.slots[n].root in roots and n not in self.ready]
+        )
+        for root in roots:
+            found += [n for n in self.foreign.get(root, ()) if n not in self.ready]
         for name in found:
             self.ready_elsewhere(name)
+        return found
+
+    def late_elsewhere(self, task: LocalTask) -> dict[str, list[str]]:
+        """Memory -> results of the collectives of other tasks that lie in it and are waited for late."""
+        found: dict[str, list[str]] = {}
+        for other, names in self.storage.late.items():
+            for name in names if other != task.name else ():
+                found.setdefault(self.storage.slots[name].root, []).append(name)
         return found
 
     def ready_elsewhere(self, name: str) -> None:
@@ -414,9 +431,10 @@ def compile_task(
     writer = _Writer(program, storage, arena, transport, xp)
     base = re.sub(r"\W", "_", task.name)
     parts = [f"# task {task.name} of rank {program.rank}"]
+    often = task.per_micro and program.graph.micro_batches > 1  # else every run is the last one
     for suffix, lines in (
         ("post", writer.post(task)),
-        ("body", writer.function(task, last=False)),
+        *([("body", writer.function(task, last=False))] if often else []),
         ("last", writer.function(task, last=True)),
     ):
         parts.append(f"def {base}_{suffix}(m):\n" + "\n".join(lines))
@@ -424,9 +442,8 @@ def compile_task(
     filename = f"<distgraph rank {program.rank} {task.name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # tracebacks show the line
     exec(compile(source, filename, "exec"), writer.bound)
-    return CompiledTask(
-        task.name, writer.bound[f"{base}_post"], writer.bound[f"{base}_body"], writer.bound[f"{base}_last"], source
-    )
+    last = writer.bound[f"{base}_last"]
+    return CompiledTask(task.name, writer.bound[f"{base}_post"], writer.bound.get(f"{base}_body", last), last, source)
 
 
 def sources_of(program: RankProgram) -> tuple[Op, ...]:

@@ -105,6 +105,7 @@ class _Planner:
     def __init__(self, program: RankProgram) -> None:
         self.program = program
         self.slots: dict[str, Slot] = {}
+        self.aliases: dict[str, list[str]] = {}  # root -> values in its memory
         self.storage = Storage(self.slots)
         self.made: dict[str, Place] = {}  # value -> where it is made
         self.uses: dict[str, list[Place]] = {}  # root -> places that read or write its memory
@@ -118,7 +119,14 @@ class _Planner:
             if op.kind in SOURCES:
                 for value in op.results:
                     if value.name in program.types:
-                        self.slots[value.name] = Slot("source", value.name)
+                        self.put(value.name, Slot("source", value.name))
+
+    def put(self, name: str, slot: Slot) -> None:
+        """Give a value its slot."""
+        if name in self.slots:
+            self.aliases[self.slots[name].root].remove(name)
+        self.slots[name] = slot
+        self.aliases.setdefault(slot.root, []).append(name)
 
     def visit(self, task: LocalTask) -> None:
         """Find aliases and uses."""
@@ -136,10 +144,10 @@ class _Planner:
                 self.made[value.name] = place
                 alias = self.alias(local) if position == 0 else None
                 if alias is None:
-                    self.slots[value.name] = Slot("scratch", value.name)
+                    self.put(value.name, Slot("scratch", value.name))
                 else:
                     root, contiguous = alias
-                    self.slots[value.name] = Slot("view", root, contiguous)
+                    self.put(value.name, Slot("view", root, contiguous))
                 self.uses.setdefault(self.slots[value.name].root, []).append(place)
 
     def alias(self, local: LocalOp) -> tuple[str, bool] | None:
@@ -171,8 +179,8 @@ class _Planner:
         root = self.slots[operand].root
         if self.slots[root].kind == "source" or not self.slots[operand].contiguous:
             return False
-        aliases = [name for name, slot in self.slots.items() if slot.root == root]
-        return all(self.reader_count.get(name, 0) == 1 and name not in self.program.graph.kept for name in aliases)
+        kept = self.program.graph.kept
+        return all(self.reader_count.get(name, 0) == 1 and name not in kept for name in self.aliases[root])
 
     def join_accumulates(self) -> None:
         """What is computed for an `accumulate` alone is computed into its buffer."""
@@ -191,7 +199,7 @@ class _Planner:
                 if maker.mode == "compute" and len(maker.op.results) == 1 and not lookup(maker.op.kind).view:
                     self.storage.into[value] = total
                     if lookup(maker.op.kind).adds is not None:  # then it needs no buffer of its own
-                        self.slots[value] = Slot("view", total)
+                        self.put(value, Slot("view", total))
                         self.uses[total] += self.uses.pop(value)
 
     def find_waits(self) -> None:
@@ -204,7 +212,7 @@ class _Planner:
                 if not is_started(local):
                     continue
                 result = local.op.result.name
-                aliases = [n for n, s in self.slots.items() if s.root == self.slots[result].root]
+                aliases = self.aliases[self.slots[result].root]
                 found = [p for n in aliases for p in self.readers.get(n, ())]
                 readers = [p for p in found if p[0] != task.name or p[1] > number]  # not the collective itself
                 here = [p for p in readers if p[0] == task.name]

@@ -86,8 +86,10 @@ class Worker:
                 size = math.prod(shape) * array_type.itemsize
                 self.arena.fixed[name] = blocks[slot.block][:size].view(array_type).reshape(shape)
             elif slot.kind == "kept":
-                filled = name in fills  # zeros cost nothing before they are touched
-                self.arena.fixed[name] = xp.full(shape, fills[name], array_type) if filled else xp.zeros(shape, array_type)
+                block = xp.zeros(shape, array_type)  # costs nothing before it is touched
+                if name in fills:
+                    block[...] = fills[name]
+                self.arena.fixed[name] = block
             else:
                 count = self.storage.rings[name]
                 self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
