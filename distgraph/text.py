@@ -313,7 +313,7 @@ class _Reader(Transformer[Token, Any]):
         return [*values]
 
     def dict(self, *entries: Any) -> Any:
-        return {key: value for key, value in entries}
+        return dict(entries)
 
     def entry(self, key: Token, value: Any) -> Any:
         return _string(key), value
