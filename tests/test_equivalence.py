@@ -49,3 +49,54 @@ def test_one_rank_trains_as_the_interpreter_does(model: str, micro: int) -> None
     for name, tensor in state.items():
         if not name.endswith(NO_GRADIENT):
             np.testing.assert_allclose(found.tensors[name], tensor, rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+# What is sent in a step of four micro-batches --------------------------------------------------------------------
+
+BLOCKS, MICRO = 2, 4
+
+
+def counted(name: str) -> Counter[tuple[str, str, str]]:
+    """(collective, axis or "transfer", role) -> how many in a step, on the rank that has most."""
+    (layout,) = (layout for layout in layouts("gpt") if layout.name == name)
+    case = Case("gpt", layout, MICRO, refine="never")
+    engine = case.engine()
+    plan = engine.prepare(batches("gpt", "f64", case.size)[0])
+    found: Counter[tuple[str, str, str]] = Counter()
+    for each in plan.collectives:
+        found[each.kind, "" if "->" in each.where else each.where, each.role] += each.count
+    return found
+
+
+def parameters() -> int:
+    return len(MODELS["gpt"](Layout("serial"), "f64").parameters())
+
+
+def test_tensor_parallelism_reduces_twice_a_block_each_way() -> None:
+    each = 2 * BLOCKS * MICRO
+    assert counted("tp4") == {("all_reduce", "tp", "forward"): each, ("all_reduce", "tp", "backward"): each}
+
+
+def test_data_parallelism_reduces_each_gradient_once_a_step() -> None:
+    assert counted("dp4") == {("all_reduce", "dp", "backward"): parameters(), ("all_reduce", "dp", "forward"): 1}
+
+
+def test_data_and_tensor_parallelism_together_send_what_each_sends() -> None:
+    assert counted("dp2_tp2") == counted("tp4") + Counter(
+        {("all_reduce", "dp", "backward"): parameters(), ("all_reduce", "dp", "forward"): 1}
+    )
+
+
+@pytest.mark.parametrize("name", ["zero", "zero3"])
+def test_split_states_scatter_each_gradient_and_gather_each_parameter_once_a_step(name: str) -> None:
+    assert counted(name) == {
+        ("reduce_scatter", "dp", "backward"): parameters(),
+        ("all_gather", "dp", "forward"): parameters(),
+        ("all_reduce", "dp", "forward"): 1,
+    }
+
+
+@pytest.mark.parametrize(("name", "borders"), [("pp2", 1), ("pp4", 3)])
+def test_a_pipeline_sends_once_a_micro_batch_over_each_border_each_way(name: str, borders: int) -> None:
+    each = borders * MICRO
+    assert counted(name) == {("transfer", "", "forward"): each, ("transfer", "", "backward"): each}

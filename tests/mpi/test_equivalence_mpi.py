@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from equivalence import Case, cases, check
 
@@ -9,8 +11,11 @@ from distgraph.runtime.rank import ranks_of_job
 
 pytestmark = pytest.mark.mpi
 
+# Every process compiles for itself: the slow search for cheaper layouts is left to the cases in one process.
+CASES = dict.fromkeys(replace(c, refine="never") for c in cases() if c.dtype == "f64" and c.refine != "always")
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_is_that_of_one_rank(case: Case) -> None:
     if case.layout.ranks > ranks_of_job():
         pytest.skip(f"needs {case.layout.ranks} ranks; there are {ranks_of_job()}")
