@@ -18,7 +18,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import local_attrs, window_bounds
 from distgraph.passes.halo import halo_tiles, inside_window
 from distgraph.passes.phases import Part, Parts
-from distgraph.passes.tiles import Tile, assign, exchange_tiles, needs, without_unit_axes
+from distgraph.passes.tiles import Tile, crossing_tiles, exchange_tiles
 from distgraph.spec import DistAttr, shard_bounds
 
 LocalType = tuple[tuple[int, ...], str]
@@ -180,8 +180,7 @@ def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -
     """A rank's part of a move between meshes, in the task of one of them: its sends, or its receives."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     shape = op.result.shape
-    start, goal = without_unit_axes(source.spec, source.mesh), without_unit_axes(target.spec, target.mesh)
-    tiles = assign(needs(shape, source.mesh, start, target.mesh, goal))  # partial over one rank is whole
+    tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
     itemsize = op.result.nbytes // max(1, op.result.size)
     attrs = _exchange(tiles, source, target, shape, rank, itemsize, number)
     if mesh == target.mesh:

@@ -61,8 +61,9 @@ def volume(bounds: Bounds) -> int:
     return math.prod(stop - start for start, stop in bounds)
 
 
+@lru_cache(maxsize=4096)
 def exchange_tiles(
-    shape: Sequence[int], mesh: ProcessMesh, source_spec: ShardSpec, target_spec: ShardSpec
+    shape: tuple[int, ...], mesh: ProcessMesh, source_spec: ShardSpec, target_spec: ShardSpec
 ) -> tuple[Tile, ...]:
     """The tiles of a `permute`: from one layout to another on the same mesh.
 
@@ -85,6 +86,19 @@ def exchange_tiles(
             f"permute from {source_spec} to {target_spec} changes what is partial; reduce or mask first"
         )
     return assign(needs(tuple(shape), mesh, source_spec, mesh, target_spec))
+
+
+@lru_cache(maxsize=4096)
+def crossing_tiles(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    spec: ShardSpec,
+    target_mesh: ProcessMesh,
+    target_spec: ShardSpec,
+) -> tuple[Tile, ...]:
+    """The tiles of a move between meshes; partial over one rank is whole."""
+    start, goal = without_unit_axes(spec, mesh), without_unit_axes(target_spec, target_mesh)
+    return assign(needs(shape, mesh, start, target_mesh, goal))
 
 
 def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:

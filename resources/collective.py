@@ -13,7 +13,7 @@ table wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -140,6 +140,22 @@ class CollectiveCost:
             kind, members, nbytes, best.alpha + best.beta * nbytes, best.algorithm, best.bottleneck
         )
 
+    def exchange(self, flows: Mapping[tuple[int, int], float]) -> float:
+        """Seconds of messages between pairs of devices that all start together.
+
+        Args:
+            flows: (source device, target device) -> bytes.
+        Raises:
+            ResourceError: no route, or a bandwidth, latency or launch time that the resource file does not state.
+        """
+        load: dict[int, float] = {}
+        latency = 0.0
+        for (source, target), nbytes in flows.items():
+            if source != target:
+                self._add_load(load, ((source, target, nbytes),))
+                latency = max(latency, self._latency("send", source, target))
+        return self._launch("send") + latency + self._slowest("send", load)[0] if load else 0.0
+
     def lines(self, kind: str, group: Group, concurrent: tuple[Group, ...] = ()) -> tuple[Line, ...]:
         """Every algorithm's line; the time is their lower envelope."""
         key = (kind, group, concurrent)
@@ -150,12 +166,7 @@ class CollectiveCost:
         return known
 
     def _work_out(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
-        launch = self.cluster.launch
-        if launch is None:
-            raise ResourceError(
-                f"{self.cluster.source}: launch: missing, needed to price {kind}; add the seconds "
-                'that starting a collective costs, such as "10 us", or run distgraph profile'
-            )
+        launch = self._launch(kind)
         everyone = (group, *concurrent)
         if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():
             return (self._counted_all_to_all(group, concurrent, launch),)
@@ -166,6 +177,15 @@ class CollectiveCost:
             chosen = [stages, *(other.get(name) or next(iter(other.values())) for other in found[1:])]
             lines.append(self._line(kind, name, chosen, launch))
         return tuple(lines)
+
+    def _launch(self, kind: str) -> float:
+        launch = self.cluster.launch
+        if launch is None:
+            raise ResourceError(
+                f"{self.cluster.source}: launch: missing, needed to price {kind}; add the seconds "
+                'that starting a collective costs, such as "10 us", or run distgraph profile'
+            )
+        return launch
 
     def _line(self, kind: str, name: str, chosen: Sequence[Stages], launch: float) -> Line:
         alpha, beta, worst, bottleneck = launch, 0.0, 0.0, None

@@ -98,7 +98,9 @@ class ComputeCost:
     def _number(self, device: Device, name: str, example: str) -> float:
         number: float | None = getattr(device.compute, name)
         if number is None:
-            raise self._missing(device, name, f"needed to price computation on {device.model}", f"{name}: {example}")
+            raise self._missing(
+                device, name, f"needed to price computation on {device.model}", f"{name}: {example}"
+            )
         return number
 
     def _missing(self, device: Device, name: str, why: str, example: str) -> ResourceError:

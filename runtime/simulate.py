@@ -229,7 +229,8 @@ def simulate(
     *,
     policy: str | Policy = "1f1b",
     order: Mapping[int, Sequence[tuple[str, int]]] | None = None,
-    transfer: float = 0.0,
+    transfer: float | Mapping[tuple[str, str], float] = 0.0,
+    last: Mapping[str, float] | None = None,
 ) -> Timeline:
     """Run one step of the task graph under a virtual clock.
 
@@ -238,7 +239,9 @@ def simulate(
         durations: seconds by task name or by kind (a name goes first); None: one second each.
         policy: "1f1b", "gpipe" or a `Policy`. It sets the credits, and without `order` also who goes first.
         order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
-        transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
+        transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or those
+            of each edge (source, target), 0 where it is not named.
+        last: seconds of tasks with the last micro-batch, by name, where those differ.
 
     Returns:
         The timeline of the step.
@@ -250,10 +253,22 @@ def simulate(
     """
     verify(graph)
     chosen = resolve(policy)
-    if not 0 <= transfer < float("inf"):
-        raise GraphError(f"transfer time is {transfer} s, expected a finite number from 0 up")
+    delays = _delays(graph, transfer)
     seconds = seconds_of(graph, durations)
-    return _Clock(bounded(graph, chosen), chosen, seconds, order, transfer).run()
+    ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
+    return _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays).run()
+
+
+def _delays(graph: TaskGraph, transfer: float | Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Seconds of every edge whose target has ranks that its source has not."""
+    for seconds in transfer.values() if isinstance(transfer, Mapping) else (transfer,):
+        if not 0 <= seconds < float("inf"):
+            raise GraphError(f"transfer time is {seconds} s, expected a finite number from 0 up")
+    if not isinstance(transfer, Mapping):
+        ranks = {task.name: frozenset(task.ranks) for task in graph.tasks}
+        pairs = ((edge.source, edge.target) for edge in graph.edges)
+        transfer = {(a, b): transfer for a, b in pairs if not ranks[b] <= ranks[a]}
+    return {edge: seconds for edge, seconds in transfer.items() if seconds}
 
 
 class _Clock:
@@ -265,10 +280,12 @@ class _Clock:
         graph: TaskGraph,
         policy: Policy,
         seconds: Mapping[str, float],
+        last: Mapping[str, float],
         order: Mapping[int, Sequence[tuple[str, int]]] | None,
-        transfer: float,
+        delays: Mapping[tuple[str, str], float],
     ) -> None:
-        self.graph, self.policy, self.seconds, self.transfer = graph, policy, seconds, transfer
+        self.graph, self.policy, self.seconds, self.last, self.delays = graph, policy, seconds, last, delays
+        self.per_micro = {task.name: task.per_micro for task in graph.tasks}
         self.actors = actors(graph)
         self.columns = _columns(graph, order)
         column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
@@ -287,7 +304,6 @@ class _Clock:
                 for device in self.devices[task.name]:
                     self.forwards[device] += graph.instances(task)
         self.instant = order is None and any(value == 0 for value in seconds.values())
-        self.ranks = {task.name: frozenset(task.ranks) for task in graph.tasks}
         self.requests = 0
         self.pushed = 0
         self.now = 0.0
@@ -325,7 +341,8 @@ class _Clock:
             elif kind is Request:
                 self._want(name, instruction.micro)
             elif kind is Run:
-                seconds = self.seconds[name]
+                final = self.per_micro[name] and instruction.micro == self.graph.micro_batches - 1
+                seconds = (self.last if final else self.seconds)[name]
                 self.intervals.append(Interval(name, instruction.micro, self.now, self.now + seconds))
                 self._push(self.now + seconds, name, Finished(instruction.micro))
             else:
@@ -334,8 +351,9 @@ class _Clock:
 
     def _deliver(self, source: str, target: str, micro: int) -> None:
         event = DataReady(source, micro)
-        if self.transfer and not self.ranks[target] <= self.ranks[source]:
-            self._push(self.now + self.transfer, target, event)
+        delay = self.delays.get((source, target), 0.0)
+        if delay:
+            self._push(self.now + delay, target, event)
         else:
             self._obey(target, self.actors[target].handle(event))
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from distgraph.errors import ResourceError
 from distgraph.resources import CollectiveCost, load_cluster, local_cluster, shipped_clusters
 from distgraph.resources.schema import (
+    ComputeEntry,
     DeviceEntry,
     InsideEntry,
     Level,
     MachineEntry,
+    MatmulEntry,
     MeasuredEntry,
     NetworkEntry,
     NicEntry,
@@ -357,6 +359,8 @@ def test_the_documentation_names_every_field_and_every_shipped_cluster():
         ResourceFile,
         MachineEntry,
         DeviceEntry,
+        ComputeEntry,
+        MatmulEntry,
         InsideEntry,
         NicEntry,
         NetworkEntry,

@@ -1,0 +1,259 @@
+"""The forecast: seconds of a training step and bytes of memory of every rank, before anything runs.
+
+*In:* a `Build`, a cluster, a device for every rank. *Out:* a `Forecast`.
+*Invariant:* what is timed is what runs: the tasks of the rank programs, op by op on two streams (see `streams`), in
+the order of the build's schedule, under the actors of the runtime (see `simulate`).
+
+Ranks that run the same tasks are represented by one of them where all their blocks have one size; where they have
+not, the ranks at the corners of their mesh are timed and the slowest decides (`Forecast.exact` says which).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distgraph.errors import ResourceError
+from distgraph.resources import Cluster, ComputeCost, RankMapping
+from distgraph.resources.units import format_bytes, format_si
+from distgraph.runtime.build import Build
+from distgraph.runtime.cost import OpCost, Work
+from distgraph.runtime.memory import RankMemory, Shortage, rank_memory, shortages
+from distgraph.runtime.representatives import representatives
+from distgraph.runtime.simulate import Timeline, simulate
+from distgraph.runtime.storage import plan_storage
+from distgraph.runtime.streams import Streams, TaskTime
+from distgraph.runtime.traffic import TrafficCost
+
+
+@dataclass(frozen=True, slots=True)
+class TaskForecast:
+    """One task: its slowest rank with any micro-batch, and with the last one."""
+
+    name: str
+    kind: str
+    stage: int
+    rank: int
+    body: TaskTime
+    last: TaskTime
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step will take.
+
+    Attributes:
+        step_seconds: of a whole step.
+        tasks: by name.
+        timeline: of all ranks.
+        transfers: (source task, target task) -> seconds from the end of the one to its data being there.
+        memory: representative rank -> its peak by category.
+        ranks: representative rank -> the ranks it stands for.
+        devices: device number of every rank.
+        exact: False where ranks differ and the slowest corner of a mesh stands for the others.
+        traffic: kind of link -> bytes that all ranks send in a step over it (the link that decides).
+    """
+
+    step_seconds: float
+    tasks: Mapping[str, TaskForecast]
+    timeline: Timeline
+    transfers: Mapping[tuple[str, str], float]
+    memory: Mapping[int, RankMemory]
+    ranks: Mapping[int, tuple[int, ...]]
+    devices: tuple[int, ...]
+    exact: bool
+    traffic: Mapping[str, float]
+
+    def _per_rank(self, field: str) -> dict[int, float]:
+        """Sum of a field of `TaskTime` over a step, by first rank of a column."""
+        found = {}
+        micro = self.timeline.graph.micro_batches
+        for ranks in self.timeline.columns:
+            total = 0.0
+            for task in self.timeline.graph.tasks:
+                if ranks[0] in task.ranks:
+                    times = self.tasks[task.name]
+                    total += getattr(times.last, field)
+                    total += (micro - 1) * getattr(times.body, field) if task.per_micro else 0.0
+            found[ranks[0]] = total
+        return found
+
+    @property
+    def compute_seconds(self) -> dict[int, float]:
+        """First rank of every column of the timeline -> seconds at work."""
+        return self._per_rank("compute")
+
+    @property
+    def exposed_seconds(self) -> dict[int, float]:
+        """First rank of every column of the timeline -> seconds waiting for collectives inside its tasks."""
+        return self._per_rank("exposed")
+
+    @property
+    def flops(self) -> dict[int, float]:
+        """First rank of every column of the timeline -> floating point operations of its contractions in a step."""
+        return self._per_rank("flops")
+
+    @property
+    def total_flops(self) -> float:
+        """Floating point operations of all contractions on all ranks in a step."""
+        sizes = {ranks[0]: len(ranks) for ranks in self.timeline.columns}
+        return sum(sizes[rank] * count for rank, count in self.flops.items())
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the step in which the mean rank runs no task."""
+        busy = self.timeline.busy()
+        return 1.0 - sum(busy.values()) / (len(busy) * self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes of the rank that needs most."""
+        return max(memory.total for memory in self.memory.values())
+
+    def __str__(self) -> str:
+        kind = "all ranks alike" if self.exact else "ranks differ: the slowest corner of every mesh decides"
+        lines = [
+            f"step {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}, "
+            f"peak memory {format_bytes(self.peak_memory)} ({kind})",
+            f"{'task':<18}{'stage':>6}{'seconds':>12}{'last':>12}{'compute':>12}{'exposed':>12}",
+        ]
+        for task in self.tasks.values():
+            numbers = (task.body.seconds, task.last.seconds, task.body.compute, task.body.exposed)
+            cells = "".join(f"{format_si(number, 's'):>12}" for number in numbers)
+            lines.append(f"{task.name:<18}{task.stage:>6}{cells}")
+        for (source, target), seconds in self.transfers.items():
+            lines.append(f"{source} -> {target}: {format_si(seconds, 's')}")
+        lines += [f"over {link}: {format_bytes(size)} a step" for link, size in self.traffic.items()]
+        return "\n".join([*lines, *(str(memory) for memory in self.memory.values())])
+
+
+def forecast(
+    build: Build,
+    cluster: Cluster,
+    mapping: RankMapping | Sequence[int] | None = None,
+    *,
+    overlap: bool = True,
+) -> Forecast:
+    """Forecast one step.
+
+    Args:
+        build: the compiled program.
+        cluster: what it is to run on.
+        mapping: device of every rank; rank i on device i by default.
+        overlap: False for a runtime that waits for every collective where it starts it.
+
+    Raises:
+        ResourceError: too few devices, or a number that a cost needs is not in the resource file.
+    """
+    devices = _devices(build, cluster, mapping)
+    return _Forecaster(build, cluster, devices, overlap).run()
+
+
+def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int] | None) -> tuple[int, ...]:
+    count = max(build.ranks) + 1
+    if isinstance(mapping, RankMapping):
+        mapping = mapping.devices
+    devices = tuple(range(count)) if mapping is None else tuple(mapping)
+    available = len(cluster.devices)
+    if len(devices) < count or max(devices) >= available or len(set(devices)) < len(devices):
+        raise ResourceError(
+            f"the program has {count} ranks but cluster {cluster.name} has {available} devices and the mapping names "
+            f"{len(set(devices))} different ones; use smaller meshes, another resource file or another mapping"
+        )
+    return devices
+
+
+class _Forecaster:
+    def __init__(self, build: Build, cluster: Cluster, devices: tuple[int, ...], overlap: bool) -> None:
+        self.build, self.cluster, self.devices, self.overlap = build, cluster, devices, overlap
+        self.traffic = TrafficCost(build.lowered, cluster, devices)
+        self.compute = ComputeCost(cluster)
+        self.known: dict[object, tuple[Work, float]] = {}
+        self.times: dict[str, list[TaskForecast]] = {}
+        self.memory: dict[int, RankMemory] = {}
+        self.ranks: dict[int, tuple[int, ...]] = {}
+
+    def run(self) -> Forecast:
+        exact = True
+        for column in self.build.schedule.columns:
+            chosen, even = representatives(self.build, column.ranks, self.cluster, self.devices)
+            exact = exact and even
+            for rank in chosen:
+                self.time_rank(rank)
+                self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
+        tasks = {
+            part.name: max(self.times[part.name], key=lambda t: (t.last.seconds, t.body.seconds))
+            for part in self.build.parts.tasks
+        }
+        transfers = self.transfers()
+        graph = self.build.task_graph
+        timeline = simulate(
+            graph,
+            {n: max(t.body.seconds for t in self.times[n]) for n in tasks},
+            policy=self.build.policy,
+            order=self.build.schedule.orders(),
+            transfer=transfers,
+            last={n: t.last.seconds for n, t in tasks.items()},
+        )
+        sent: dict[str, float] = {}
+        for part in self.build.parts.tasks:
+            time, micro = tasks[part.name], graph.micro_batches if part.per_micro else 1
+            for link in {*time.body.wire, *time.last.wire}:
+                total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
+                sent[link] = sent.get(link, 0.0) + total
+        return Forecast(
+            timeline.makespan, tasks, timeline, transfers, self.memory, self.ranks, self.devices, exact, sent
+        )
+
+    def time_rank(self, rank: int) -> None:
+        """Time every task of one rank."""
+        program = self.build.program(rank)
+        order = self.build.schedule.order(rank)
+        storage = plan_storage(program, order)
+        self.memory[rank] = rank_memory(program, storage)
+        ops = OpCost(program, storage, self.compute, self.devices[rank], self.known)
+        streams = Streams(program, storage, ops, self.traffic, overlap=self.overlap)
+        stages = {part.name: part.stage for part in self.build.parts.tasks}
+        tasks = {task.name: task for task in program.tasks}
+        pending: dict[str, float] = {}
+        bodies = {task.name: streams.run(task, last=False) for task in program.tasks if task.per_micro}
+        for name, micro in order:
+            task = tasks[name]
+            final = not task.per_micro or micro == program.graph.micro_batches - 1
+            if not final:
+                pending = _later(pending, bodies[name].seconds)
+                continue
+            time = streams.run(task, last=True, pending=pending if not task.per_micro else None)
+            pending = {} if not task.per_micro else {**_later(pending, time.seconds), **time.late}
+            found = TaskForecast(name, task.kind, stages[name], rank, bodies.get(name, time), time)
+            self.times.setdefault(name, []).append(found)
+
+    def transfers(self) -> dict[tuple[str, str], float]:
+        """Seconds that data takes to its readers beyond the end of the task that sends it."""
+        ends: dict[str, list[str]] = {}
+        for part in self.build.parts.tasks:
+            for op in part.body:
+                if op.kind == "comm.transfer":
+                    ends.setdefault(op.name, []).append(part.name)
+        found: dict[tuple[str, str], float] = {}
+        per_micro = {part.name: part.per_micro for part in self.build.parts.tasks}
+        sender = {sent: name for name, times in self.times.items() for t in times for sent in t.last.sends}
+        for sent, names in ends.items():
+            for target in names:
+                source = sender.get(sent)
+                if source is None or target == source:
+                    continue
+                for task in self.times[source]:
+                    time = task.body if per_micro[target] and sent in task.body.sends else task.last
+                    delay = max(0.0, time.sends[sent] - time.seconds)
+                    found[source, target] = max(found.get((source, target), 0.0), delay)
+        return found
+
+
+def _later(pending: Mapping[str, float], seconds: float) -> dict[str, float]:
+    return {value: end - seconds for value, end in pending.items() if end > seconds}
+
+
+def out_of_memory(forecast: Forecast, cluster: Cluster) -> tuple[Shortage, ...]:
+    """Ranks that need more memory than their device has, the worst first; empty when the program fits."""
+    return shortages(forecast.memory, cluster, forecast.devices)

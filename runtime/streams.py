@@ -1,0 +1,201 @@
+"""One task on one rank: a stream that computes and a stream that communicates.
+
+*In:* a rank program, its storage, the costs of its ops. *Out:* `TaskTime`: seconds of one run of a task.
+*Invariant:* a collective starts where the generated program starts it, once those before it are through, and is waited
+for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes the computing stream stand still.
+
+    compute  | matmul | matmul |  wait  | add |            exposed = wait
+    communicate       | all_reduce      |
+
+What the last micro-batch leaves under way for the optimize task (`late`) goes on beside whatever comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.cost import OpCost
+from distgraph.runtime.storage import Storage, is_started
+from distgraph.runtime.traffic import Message, TrafficCost
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op on a stream: compute, communicate or send; start and seconds from the start of its task."""
+
+    stream: str
+    op: str
+    kind: str
+    scope: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTime:
+    """One run of a task on one rank, in seconds.
+
+    Attributes:
+        seconds: from start to end.
+        compute: of those, at work.
+        exposed: of those, waiting for communication.
+        communication: of all its collectives, hidden or not.
+        flops: floating point operations of its contractions.
+        wire: kind of link -> bytes that all ranks of the task send over it.
+        sends: transfer op -> when its bytes are with the receiver, from the start of the task.
+        late: value -> seconds after the end of the task until the collective that makes it is done.
+        spans: what ran on which stream; only where it was asked for.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    communication: float
+    flops: float
+    wire: Mapping[str, float] = field(default_factory=dict)
+    sends: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+
+
+class Streams:
+    """Runs tasks of one rank under a clock of its own.
+
+    Args:
+        program, storage: the rank's.
+        ops: costs of its computations.
+        traffic: costs of the communication of all ranks.
+        overlap: False where a device cannot compute while it communicates; then every collective is exposed.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        storage: Storage,
+        ops: OpCost,
+        traffic: TrafficCost,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self.program, self.storage, self.ops, self.traffic, self.overlap = (
+            program,
+            storage,
+            ops,
+            traffic,
+            overlap,
+        )
+
+    def run(
+        self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
+    ) -> TaskTime:
+        """One run of a task.
+
+        Args:
+            task: a task of the program.
+            last: with the last micro-batch; a task that runs once a step always is.
+            pending: value -> seconds until the collective of another task that makes it is done.
+            trace: also list the spans.
+        """
+        return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time()
+
+
+class _Run:
+    def __init__(
+        self, streams: Streams, task: LocalTask, last: bool, pending: dict[str, float], trace: bool
+    ) -> None:
+        self.streams, self.task, self.last, self.trace = streams, task, last, trace
+        self.storage = streams.storage
+        self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
+        self.channel = max(pending.values(), default=0.0)  # until when the communicating stream is busy
+        self.outgoing = 0.0  # the same for messages to other meshes
+        self.ends: dict[str, float] = {}
+        self.pending = {self.storage.slots[name].root: end for name, end in pending.items()}
+        self.sends: dict[str, float] = {}
+        self.wire: dict[str, float] = {}
+        self.spans: list[Span] = []
+
+    def time(self) -> TaskTime:
+        for number, local in enumerate(self.task.ops):
+            if local.tail and not self.last:
+                continue
+            self._wait_for(number)
+            for value in local.op.operands if self.pending and local.mode != "recv" else ():
+                if value.name in self.storage.slots:
+                    self._wait(self.pending.pop(self.storage.slots[value.name].root, 0.0))
+            self._step(local)
+        self._wait_for(len(self.task.ops))
+        phase = self.streams.program.parts.phase
+        late: dict[str, float] = {}
+        for name in self.storage.late[self.task.name]:
+            if name in self.ends:
+                if phase[name] == 2 and self.task.per_micro:
+                    late[name] = self.ends[name]
+                else:
+                    self._wait(self.ends[name])
+        remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
+        return TaskTime(
+            self.clock,
+            self.compute,
+            self.exposed,
+            self.communication,
+            self.flops,
+            self.wire,
+            self.sends,
+            remaining,
+            tuple(self.spans),
+        )
+
+    def _wait_for(self, number: int) -> None:
+        for value in self.storage.waits.get((self.task.name, number), ()):
+            if value in self.ends:
+                self._wait(self.ends.pop(value))
+
+    def _wait(self, end: float) -> None:
+        if end > self.clock:
+            self.exposed += end - self.clock
+            self.clock = end
+
+    def _step(self, local: LocalOp) -> None:
+        if local.mode == "send":
+            message = self._message(local)
+            start = max(self.clock, self.outgoing)
+            self.outgoing = self.sends[local.op.name] = start + message.seconds
+            self._note("send", local, start, message.seconds)
+            return
+        if is_started(local) and local.mode != "recv":
+            self._communicate(local)
+            return
+        work, seconds = self.streams.ops.of(local)
+        if local.mode == "accumulate" and self.last:
+            seconds += self.streams.ops.scaling(local)[1]
+        if seconds:
+            self._note("compute", local, self.clock, seconds)
+        self.clock += seconds
+        self.compute += seconds
+        self.flops += work.flops if work.kind == "matmul" else 0.0
+
+    def _communicate(self, local: LocalOp) -> None:
+        message = self._message(local)
+        start = max(self.clock, self.channel)
+        self.channel = start + message.seconds
+        self.communication += message.seconds
+        self.ends[local.op.result.name] = self.channel
+        self._note("communicate", local, start, message.seconds)
+        if not self.streams.overlap:
+            self._wait(self.channel)
+
+    def _message(self, local: LocalOp) -> Message:
+        traffic = self.streams.traffic
+        point_to_point = local.mode in ("exchange", "send")
+        message = (
+            traffic.exchange(local.op) if point_to_point else traffic.collective(self.streams.program, local)
+        )
+        if message.link:
+            self.wire[message.link] = self.wire.get(message.link, 0.0) + message.wire
+        return message
+
+    def _note(self, stream: str, local: LocalOp, start: float, seconds: float) -> None:
+        if self.trace:
+            self.spans.append(Span(stream, local.op.name, local.op.kind, local.op.scope, start, seconds))
