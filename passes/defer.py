@@ -5,15 +5,15 @@ the sum of several partials is smaller than the partials themselves, the reducti
 and a gradient is reduced once a step instead of once a micro-batch (`accumulate` is linear).
 
 `deferred` computes the greatest set of (value, axis) such that every reader of a kept value passes it on; the greatest
-fixpoint is unique, so the order in which values are visited does not matter.
+fixpoint is unique, so the order in which values are visited does not matter. From it goes what would only be reduced later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distgraph.graph import Graph, Op
-from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.graph import Graph, Op, Value
+from distgraph.ops.registry import linear_groups, lookup, operand_layout, rule_of
 from distgraph.passes.claims import Settled
 from distgraph.rule import OpLayout
 
@@ -59,7 +59,42 @@ def deferred(graph: Graph, settled: Settled, layouts: Mapping[str, OpLayout]) ->
         # readers that needed this one no longer pass: look at what depends on them again
         for op in (producer, *graph.users[name]):
             waiting.extend((v.name, axis) for v in (*op.operands, *op.results) if (v.name, axis) in kept)
-    return kept
+    return _without_idle_waits(graph, kept, layouts)
+
+
+def _without_idle_waits(graph: Graph, kept: Kept, layouts: Mapping[str, OpLayout]) -> Kept:
+    """Drop, from the last op to the first, what would wait for an op and then be reduced all the same.
+
+    Reduced at once it can travel while other ops run: in tensor parallel backward, the gradient of an input is under
+    way while that of the weight is computed, instead of only after the gradient of the activation between.
+    """
+    left = set(kept)
+    for value in (value for op in reversed(graph.ops) for value in op.results):
+        for axis in layouts[graph.producers[value.name].name].mesh.axes:
+            readers = graph.users[value.name] if (value.name, axis) in kept else ()
+            if readers and all(_gains_nothing(graph, reader, value, axis, left, layouts) for reader in readers):
+                left.discard((value.name, axis))
+    return left
+
+
+def _gains_nothing(
+    graph: Graph, op: Op, value: Value, axis: str, kept: Kept, layouts: Mapping[str, OpLayout]
+) -> bool:
+    """Whether a reduction behind an op moves the same bytes as one before it: it adds no other partial value, its result
+    is as large and reduced right behind it, and nobody wants that split over the axis (a reduce_scatter)."""
+    result = op.results[0]
+    if op.kind == "accumulate" or (result.name, axis) in kept or result.nbytes != value.nbytes:
+        return False
+    group = passing_group(op, value.name, axis, kept, layouts)
+    if group is None or len(linear_groups(op)[group]) > 1:
+        return group is None
+    return not any(
+        axis in axes
+        for user in graph.users[result.name]
+        for position, operand in enumerate(user.operands)
+        if operand.name == result.name
+        for axes in operand_layout(user, position, layouts[user.name]).dims
+    )
 
 
 def passing_group(op: Op, name: str, axis: str, kept: Kept, layouts: Mapping[str, OpLayout]) -> int | None:
