@@ -4,8 +4,8 @@
     "b s (h d) -> b s h d"       a dim made of several indices, major first
     "... k! -> ... k!"           k must be whole: it cannot be split in this op
     "v@ d, i -> i d"             the op looks up positions of v: it may be split, the kernel is told its start
-    "b h~, k! -> b h~"           the op slides over h: for its block of the result it reads some stretch of the
-                                 operand, whose length may differ; neighbours' edges are fetched (a halo)
+    "b h~, k! -> b h~"           the op slides over h: for its block of the result it reads some stretch of
+                                 the operand, of another length perhaps; what a rank lacks is fetched (a halo)
     "b _ -> b"                   _ is a dim of its own that is never split
 
 Sizes come from the shapes; an index of a composite dim needs its size given once. Every function here is

@@ -96,7 +96,7 @@ def pinned(trace: Trace, kind: str, name: str, array: Any, mesh: ProcessMesh, sp
 def program(
     function: Callable[..., Any], arrays: Sequence[Any], mesh: ProcessMesh, specs: Sequence[str], out: str
 ) -> tuple[Graph, dict[str, Any]]:
-    """Completed graph of a function of x and weights, pinned at both ends, with all gradients of a weighted sum."""
+    """Completed graph of a function of x and weights, pinned at both ends, with all gradients of a sum."""
     trace = Trace("halo")
     rng = np.random.default_rng(3)
     with trace.activate():

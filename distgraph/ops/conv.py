@@ -1,10 +1,10 @@
 """Convolution and pooling in one to three spatial dims, channels first.
 
-Batch and channels split by rule. Spatial dims slide: a rank that makes a block of outputs reads the stretch of
-the input that their windows cover, and a block of the input's gradient what the windows that touch it made.
-The padding of a rank is what its first and last windows lack: that of the tensor at its borders, else nothing.
-Input channels are summed over, so a split there leaves a partial result; with groups the split is one of
-groups, or of what lies inside a single group.
+Batch and channels split by rule. Spatial dims slide: a rank that makes a block of outputs reads the stretch
+of the input that their windows cover, and for a block of the input's gradient what the windows that touch it
+made. The padding of a rank is what its first and last windows lack: that of the tensor at its borders, else
+nothing. Input channels are summed over, so a split there leaves a partial result; with groups the split is
+one of groups, or of what lies inside a single group.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _local_padding(
     inputs: tuple[tuple[int, int], ...],
     outputs: tuple[tuple[int, int], ...],
 ) -> dict[str, Any]:
-    """Padding with which windows over a rank's `inputs` make its `outputs`, given as (start, stop) a spatial dim."""
+    """Padding with which windows over a rank's `inputs` make its `outputs`, (start, stop) a spatial dim."""
     padding = []
     for dim, given in enumerate(attrs["padding"]):
         if split[dim]:

@@ -311,7 +311,7 @@ def _stretches(
 def window_bounds(
     shape: Shape, mesh: ProcessMesh, spec: ShardSpec, windows: Windows, rank: int
 ) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of what a rank holds of a tensor on every dim: its block, or its window where there is one."""
+    """(start, stop) of what a rank holds on every dim: its block, or its window where there is one."""
     bounds = list(spec.bounds(shape, mesh, rank))
     for dim, read in windows:
         bounds[dim] = read[mesh.index(rank, spec.dims[dim])]

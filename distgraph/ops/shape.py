@@ -257,7 +257,7 @@ def _slice_gradient(c: GradientContext) -> Grads:
 
 
 def _localize_slice(attrs: Attrs, local: Local) -> Attrs:
-    """Dims that are split, and those of which nothing is cut, hold just what the slice takes, but for the stride."""
+    """Dims that are split hold just what the slice takes, but for the stride; so do those left whole."""
     cut = _cut(local.op.operands[0].shape, attrs)
     own = local.operand_shapes[0]
     inside = [c and not local.slides(0, dim, result=True) for dim, c in enumerate(cut)]
