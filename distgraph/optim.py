@@ -22,8 +22,9 @@ from distgraph.trace import Trace, caller
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 StateSpec = Callable[[str, tuple[int, ...], DistAttr | None], DistAttr | None]
-"""(parameter name, shape of the state, what the user annotated on a parameter of that shape) -> mesh and
-layout of the state, or None to leave it open."""
+"""(parameter name, shape of the state, what is known of where it could lie: the annotation of a parameter of
+that shape, or the mesh of its stage with nothing split) -> mesh and layout of the state, or None to leave it
+open."""
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
@@ -83,16 +84,28 @@ class Optimizer:
                     clipped = clip_by_global_norm([g for _, g in pairs], self.clip_norm)
                 pairs = [(p, g) for (p, _), g in zip(pairs, clipped, strict=True)]
             lr, step = trace.source("input", "lr", (), "f32"), trace.source("input", "step", (), "f32")
+            stages = _stages(trace) if self.state_spec else {}
             for p, g in pairs:
                 op = sources[p.value.name]
                 with trace.on_behalf_of(op.name, op.scope, op.source):
-                    self._apply(_Slot(trace, op, p, self.state_spec), g, lr, step)
+                    self._apply(_Slot(trace, op, p, self.state_spec, stages.get(op.name)), g, lr, step)
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         raise NotImplementedError
 
     def _decay(self, slot: _Slot) -> float:
         return self.weight_decay if self.decays(slot.name, slot.p.shape) else 0.0
+
+
+def _stages(trace: Trace) -> dict[str, ProcessMesh]:
+    """Name of a value -> mesh of its first reader that the user placed: there a parameter will lie."""
+    stages: dict[str, ProcessMesh] = {}
+    for op in trace.ops:
+        mesh = trace.placements.get(op.name)
+        if mesh is not None:
+            for value in op.operands:
+                stages.setdefault(value.name, mesh)
+    return stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,7 @@ class _Slot:
     op: Op
     p: Tensor
     state_spec: StateSpec | None
+    stage: ProcessMesh | None
 
     @property
     def name(self) -> str:
@@ -114,7 +128,11 @@ class _Slot:
         state = self.trace.source(
             "state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=("zeros",)
         )
-        held = self.trace.attrs.get(self.p.value.name) if shape == self.p.shape else None
+        held = self.trace.attrs.get(self.p.value.name)
+        mesh = self.stage if held is None else held.mesh
+        if mesh is not None and (held is None or shape != self.p.shape):
+            origin = Origin("user", "the stage of its parameter")
+            held = DistAttr(mesh, ShardSpec.replicated(len(shape)), origin)
         attr = self.state_spec(self.name, shape, held) if self.state_spec else None
         if attr is not None:
             self.trace.annotate(state.value, attr)

@@ -6,7 +6,20 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from equivalence import MODELS, NO_GRADIENT, SEED, STEPS, Case, Layout, batches, cases, check, layouts, reference
+from equivalence import (
+    MODELS,
+    NO_GRADIENT,
+    SEED,
+    STEPS,
+    Case,
+    Layout,
+    batches,
+    cases,
+    check,
+    grid,
+    layouts,
+    reference,
+)
 
 from distgraph.data import POSITION
 from distgraph.dtypes import short
@@ -22,7 +35,7 @@ def test_training_is_that_of_one_rank(case: Case) -> None:
 
 @pytest.mark.parametrize(("model", "micro"), [("gpt", 1), ("gpt", 2), ("gpt", 4), ("conv", 1)])
 def test_one_rank_trains_as_the_interpreter_does(model: str, micro: int) -> None:
-    """The reference of all the others, against ops called one by one on the whole batch, with no pass between.
+    """The reference of all the others, against ops called one by one on the whole batch and no pass between.
 
     Micro-batches change nothing but for batch norm, whose statistics are those of a micro-batch.
     """
@@ -33,7 +46,9 @@ def test_one_rank_trains_as_the_interpreter_does(model: str, micro: int) -> None
     assert optimizer is not None
     names = [op.attrs["name"] for op in graph.sources("input") if op.result.shape]
     state = {
-        op.attrs["name"]: materialize(op.attrs["init"], op.attrs["name"], SEED, op.result.shape, dtype=op.result.dtype)
+        op.attrs["name"]: materialize(
+            op.attrs["init"], op.attrs["name"], SEED, op.result.shape, dtype=op.result.dtype
+        )
         for op in graph.sources("param", "state")
     }
     losses = []
@@ -51,7 +66,7 @@ def test_one_rank_trains_as_the_interpreter_does(model: str, micro: int) -> None
             np.testing.assert_allclose(found.tensors[name], tensor, rtol=1e-10, atol=1e-10, err_msg=name)
 
 
-# What is sent in a step of four micro-batches --------------------------------------------------------------------
+# What is sent in a step of four micro-batches
 
 BLOCKS, MICRO = 2, 4
 
@@ -78,7 +93,10 @@ def test_tensor_parallelism_reduces_twice_a_block_each_way() -> None:
 
 
 def test_data_parallelism_reduces_each_gradient_once_a_step() -> None:
-    assert counted("dp4") == {("all_reduce", "dp", "backward"): parameters(), ("all_reduce", "dp", "forward"): 1}
+    assert counted("dp4") == {
+        ("all_reduce", "dp", "backward"): parameters(),
+        ("all_reduce", "dp", "forward"): 1,
+    }
 
 
 def test_data_and_tensor_parallelism_together_send_what_each_sends() -> None:
@@ -100,3 +118,15 @@ def test_split_states_scatter_each_gradient_and_gather_each_parameter_once_a_ste
 def test_a_pipeline_sends_once_a_micro_batch_over_each_border_each_way(name: str, borders: int) -> None:
     each = borders * MICRO
     assert counted(name) == {("transfer", "", "forward"): each, ("transfer", "", "backward"): each}
+
+
+def test_split_states_of_a_pipeline_stay_on_the_stage_of_their_parameter() -> None:
+    layout = Layout("zero_pp2", (grid(0, dp=2), grid(2, dp=2)), rows="dp", states="dp")
+    engine = Case("gpt", layout, MICRO, refine="never").engine()
+    engine.prepare(batches("gpt", "f64", 16)[0])
+    records = engine.memory.records
+    states = {name: record for name, record in records.items() if name.endswith(("adam_m", "adam_v"))}
+    assert len(states) == 2 * parameters()
+    for name, record in states.items():
+        assert record.attr.mesh == records[name.rpartition(".")[0]].attr.mesh, name
+        assert "dp" in record.attr.spec.axes, name
