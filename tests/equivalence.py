@@ -1,7 +1,7 @@
 """Layouts in which training must give what one rank gives, and the two models that are trained in them.
 
-A model is a row of four parts; a layout says which mesh computes each part, how weights, batch and the stream between
-the parts are split, and nothing else: completion decides the rest.
+A model is a row of four parts; a layout says which mesh computes each part, how weights, batch and the stream
+between the parts are split, and nothing else: completion decides the rest.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from distgraph.strategy import Strategy
 STEPS, RATE, SEED = 20, 1e-2, 3
 VOCABULARY, WIDTH, LENGTH = 30, 12, 6
 CHANNELS, IMAGE, CLASSES = (2, 6, 8), 6, 7
-"""No size but a few is a multiple of all numbers of ranks: 30 rows over 4, 6 positions over 4 (one rank has none)."""
+"""Few sizes are a multiple of the number of ranks: 30 rows over 4, 6 positions over 4 (one rank has none)."""
 
 EPS = {"f64": 1e-8, "f32": 1e-3}
-"""Of Adam. It divides by the root of the second moment, so an eps below the rounding error of the gradients would turn
-rounding errors into whole steps where the exact gradient is zero or nearly so."""
+"""Of Adam. It divides by the root of the second moment, so an eps below the rounding error of the gradients
+would turn rounding errors into whole steps where the exact gradient is zero or nearly so."""
 
 NO_GRADIENT = "attn.k.bias"
-"""Adding one vector to all keys leaves the softmax as it is: the gradient is zero but for rounding errors, which Adam
-scales up. The loss does not depend on it, and its first moment is compared."""
+"""Adding one vector to all keys leaves the softmax as it is: the gradient is zero but for rounding errors,
+which Adam scales up. The loss does not depend on it, and its moments are compared."""
 
 grid = ProcessMesh.grid
 Dims = Sequence[UserDim]
@@ -257,7 +257,9 @@ def gathered(engine: Engine) -> dict[str, np.ndarray]:
     world, records = engine._session.ranks(), engine.memory.records
     held = world.gather(
         {
-            rank: {name: engine.memory.block(name, rank) for name, r in records.items() if rank in r.attr.mesh}
+            rank: {
+                name: engine.memory.block(name, rank) for name, r in records.items() if rank in r.attr.mesh
+            }
             for rank in world.local
         }
     )
@@ -283,9 +285,9 @@ def reference(case: Case) -> Outcome:
 def tolerance(case: Case) -> float:
     """Relative tolerance of losses and parameters.
 
-    In fp64 it is 1e-10. In fp32 the sums of a step are added in another order: the expected error of a chain of sums of
-    n terms is sqrt(n) eps (Higham and Mary, 2019), n the terms on the longest path forward and back, and the errors of
-    the steps add up.
+    In fp64 it is 1e-10. In fp32 the sums of a step are added in another order: the expected error of a chain
+    of sums of n terms is sqrt(n) eps (Higham and Mary, 2019), n the terms on the longest path forward and
+    back, and the errors of the steps add up.
     """
     if case.dtype == "f64":
         return 1e-10
@@ -295,7 +297,9 @@ def tolerance(case: Case) -> float:
         terms = 2 * block + 2 * WIDTH + VOCABULARY + samples * LENGTH
     else:
         pixels = samples * IMAGE**2
-        terms = 9 * (CHANNELS[0] + CHANNELS[1]) + 2 * pixels + CHANNELS[2] * (IMAGE // 2) ** 2 + CLASSES + samples
+        terms = (
+            9 * (CHANNELS[0] + CHANNELS[1]) + 2 * pixels + CHANNELS[2] * (IMAGE // 2) ** 2 + CLASSES + samples
+        )
     return float(STEPS * np.sqrt(2 * terms) * np.finfo(np.float32).eps)
 
 
@@ -312,9 +316,14 @@ def check(case: Case) -> Outcome:
     return found
 
 
-# Layouts ------------------------------------------------------------------------------------------------------
+# Layouts
 
-TENSOR = {"q.weight": (None, "tp"), "k.weight": (None, "tp"), "v.weight": (None, "tp"), "up.weight": (None, "tp")}
+TENSOR = {
+    "q.weight": (None, "tp"),
+    "k.weight": (None, "tp"),
+    "v.weight": (None, "tp"),
+    "up.weight": (None, "tp"),
+}
 VOCAB = {"tokens.weight": ("tp",), "3.weight": (None, "tp")}
 FILTERS = {"0.conv.weight": ("tp",), "1.conv.weight": (None, "tp"), "3.weight": (None, "tp")}
 EVERY = {"": ("dp",)}
@@ -360,10 +369,12 @@ GPT_LAYOUTS = [
 
 
 def cases() -> list[Case]:
-    """What the tests train, in-process and under MPI: every layout, every number of micro-batches, both schedules."""
+    """What the tests train, in-process and under MPI: every layout, both schedules, 1 to 4 micro-batches."""
     found = []
     for model in MODELS:
-        known = {layout.name: layout for layout in [*layouts(model), *(GPT_LAYOUTS if model == "gpt" else [])]}
+        known = {
+            layout.name: layout for layout in [*layouts(model), *(GPT_LAYOUTS if model == "gpt" else [])]
+        }
         for layout in known.values():
             found.append(Case(model, layout))
             pipelined = (2, "gpipe"), (4, "1f1b"), (4, "gpipe")
@@ -371,7 +382,14 @@ def cases() -> list[Case]:
             for micro, policy in pipelined if len(layout.stages) > 1 else plain:
                 found.append(Case(model, layout, micro, policy, refine="never"))
         # blocks of 3, 3, 3 and 1 rows; of 3, 3, 3 and none; two micro-batches of 2, 2, 1 and none
-        uneven = ("dp4", 10, 1), ("dp4", 9, 1), ("dp4", 10, 2), ("zero", 10, 1), ("stages_1_3", 8, 2), ("overlap", 7, 1)
+        uneven = (
+            ("dp4", 10, 1),
+            ("dp4", 9, 1),
+            ("dp4", 10, 2),
+            ("zero", 10, 1),
+            ("stages_1_3", 8, 2),
+            ("overlap", 7, 1),
+        )
         found += [Case(model, known[name], micro, size=size) for name, size, micro in uneven]
         single = ("dp4", "tp4", "dp2_tp2_pp2", "zero3", "stages_tp3_dp1")
         found += [Case(model, known[name], 2, dtype="f32", refine="never") for name in single]

@@ -59,7 +59,9 @@ def torch_gpt(torch: Any, p: Mapping[str, Any], ids: Any) -> Any:
         q, k, v = (linear(h, f"{block}.attn.{n}").unflatten(-1, (HEADS, -1)).transpose(1, 2) for n in "qkv")
         o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(o.transpose(1, 2).flatten(2), f"{block}.attn.out")
-        x = x + linear(functional.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.up")), f"{block}.mlp.down")
+        x = x + linear(
+            functional.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.up")), f"{block}.mlp.down"
+        )
     return norm(x, "parts.3.norm") @ p["parts.3.weight"]
 
 

@@ -1,4 +1,4 @@
-"""The cases of `equivalence` on the ranks of `mpiexec -n 2 python -m pytest -m mpi`, or 4, or 8: those that fit."""
+"""The cases of `equivalence` that fit on the ranks of `mpiexec -n 2 python -m pytest -m mpi`; or 4, or 8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from distgraph.runtime.rank import ranks_of_job
 pytestmark = pytest.mark.mpi
 
 # Every process compiles for itself: the slow search for cheaper layouts is left to the cases in one process.
-CASES = dict.fromkeys(replace(c, refine="never") for c in cases() if c.dtype == "f64" and c.refine != "always")
+CASES = dict.fromkeys(
+    replace(c, refine="never") for c in cases() if c.dtype == "f64" and c.refine != "always"
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
