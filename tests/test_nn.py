@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training import GPT, Step, forward, initial, mean_cross_entropy, step_of
+from serial_training import GPT, Step, forward, initial, mean_cross_entropy, step_of
 
 from distgraph import nn, ops, optim
 from distgraph.errors import GraphError, ShardingError

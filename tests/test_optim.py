@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training import step_of
+from serial_training import step_of
 
 from distgraph import nn, ops, optim, schedules
 from distgraph.errors import GraphError
