@@ -1,8 +1,9 @@
-"""One task on one rank: a stream that computes and a stream that communicates.
+"""One task on one rank: a stream that computes, and one for each group that it communicates with.
 
 *In:* a rank program, its storage, the costs of its ops. *Out:* `TaskTime`: seconds of one run of a task.
-*Invariant:* a collective starts where the generated program starts it, once those before it are through, and is waited
-for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes the computing stream stand still.
+*Invariant:* a collective starts where the generated program starts it, once those of its group before it are
+through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes the
+computing stream stand still. Collectives of two groups over one kind of link at the same time get half of it each.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
@@ -19,6 +20,8 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.cost import OpCost
 from distgraph.runtime.storage import Storage, is_started
 from distgraph.runtime.traffic import Message, TrafficCost
+
+Channel = tuple[str, tuple[int, ...]]  # kind of the link that decides, ranks of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,10 @@ class _Run:
         self.streams, self.task, self.last, self.trace = streams, task, last, trace
         self.storage = streams.storage
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
-        self.channel = max(pending.values(), default=0.0)  # until when the communicating stream is busy
+        self.channels: dict[Channel, float] = {}  # until when each is busy
         self.outgoing = 0.0  # the same for messages to other meshes
         self.ends: dict[str, float] = {}
+        self.carrier: dict[str, Channel] = {}  # value -> channel of the collective that makes it
         self.pending = {self.storage.slots[name].root: end for name, end in pending.items()}
         self.sends: dict[str, float] = {}
         self.wire: dict[str, float] = {}
@@ -178,13 +182,27 @@ class _Run:
 
     def _communicate(self, local: LocalOp) -> None:
         message = self._message(local)
-        start = max(self.clock, self.channel)
-        self.channel = start + message.seconds
+        name, channel = local.op.result.name, (message.link, local.attrs.get("group", ()))
+        start = max(self.clock, self.channels.get(channel, 0.0))
+        end = start + message.seconds
+        for other, busy in self.channels.items():
+            if other != channel and other[0] == channel[0] and busy > start:
+                shared = min(message.seconds, (busy - start) / 2)
+                end += shared
+                self._delay(other, start, shared)
         self.communication += message.seconds
-        self.ends[local.op.result.name] = self.channel
-        self._note("communicate", local, start, message.seconds)
+        self.channels[channel] = end
+        self.ends[name], self.carrier[name] = end, channel
+        self._note("communicate", local, start, end - start)
         if not self.streams.overlap:
-            self._wait(self.channel)
+            self._wait(end)
+
+    def _delay(self, channel: Channel, after: float, seconds: float) -> None:
+        """Another group takes part of the link: what is under way ends later."""
+        self.channels[channel] += seconds
+        for name, end in self.ends.items():
+            if end > after and self.carrier[name] == channel:
+                self.ends[name] = end + seconds
 
     def _message(self, local: LocalOp) -> Message:
         traffic = self.streams.traffic
