@@ -103,8 +103,10 @@ def mlp_engine(name: str, sizes: MlpSizes) -> dg.Engine:
         strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp")
     elif name == "mlp_zero2":
         mesh = dg.ProcessMesh.grid(dp=2)
-        strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
+        strategy = dg.Strategy(mesh=mesh, batch_axis="dp", refine="never")  # the textbook algorithm
         optimizer = adam(state_spec=shard_states(mesh, "dp"))
+        for _, parameter in model.named_parameters():  # stage 2 keeps them whole
+            dg.shard_tensor(parameter, mesh, [None] * parameter.ndim)
     elif name == "mlp_tp2":
         mesh = dg.ProcessMesh.grid(tp=2)
         strategy = dg.Strategy(mesh=mesh)

@@ -285,7 +285,8 @@ class _Writer:
     def collective(self, local: LocalOp) -> None:
         op, attrs = local.op, local.attrs
         source = self.read(op.operands[0].name)
-        in_place = self.storage.slots[op.result.name].kind == "view"
+        slots = self.storage.slots
+        in_place = slots[op.result.name].root == slots[op.operands[0].name].root
         if in_place:
             target = self.name(op.result.name)
             self.ready.add(op.result.name)

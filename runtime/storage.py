@@ -270,7 +270,13 @@ class _Planner:
             declared = lookup(local.op.kind)
             readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]
             later = [p for p in self.uses.get(old, ()) if self._after(p, (task, number))]
-            if local.mode == "compute" and old in readable and not later and self._same_type(name, old):
+            computed = local.mode == "compute" and old in readable
+            gathered = (  # the shards of a new value come together where the old one was
+                local.mode == "comm.all_gather"
+                and self.slots[local.op.operands[0].name].root != old
+                and not self._sent(old)
+            )
+            if (computed or gathered) and not later and self._same_type(name, old):
                 self.storage.in_place[old] = name
                 self.slots[name].kind, self.slots[name].root = "view", old
 
