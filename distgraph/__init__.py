@@ -30,7 +30,10 @@ _HOMES = {
     "Engine": "distgraph.engine",
     "Strategy": "distgraph.strategy",
 }
-_MODULES = ("nn", "ops", "optim", "resources", "passes", "runtime", "callbacks", "data", "errors", "numpy", "schedules")
+_MODULES = (
+    "nn", "models", "ops", "optim", "resources", "passes", "runtime", "callbacks", "data", "errors", "numpy",
+    "schedules",
+)  # fmt: skip
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]
 

@@ -29,13 +29,15 @@ class MoE(Module):
         hidden: of each expert.
         experts: their number, at least 2.
         capacity_factor: capacity = ceil(2 * factor * tokens / experts).
+        bias: whether experts have biases.
 
     Attributes:
         loss: after a call, the auxiliary loss that keeps experts equally busy, a scalar to be added with a
             small weight: mean over groups of experts * sum over experts of share of first choices * mean
             gate, so that 1 means evenly busy.
 
-    Parameters: gate [width, experts], up [experts, width, hidden], down [experts, hidden, width].
+    Parameters: gate [width, experts], up [experts, width, hidden], down [experts, hidden, width]; with biases
+        also up_bias [experts, hidden], down_bias [experts, width].
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class MoE(Module):
         activation: Any = ops.gelu,
         init: Init = ("normal", 0.02),
         dtype: str = "f32",
+        bias: bool = False,
     ) -> None:
         if experts < 2:
             raise GraphError(f"MoE has {experts} experts but top-2 gating needs at least 2")
         self.gate = Parameter((width, experts), dtype, init)
         self.up = Parameter((experts, width, hidden), dtype, init)
         self.down = Parameter((experts, hidden, width), dtype, init)
+        self.up_bias = Parameter((experts, hidden), dtype, ("zeros",)) if bias else None
+        self.down_bias = Parameter((experts, width), dtype, ("zeros",)) if bias else None
         self.experts, self.capacity_factor, self.activation = experts, capacity_factor, activation
         self._loss: Tensor | None = None
 
@@ -69,9 +74,12 @@ class MoE(Module):
         combine = self._combine(gates)
         dispatch = (ops.stop_gradient(combine) > 0.0).astype(x.dtype)
         routed = ops.einsum("gsec,gsm->egcm", dispatch, x)
-        inner = self.activation(ops.einsum("egcm,emh->egch", routed, self.up))
-        outcome = ops.einsum("egch,ehm->egcm", inner, self.down)
-        return ops.einsum("gsec,egcm->gsm", combine, outcome)
+        return ops.einsum("gsec,egcm->gsm", combine, self.feed(routed))
+
+    def feed(self, routed: Tensor) -> Tensor:
+        """Every expert on its tokens: [experts, groups, capacity, width] -> the same shape."""
+        inner = self.activation(_shift(ops.einsum("egcm,emh->egch", routed, self.up), self.up_bias))
+        return _shift(ops.einsum("egch,ehm->egcm", inner, self.down), self.down_bias)
 
     def _combine(self, gates: Tensor) -> Tensor:
         """Weight of every token at every place of every expert: [groups, tokens, experts, capacity]."""
@@ -102,3 +110,8 @@ class MoE(Module):
         """Weights at (expert, place); a place beyond the capacity is in no one-hot row: nothing."""
         place = ops.reduce("sum", before * mask, -1).astype("i32")
         return ops.einsum("gse,gsc->gsec", mask * weight, ops.one_hot(place, capacity, mask.dtype))
+
+
+def _shift(x: Tensor, bias: Parameter | None) -> Tensor:
+    """x [experts, groups, capacity, n] plus bias [experts, n]; x without one."""
+    return x if bias is None else x + ops.reshape(bias, (bias.shape[0], 1, 1, bias.shape[1]))

@@ -1,0 +1,134 @@
+"""GPT: learned positions, layer norms before each part, GELU (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distgraph.errors import GraphError
+from distgraph.models.decoder import Block, CausalAttention, Decoder, FeedForward
+from distgraph.nn import LayerNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """Shape of a GPT.
+
+    Attributes:
+        hidden: width of the model; the feed-forward part is `mlp_factor` times as wide.
+        layers, heads: number of blocks, and of heads in each.
+        vocabulary: tokens.
+        sequence: longest input, the length of the table of positions.
+        tied: logits come from the table of tokens, there is no head.
+        head_bias: whether an untied head has a bias.
+        packed: one projection for queries, keys and values instead of three.
+        fused: attention as one op, see `CausalAttention`.
+        dropout: rate on embeddings, outputs of both parts of a block, and on probabilities where not `fused`.
+        dtype: of parameters and computation.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int = 51200
+    sequence: int = 1024
+    mlp_factor: int = 4
+    tied: bool = False
+    head_bias: bool = False
+    packed: bool = False
+    fused: bool = True
+    dropout: float = 0.0
+    dtype: str = "f32"
+
+
+_ALPA = {"tied": False, "head_bias": True, "packed": True, "fused": False, "dtype": "f16"}
+
+GPT_PRESETS: dict[str, GPTConfig] = {
+    name: GPTConfig(hidden=hidden, layers=layers, heads=heads, **_ALPA)  # type: ignore[arg-type]
+    for name, hidden, layers, heads in (
+        ("350M", 1024, 24, 16),
+        ("760M", 1536, 24, 16),
+        ("1.3B", 2048, 24, 32),
+        ("2.6B", 2560, 32, 32),
+        ("6.7B", 4096, 32, 32),
+        ("15B", 5120, 48, 40),
+        ("39B", 8192, 48, 64),
+    )
+}
+"""Those of Alpa (Zheng et al., OSDI 2022, table 4), and 175B of Brown et al., 2020, table 2.1."""
+
+GPT_PRESETS["175B"] = GPTConfig(
+    hidden=12288,
+    layers=96,
+    heads=96,
+    vocabulary=50257,
+    sequence=2048,
+    tied=True,
+    packed=True,
+    fused=False,
+    dtype="f16",
+)
+
+
+class GPT(Decoder):
+    """A decoder over tokens.
+
+    Example:
+        >>> GPT(GPTConfig(hidden=64, layers=2, heads=4, vocabulary=100, sequence=16)).parameter_count()
+        113920
+        >>> GPT.preset("175B").parameter_count()
+        174604259328
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        c, self.config = config, config
+        blocks = [
+            Block(
+                LayerNorm(c.hidden, dtype=c.dtype),
+                CausalAttention(
+                    c.hidden, c.heads, packed=c.packed, fused=c.fused, dropout=c.dropout, dtype=c.dtype
+                ),
+                LayerNorm(c.hidden, dtype=c.dtype),
+                FeedForward(c.hidden, c.mlp_factor * c.hidden, c.dropout, c.dtype),
+            )
+            for _ in range(c.layers)
+        ]
+        super().__init__(
+            blocks,
+            LayerNorm(c.hidden, dtype=c.dtype),
+            vocabulary=c.vocabulary,
+            width=c.hidden,
+            positions=c.sequence,
+            tied=c.tied,
+            head_bias=c.head_bias,
+            dropout=c.dropout,
+            dtype=c.dtype,
+        )
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> GPT:
+        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
+        return cls(replace(find(GPT_PRESETS, name, "GPT"), **changes))
+
+    @classmethod
+    def megatron(cls, hidden: int, layers: int, heads: int, sequence: int = 2048, **changes: Any) -> GPT:
+        """Megatron-LM's GPT as vTrain (Bang et al., MICRO 2024) measured it: 50257 tokens, tied, fp16."""
+        config = GPTConfig(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            vocabulary=50257,
+            sequence=sequence,
+            tied=True,
+            packed=True,
+            fused=False,
+            dtype="f16",
+        )
+        return cls(replace(config, **changes))
+
+
+def find(presets: dict[str, Any], name: str, family: str) -> Any:
+    """A preset by name. Raises GraphError with the names that there are."""
+    if name not in presets:
+        raise GraphError(f"preset {name!r} of {family} does not exist; there are {', '.join(presets)}")
+    return presets[name]

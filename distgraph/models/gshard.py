@@ -1,0 +1,159 @@
+"""GShard MoE: a decoder with a mixture of experts in every second block (Lepikhin et al., 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.models.decoder import Block, CausalAttention, Decoder, FeedForward
+from distgraph.models.gpt import find
+from distgraph.models.layout import Placed
+from distgraph.nn import LayerNorm, MoE
+from distgraph.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Shape of a mixture of experts.
+
+    Attributes:
+        experts: of each second block, from the second on.
+        group: tokens that share the capacity of the experts: some whole sequences, or equal parts of one.
+        capacity_factor: an expert takes 2 * factor * group / experts tokens of a group.
+        auxiliary: weight of the loss that keeps experts equally busy, a mean over the blocks with some.
+        hidden, layers, heads, vocabulary, sequence, mlp_factor: as in `GPTConfig`.
+        tied, head_bias, packed, fused, dropout, dtype: as in `GPTConfig`.
+        expert_bias: whether experts have biases.
+    """
+
+    hidden: int
+    layers: int
+    experts: int
+    heads: int = 16
+    vocabulary: int = 32000
+    sequence: int = 1024
+    mlp_factor: int = 8
+    group: int = 2048
+    capacity_factor: float = 1.0
+    auxiliary: float = 0.01
+    expert_bias: bool = False
+    tied: bool = False
+    head_bias: bool = False
+    packed: bool = False
+    fused: bool = True
+    dropout: float = 0.0
+    dtype: str = "f32"
+
+
+_ALPA: dict[str, Any] = {
+    "expert_bias": True,
+    "head_bias": True,
+    "packed": True,
+    "fused": False,
+    "dtype": "f16",
+}
+
+MOE_PRESETS: dict[str, MoEConfig] = {
+    name: MoEConfig(hidden=hidden, layers=layers, experts=experts, **_ALPA)
+    for name, hidden, layers, experts in (
+        ("380M", 768, 8, 8),
+        ("690M", 768, 8, 16),
+        ("1.3B", 768, 16, 16),
+        ("2.4B", 1024, 16, 16),
+        ("10B", 1536, 16, 32),
+        ("27B", 2048, 16, 48),
+        ("70B", 2048, 32, 64),
+    )
+}
+"""Those of Alpa (Zheng et al., OSDI 2022, table 5)."""
+
+
+class GroupedExperts(Placed, MoE):
+    """`nn.MoE` on tokens in groups of a given size."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        c = config
+        inner = c.mlp_factor * c.hidden
+        super().__init__(c.hidden, inner, c.experts, c.capacity_factor, bias=c.expert_bias, dtype=c.dtype)
+        self.activation = self._activate
+        self.group = c.group
+
+    def forward(self, x: Any) -> Tensor:
+        """x [b, s, width] -> the same shape. Raises GraphError where groups do not fit the sequences."""
+        batch, length, width = x.shape
+        if (batch * length) % self.group or (self.group % length and length % self.group):
+            raise GraphError(
+                f"expert group of {self.group} tokens does not fit {batch} sequences of {length}: it must "
+                "hold whole sequences, or a sequence whole groups"
+            )
+        groups = batch * length // self.group
+        wide = (groups, self.group // length, length, width) if self.group > length else x.shape
+        grouped = ops.reshape(ops.reshape(x, wide), (groups, self.group, width))
+        y = super().forward(self.layout.batch(grouped))
+        return ops.reshape(ops.reshape(self.layout.batch(y), wide), x.shape)
+
+    def _combine(self, gates: Tensor) -> Tensor:
+        """As in `MoE`, each group where its tokens are."""
+        mask: Tensor = self.layout.batch(super()._combine(self.layout.batch(gates)))
+        return mask
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        return ops.gelu(self.layout.routed(inner, "tp"))
+
+    def feed(self, routed: Tensor) -> Tensor:
+        """As in `MoE`, each expert where its parameters are."""
+        y: Tensor = self.layout.routed(super().feed(self.layout.routed(routed)))
+        return y
+
+
+class GShardMoE(Decoder):
+    """A decoder over tokens with experts in every second block.
+
+    Example:
+        >>> model = GShardMoE.preset("380M", layers=2)
+        >>> model.blocks[1].mlp.up.shape
+        (8, 768, 6144)
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        c, self.config = config, config
+        super().__init__(
+            [self._block(c, number) for number in range(c.layers)],
+            LayerNorm(c.hidden, dtype=c.dtype),
+            vocabulary=c.vocabulary,
+            width=c.hidden,
+            positions=c.sequence,
+            tied=c.tied,
+            head_bias=c.head_bias,
+            dropout=c.dropout,
+            dtype=c.dtype,
+        )
+
+    @staticmethod
+    def _block(c: MoEConfig, number: int) -> Block:
+        dense = not number % 2
+        return Block(
+            LayerNorm(c.hidden, dtype=c.dtype),
+            CausalAttention(
+                c.hidden, c.heads, packed=c.packed, fused=c.fused, dropout=c.dropout, dtype=c.dtype
+            ),
+            LayerNorm(c.hidden, dtype=c.dtype),
+            FeedForward(c.hidden, c.mlp_factor * c.hidden, c.dropout, c.dtype)
+            if dense
+            else GroupedExperts(c),
+        )
+
+    def loss(self, logits: Any, labels: Any) -> Tensor:
+        """Cross-entropy as in `Decoder`, plus the weighted auxiliary losses of the latest call."""
+        busy = [block.mlp.loss for block in self.blocks if isinstance(block.mlp, GroupedExperts)]
+        total = super().loss(logits, labels)
+        for one in busy:
+            total = total + one * (self.config.auxiliary / len(busy))
+        return total
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> GShardMoE:
+        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
+        return cls(replace(find(MOE_PRESETS, name, "GShardMoE"), **changes))
