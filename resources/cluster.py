@@ -40,7 +40,7 @@ class Compute:
 
     Attributes:
         launch: seconds that starting one op costs.
-        memory_efficiency, lookup_efficiency: fractions of the memory bandwidth that streaming and lookups reach.
+        memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
         matmul: by dtype.
         error: relative error of the fit, by name of the number.
     """

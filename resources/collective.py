@@ -146,7 +146,7 @@ class CollectiveCost:
         Args:
             flows: (source device, target device) -> bytes.
         Raises:
-            ResourceError: no route, or a bandwidth, latency or launch time that the resource file does not state.
+            ResourceError: no route, or a bandwidth, latency or launch time that the file does not state.
         """
         load: dict[int, float] = {}
         latency = 0.0

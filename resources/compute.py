@@ -9,10 +9,10 @@ Four classes of ops, all with the time to start them:
 
     e = efficiency * m / (m + m_half) * n / (n + n_half) * k / (k + k_half)
 
-The matmul is a roofline whose roof sinks for small matrices: an edge of a matrix that does not fill the tiles in
-which a device computes wastes the rest of them, and a short sum does not hide filling and draining the pipeline. In a
-batch of matrices every matrix has edges of its own, so m, n and k are those of one matrix; the batch only shares
-the launch. All numbers come from `machines[].devices.compute` of the resource file.
+The matmul is a roofline whose roof sinks for small matrices: an edge of a matrix that does not fill the tiles
+in which a device computes wastes the rest of them, and a short sum does not hide filling and draining the
+pipeline. In a batch of matrices every matrix has edges of its own, so m, n and k are those of one matrix; the
+batch only shares the launch. All numbers come from `machines[].devices.compute` of the resource file.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class ComputeCost:
         """Bytes/s of streaming ("memory") or of lookups."""
         if device.memory_bandwidth is None:
             raise ResourceError(
-                f"{self.cluster.source}: {device.origin}.memory_bandwidth: missing, needed to price computation on "
-                f'{device.model}; add memory_bandwidth such as "900 GB/s", or run distgraph profile on that machine'
+                f"{self.cluster.source}: {device.origin}.memory_bandwidth: missing, needed to price ops "
+                f'on {device.model}; add memory_bandwidth such as "900 GB/s", or run distgraph profile there'
             )
         return device.memory_bandwidth * self._number(device, f"{kind}_efficiency", "0.8")
 
@@ -105,6 +105,6 @@ class ComputeCost:
 
     def _missing(self, device: Device, name: str, why: str, example: str) -> ResourceError:
         return ResourceError(
-            f"{self.cluster.source}: {device.origin}.compute.{name}: missing, {why}; add it such as {example}, or run "
-            "distgraph profile on that machine, which measures it"
+            f"{self.cluster.source}: {device.origin}.compute.{name}: missing, {why}; add it such as "
+            f"{example}, or run distgraph profile on that machine, which measures it"
         )

@@ -1,9 +1,11 @@
 """What one op of a rank program costs: FLOPs and bytes from its local shapes, seconds from the cluster.
 
-*In:* local ops, their storage, a cluster. *Out:* `Work` (what there is to do) and seconds.
-*Invariant:* an op costs what the generated program does for it: a view costs nothing, what is computed into the
-sum over micro-batches reads that sum, a broadcast operand is read at its own size. Seconds are remembered by kind and
-shapes, so that repeated layers and micro-batches are priced once.
+*In:* local ops, their storage, a cluster.
+*Out:* `Work` (what there is to do) and seconds.
+*Invariant:* an
+op costs what the generated program does for it: a view costs nothing, what is computed into the sum over
+micro-batches reads that sum, a broadcast operand is read at its own size. Seconds are remembered by kind
+and shapes, so that repeated layers and micro-batches are priced once.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class OpCost:
         self._model = (found.type, found.model, found.origin)
 
     def of(self, local: LocalOp) -> tuple[Work, float]:
-        """Work and seconds of the computation in a local op, whatever its mode; communication is not in it."""
+        """Work and seconds of the computation in a local op of any mode, without communication."""
         work = self._work(local)
         if work is NOTHING:
             return work, 0.0

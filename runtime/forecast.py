@@ -1,11 +1,13 @@
 """The forecast: seconds of a training step and bytes of memory of every rank, before anything runs.
 
-*In:* a `Build`, a cluster, a device for every rank. *Out:* a `Forecast`.
-*Invariant:* what is timed is what runs: the tasks of the rank programs, op by op on two streams (see `streams`), in
-the order of the build's schedule, under the actors of the runtime (see `simulate`).
+*In:* a `Build`, a cluster, a device for every rank.
+*Out:* a `Forecast`.
+*Invariant:* what is timed is what runs: the tasks of the rank programs, op by op on their streams (see
+`streams`), in the order of the build's schedule, under the actors of the runtime (see `simulate`).
 
-Ranks that run the same tasks are represented by one of them where all their blocks have one size; where they have
-not, the ranks at the corners of their mesh are timed and the slowest decides (`Forecast.exact` says which).
+Ranks that run the same tasks are represented by one of them where all their blocks have one size; where
+they have not, the ranks at the corners of their mesh are timed and the slowest decides (`Forecast.exact`
+says which).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.build import Build
 from distgraph.runtime.cost import OpCost, Work
 from distgraph.runtime.memory import RankMemory, Shortage, rank_memory, shortages
-from distgraph.runtime.representatives import representatives
+from distgraph.runtime.representatives import representatives, uneven_meshes
 from distgraph.runtime.simulate import Timeline, simulate
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.streams import Streams, TaskTime
@@ -90,7 +92,7 @@ class Forecast:
 
     @property
     def flops(self) -> dict[int, float]:
-        """First rank of every column of the timeline -> floating point operations of its contractions in a step."""
+        """First rank of every column of the timeline -> FLOP of its contractions in a step."""
         return self._per_rank("flops")
 
     @property
@@ -112,9 +114,9 @@ class Forecast:
 
     def __str__(self) -> str:
         kind = "all ranks alike" if self.exact else "ranks differ: the slowest corner of every mesh decides"
+        head = f"step {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}"
         lines = [
-            f"step {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}, "
-            f"peak memory {format_bytes(self.peak_memory)} ({kind})",
+            f"{head}, peak memory {format_bytes(self.peak_memory)} ({kind})",
             f"{'task':<18}{'stage':>6}{'seconds':>12}{'last':>12}{'compute':>12}{'exposed':>12}",
         ]
         for task in self.tasks.values():
@@ -157,8 +159,8 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
     available = len(cluster.devices)
     if len(devices) < count or max(devices) >= available or len(set(devices)) < len(devices):
         raise ResourceError(
-            f"the program has {count} ranks but cluster {cluster.name} has {available} devices and the mapping names "
-            f"{len(set(devices))} different ones; use smaller meshes, another resource file or another mapping"
+            f"the program has {count} ranks but cluster {cluster.name} has {available} devices and the map "
+            f"names {len(set(devices))} different ones; use smaller meshes, another resource file or mapping"
         )
     return devices
 
@@ -174,9 +176,9 @@ class _Forecaster:
         self.ranks: dict[int, tuple[int, ...]] = {}
 
     def run(self) -> Forecast:
-        exact = True
+        exact, uneven = True, uneven_meshes(self.build)
         for column in self.build.schedule.columns:
-            chosen, even = representatives(self.build, column.ranks, self.cluster, self.devices)
+            chosen, even = representatives(self.build, column.ranks, uneven, self.cluster, self.devices)
             exact = exact and even
             for rank in chosen:
                 self.time_rank(rank)

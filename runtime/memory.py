@@ -1,9 +1,10 @@
 """Bytes of memory that a rank needs, by category, from the storage plan of its program.
 
-*In:* a rank program and its storage. *Out:* `RankMemory`.
-*Invariant:* a category holds exactly the blocks that the worker allocates for it: sources, kept buffers, rings with one
-buffer for each micro-batch in flight, scratch blocks that values share. They live for the whole step, so their
-sum is the peak.
+*In:* a rank program and its storage.
+*Out:* `RankMemory`.
+*Invariant:* a category holds exactly the blocks
+that the worker allocates for it: sources, kept buffers, rings with one buffer for each micro-batch in
+flight, scratch blocks that values share. They live for the whole step, so their sum is the peak.
 """
 
 from __future__ import annotations

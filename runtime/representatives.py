@@ -1,30 +1,66 @@
 """Which ranks stand for the others of their mesh.
 
-*In:* ranks that run the same tasks. *Out:* some of them, and whether they stand for the rest exactly.
-*Invariant:* exact only where every value is cut into blocks of one size and no contraction is told where its block
-lies, so that all ranks do the same work. Otherwise the corners of the meshes stand for the rest: blocks get shorter
-with the coordinate, and what an op sees of its neighbours gets more or less with it.
+*In:* ranks that run the same tasks.
+*Out:* some of them, and whether they stand for the rest exactly.
+*Invariant:* exact only where every value is cut into blocks of one size and no contraction is told where
+its block lies, so that all ranks do the same work. Otherwise the corners of the meshes stand for the rest:
+blocks get shorter with the coordinate, and what an op sees of its neighbours gets more or less with it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from distgraph.graph import Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import freeze, local_attrs, lookup
 from distgraph.resources import Cluster
 from distgraph.runtime.build import Build
 
 
+def uneven_meshes(build: Build) -> frozenset[ProcessMesh]:
+    """Meshes whose ranks do not all do the same work."""
+    graph, found = build.lowered, set()
+    for op in graph.ops:
+        for value in op.results:
+            attr = graph.attrs[value.name]
+            if attr.mesh not in found and any(
+                size % attr.mesh.count(axes)
+                for size, axes in zip(value.shape, attr.spec.dims, strict=True)
+                if axes
+            ):
+                found.add(attr.mesh)
+        mesh = None if op.layout is None else op.layout.mesh
+        if mesh is not None and mesh not in found and _differs(op, mesh):
+            found.add(mesh)
+    return frozenset(found)
+
+
+def _differs(op: Op, mesh: ProcessMesh) -> bool:
+    """True when an op gives the ranks of a mesh different work though their blocks have one size."""
+    if op.kind in ("comm.halo", "comm.permute"):
+        return True
+    declared = lookup(op.kind)
+    if op.layout is None or not op.layout.axes or declared.cost != "matmul" or declared.localize is None:
+        return False
+    first, last = (local_attrs(op, rank) for rank in (mesh.members[0], mesh.members[-1]))
+    return bool(freeze(first) != freeze(last))
+
+
 def representatives(
-    build: Build, ranks: tuple[int, ...], cluster: Cluster, devices: Sequence[int]
+    build: Build,
+    ranks: tuple[int, ...],
+    uneven: Collection[ProcessMesh],
+    cluster: Cluster,
+    devices: Sequence[int],
 ) -> tuple[tuple[int, ...], bool]:
     """Ranks to look at in place of all.
 
     Args:
         build: the program.
         ranks: ranks that run the same tasks.
+        uneven: see `uneven_meshes`.
         cluster: its devices; each kind among them is looked at.
         devices: device number of every rank.
 
@@ -35,14 +71,11 @@ def representatives(
     for rank in ranks:
         device = cluster.devices[devices[rank]]
         kinds.setdefault((device.model, device.origin), rank)
-    meshes = {part.mesh for part in build.parts.tasks if ranks[0] in part.mesh}
-    uneven = [mesh for mesh in meshes if not _is_even(build, mesh)]
-    chosen = dict.fromkeys(kinds.values())
-    if uneven:
-        members = set(ranks)
-        for mesh in uneven:
-            chosen.update((rank, None) for rank in corners(mesh) if rank in members)
-    return tuple(chosen), not uneven
+    chosen, members = dict.fromkeys(kinds.values()), set(ranks)
+    odd = {part.mesh for part in build.parts.tasks if ranks[0] in part.mesh and part.mesh in uneven}
+    for mesh in odd:
+        chosen.update((rank, None) for rank in corners(mesh) if rank in members)
+    return tuple(chosen), not odd
 
 
 def corners(mesh: ProcessMesh) -> tuple[int, ...]:
@@ -54,25 +87,3 @@ def corners(mesh: ProcessMesh) -> tuple[int, ...]:
     """
     ends = [(0, size - 1) if size > 1 else (0,) for size in mesh.shape]
     return tuple(int(mesh.ranks[at]) for at in itertools.product(*ends))
-
-
-def _is_even(build: Build, mesh: ProcessMesh) -> bool:
-    graph = build.lowered
-    for op in graph.ops:
-        for value in op.results:
-            attr = graph.attrs[value.name]
-            if attr.mesh == mesh and any(
-                size % mesh.count(axes)
-                for size, axes in zip(value.shape, attr.spec.dims, strict=True)
-                if axes
-            ):
-                return False
-        if op.layout is None or op.layout.mesh != mesh:
-            continue
-        if op.kind in ("comm.halo", "comm.permute"):
-            return False
-        if op.layout.axes and lookup(op.kind).cost == "matmul" and lookup(op.kind).localize is not None:
-            first, last = (local_attrs(op, rank) for rank in (mesh.members[0], mesh.members[-1]))
-            if freeze(first) != freeze(last):
-                return False
-    return True

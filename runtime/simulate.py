@@ -239,8 +239,8 @@ def simulate(
         durations: seconds by task name or by kind (a name goes first); None: one second each.
         policy: "1f1b", "gpipe" or a `Policy`. It sets the credits, and without `order` also who goes first.
         order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
-        transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or those
-            of each edge (source, target), 0 where it is not named.
+        transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or
+            those of each edge (source, target), 0 where it is not named.
         last: seconds of tasks with the last micro-batch, by name, where those differ.
 
     Returns:
@@ -259,7 +259,9 @@ def simulate(
     return _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays).run()
 
 
-def _delays(graph: TaskGraph, transfer: float | Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+def _delays(
+    graph: TaskGraph, transfer: float | Mapping[tuple[str, str], float]
+) -> dict[tuple[str, str], float]:
     """Seconds of every edge whose target has ranks that its source has not."""
     for seconds in transfer.values() if isinstance(transfer, Mapping) else (transfer,):
         if not 0 <= seconds < float("inf"):
@@ -465,14 +467,14 @@ class _Clock:
                 yield f"{who}: the order ends but leaves out {', '.join(left)}"
             return
         name, micro = step
-        actor = self.actors.get(name)
-        if actor is None or device not in self.devices[name]:
+        known = self.actors.get(name)
+        if known is None or device not in self.devices[name]:
             yield f"{waits} {name} {micro}, which is no task of its own"
-        elif actor.next_micro != micro:
-            mine = f"{name} {actor.next_micro}"
+        elif known.next_micro != micro:
+            mine = f"{name} {known.next_micro}"
             yield f"{waits} {name} {micro} for its own {mine}, which comes later or never"
         else:
-            yield f"{waits} {name} {micro} for {self._reason(actor, device)}"
+            yield f"{waits} {name} {micro} for {self._reason(known, device)}"
 
     def _reason(self, actor: Actor, device: int) -> str:
         lacks = list(actor.waits())

@@ -1,9 +1,11 @@
 """One task on one rank: a stream that computes, and one for each group that it communicates with.
 
-*In:* a rank program, its storage, the costs of its ops. *Out:* `TaskTime`: seconds of one run of a task.
-*Invariant:* a collective starts where the generated program starts it, once those of its group before it are
-through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes the
-computing stream stand still. Collectives of two groups over one kind of link at the same time get half of it each.
+*In:* a rank program, its storage, the costs of its ops.
+*Out:* `TaskTime`: seconds of one run of a task.
+*Invariant:* a collective starts where the generated program starts it, once those of its group before it
+are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
+the computing stream stand still. Collectives of two groups over one kind of link at the same time get half
+of it each.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |

@@ -1,9 +1,11 @@
 """Seconds of the communication of a lowered graph on the devices of a cluster.
 
-*In:* communication ops, a device for every rank. *Out:* `Message`: seconds, bytes and the link that decides.
-*Invariant:* all groups of a collective run at the same time and their loads add up; the slowest group decides. Groups
-that share no machine do not meet, and machines of one kind behind a non-blocking network are the same, so that each
-pattern of groups is priced once however large the mesh is.
+*In:* communication ops, a device for every rank.
+*Out:* `Message`: seconds, bytes and the link that
+decides.
+*Invariant:* all groups of a collective run at the same time and their loads add up; the slowest
+group decides. Groups that share no machine do not meet, and machines of one kind behind a non-blocking
+network are the same, so that each pattern of groups is priced once however large the mesh is.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class TrafficCost:
         return self._messages[key]
 
     def patterns(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[Groups, ...]:
-        """The different patterns of groups of devices along some axes; in each, groups that meet, the widest first."""
+        """The different patterns of groups of devices along some axes: groups that meet, the widest first."""
         key = (mesh, axes)
         if key not in self._patterns:
             placed = [tuple(self.devices[rank] for rank in group) for group in mesh.groups(axes)]
@@ -134,7 +136,7 @@ class TrafficCost:
         return len({self.cluster.devices[device].machine for device in group})
 
     def _meeting(self, placed: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """Groups joined when they share a machine; all of them where other machines' links lie between machines."""
+        """Groups joined when they share a machine; all of them unless the network is one switch."""
         if self.cluster.network.topology not in ("none", "switch"):
             return [placed]
         parent = list(range(len(placed)))
