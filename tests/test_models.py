@@ -305,6 +305,24 @@ class TestLayouts:
         forward = {key[1:]: n for key, n in collectives(model).items() if key[0] == "forward"}
         assert forward == {("all_to_all", ("dp",)): 2}
 
+    def test_hidden_states_alone_travel_between_stages(self) -> None:
+        model = GPT(GPTConfig(layers=3, **SMALL))
+        stages(model, [dg.ProcessMesh.grid(3 * rank, tp=3) for rank in range(3)], recompute=True)
+        graph = lower(reshard(complete(train_graph(model, tokens(4, LENGTH)))))
+        moved = Counter((op.role, op.result.shape) for op in graph.ops if op.kind == "comm.transfer")
+        hidden = (4, LENGTH, 16)
+        assert moved == {("forward", hidden): 2, ("backward", hidden): 2}
+
+    def test_channels_are_summed_once_a_block(self) -> None:
+        model = small("wide resnet")
+        annotate(model, dg.ProcessMesh.grid(dp=1, tp=2))
+        images = ((8, 3, 16, 16), "f64"), ((8,), "i32")
+        graph = lower(reshard(complete(train_graph(model, images))))
+        sums = [op for op in graph.ops if op.kind == "comm.all_reduce" and op.role == "forward"]
+        images_of = [op.scope for op in sums if len(op.result.shape) == 4 and op.result.shape[2] > 1]
+        # the sum may wait until the mean is taken off, as both are linear
+        assert [scope.rpartition(".")[0] for scope in images_of] == ["blocks.0", "blocks.1", "blocks.2"]
+
     def test_default_cut_is_even_and_ends_belong_to_the_ends(self) -> None:
         model = GPT(GPTConfig(layers=5, **SMALL))
         meshes = [dg.ProcessMesh.grid(rank, tp=1) for rank in range(3)]
