@@ -23,11 +23,11 @@ class RankMemory:
     """Bytes of one rank.
 
     Attributes:
-        parameters: blocks of parameters, and what the load tasks make of them once a step.
+        parameters: blocks of parameters.
         gradients: sums over micro-batches and what is made of them for the update.
         states: of the optimiser.
         activations: what the forward tasks keep for the backward tasks, times the micro-batches in flight.
-        temporary: scratch blocks, shared by all tasks.
+        temporary: scratch blocks, shared by all tasks, and what the load tasks make once a step.
         communication: what arrives from other meshes.
         inputs: of all micro-batches of a step, and constants.
     """
@@ -97,7 +97,7 @@ def rank_memory(program: RankProgram, storage: Storage) -> RankMemory:
             if name in received:
                 category = "communication"
             elif program.parts.phase[name] == 0:
-                category = "parameters"
+                category = "temporary"
             elif name in late:
                 category = "states" if op.role == "optimize" else "gradients"
             found[category] += size * (storage.rings[name] if slot.kind == "ring" else 1)

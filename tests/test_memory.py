@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from forecasts import chain, machines
+
+from distgraph import optim
+from distgraph.dtypes import itemsize
+from distgraph.mesh import ProcessMesh
+from distgraph.runtime.build import Build
+from distgraph.runtime.forecast import forecast, out_of_memory
+from distgraph.runtime.memory import RankMemory, rank_memory
+from distgraph.runtime.storage import plan_storage
+from distgraph.runtime.worker import Worker
+
+grid = ProcessMesh.grid
+
+
+def memory_of(build: Build, rank: int) -> RankMemory:
+    program = build.program(rank)
+    return rank_memory(program, plan_storage(program, build.schedule.order(rank)))
+
+
+def uneven() -> Build:
+    """Two stages on meshes of different shape, no size a multiple of the number of its parts."""
+    meshes = [grid(0, dp=2, tp=2)] * 2 + [grid(4, dp=3)] * 2
+    weights = [[None, "tp"], ["tp", None], [None, None], [None, None]]
+    return chain(7, [5, 9, 7, 11, 3], meshes, 4, weights=weights, optimizer=optim.Adam())
+
+
+@pytest.mark.parametrize("rank", range(7))
+def test_parameters_and_states_are_the_sum_of_local_blocks(rank: int):
+    build = uneven()
+    graph, found = build.lowered, memory_of(build, rank)
+    for kind, size in (("param", found.parameters), ("state", found.states)):
+        blocks = 0
+        for op in graph.sources(kind):
+            attr = graph.attrs[op.name]
+            if rank in attr.mesh:
+                shape = attr.spec.local_shape(op.result.shape, attr.mesh, rank)
+                blocks += math.prod(shape) * itemsize(op.result.dtype)
+        assert size == blocks > 0
+
+
+@pytest.mark.parametrize("rank", range(7))
+def test_categories_are_what_the_worker_allocates(rank: int):
+    build = uneven()
+    program, found = build.program(rank), memory_of(build, rank)
+    sources = {
+        op.name: np.zeros(program.types[op.name][0], np.float32)
+        for op in program.graph.sources("param", "state")
+        if op.name in program.types
+    }
+    worker = Worker(program, build.schedule, None, np, sources)
+    bases = {}
+    for array in (*worker.arena.fixed.values(), *(a for ring in worker.arena.rings.values() for a in ring)):
+        whole = array
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        bases[id(whole)] = whole.nbytes
+    held = found.total - found.inputs
+    constants = sum(  # those that tasks read are bound to their code, not to the arena
+        4 for op in program.graph.sources("constant") if op.name in program.types
+    )
+    assert held <= sum(bases.values()) <= held + constants
+
+
+@pytest.mark.parametrize(("policy", "micro"), [("1f1b", 8), ("1f1b", 3), ("gpipe", 8)])
+def test_activations_in_flight(policy: str, micro: int):
+    """Between the two layers of a stage lies one block of activations for every micro-batch in flight."""
+    stages = 4
+    meshes = [grid(stage, x=1) for stage in range(stages) for _ in range(2)]
+    build = chain(6, [4] * (2 * stages + 1), meshes, micro, policy)
+    for stage in range(stages):
+        program = build.program(stage)
+        storage = plan_storage(program, build.schedule.order(stage))
+        messages = {
+            name
+            for task in program.tasks
+            for local in task.ops
+            if local.mode in ("send", "recv")
+            for name in (*(v.name for v in local.op.operands), *(v.name for v in local.op.results))
+        }
+        depths = {depth for name, depth in storage.rings.items() if name not in messages}
+        assert max(depths) == (min(micro, stages - stage) if policy == "1f1b" else micro)
+
+
+def test_gradients_are_as_large_as_their_parameters():
+    build = chain(6, [4, 5, 3], [grid(dp=3)] * 2, 4)
+    found = memory_of(build, 1)
+    loss = 4
+    assert found.parameters == 4 * (4 * 5 + 5 * 3)
+    assert found.gradients == pytest.approx(found.parameters + loss, abs=loss)
+
+
+def test_inputs_of_all_micro_batches():
+    build = chain(6, [4, 5], [grid(dp=3)], 4)
+    scalars = sum(4 for op in build.lowered.sources("constant", "input") if op.result.shape == ())
+    block = 4 * (2 * 4 + 2 * 5)
+    found = memory_of(build, 0).inputs
+    assert 4 * block <= found <= 4 * (block + scalars)
+
+
+def test_too_small_a_device_is_named_with_what_is_missing():
+    build = chain(64, [64, 256, 64], [grid(0, dp=2), grid(2, dp=2)], 2)
+    found = forecast(build, machines(4))
+    need = {rank: memory.total for rank, memory in found.memory.items()}
+    room = (min(need.values()) + max(need.values())) // 2
+    cluster = machines(4, memory=f"{room} B")
+    (short,) = out_of_memory(forecast(build, cluster), cluster)
+    assert short.needed == max(need.values())
+    assert short.missing == short.needed - room
+    assert f"device {short.device} (b0/gpu{short.device})" in str(short)
+    assert "are missing" in str(short)
+    assert out_of_memory(found, machines(4)) == ()
