@@ -27,8 +27,10 @@ class Strategy:
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
             in one word. Needs `mesh`.
-        refine: when layouts that nobody pinned may move to lower the communication: "conflicts" where
-            annotations compete for an axis, "always", or "never" (completion by priorities alone).
+        refine: what happens where annotations compete for an axis: "never" lets inputs and activations win over
+            parameters; "conflicts" completes under every order of priorities and takes the one that sends least;
+            "always" besides searches for layouts of what nobody pinned that send less, with or without conflicts
+            (slower to compile; the plan may look unlike what was annotated).
 
     Raises:
         ShardingError: an unknown mode, schedule or axis; fewer than one micro-batch.
@@ -59,9 +61,14 @@ class Strategy:
             raise ShardingError(
                 f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}"
             )
-        if self.micro_batches != int(self.micro_batches) or self.micro_batches < 1:
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ShardingError(
                 f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
+            )
+        if self.mesh is not None and not isinstance(self.mesh, ProcessMesh):
+            raise ShardingError(
+                f"mesh of Strategy is a {type(self.mesh).__name__} but must be a ProcessMesh, such as "
+                f"ProcessMesh.grid(dp=2)"
             )
         if self.batch_axes and self.mesh is None:
             raise ShardingError(

@@ -155,14 +155,6 @@ class _Propagation:
             if settled[axis][0] != dim:
                 self.lose(claim, self.graph.producers[name], "", name, settled[axis][2], "taken")
             return
-        mesh = self.mesh_of[name]
-        parts = mesh.axis_size(axis)
-        for other, (held, _, _) in settled.items():
-            if held == dim:
-                parts *= mesh.axis_size(other)
-        if parts > self.graph.values[name].shape[dim]:
-            self.lose(claim, self.graph.producers[name], "", name, claim.origin, "small")
-            return
         settled[axis] = (dim, claim.order, claim.origin)
         self.offer(claim, name, dim)
 
@@ -193,8 +185,7 @@ class _Propagation:
             return
         settled[axis] = (index, claim.order, claim.origin)
         layout = op_layout(self.op_mesh[op.name], settled)
-        crowded = layout.mesh.count(layout.of(index)) > rule.sizes[index]
-        if crowded or (index in rule.composite and not representable(rule, layout)):
+        if index in rule.composite and not representable(rule, layout):
             del settled[axis]
             self.lose(claim, op, index, via, claim.origin, "small")
             return

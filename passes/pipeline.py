@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from distgraph.errors import GraphError
 from distgraph.graph import Graph
 from distgraph.ops.registry import lookup
+from distgraph.passes.arrange import arrange
 from distgraph.passes.complete import complete
 from distgraph.passes.decompose import decompose
 from distgraph.passes.lower import lower
 from distgraph.passes.prune import prune
-from distgraph.passes.refine import arrange, refine
+from distgraph.passes.refine import refine
 from distgraph.passes.reshard import reshard
 from distgraph.verify import verify
 

@@ -27,8 +27,6 @@ from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import linear_groups, lookup, operand_layout, operand_windows, rule_of
-from distgraph.passes.claims import POLICIES
-from distgraph.passes.complete import complete
 from distgraph.passes.halo import halo_volume
 from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
 from distgraph.passes.transfer import transfer_cost
@@ -40,7 +38,6 @@ _GAIN = 0.5  # a move must save at least half a byte
 _FLOOD = 40  # ops that one move may carry along
 _OPTIONS = 64  # layouts of one op that are looked at
 _ROUNDS = 6
-_COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
 
 
 @dataclass(slots=True)
@@ -84,7 +81,7 @@ class _Refiner:
         self.number: dict[DistAttr, int] = {}
         self.split: list[int] = []
         self.kinds: dict[tuple[object, ...], int] = {}
-        self.kind_list: list[tuple[tuple[int, ...], int, DistAttr | None, bool]] = []
+        self.kind_list: list[tuple[tuple[int, ...], int, DistAttr | None, bool, bool]] = []
         self.cache: dict[tuple[int, int, tuple[int, ...]], tuple[float, int]] = {}
         self.failed: set[object] = set()
         position = {name: i for i, name in enumerate(graph.values)}
@@ -158,10 +155,11 @@ class _Refiner:
             for place, value in enumerate(op.results):
                 attr = graph.attrs[value.name]
                 pinned = attr if attr.pinned else None
-                key = (value.shape, value.dtype, pinned, value.name in leaving)
+                source = op.kind in SOURCES
+                key = (value.shape, value.dtype, pinned, value.name in leaving, source)
                 if key not in self.kinds:
                     self.kinds[key] = len(self.kinds)
-                    self.kind_list.append((value.shape, itemsize(value.dtype), pinned, value.name in leaving))
+                    self.kind_list.append((value.shape, itemsize(value.dtype), pinned, value.name in leaving, source))
                 like = replaced.get(value.name, -1)
                 touch = _TOUCH * value.nbytes
                 edges.append(_Edge(value.name, self.kinds[key], number, place, [], like, times[value.name], touch))
@@ -222,10 +220,12 @@ class _Refiner:
         return self.costs[value] > self.edges[value].touch + _GAIN
 
     def _cheapest(self, kind: int, made: int, wanted: tuple[int, ...]) -> tuple[float, int]:
-        shape, size, pinned, leaves = self.kind_list[kind]
+        shape, size, pinned, leaves, source = self.kind_list[kind]
         here = self.attrs[made]
         if pinned is not None:
             candidates = [pinned]
+        elif source:
+            candidates = [here]  # what comes from outside is kept as it is loaded
         else:
             candidates = [here, DistAttr(here.mesh, here.spec.without_partial())]
             candidates += [self.attrs[w] for w in wanted if self.attrs[w].mesh == here.mesh]
@@ -377,39 +377,11 @@ class _Refiner:
 
 def refine(graph: Graph, price: Price = wire_price) -> Graph:
     """Lower what a completed graph spends on communication; `price` is the cost of one collective."""
-    return _refined(graph, price)[1]
+    return refined(graph, price)[1]
 
 
-def arrange(
-    graph: Graph, default: ProcessMesh | None = None, *, price: Price = wire_price, always: bool = True
-) -> Graph:
-    """Complete and refine; where annotations compete, from every policy of completion, keeping the cheapest result.
-
-    Args:
-        graph: annotated graph.
-        default: mesh of a graph that names none.
-        price: cost of one collective.
-        always: refine also where no two annotations compete for an axis; False leaves such graphs as completed.
-    """
-    first = complete(graph, default)
-    compete = any(lost.reason == "taken" for lost in first.lost)
-    if not (compete or always):
-        return first
-    cost, best = _refined(first, price)
-    if compete:
-        for policy in POLICIES[1:]:
-            other_cost, other = _refined(complete(graph, default, policy), price)
-            if other_cost < cost - _GAIN:
-                cost, best = other_cost, other
-    return best
-
-
-def latency_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
-    """Bytes on the wire plus a fixed charge a collective, for programs that will really run."""
-    return sent + _COLLECTIVE if sent else 0.0
-
-
-def _refined(graph: Graph, price: Price) -> tuple[float, Graph]:
+def refined(graph: Graph, price: Price = wire_price) -> tuple[float, Graph]:
+    """As `refine`, with the cost that is left."""
     refiner = _Refiner(graph, multiplicity(graph), price)
     refiner.run()
     ops = [

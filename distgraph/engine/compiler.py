@@ -14,7 +14,7 @@ from distgraph.errors import ResourceError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
-from distgraph.passes.refine import arrange, latency_price
+from distgraph.passes.arrange import arrange, latency_price
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.world import is_chief
@@ -71,7 +71,7 @@ def lay_out(serial: Graph, default: ProcessMesh, refine: str) -> Graph:
     """Complete a graph, and refine it when the strategy says so."""
     if refine == "never":
         return complete(serial, default)
-    return arrange(serial, default, price=latency_price, always=refine == "always")
+    return arrange(serial, default, price=latency_price, search=refine == "always")
 
 
 def check_cluster(meshes: tuple[ProcessMesh, ...], cluster: Cluster) -> None:
