@@ -16,6 +16,7 @@ from distgraph.resources.cluster import (
     MatmulRate,
     MeasuredTable,
     Network,
+    OpTable,
     Switch,
 )
 from distgraph.resources.schema import (
@@ -121,7 +122,19 @@ def _compute(entry: ComputeEntry) -> Compute:
         str(dtype): MatmulRate(found.efficiency, (found.half[0], found.half[1], found.half[2]), found.error)
         for dtype, found in entry.matmul.items()
     }
-    return Compute(entry.launch, entry.memory_efficiency, entry.lookup_efficiency, rates, entry.error)
+    ops = {
+        kind: {
+            dtype: OpTable(
+                "bytes" if found.bytes else "flops",
+                tuple(found.bytes or found.flops or ()),
+                tuple(found.times),
+                found.error,
+            )
+            for dtype, found in tables.items()
+        }
+        for kind, tables in entry.ops.items()
+    }
+    return Compute(entry.launch, entry.memory_efficiency, entry.lookup_efficiency, rates, ops, entry.error)
 
 
 def _nics(

@@ -35,6 +35,22 @@ class MatmulRate:
 
 
 @dataclass(frozen=True, slots=True)
+class OpTable:
+    """Measured seconds of one kind of op by the amount of its work.
+
+    Attributes:
+        unit: "bytes" read and written, or "flops".
+        work, times: equally many; work rising.
+        error: mean relative error of the table against what was measured.
+    """
+
+    unit: str
+    work: tuple[float, ...]
+    times: tuple[float, ...]
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """What computing costs on a device beside its peaks; None where nobody stated it. See `ComputeCost`.
 
@@ -42,6 +58,7 @@ class Compute:
         launch: seconds that starting one op costs.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
         matmul: by dtype.
+        ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
         error: relative error of the fit, by name of the number.
     """
 
@@ -49,6 +66,7 @@ class Compute:
     memory_efficiency: float | None = None
     lookup_efficiency: float | None = None
     matmul: Mapping[str, MatmulRate] = field(default_factory=dict, hash=False)
+    ops: Mapping[str, Mapping[str, OpTable]] = field(default_factory=dict, hash=False)
     error: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 

@@ -13,12 +13,17 @@ The matmul is a roofline whose roof sinks for small matrices: an edge of a matri
 in which a device computes wastes the rest of them, and a short sum does not hide filling and draining the
 pipeline. In a batch of matrices every matrix has edges of its own, so m, n and k are those of one matrix; the
 batch only shares the launch. All numbers come from `machines[].devices.compute` of the resource file.
+
+Where that has a measured table for the kind of op and the dtype (`ops`), the table wins: between its entries the
+time is linear in the work, below the first it falls to `launch`, above the last it rises with the work.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from distgraph.errors import ResourceError
-from distgraph.resources.cluster import Cluster, Device
+from distgraph.resources.cluster import Cluster, Device, OpTable
 
 CLASSES = ("matmul", "memory", "lookup", "launch")
 Dims = tuple[int, int, int, int]
@@ -38,7 +43,14 @@ class ComputeCost:
         self.cluster = cluster
 
     def time(
-        self, device: int, kind: str, flops: float, nbytes: float, dtype: str, dims: Dims = (1, 1, 1, 1)
+        self,
+        device: int,
+        kind: str,
+        flops: float,
+        nbytes: float,
+        dtype: str,
+        dims: Dims = (1, 1, 1, 1),
+        op: str = "",
     ) -> float:
         """Seconds of one op.
 
@@ -49,6 +61,7 @@ class ComputeCost:
             nbytes: bytes read and written.
             dtype: of the operands of a matmul.
             dims: (batch, m, n, k) of a matmul.
+            op: kind of the op, where a table for it may be used.
 
         Raises:
             ResourceError: an unknown class, or a number that the resource file does not state.
@@ -57,6 +70,9 @@ class ComputeCost:
             raise ResourceError(f"op class {kind}: unknown; use one of {', '.join(CLASSES)}")
         found = self.cluster.devices[device]
         seconds = self._number(found, "launch", "5 us")
+        table = found.compute.ops.get(op, {}).get(dtype)
+        if table is not None:
+            return _looked_up(table, flops if table.unit == "flops" else nbytes, seconds)
         if kind == "launch":
             return seconds
         moving = nbytes / self._rate(found, "lookup" if kind == "lookup" else "memory")
@@ -108,3 +124,11 @@ class ComputeCost:
             f"{self.cluster.source}: {device.origin}.compute.{name}: missing, {why}; add it such as "
             f"{example}, or run distgraph profile on that machine, which measures it"
         )
+
+
+def _looked_up(table: OpTable, work: float, launch: float) -> float:
+    """Seconds from a measured table."""
+    if work >= table.work[-1]:
+        return table.times[-1] * work / table.work[-1]
+    start = min(launch, table.times[0])
+    return float(np.interp(work, (0.0, *table.work), (start, *table.times)))

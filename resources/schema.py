@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from distgraph.errors import ResourceError
-from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, Unit, parse
+from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, WORK, Unit, parse
 
 
 def _parser(unit: Unit) -> Callable[[object], float]:
@@ -31,6 +31,7 @@ def _parser(unit: Unit) -> Callable[[object], float]:
 Size = Annotated[float, BeforeValidator(_parser(SIZE))]
 Bandwidth = Annotated[float, BeforeValidator(_parser(BANDWIDTH))]
 Seconds = Annotated[float, BeforeValidator(_parser(TIME))]
+Work = Annotated[float, BeforeValidator(_parser(WORK))]
 Compute = Annotated[float, BeforeValidator(_parser(COMPUTE))]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
@@ -53,6 +54,26 @@ class MatmulEntry(Entry):
     error: dict[str, float] = Field(default_factory=dict)
 
 
+class OpEntry(Entry):
+    """Measured times of one kind of op, by bytes or by FLOPs."""
+
+    bytes: Annotated[list[Size], Field(min_length=1)] | None = None
+    flops: Annotated[list[Work], Field(min_length=1)] | None = None
+    times: Annotated[list[Seconds], Field(min_length=1)]
+    error: float | None = None
+
+    @model_validator(mode="after")
+    def _matched(self) -> OpEntry:
+        if (self.bytes is None) == (self.flops is None):
+            raise ValueError("times by bytes or by flops, one of them")
+        work = self.bytes or self.flops or []
+        if len(work) != len(self.times):
+            raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")
+        if any(later <= earlier for earlier, later in zip(work, work[1:], strict=False)):
+            raise ValueError("amounts of work in increasing order")
+        return self
+
+
 class ComputeEntry(Entry):
     """What computing costs on a device; `error` holds the relative error of the fit of each number."""
 
@@ -60,6 +81,7 @@ class ComputeEntry(Entry):
     memory_efficiency: Fraction | None = None
     lookup_efficiency: Fraction | None = None
     matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)
+    ops: dict[str, dict[str, OpEntry]] = Field(default_factory=dict)
     error: dict[str, float] = Field(default_factory=dict)
 
 

@@ -33,6 +33,7 @@ class Unit:
 SIZE = Unit("size", "80 GiB", "byte")
 BANDWIDTH = Unit("bandwidth", "25 Gbit/s", "byte / second")
 TIME = Unit("time", "2 us", "second", may_be_zero=True)
+WORK = Unit("amount of work", "2 GFLOP", "FLOP")
 COMPUTE = Unit("compute rate", "125 TFLOP/s", "FLOP / second")
 
 

@@ -33,6 +33,7 @@ class Work:
         nbytes: bytes read and written.
         dtype: of the first operand.
         dims: (batch, m, n, k) of a matmul, else ones.
+        op: kind of the op; "" for a copy.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Work:
     nbytes: float = 0.0
     dtype: str = "f32"
     dims: Dims = (1, 1, 1, 1)
+    op: str = ""
 
 
 NOTHING = Work("none")
@@ -70,7 +72,7 @@ class OpCost:
 
     def of(self, local: LocalOp) -> tuple[Work, float]:
         """Work and seconds of the computation in a local op of any mode, without communication."""
-        work = self._work(local)
+        work = self.work(local)
         if work is NOTHING:
             return work, 0.0
         return work, self.seconds(work)
@@ -81,7 +83,9 @@ class OpCost:
             return 0.0
         key = (self._model, work)
         if key not in self._known:
-            time = self.cost.time(self.device, work.kind, work.flops, work.nbytes, work.dtype, work.dims)
+            time = self.cost.time(
+                self.device, work.kind, work.flops, work.nbytes, work.dtype, work.dims, work.op
+            )
             self._known[key] = (work, time)
         return self._known[key][1]
 
@@ -97,7 +101,8 @@ class OpCost:
         )
         return work, self.seconds(work)
 
-    def _work(self, local: LocalOp) -> Work:
+    def work(self, local: LocalOp) -> Work:
+        """What there is to do in a local op of any mode, without communication."""
         mode = local.mode
         if mode == "compute":
             return self._computed(local)
@@ -159,16 +164,17 @@ def _work_of(
     written = sum(v.nbytes for v in op.results)
     dtype = op.operands[0].dtype if op.operands else op.results[0].dtype
     if declared.cost == "launch" or written == 0:
-        return Work("launch", dtype=dtype)
+        return Work("launch", dtype=dtype, op=op.kind)
     if declared.cost == "lookup":
         read = tuple(
             min(size, written) if _is_located(op, i) else size for i, size in enumerate(read)
         )  # rows that nobody asks for are not read
     total = sum(read) + written * (2 if adds else 1)
     if declared.cost != "matmul" or len(op.operands) == 1:
-        return Work("lookup" if declared.cost == "lookup" else "memory", 0.0, total, dtype)
+        kind = "lookup" if declared.cost == "lookup" else "memory"
+        return Work(kind, 0.0, total, dtype, op=op.kind)
     count = flops(op)
-    return Work("matmul", count, total, dtype, _dims(op, count))
+    return Work("matmul", count, total, dtype, _dims(op, count), op.kind)
 
 
 def _localized(local: LocalOp, types: Mapping[str, tuple[tuple[int, ...], str]]) -> Op:
