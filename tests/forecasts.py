@@ -24,7 +24,7 @@ def machines(*sizes: int, **changes: str) -> Cluster:
     """Machines of the given numbers of equal devices; one NIC each, all joined by one switch.
 
     Args:
-        changes: launch, bandwidth and latency of links inside, cable (the NICs' bandwidth), memory of a device.
+        changes: launch, bandwidth and latency of links inside, cable (of NICs), memory of a device.
     """
     numbers = {
         "launch": "10 us",
@@ -68,7 +68,7 @@ def machines(*sizes: int, **changes: str) -> Cluster:
         "name": "boxes",
         "launch": numbers["launch"],
         "machines": entries,
-        "network": {"topology": "switch"},
+        "network": {"topology": "switch", "kind": "ethernet"},
     }
     return cluster_of(document)
 
