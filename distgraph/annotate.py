@@ -10,9 +10,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.mesh import ProcessMesh, check_mesh
 from distgraph.spec import DistAttr, Origin, ShardSpec, UserDim
-from distgraph.tensor import Tensor
+from distgraph.tensor import Tensor, TensorOperators
 from distgraph.trace import Trace, caller
 
 Dims = Sequence[UserDim]
@@ -30,22 +30,31 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
         `x` itself.
 
     Raises:
-        ShardingError: an axis is unknown or used twice, the number of dims differs, or `x` was pinned otherwise.
+        ShardingError: an axis is unknown or used twice, the number of dims differs, or `x` was pinned
+            otherwise.
     """
     if mesh is None:
         return x
     where = caller()
+    check_mesh(f"shard_tensor ({where})", mesh)
     attr = DistAttr(mesh, ShardSpec.of(dims), Origin("user", where))
     if isinstance(x, Tensor):
         x.trace.annotate(x.value, attr)
         return x
-    attr.spec.check(x.shape, mesh, f"parameter of shape {tuple(x.shape)} ({where})")
-    before = getattr(x, "annotation", None)
+    if not isinstance(x, TensorOperators):
+        raise ShardingError(
+            f"shard_tensor ({where}): {type(x).__name__} cannot be annotated; pass a parameter such as "
+            f"layer.weight, or a tensor inside of forward"
+        )
+    parameter: Any = x
+    attr.spec.check(parameter.shape, mesh, f"parameter of shape {tuple(parameter.shape)} ({where})")
+    before = parameter.annotation
     if before is not None and before != attr:
         raise ShardingError(
-            f"parameter is annotated {attr} ({where}) but was annotated {before} ({before.origin.where}); remove one"
+            f"parameter is annotated {attr} ({where}) but was annotated {before} ({before.origin.where}); "
+            f"remove one"
         )
-    x.annotation = attr
+    parameter.annotation = attr
     return x
 
 
@@ -57,6 +66,7 @@ def reshard(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
     """
     if mesh is None:
         return x
+    check_mesh(f"reshard ({caller()})", mesh)
     trace = x.trace if isinstance(x, Tensor) else Trace.current()
     attr = DistAttr(mesh, ShardSpec.of(dims), Origin("user", caller()))
     with trace.on(mesh):
@@ -84,11 +94,14 @@ def shard_op(
     """
     if mesh is None:
         return function
+    check_mesh(f"shard_op ({caller()})", mesh)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
         if in_specs is not None and len(in_specs) != len(tensors):
-            raise ShardingError(f"shard_op has {len(in_specs)} in_specs but the call has {len(tensors)} tensors")
+            raise ShardingError(
+                f"shard_op has {len(in_specs)} in_specs but the call has {len(tensors)} tensors"
+            )
         specs = iter(in_specs or [None] * len(tensors))
         moved = []
         for a in args:
@@ -101,9 +114,11 @@ def shard_op(
         if isinstance(returned, Tensor):
             return shard_tensor(returned, mesh, out_specs)  # type: ignore[arg-type]
         if len(out_specs) != len(returned):
-            raise ShardingError(f"shard_op has {len(out_specs)} out_specs but the call returns {len(returned)} tensors")
+            raise ShardingError(
+                f"shard_op has {len(out_specs)} out_specs but the call returns {len(returned)} tensors"
+            )
         return type(returned)(
-            r if spec is None else shard_tensor(r, mesh, spec)  # type: ignore[arg-type]
+            r if spec is None else shard_tensor(r, mesh, spec)
             for r, spec in zip(returned, out_specs, strict=True)
         )
 
@@ -111,7 +126,7 @@ def shard_op(
 
 
 def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function or module whose intermediate results are computed again in the backward part instead of being kept.
+    """A function or module whose intermediate results are computed again in the backward part, not kept.
 
     Less memory for activations, a second forward computation of the block; the numbers do not change.
 
@@ -134,7 +149,7 @@ def on(mesh: ProcessMesh | None) -> Iterator[None]:
 
 
 def pipeline_boundary(x: Any, mesh: ProcessMesh | None = None) -> Any:
-    """Mark the border between two pipeline stages; what follows is computed on `mesh` (or where its annotations say)."""
+    """Mark the border between two stages; what follows runs on `mesh`, or where its annotations say."""
     if mesh is None:
         return x
     trace = Trace.current()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgraph.dtypes import short, to_numpy
+from distgraph.dtypes import is_integer, short, to_numpy
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.kernels.random import random_key
 
@@ -144,7 +144,7 @@ def _check_dtype(name: str, array: Any) -> str:
     try:
         return short(array.dtype)
     except GraphError as error:
-        raise RuntimeFault(f"data field {name}: {error}") from None
+        raise RuntimeFault(f"data field {name}: {error}; convert it with np.asarray(..., dtype)") from None
 
 
 def _fields(loaded: Any) -> Fields:
@@ -270,7 +270,7 @@ class DataLoader:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size != int(self.batch_size) or self.batch_size < 1:
+        if not is_integer(self.batch_size) or self.batch_size < 1:
             raise RuntimeFault(f"batch_size is {self.batch_size!r} but must be a number from 1 up")
         if self.drop_last and len(self.source) < self.batch_size:
             raise RuntimeFault(

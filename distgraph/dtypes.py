@@ -78,3 +78,8 @@ def promote(left: str, right: str) -> str:
 def epsilon(name: str) -> float:
     """Distance from 1 to the next number; 0 for types that are exact."""
     return float(ml_dtypes.finfo(to_numpy(name)).eps) if is_float(name) else 0.0
+
+
+def is_integer(number: object) -> bool:
+    """Whether an object is a whole number of Python or NumPy, and no bool."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.dtypes import is_integer
 from distgraph.errors import ShardingError
 
 
@@ -22,7 +23,8 @@ class ProcessMesh:
         axes: one distinct name an array dimension.
 
     Raises:
-        ShardingError: names and dimensions disagree, a name or a rank repeats, a rank is negative, no rank at all.
+        ShardingError: names and dimensions disagree, a name or a rank repeats, a rank is negative, there is
+            none.
 
     Example:
         >>> mesh = ProcessMesh(np.arange(6).reshape(3, 2), ["x", "y"])
@@ -36,7 +38,7 @@ class ProcessMesh:
     shape: tuple[int, ...]
 
     def __init__(self, ranks: Any, axes: Sequence[str]) -> None:
-        array = np.array(ranks, dtype=np.int64)
+        array = _rank_array(ranks)
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if array.ndim != len(names):
             raise ShardingError(
@@ -46,7 +48,9 @@ class ProcessMesh:
         if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
             raise ShardingError(f"mesh axis names {list(names)} must be distinct identifiers")
         if array.size == 0 or array.min() < 0 or np.unique(array).size != array.size:
-            raise ShardingError(f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one")
+            raise ShardingError(
+                f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one"
+            )
         array.setflags(write=False)
         self.ranks = array
         self.axes = names
@@ -57,6 +61,8 @@ class ProcessMesh:
     def grid(cls, start: int = 0, /, **sizes: int) -> ProcessMesh:
         """Consecutive ranks from `start`, axes in keyword order: `ProcessMesh.grid(dp=2, tp=4)`."""
         shape = tuple(sizes.values())
+        if not shape or not all(is_integer(n) and n > 0 for n in shape):
+            raise ShardingError(f"mesh sizes {sizes} must be numbers from 1 up, such as dp=2, tp=4")
         return cls(np.arange(start, start + math.prod(shape)).reshape(shape), tuple(sizes))
 
     @property
@@ -98,10 +104,12 @@ class ProcessMesh:
         try:
             return self._coordinates[rank]
         except KeyError:
-            raise ShardingError(f"rank {rank} is not in {self}, whose ranks are {list(self.members)}") from None
+            raise ShardingError(
+                f"rank {rank} is not in {self}, whose ranks are {list(self.members)}"
+            ) from None
 
     def index(self, rank: int, axes: Iterable[str]) -> int:
-        """Row-major position of a rank along several axes, major first: which part of a split dim it holds."""
+        """Row-major position of a rank along several axes, major first: the part of a split dim it holds."""
         at, position = self.coordinates(rank), 0
         for axis in axes:
             position = position * self.axis_size(axis) + at[self.axes.index(axis)]
@@ -127,13 +135,13 @@ class ProcessMesh:
         return tuple(dict.fromkeys(self.group(rank, axes) for rank in self.members))
 
     def reshape(self, **sizes: int) -> ProcessMesh:
-        """Same ranks, other axes: `mesh.reshape(dp=2, tp=2)`. Raises ShardingError when the sizes do not fit."""
+        """Same ranks, other axes: `mesh.reshape(dp=2, tp=2)`. Raises ShardingError when sizes do not fit."""
         if math.prod(sizes.values()) != self.size:
             raise ShardingError(f"{self} has {self.size} ranks but {sizes} needs {math.prod(sizes.values())}")
         return ProcessMesh(self.ranks.reshape(tuple(sizes.values())), tuple(sizes))
 
     def __getitem__(self, key: Any) -> ProcessMesh:
-        """`mesh[0:2]` cuts the first axis, `mesh["x", 0]` drops axis x at position 0, `mesh["x", 0:2]` cuts it."""
+        """`mesh[0:2]` cuts the first axis, `mesh["x", 0:2]` axis x; `mesh["x", 0]` drops x at position 0."""
         axis, at = key if isinstance(key, tuple) else (self.axes[0], key)
         self.axis_size(axis)
         where = self.axes.index(axis)
@@ -155,7 +163,9 @@ class ProcessMesh:
             return True
         if not isinstance(other, ProcessMesh):
             return NotImplemented
-        return self.axes == other.axes and self.shape == other.shape and bool((self.ranks == other.ranks).all())
+        return (
+            self.axes == other.axes and self.shape == other.shape and bool((self.ranks == other.ranks).all())
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -168,3 +178,22 @@ class ProcessMesh:
         if ranks == tuple(range(ranks[0], ranks[0] + self.size)):
             return f"mesh({body}; {ranks[0]}..{ranks[-1]})"
         return f"mesh({body}; {','.join(map(str, ranks))})"
+
+
+def _rank_array(ranks: Any) -> np.ndarray:
+    try:
+        array = np.array(ranks)
+    except ValueError:
+        raise ShardingError(f"mesh ranks {ranks} must be a full grid; rows differ in length") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise ShardingError(f"mesh ranks {array.ravel().tolist()} are {array.dtype} but must be integers")
+    return array.astype(np.int64)
+
+
+def check_mesh(subject: str, mesh: object) -> None:
+    """Raises ShardingError where something else is given for a mesh."""
+    if not isinstance(mesh, ProcessMesh):
+        raise ShardingError(
+            f"{subject}: mesh is a {type(mesh).__name__} but must be a ProcessMesh, such as "
+            f"ProcessMesh.grid(dp=2)"
+        )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.graph import Op
@@ -37,18 +39,23 @@ class Optimizer:
     """What all optimisers share.
 
     Attributes:
-        lr: learning rate, or a schedule (see `distgraph.schedules`).
+        lr: learning rate, or a schedule (see `distgraph.schedules`); the one argument that needs no name.
         clip_norm: gradients are scaled down so that their common norm is at most this; None to leave them.
         weight_decay: see each optimiser.
         decays: (name, shape) -> whether weight decay applies to a parameter; by default to all.
         state_spec: layouts of states; see `shard_states`.
     """
 
-    lr: float | Schedule = 1e-3
+    lr: float | Schedule = field(default=1e-3, kw_only=False)
     clip_norm: float | None = None
     weight_decay: float = 0.0
     decays: Callable[[str, tuple[int, ...]], bool] = field(default=lambda name, shape: True)
     state_spec: StateSpec | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("lr", self.lr), ("clip_norm", self.clip_norm)):
+            if not (callable(number) or number is None or _is_rate(number)):
+                raise GraphError(f"{name} of {type(self).__name__} is {number!r} but must be 0 or more")
 
     def learning_rate(self, step: int) -> float:
         """The rate after `step` finished steps."""
@@ -242,6 +249,10 @@ class Adafactor(Optimizer):
         if decay:
             change = change + p * decay
         slot.store(p, p - change * _rate(lr, change))
+
+
+def _is_rate(number: object) -> bool:
+    return isinstance(number, (int, float, np.number)) and bool(number >= 0)
 
 
 def _rate(scalar: Tensor, like: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ UserDim = str | Sequence[str] | None
 
 
 class ShardSpec:
-    """For each dim of a tensor the mesh axes that split it (major to minor), plus the axes over which it is partial.
+    """For each dim of a tensor the mesh axes that split it, major to minor; and the axes it is partial over.
 
     A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty.
-    Partial over an axis means: the true value is the reduction (sum, max, min, prod) of what the ranks along it hold.
+    Partial over an axis means: the true value is the reduction (sum, max, min, prod) of what the ranks along
+    it hold.
     Frozen, hashable, and parseable from its own print.
 
     Example:
@@ -40,7 +41,19 @@ class ShardSpec:
 
     @classmethod
     def of(cls, dims: Sequence[UserDim], partial: Mapping[str, str] | None = None) -> ShardSpec:
-        """From what a user writes: `[None, "x"]`, `[("x", "y"), None]`. Raises ShardingError when an axis repeats."""
+        """From what a user writes: `[None, "x"]`, `[("x", "y"), None]`.
+
+        Raises:
+            ShardingError: an axis repeats, or what is given is no list of axes.
+        """
+        given: object = dims
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise ShardingError(f"spec is {dims!r} but must be a list, one entry a dim, such as [None, 'tp']")
+        for d in given:
+            if d is not None and not isinstance(d, (str, tuple, list)):
+                raise ShardingError(
+                    f"spec {list(given)}: {d!r} is no axis; each entry is a name, a tuple of names or None"
+                )
         tuples = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
         spec = cls(tuples, tuple((partial or {}).items()))
         spec.check_axes()
@@ -81,7 +94,9 @@ class ShardSpec:
                 raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")
         for axis, kind in self.partial:
             if kind not in REDUCTIONS:
-                raise ShardingError(f"spec {self}: reduction {kind!r} of axis {axis} is not one of {REDUCTIONS}")
+                raise ShardingError(
+                    f"spec {self}: reduction {kind!r} of axis {axis} is not one of {REDUCTIONS}"
+                )
 
     def check(self, shape: Sequence[int], mesh: ProcessMesh, subject: str = "tensor") -> None:
         """Raises ShardingError when the spec does not fit a shape or names an axis that the mesh lacks."""
@@ -92,7 +107,9 @@ class ShardSpec:
             )
         for axis in self.axes:
             if axis not in mesh.sizes:
-                raise ShardingError(f"{subject}: spec {self} names axis {axis!r} but {mesh} has {', '.join(mesh.axes)}")
+                raise ShardingError(
+                    f"{subject}: spec {self} names axis {axis!r} but {mesh} has {', '.join(mesh.axes)}"
+                )
 
     @property
     def axes(self) -> tuple[str, ...]:

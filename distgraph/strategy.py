@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distgraph.dtypes import is_integer
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.mesh import ProcessMesh, check_mesh
 
 MODES = ("manual", "semi")
 SCHEDULES = ("1f1b", "gpipe")
@@ -61,15 +62,12 @@ class Strategy:
             raise ShardingError(
                 f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}"
             )
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+        if not is_integer(self.micro_batches) or self.micro_batches < 1:
             raise ShardingError(
                 f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
             )
-        if self.mesh is not None and not isinstance(self.mesh, ProcessMesh):
-            raise ShardingError(
-                f"mesh of Strategy is a {type(self.mesh).__name__} but must be a ProcessMesh, such as "
-                f"ProcessMesh.grid(dp=2)"
-            )
+        if self.mesh is not None:
+            check_mesh("Strategy", self.mesh)
         if self.batch_axes and self.mesh is None:
             raise ShardingError(
                 f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"

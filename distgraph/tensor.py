@@ -33,6 +33,10 @@ def emit(kind: str, *operands: Any, **attrs: Any) -> Any:
     return results[0] if len(results) == 1 else results
 
 
+class MissingMethod(GraphError, AttributeError):
+    """A method that arrays elsewhere have and traced tensors do not."""
+
+
 class TensorOperators:
     """Operators and array methods of traced tensors and of parameters (which become tensors on use)."""
 
@@ -132,6 +136,23 @@ class TensorOperators:
     def __getitem__(self, key: Any) -> Tensor:
         result: Tensor = ABOVE["getitem"](self, key)
         return result
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise GraphError(
+            f"{type(self).__name__} is never written to; make a new one with distgraph.ops.where, concat or "
+            f"dynamic_update_slice"
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there; an AttributeError too, so that hasattr answers."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise MissingMethod(
+                f"{type(self).__name__} has no {name!r}; use a function of distgraph.ops, NumPy or the array "
+                f"API instead"
+            )
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         return ABOVE["array_namespace"]()

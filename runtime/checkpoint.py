@@ -16,6 +16,7 @@ block belongs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -103,7 +104,7 @@ def write_checkpoint(
         failures = [f"rank 0: {error}"] if error else []
     if failures:
         for rank in world.local:
-            (path / f"{tag}.rank-{rank:05d}.safetensors").unlink(missing_ok=True)
+            _remove(path / f"{tag}.rank-{rank:05d}.safetensors")
         raise RuntimeFault(
             f"checkpoint {path} could not be written: {failures[0]}; the previous one, if there was one, "
             f"is whole"
@@ -130,7 +131,7 @@ def _write_blocks(
         save_file(arrays, path, {"format": FORMAT, "rank": str(rank)})
         _flush(path)
     except (OSError, SafetensorError) as error:
-        path.unlink(missing_ok=True)
+        _remove(path)
         return _Written(error=f"{path.name}: {error}")
     shards = {n: ([s.start for s in where], [s.stop - s.start for s in where]) for n, where in blocks.items()}
     return _Written(path.name, shards)
@@ -167,13 +168,19 @@ def _commit(
         draft.replace(path / INDEX)
         _flush(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        _remove(draft)
         return f"{draft.name}: {error}"
     files = {part.file for part in written}
     for old in path.glob("step-*.rank-*.safetensors"):
         if old.name not in files:
-            old.unlink(missing_ok=True)
+            _remove(old)
     return ""
+
+
+def _remove(path: Path) -> None:
+    """Delete a file if that can be done; whatever stands in the way is not what the user has to hear of."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _flush(path: Path) -> None:

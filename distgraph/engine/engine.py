@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 import distgraph
 from distgraph.callbacks import Callback, ProgressBar
 from distgraph.data import DataLoader, as_source, stand_ins, whole
+from distgraph.engine.arguments import check_parts, check_training
 from distgraph.engine.compiled import scalar
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.plan import Plan
 from distgraph.engine.program import Recipe, metric_names
 from distgraph.engine.session import Session
-from distgraph.errors import GraphError, RuntimeFault
+from distgraph.errors import RuntimeFault
 from distgraph.history import History, Means
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
@@ -63,6 +65,7 @@ class Engine:
         cluster: Cluster | str | Path | None = None,
         seed: int = 0,
     ) -> None:
+        check_parts(model, loss, optimizer, metrics, strategy, cluster, seed)
         self.recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
         self.cluster = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         self.seed = seed
@@ -120,9 +123,14 @@ class Engine:
 
         Returns:
             the history of all that this engine has trained.
+
+        Raises:
+            GraphError, ShardingError, ResourceError: the data does not fit the model, or the program does not
+                fit the ranks.
+            RuntimeFault: an argument makes no sense, a rank failed, or the loss is not a number.
         """
+        check_training(epochs, batch_size, self.recipe.strategy.micro_batches, callbacks)
         source = as_source(train)
-        self._check_batch_size(batch_size)
         watchers = [*callbacks, *([ProgressBar()] if progress else [])]
         last = epochs if resume else self.epoch + epochs
         position = self.position if resume else 0
@@ -280,6 +288,11 @@ class Engine:
             self._means = Means()
         for batch in loader:
             logs = self.run(batch)
+            if math.isnan(logs["loss"]):  # from here on parameters and later checkpoints are worth nothing
+                raise RuntimeFault(
+                    f"loss is nan in step {self.step} (epoch {epoch}, samples from {batch.position}); lower "
+                    f"lr, set clip_norm of the optimizer, or look for nan in the data"
+                )
             self._means.add(logs, len(batch))
             for watcher in watchers:
                 watcher.on_batch_end(self, self.step, logs)
@@ -302,14 +315,6 @@ class Engine:
         key = np.uint64(random_key(self.seed, "step", self.step))
         numbers = {} if self.recipe.optimizer is None else self.recipe.optimizer.inputs(self.step)
         return {"key": key, **{name: scalar("f32", number) for name, number in numbers.items()}}
-
-    def _check_batch_size(self, batch_size: int) -> None:
-        micro = self.recipe.strategy.micro_batches
-        if batch_size % micro:
-            raise GraphError(
-                f"batch_size is {batch_size} but micro_batches of the strategy is {micro}; make one a "
-                f"multiple of the other"
-            )
 
 
 def _reader(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:

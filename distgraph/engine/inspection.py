@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from distgraph.data import Batch
 from distgraph.engine.compiler import lay_out
 from distgraph.engine.memory import Memory
 from distgraph.engine.program import Recipe
-from distgraph.errors import GraphError
+from distgraph.errors import DistGraphError, GraphError
 from distgraph.kernels.random import random_key
 from distgraph.mesh import ProcessMesh
 from distgraph.runtime.check import Report, check
@@ -78,7 +80,7 @@ def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -
         samples: most samples of the batch to look at; 0 for all.
 
     Raises:
-        GraphError: there is no such file, or the script ends without a training step.
+        GraphError: there is no such file, or the script ends, exits or raises without a training step.
     """
     if not Path(path).is_file():
         raise GraphError(f"check: script {str(path)!r} does not exist; give the path of a file")
@@ -90,10 +92,30 @@ def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -
         runpy.run_path(str(path), run_name="__main__")
     except _Checked as checked:
         return checked.report
+    except SystemExit as error:
+        raise GraphError(
+            f"check: {path} exits ({error.code}) before its first training step; there is nothing to compare"
+        ) from None
+    except DistGraphError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the script raises ends it
+        traceback.print_exception(error.with_traceback(_from(error.__traceback__, str(path))))
+        raise GraphError(
+            f"check: {path} raised {type(error).__name__}: {error} before its first training step; mend it "
+            f"first"
+        ) from None
     finally:
         SAMPLES.reset(token)
         sys.argv, sys.path[:] = before
     raise GraphError(f"check: {path} ends without a training step; there is nothing to compare")
+
+
+def _from(trace: TracebackType | None, path: str) -> TracebackType | None:
+    """The part of a traceback from a file on."""
+    start = trace
+    while start is not None and start.tb_frame.f_code.co_filename != path:
+        start = start.tb_next
+    return start
 
 
 def _whole(memory: Memory, name: str) -> np.ndarray:

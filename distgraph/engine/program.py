@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from distgraph.data import POSITION, Field
 from distgraph.dtypes import is_float
+from distgraph.engine.arguments import check_call
 from distgraph.errors import GraphError
 from distgraph.graph import Graph
 from distgraph.nn import Module
@@ -133,7 +136,14 @@ class Recipe:
                 f"{len(values) + len(named)} "
                 f"inputs: {error}; pass (inputs, target), or a dict with the names of its arguments"
             ) from None
-        return self.model(*values, **named)
+        output = self.model(*values, **named)
+        if output is None:
+            name = getattr(self.model, "__name__", type(self.model).__name__)
+            raise GraphError(
+                f"model {name} returned None but must return a tensor, or a tuple or dict of them; its "
+                f"forward may lack a return"
+            )
+        return output
 
     def _measure(self, trace: Trace, output: Any, targets: Sequence[Tensor]) -> dict[str, Tensor]:
         if self.loss is None:
@@ -144,16 +154,20 @@ class Recipe:
                 raise GraphError(
                     "batch has no target but the loss needs one; pass (x, y), or an Engine without loss"
                 )
+            check_call("loss", self.loss, 1 + len(targets))
             loss = self.loss(output, *targets)
         if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
             found = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
             raise GraphError(f"loss is {found} but must be one number of a float dtype; take its mean")
         measured = {"loss": loss}
         for name, metric in self.metrics.items():
-            value = trace.tensor(metric(output, *targets))
-            if value.shape != ():
-                raise GraphError(f"metric {name} is {value.value.type} but must be one number; take its mean")
-            measured[name] = value
+            check_call(f"metric {name}", metric, 1 + len(targets))
+            value = metric(output, *targets)
+            number = trace.tensor(value) if isinstance(value, (Tensor, int, float, np.generic)) else None
+            if number is None or number.shape != ():
+                found = type(value).__name__ if number is None else number.value.type
+                raise GraphError(f"metric {name} is {found} but must be one number; take its mean")
+            measured[name] = number
         return measured
 
 

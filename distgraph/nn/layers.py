@@ -94,6 +94,8 @@ class Sequential(Module):
     """Modules and functions, one after the other."""
 
     def __init__(self, *steps: Callable[..., Any]) -> None:
+        for position, step in enumerate(steps):
+            _check_step(position, step)
         self.steps = list(steps)
 
     def forward(self, x: Any) -> Any:
@@ -110,6 +112,15 @@ class Sequential(Module):
 
     def __getitem__(self, position: int) -> Callable[..., Any]:
         return self.steps[position]
+
+
+def _check_step(position: int, step: object) -> None:
+    if isinstance(step, type) or not callable(step):
+        found = f"the class {step.__name__}" if isinstance(step, type) else f"a {type(step).__name__}"
+        raise GraphError(
+            f"step {position} of Sequential is {found} but must be a module or a function; write "
+            f"Sequential(Linear(2, 3), ReLU()), or Sequential(*modules) for a list"
+        )
 
 
 class ReLU(Module):

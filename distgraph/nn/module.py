@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
 from distgraph.trace import Trace
+
+
+class MissingPart(GraphError, AttributeError):
+    """An attribute that a module was never given."""
 
 
 class Module:
@@ -43,6 +47,17 @@ class Module:
             path = ""
         with trace.within(scope=path):
             return self.forward(*args, **kwargs)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there; an AttributeError too, so that hasattr answers."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise MissingPart(
+                f"{type(self).__name__} has no {name!r}; set it in __init__, and call super().__init__ where "
+                f"that overrides another"
+            )
 
     def children(self) -> Iterator[tuple[str, Any]]:
         """(relative path, module or parameter) of what this module holds itself."""

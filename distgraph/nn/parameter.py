@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distgraph.dtypes import short
+from distgraph.dtypes import is_integer, short
 from distgraph.errors import GraphError
 from distgraph.init import Init, check_init
 from distgraph.spec import DistAttr
@@ -35,7 +35,10 @@ class Parameter(TensorOperators):
         annotation: DistAttr | None = None,
     ) -> None:
         check_init(init)
-        self.shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        if not all(is_integer(n) and n >= 0 for n in lengths):
+            raise GraphError(f"shape of a parameter is {lengths} but must be numbers from 0 up")
+        self.shape: tuple[int, ...] = tuple(int(n) for n in lengths)
         self.dtype = short(dtype)
         self.init = init
         self.trainable = trainable
