@@ -27,6 +27,7 @@ from distgraph.passes.claims import Settled, op_layout, propagate, value_spec
 from distgraph.passes.decompose import decompose
 from distgraph.passes.defer import Kept, deferred, passing_group
 from distgraph.passes.place import place
+from distgraph.passes.postpone import postpone
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, Origin, ShardSpec
 
@@ -46,13 +47,13 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     """
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
     graph = replace(graph, attrs=pinned)
-    graph, meshes = place(graph, default)
+    graph, meshes = postpone(*place(graph, default))
     settled = propagate(graph, meshes, policy)
     for _ in range(_ROUNDS):
         split = _split_whole(graph, settled)
         if not split:
             break
-        graph, meshes = place(decompose(graph, split), default)
+        graph, meshes = postpone(*place(decompose(graph, split), default))
         settled = propagate(graph, meshes, policy)
     layouts = {op.name: op_layout(meshes[op.name], settled.ops[op.name]) for op in graph.ops}
     kept = deferred(graph, settled, layouts)

@@ -1,0 +1,51 @@
+"""Gradients of a parameter that two stages share cross between them once a step, not once a micro-batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import distgraph as dg
+from distgraph import nn
+
+
+class Tied(nn.Module):
+    """One matrix, used by two stages and on both sides of the border."""
+
+    def __init__(self, stages: tuple[dg.ProcessMesh, dg.ProcessMesh] | None) -> None:
+        super().__init__()
+        self.shared = nn.Parameter((6, 6), "f64", init=("normal", 0.3))
+        self.stages = stages
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        first, second = self.stages or (None, None)
+        with dg.on(first):
+            x = dg.ops.tanh(x @ self.shared)
+        with dg.on(second):
+            return dg.ops.tanh(x @ self.shared) @ self.shared
+
+
+def train(stages: tuple[dg.ProcessMesh, dg.ProcessMesh] | None, micro: int) -> tuple[list[float], dg.Engine]:
+    engine = dg.Engine(
+        Tied(stages), nn.MeanSquaredError(), dg.optim.Adam(lr=0.01), strategy=dg.Strategy(micro_batches=micro)
+    )
+    x, y = np.random.default_rng(5).normal(size=(2, 12, 6))
+    losses = engine.fit((x, y), epochs=4, batch_size=12, shuffle=False, progress=False).losses
+    return losses, engine
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_shared_gradient_crosses_once(micro: int) -> None:
+    stages = (dg.ProcessMesh.grid(s=1), dg.ProcessMesh.grid(1, tp=2))
+    serial, _ = train(None, 1)
+    losses, engine = train(stages, micro)
+    np.testing.assert_allclose(losses, serial, rtol=1e-10)
+    parts = engine.plan.build.parts
+    sends = [
+        (part.kind, part.per_micro and op.name not in part.tail)
+        for part in parts.tasks
+        for op in part.body
+        if op.kind == "comm.transfer" and op.role == "backward" and part.mesh == stages[1]
+    ]
+    # the gradient of the activation goes back with every micro-batch, that of the matrix once
+    assert sorted(per_micro for _, per_micro in sends) == [False, True]
