@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from distgraph.errors import ShardingError
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
@@ -88,7 +90,7 @@ def exchange_tiles(
     return assign(needs(tuple(shape), mesh, source_spec, mesh, target_spec))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def crossing_tiles(
     shape: tuple[int, ...],
     mesh: ProcessMesh,
@@ -97,8 +99,41 @@ def crossing_tiles(
     target_spec: ShardSpec,
 ) -> tuple[Tile, ...]:
     """The tiles of a move between meshes; partial over one rank is whole."""
+    first, second, ranks = renumbered(mesh, target_mesh)
+    return moved(_crossing_tiles(shape, first, spec, second, target_spec), ranks)
+
+
+@lru_cache(maxsize=1024)
+def _crossing_tiles(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    spec: ShardSpec,
+    target_mesh: ProcessMesh,
+    target_spec: ShardSpec,
+) -> tuple[Tile, ...]:
     start, goal = without_unit_axes(spec, mesh), without_unit_axes(target_spec, target_mesh)
     return assign(needs(shape, mesh, start, target_mesh, goal))
+
+
+@lru_cache(maxsize=4096)
+def renumbered(first: ProcessMesh, second: ProcessMesh) -> tuple[ProcessMesh, ProcessMesh, tuple[int, ...]]:
+    """Two meshes with their ranks numbered from 0 in the same order, and the rank that each number stands for.
+
+    What holds between two stages of a pipeline holds between the next two as well, under other numbers.
+
+    Example:
+        >>> first, second, ranks = renumbered(ProcessMesh.grid(6, x=2), ProcessMesh.grid(2, y=3))
+        >>> first.members, second.members, ranks
+        ((3, 4), (0, 1, 2), (2, 3, 4, 6, 7))
+    """
+    ranks = np.union1d(first.ranks, second.ranks)
+    one, other = (ProcessMesh(np.searchsorted(ranks, mesh.ranks), mesh.axes) for mesh in (first, second))
+    return one, other, tuple(int(rank) for rank in ranks)
+
+
+def moved(tiles: Iterable[Tile], ranks: Sequence[int]) -> tuple[Tile, ...]:
+    """Tiles between other ranks: number i is `ranks[i]`."""
+    return tuple(Tile(ranks[t.source_rank], ranks[t.target_rank], t.bounds) for t in tiles)
 
 
 def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:

@@ -30,7 +30,9 @@ from distgraph.passes.tiles import (
     assign,
     exchange_tiles,
     link_bytes,
+    moved,
     needs,
+    renumbered,
     volume,
 )
 from distgraph.spec import DistAttr, ShardSpec
@@ -97,7 +99,14 @@ def transfer(
         tiles   [x, _] on mesh(x=2) -> [y, _] on mesh(y=2; 2..3): 0->2 [0:2, 0:4]; 1->3 [2:4, 0:4]
         after   all_gather(y) dim 0: [y, _] -> [_, _]
     """
-    return _plan(tuple(shape), itemsize, source, target, machine_of, price)[1]
+    if machine_of is not None or price is not wire_price:
+        return _plan(tuple(shape), itemsize, source, target, machine_of, price)[1]
+    # no price depends on who the ranks are: all pairs of stages of a pipeline share one plan
+    first, second, ranks = renumbered(source.mesh, target.mesh)
+    ends = DistAttr(first, source.spec), DistAttr(second, target.spec)
+    plan = _plan(tuple(shape), itemsize, *ends, None, price)[1]
+    start, landing = DistAttr(source.mesh, plan.source.spec), DistAttr(target.mesh, plan.landing.spec)
+    return Transfer(plan.before, start, moved(plan.tiles, ranks), landing, plan.after)
 
 
 def transfer_cost(
