@@ -58,7 +58,7 @@ from distgraph.runtime.inprocess import run_ranks
 from distgraph.runtime.worker import Worker
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 DATA = Path(__file__).resolve().parent / "data" / "gspmd_comm.json"
 CREDITED = "wire_if_allreduce_slice_were_reduce_scatter"

@@ -17,7 +17,7 @@ from distgraph import ops, reshard, shard_tensor
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.backward import differentiate
 from distgraph.tensor import Tensor
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 Program = Callable[..., Any]
 HEADS = 8  # of the attention programs whose projections are packed; the shapes do not tell

@@ -17,7 +17,7 @@ _HOMES = {
     "DistAttr": "distgraph.spec",
     "Graph": "distgraph.graph",
     "Tensor": "distgraph.tensor",
-    "trace": "distgraph.trace",
+    "trace": "distgraph.tracing",
     "shard_tensor": "distgraph.annotate",
     "shard_op": "distgraph.annotate",
     "reshard": "distgraph.annotate",

@@ -13,7 +13,7 @@ from distgraph.errors import ShardingError
 from distgraph.mesh import ProcessMesh, check_mesh
 from distgraph.spec import DistAttr, Origin, ShardSpec, UserDim
 from distgraph.tensor import Tensor, TensorOperators
-from distgraph.trace import Trace, caller
+from distgraph.tracing import Trace, caller
 
 Dims = Sequence[UserDim]
 

@@ -20,7 +20,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.schedules import Schedule
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor, emit, emit_one
-from distgraph.trace import Trace, caller
+from distgraph.tracing import Trace, caller
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 StateSpec = Callable[[str, tuple[int, ...], DistAttr | None], DistAttr | None]

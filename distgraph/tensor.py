@@ -11,7 +11,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Value
 
 if TYPE_CHECKING:
-    from distgraph.trace import Trace
+    from distgraph.tracing import Trace
 
 ACTIVE: ContextVar[Trace | None] = ContextVar("distgraph_trace", default=None)
 ABOVE: dict[str, Callable[..., Any]] = {}
@@ -22,7 +22,7 @@ def current_trace() -> Trace:
     """The innermost active trace. Raises GraphError outside of one."""
     trace = ACTIVE.get()
     if trace is None:
-        raise GraphError("no trace is active; tensor operations run inside distgraph.trace(...) or an Engine")
+        raise GraphError("no trace is active; tensor operations run inside dg.trace(...) or an Engine")
     return trace
 
 

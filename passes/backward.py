@@ -25,7 +25,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.ops.registry import GradientContext, lookup
 from distgraph.tensor import Tensor, emit_one
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op
 from distgraph.ops.registry import lookup
 from distgraph.tensor import Tensor
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 def decompose(graph: Graph, names: Iterable[str]) -> Graph:

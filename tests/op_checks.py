@@ -34,7 +34,7 @@ from distgraph.passes.backward import differentiate
 from distgraph.rule import OpLayout, choices
 from distgraph.spec import ShardSpec
 from distgraph.tensor import emit
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 Array = Any
 MESHES = (

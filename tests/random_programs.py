@@ -16,7 +16,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.passes.backward import differentiate
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor, emit
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 MESHES = (
     ProcessMesh.grid(x=2),

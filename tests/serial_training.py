@@ -16,7 +16,7 @@ from distgraph.interpret import interpret
 from distgraph.kernels.random import random_key
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 class GPT(nn.Module):

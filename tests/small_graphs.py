@@ -10,7 +10,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.passes.backward import differentiate
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 MESH = ProcessMesh.grid(dp=2, tp=3)
 

@@ -17,7 +17,7 @@ from distgraph.ops.registry import REGISTRY, lookup
 from distgraph.passes.complete import complete
 from distgraph.runtime.check import check, join
 from distgraph.spec import DistAttr, ShardSpec
-from distgraph.trace import trace
+from distgraph.tracing import trace
 
 
 def arrays(graph: Graph, rng: np.random.Generator):

@@ -27,7 +27,7 @@ from distgraph.passes.place import place
 from distgraph.runtime.build import Build, build
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(

@@ -23,7 +23,7 @@ from distgraph.ops.registry import result_layout
 from distgraph.passes.complete import complete
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor, emit
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 CASES = {c["case"]: c for c in json.loads((Path(__file__).parent / "data" / "completion.json").read_text())}
 

@@ -13,7 +13,7 @@ from distgraph.passes.complete import complete
 from distgraph.passes.conflicts import conflicts, explain, traffic
 from distgraph.passes.redistribute import wire_price
 from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 MESH = dg.ProcessMesh.grid(dp=2, tp=3)
 

@@ -24,7 +24,7 @@ from distgraph.passes.halo import halo_tiles, halo_volume, inside_window
 from distgraph.runtime.build import Build, build
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.text import parse_graph, print_graph, same_graph
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 from distgraph.verify import verify
 
 ONE = {n: ProcessMesh.grid(x=n) for n in (2, 3, 4)}

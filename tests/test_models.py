@@ -35,7 +35,7 @@ from distgraph.ops.registry import flops, lookup
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
-from distgraph.trace import trace
+from distgraph.tracing import trace
 
 # Printed by Alpa (Zheng et al., OSDI 2022) and its artifact: parameters in 1e9, TFLOP of an iteration over
 # 1024 sequences, GFLOP of an image forward.

@@ -15,7 +15,7 @@ from distgraph.interpret import interpret
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.backward import differentiate
 from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 def sequence(rng: np.random.Generator, classes: int, *shape: int) -> Any:

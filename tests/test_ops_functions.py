@@ -11,7 +11,7 @@ import pytest
 from distgraph import ops
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.interpret import interpret
-from distgraph.trace import trace
+from distgraph.tracing import trace
 
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 Y = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 7

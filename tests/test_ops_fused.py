@@ -19,7 +19,7 @@ from distgraph.ops.registry import flops, linear_groups, lookup, operand_layout,
 from distgraph.passes.decompose import decompose
 from distgraph.rule import OpLayout, choices
 from distgraph.tensor import emit
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 DECOMPOSED = [(kind, i) for kind, i in every(SAMPLES) if lookup(kind).decompose is not None]
 

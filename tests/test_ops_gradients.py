@@ -12,7 +12,7 @@ from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.interpret import interpret
 from distgraph.passes.backward import differentiate
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 def gradients(function: Callable[..., Any], *arrays: Any, twice: bool = False) -> list[Any]:

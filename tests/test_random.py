@@ -14,7 +14,7 @@ from distgraph.kernels.random import random_key
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.backward import differentiate
 from distgraph.spec import ShardSpec
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 def dropped(x: np.ndarray, key: int, batch_dim: int | None = 0, micro: int = 0, rate: float = 0.3) -> Any:

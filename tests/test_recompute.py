@@ -9,7 +9,7 @@ import distgraph as dg
 from distgraph import nn
 from distgraph.passes.phases import phases
 from distgraph.passes.prune import prune
-from distgraph.trace import trace
+from distgraph.tracing import trace
 
 
 class Net(nn.Module):

@@ -27,7 +27,7 @@ from distgraph.ops.registry import operand_layout, result_layout
 from distgraph.passes.complete import complete
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor, emit
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 DATA = Path(__file__).parent / "data" / "spmd_rules.jsonl"
 ROWS = [json.loads(line) for line in DATA.read_text().splitlines()]

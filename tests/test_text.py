@@ -21,7 +21,7 @@ from distgraph.passes.pipeline import run_passes
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.text import parse_graph, print_graph, same_graph
-from distgraph.trace import trace
+from distgraph.tracing import trace
 
 ALL_MESHES = tuple((mesh,) for mesh in MESHES) + PIPELINES + OVERLAPPING
 NAMES = st.text(min_size=1, max_size=8)

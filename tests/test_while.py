@@ -13,7 +13,7 @@ from distgraph.interpret import interpret
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import rule_of
 from distgraph.rule import choices
-from distgraph.trace import Trace, trace
+from distgraph.tracing import Trace, trace
 
 
 def test_newton_iteration_runs_until_it_has_converged() -> None:

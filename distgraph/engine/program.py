@@ -26,7 +26,7 @@ from distgraph.passes.prune import prune
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.strategy import Strategy
 from distgraph.tensor import Tensor, emit_one
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 class MissingPart(GraphError, AttributeError):

@@ -10,7 +10,7 @@ from distgraph.errors import GraphError
 from distgraph.init import Init, check_init
 from distgraph.spec import DistAttr
 from distgraph.tensor import Tensor, TensorOperators
-from distgraph.trace import Trace
+from distgraph.tracing import Trace
 
 
 class Parameter(TensorOperators):
