@@ -12,6 +12,7 @@ from distgraph.mesh import ProcessMesh, check_mesh
 MODES = ("manual", "semi")
 SCHEDULES = ("1f1b", "gpipe")
 REFINE = ("conflicts", "always", "never")
+DEVICES = ("cpu", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +29,15 @@ class Strategy:
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
             in one word. Needs `mesh`.
-        refine: what happens where annotations compete for an axis: "never" lets inputs and activations win over
-            parameters; "conflicts" completes under every order of priorities and takes the one that sends least;
-            "always" besides searches for layouts of what nobody pinned that send less, with or without conflicts
-            (slower to compile; the plan may look unlike what was annotated).
+        refine: what happens where annotations compete for an axis: "never" lets inputs and activations win
+            over parameters; "conflicts" completes under every order of priorities and takes the one that
+            sends least; "always" besides searches for layouts of what nobody pinned that send less, with or
+            without conflicts (slower to compile; the plan may look unlike what was annotated).
+        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13. Planning
+            for a GPU needs none; see docs/gpu.md.
 
     Raises:
-        ShardingError: an unknown mode, schedule or axis; fewer than one micro-batch.
+        ShardingError: an unknown mode, schedule, device or axis; fewer than one micro-batch.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -47,6 +50,7 @@ class Strategy:
     mesh: ProcessMesh | None = None
     batch_axis: str | Sequence[str] | None = None
     refine: str = "conflicts"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -61,6 +65,10 @@ class Strategy:
         if self.refine not in REFINE:
             raise ShardingError(
                 f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}"
+            )
+        if self.device not in DEVICES:
+            raise ShardingError(
+                f"device {self.device!r} of Strategy does not exist; it is one of {', '.join(DEVICES)}"
             )
         if not is_integer(self.micro_batches) or self.micro_batches < 1:
             raise ShardingError(

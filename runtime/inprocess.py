@@ -4,6 +4,10 @@ The ranks see each other's arrays, so a collective is a *meeting*: each member l
 on; the last one to arrive does the whole work, by group position, and wakes the others. No member depends on
 another one's waits, and nothing is copied but the result. A message goes from the sender's buffer straight
 into the receiver's, by whichever of the two comes second.
+
+Arrays on a GPU that the ranks share: the one who does the work first makes its stream wait for what the
+others' streams had been given when they came, and who waits for the result makes its stream wait for that
+work (`Order`).
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +25,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport import (
     Array,
     Group,
+    Order,
     Request,
     check_counts,
     check_reduction,
@@ -40,6 +46,12 @@ class _Failure:
     error: BaseException
 
 
+class _Finish(threading.Event):
+    """Set when the work is done, or on a GPU launched: then `mark` is where it ends."""
+
+    mark: Any = None
+
+
 @dataclass(slots=True)
 class _Meeting:
     """One collective: what each member brought, and the event that ends it."""
@@ -47,7 +59,8 @@ class _Meeting:
     what: str
     terms: object
     brought: dict[int, Any] = field(default_factory=dict)
-    finished: threading.Event = field(default_factory=threading.Event)
+    finished: _Finish = field(default_factory=_Finish)
+    marks: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -55,7 +68,8 @@ class _Post:
     """A send or a receive that waits for its counterpart."""
 
     buffer: Array
-    finished: threading.Event = field(default_factory=threading.Event)
+    finished: _Finish = field(default_factory=_Finish)
+    mark: Any = None
 
 
 class _World:
@@ -96,7 +110,7 @@ def _describe(failure: _Failure) -> str:
 class _InProcessRequest:
     __slots__ = ("_event", "_transport", "_what")
 
-    def __init__(self, transport: InProcessTransport, event: threading.Event, what: str) -> None:
+    def __init__(self, transport: InProcessTransport, event: _Finish, what: str) -> None:
         self._transport, self._event, self._what = transport, event, what
 
     def done(self) -> bool:
@@ -105,15 +119,17 @@ class _InProcessRequest:
 
     def wait(self) -> None:
         world = self._transport._world
-        if self._event.is_set() and world.failure is None:
-            return
-        with world.lock:
-            world.waiting.add(self._event)
-        try:
-            self._block()
-        finally:
+        if not self._event.is_set() or world.failure is not None:
             with world.lock:
-                world.waiting.discard(self._event)
+                world.waiting.add(self._event)
+            try:
+                self._block()
+            finally:
+                with world.lock:
+                    world.waiting.discard(self._event)
+        order = self._transport._order
+        if order is not None and self._event.mark is not None:
+            order.after(self._event.mark)
 
     def _block(self) -> None:
         world, rank = self._transport._world, self._transport.rank
@@ -138,6 +154,11 @@ class InProcessTransport:
         self._world = world
         self._rank = rank
         self._meetings_held: dict[Group, int] = {}
+        self._order: Order | None = None
+
+    def order_by(self, order: Order) -> None:
+        """From now on arrays are those of a GPU, and this rank's work is ordered by `order`."""
+        self._order = order
 
     @property
     def rank(self) -> int:
@@ -276,9 +297,12 @@ class InProcessTransport:
         number = self._meetings_held.get(group, 0)
         self._meetings_held[group] = number + 1
         world, key = self._world, (group, number)
+        mark = None if self._order is None else self._order.mark()
         with world.lock:
             meeting = world.meetings.setdefault(key, _Meeting(what, terms))
             meeting.brought[position] = item
+            if mark is not None:
+                meeting.marks.append(mark)
             last = len(meeting.brought) == len(group)
             if last:
                 del world.meetings[key]
@@ -288,9 +312,24 @@ class InProcessTransport:
                 f"member {meeting.what} {meeting.terms}; the ranks run different programs"
             )
         if last:
-            work([meeting.brought[i] for i in range(len(group))])
+            with self._in_order(meeting.marks, meeting.finished):
+                work([meeting.brought[i] for i in range(len(group))])
             world.finish(meeting.finished)
         return _InProcessRequest(self, meeting.finished, f"{what} in group {group}")
+
+    @contextmanager
+    def _in_order(self, marks: Sequence[Any], *finished: _Finish) -> Iterator[None]:
+        """Work inside happens after the marks, and `finished` says where it ends."""
+        order = self._order
+        if order is None:
+            yield
+            return
+        for mark in marks:
+            order.after(mark)
+        yield
+        end = order.mark()
+        for each in finished:
+            each.mark = end
 
     def _post(self, side: int, key: tuple[int, int, int], buffer: Array, what: str) -> Request:
         """Post a send (side 0) or a receive (side 1); copy at once when the counterpart is there already."""
@@ -299,6 +338,8 @@ class InProcessTransport:
         if not 0 <= peer < self.size:
             raise RuntimeFault(f"{what}: there are only {self.size} ranks")
         world, mine = self._world, _Post(buffer)
+        if self._order is not None:
+            mine.mark = self._order.mark()
         with world.lock:
             queues = world.posts.setdefault(key, (deque(), deque()))
             other = queues[1 - side].popleft() if queues[1 - side] else None
@@ -313,7 +354,10 @@ class InProcessTransport:
                     f"{what}: {source.buffer.size} x {source.buffer.dtype} are sent but "
                     f"{target.buffer.size} x {target.buffer.dtype} expected; the ranks run different programs"
                 )
-            target.buffer[...] = source.buffer
+            with self._in_order(
+                [other.mark] if other.mark is not None else [], other.finished, mine.finished
+            ):
+                target.buffer[...] = source.buffer
             world.finish(other.finished)
             world.finish(mine.finished)
         return _InProcessRequest(self, mine.finished, what)

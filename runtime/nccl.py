@@ -115,12 +115,19 @@ class NcclTransport:
     Args:
         control: transport of the same ranks for host data.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
+        serves_process: there is only this one in the process, and it lives as long as that.
+
+    Attributes:
+        device: number of the CUDA device.
 
     Raises:
         RuntimeFault: CuPy is not installed, has no NCCL, or finds no device.
     """
 
-    def __init__(self, control: Transport, *, limit: float | None = None) -> None:
+    def __init__(
+        self, control: Transport, *, limit: float | None = None, serves_process: bool = False
+    ) -> None:
+        self.serves_process, self.device = serves_process, 0
         self.cupy, self._nccl = _load_cupy()
         self._control, self._limit = control, time_limit(limit)
         self._devices = self._choose_device()
@@ -329,9 +336,16 @@ class NcclTransport:
             os.sched_yield()
 
     def abort(self, error: BaseException) -> None:
+        self.stop()
+        self._control.abort(error)
+
+    def stop(self) -> None:
+        """End collectives that are under way on the device; no other may follow."""
         for communicator in self._all_communicators():
             communicator.abort()
-        self._control.abort(error)
+        self._communicators.clear()
+        self._sending.clear()
+        self._receiving.clear()
 
     def close(self) -> None:
         for communicator in self._all_communicators():
@@ -347,9 +361,9 @@ class NcclTransport:
         runtime, machine = self.cupy.cuda.runtime, socket.gethostname()
         machines = self._control.broadcast_object(self._control.gather_objects(machine))
         try:
-            device = machines[: self.rank].count(machine) % runtime.getDeviceCount()
-            self.cupy.cuda.Device(device).use()
-            identity = bytes(runtime.getDeviceProperties(device)["uuid"])
+            self.device = machines[: self.rank].count(machine) % runtime.getDeviceCount()
+            self.cupy.cuda.Device(self.device).use()
+            identity = bytes(runtime.getDeviceProperties(self.device)["uuid"])
         except runtime.CUDARuntimeError as error:
             raise RuntimeFault(f"rank {self.rank}: nccl transport finds no CUDA device: {error}") from error
         found = self._control.gather_objects((machine, identity))

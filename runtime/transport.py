@@ -65,6 +65,17 @@ class Request(Protocol):
         """
 
 
+class Order(Protocol):
+    """Order among the streams of ranks whose arrays are on a GPU: calls return before the work is done
+    there."""
+
+    def mark(self) -> Any:
+        """An event at the present end of the calling thread's stream."""
+
+    def after(self, mark: Any) -> None:
+        """What the calling thread's stream is given from now on happens after the mark."""
+
+
 class Transport(Protocol):
     """The ranks of one job as seen by one of them; to be used by one thread at a time.
 
@@ -227,7 +238,7 @@ def position_in(group: Group, rank: int, what: str) -> int:
 
 
 def reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
-    """Reduce equally long flat NumPy arrays by position into `out`, which may be one of them.
+    """Reduce equally long flat arrays by position into `out`, which may be one of them.
 
     16-bit floats are accumulated in f32 and rounded once at the end. Overflow gives inf, silently: whether
     a gradient that overflows is a mistake is for the program to say.
@@ -245,6 +256,12 @@ def _reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
     wide = out.dtype.itemsize == 2 and out.dtype.kind not in "iu"
     if len(pieces) == 2 and not wide:
         ufunc(pieces[0], pieces[1], out=out)
+        return
+    if not isinstance(out, np.ndarray):  # on a GPU: whole arrays at a time, there is no cache to stay in
+        total = pieces[0].astype(np.float32 if wide else out.dtype)
+        for piece in pieces[1:]:
+            ufunc(total, piece.astype(np.float32) if wide else piece, out=total)
+        out[...] = total
         return
     accumulator = np.empty(min(count, _CHUNK), np.float32 if wide else out.dtype)
     for start in range(0, count, _CHUNK):

@@ -14,7 +14,7 @@ from distgraph.engine.memory import Memory
 from distgraph.errors import RuntimeFault
 from distgraph.resources import RankMapping
 from distgraph.runtime.build import Build
-from distgraph.runtime.transport import Transport
+from distgraph.runtime.device import Device, Inlet
 from distgraph.runtime.worker import Worker
 
 
@@ -65,7 +65,9 @@ class Compiled:
         size: samples of a batch.
         fields: name of a graph's input -> field of the batch.
         mapping: device of every rank, where a cluster is given.
+        ready: whether every local rank is prepared.
         workers: of the local ranks that have run it.
+        feeds: what each of them reads of a batch, with the way of every block to its device.
     """
 
     mode: str
@@ -73,8 +75,10 @@ class Compiled:
     size: int
     fields: dict[str, str]
     mapping: RankMapping | None = None
+    ready: bool = False
     workers: dict[int, Worker] = field(default_factory=dict)
-    feeds: dict[int, list[Feed]] = field(default_factory=dict)
+    feeds: dict[int, list[tuple[Feed, list[Inlet]]]] = field(default_factory=dict)
+    _devices: dict[int, Device] = field(default_factory=dict)
 
     @property
     def micro_batches(self) -> int:
@@ -94,24 +98,39 @@ class Compiled:
         attrs = self.build.lowered.attrs
         return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
 
-    def prepare(self, rank: int, transport: Transport | None, memory: Memory) -> None:
-        """Compile what a rank runs, at first use."""
-        if rank in self.workers or rank not in self.build.ranks:
+    def prepare(self, rank: int, device: Device, memory: Memory) -> None:
+        """Compile what a rank runs. Collective: every rank of the world calls it, with or without a part in it."""
+        if rank not in self.build.ranks:
+            device.prepare(None)
             return
         program = self.build.program(rank)
-        sources = memory.local(program.graph, rank)
-        self.feeds[rank] = self._plan_feeds(rank)
-        self.workers[rank] = Worker(program, self.build.schedule, transport, np, sources)
+        device.prepare(program)
+        with device.working():
+            sources = memory.local(program.graph, rank)
+            self.feeds[rank] = [
+                (feed, [device.inlet(feed.shape, to_numpy(feed.dtype)) for _ in feed.rows])
+                for feed in self._plan_feeds(rank)
+            ]
+            self.workers[rank] = Worker(program, self.build.schedule, device.transport, device.xp, sources)
+        self._devices[rank] = device
+
+    def release(self) -> None:
+        """Forget what is tied to the ranks of a world."""
+        self.ready = False
+        for each in (self.workers, self.feeds, self._devices):
+            each.clear()
 
     def step(self, rank: int, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the program once on a rank; outputs that lie on it."""
+        """Run the program once on a rank; outputs that lie on it, on the host."""
         worker = self.workers.get(rank)
         if worker is None:
             return {}
-        feeds: dict[str, Any] = dict(scalars)
-        for each in self.feeds[rank]:
-            feeds[each.name] = each.load(batch)
-        return worker.step(feeds)
+        device, feeds = self._devices[rank], dict(scalars)
+        with device.working():
+            for feed, inlets in self.feeds[rank]:
+                blocks = zip(inlets, feed.load(batch), strict=True)
+                feeds[feed.name] = [inlet(block) for inlet, block in blocks]
+            return device.fetch(worker.step(feeds))
 
     def _plan_feeds(self, rank: int) -> list[Feed]:
         graph, per = self.build.lowered, self.size // self.micro_batches

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.graph import Graph
 from distgraph.init import Init, materialize
+from distgraph.runtime.device import Device, Host
 from distgraph.spec import DistAttr, ShardSpec
 
 Reader = Callable[[str, tuple[int, ...], str, tuple[slice, ...]], np.ndarray | None]
 """(name, global shape, dtype, block) -> the block from a checkpoint, or None where it has no such tensor."""
+
+
+_HOST = Host(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +34,21 @@ class Record:
 
 
 class Memory:
-    """Blocks by rank and name.
+    """Blocks by rank and name, in the memory of the rank's device.
 
     Args:
         seed: of the initial values.
+
+    Attributes:
+        devices: of the ranks that are at work; blocks of others are made on the host.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.records: dict[str, Record] = {}
         self.reader: Reader | None = None
-        self._blocks: dict[int, dict[str, np.ndarray]] = {}
+        self.devices: dict[int, Device] = {}
+        self._blocks: dict[int, dict[str, Any]] = {}
 
     @property
     def layouts(self) -> dict[str, DistAttr]:
@@ -66,8 +75,8 @@ class Memory:
                     "shapes of parameters must not depend on the batch"
                 )
 
-    def local(self, graph: Graph, rank: int) -> dict[str, np.ndarray]:
-        """Value name -> block of this rank, for a program; made or read at first use."""
+    def local(self, graph: Graph, rank: int) -> dict[str, Any]:
+        """Value name -> block of this rank on its device, for a program; made or read at first use."""
         blocks = self._blocks.setdefault(rank, {})
         found = {}
         for op in graph.sources("param", "state"):
@@ -80,14 +89,16 @@ class Memory:
         return found
 
     def block(self, name: str, rank: int) -> np.ndarray:
-        """Block of a rank that holds one; made or read at first use."""
-        blocks = self._blocks.setdefault(rank, {})
-        if name not in blocks:
-            blocks[name] = self._make(name, self.records[name], rank)
-        return blocks[name]
+        """Block of a rank that holds one, on the host; made or read at first use."""
+        blocks, device = self._blocks.setdefault(rank, {}), self._device(rank)
+        with device.working():
+            if name not in blocks:
+                blocks[name] = self._make(name, self.records[name], rank)
+            return device.to_host(blocks[name])
 
     def reload(self, rank: int, reader: Reader) -> None:
         """Overwrite what the rank holds already with what a checkpoint has."""
+        device = self._device(rank)
         for name, block in self._blocks.get(rank, {}).items():
             record = self.records[name]
             found = reader(
@@ -96,20 +107,22 @@ class Memory:
                 record.dtype,
                 record.attr.spec.slices(record.shape, record.attr.mesh, rank),
             )
-            block[...] = self._initial(name, record, rank) if found is None else found
+            with device.working():
+                block[...] = self._initial(name, record, rank) if found is None else device.asarray(found)
 
-    def _make(self, name: str, record: Record, rank: int) -> np.ndarray:
+    def _device(self, rank: int) -> Device:
+        return self.devices.get(rank, _HOST)
+
+    def _make(self, name: str, record: Record, rank: int) -> Any:
         if self.reader is not None:
             where = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
             found = self.reader(name, record.shape, record.dtype, where)
             if found is not None:
-                return found
+                return self._device(rank).asarray(found)
         return self._initial(name, record, rank)
 
-    def _initial(self, name: str, record: Record, rank: int) -> np.ndarray:
+    def _initial(self, name: str, record: Record, rank: int) -> Any:
         bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)
         starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
-        made: np.ndarray = materialize(
-            record.init, name, self.seed, record.shape, starts, local, record.dtype
-        )
-        return made
+        xp = self._device(rank).xp
+        return materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype, xp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from distgraph.engine.memory import Memory
 from distgraph.engine.program import Recipe
 from distgraph.errors import RuntimeFault
 from distgraph.resources import Cluster
+from distgraph.runtime.device import array_namespace, take_device
 from distgraph.runtime.world import World, make_world
 
 Key = tuple[str, int, tuple[tuple[str, Field], ...]]
@@ -65,22 +67,30 @@ class Session:
         """The world, with enough ranks for every program so far.
 
         Raises:
-            ResourceError: the MPI job has fewer.
+            ResourceError: the MPI job has fewer; the strategy's device is missing.
         """
         meshes = dict.fromkeys(mesh for c in self.programs.values() for mesh in c.build.lowered.meshes)
         needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
         if self.world is None or self.world.size < needed:
             self.close()
-            self.world = make_world(needed, " and ".join(map(str, meshes)))
+            device = self.recipe.strategy.device
+            array_namespace(device)  # what is missing is told before any rank starts
+            world = make_world(needed, " and ".join(map(str, meshes)))
+            self.memory.devices.update(world.run(lambda rank: take_device(device, world.transport(rank))))
+            self.world = world
         return self.world
 
     def close(self) -> None:
         """End the ranks' threads; what they have compiled is tied to them and goes too. The memory stays."""
-        if self.world is not None:
-            self.world.close()
+        world, devices = self.world, self.memory.devices
+        if world is not None:
+            if self.recipe.strategy.device == "gpu":
+                with suppress(RuntimeFault):  # ranks that have failed hold nothing any more
+                    world.run(lambda rank: devices[rank].close())
+            world.close()
         self.world = None
         for compiled in self.programs.values():
-            compiled.workers.clear()
+            compiled.release()
 
     def numbers(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, float]:
         """Run a program whose outputs are numbers; every process gets them."""
@@ -122,8 +132,10 @@ class Session:
     def _ready(self, compiled: Compiled) -> World:
         """The world, with what every local rank runs compiled."""
         world = self.ranks()
-        if any(rank not in compiled.workers for rank in world.local if rank in compiled.build.ranks):
-            world.run(lambda rank: compiled.prepare(rank, world.transport(rank), self.memory))
+        if not compiled.ready:
+            devices = self.memory.devices
+            world.run(lambda rank: compiled.prepare(rank, devices[rank], self.memory))
+            compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)
         return world
