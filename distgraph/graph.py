@@ -96,8 +96,8 @@ class Graph:
         outputs: label -> value, what a run returns.
         updates: name of a param or state value -> value that replaces it at the end of a step.
         attrs: value name -> mesh and spec; before completion only what the user wrote, after it every value.
-        micro_batches: how often the part before `accumulate` runs in one step; shapes are those of one micro-batch.
-        placements: op name -> mesh that computes it, where the user said so.
+        micro_batches: how often the part before `accumulate` runs in one step; shapes are those of one
+        micro-batch. placements: op name -> mesh that computes it, where the user said so.
         lost: claims that completion had to drop, for `conflicts()`.
     """
 

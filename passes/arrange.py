@@ -2,11 +2,13 @@
 
 In:   an annotated serial graph.
 Out:  a completed graph.
-Invariant: annotations stay; of several completions one that is computed in fewer parts than the first is never taken;
-      ties go to the first policy, so that a program without competing annotations is completed as `complete` does.
+Invariant: annotations stay; of several completions one that is computed in fewer parts than the first is
+never taken;
+      ties go to the first policy, so that a program without competing annotations is completed as `complete`
+      does.
 
     %x : f32[256, 512] [x, _]   # user        policy "data":        w1, w2 gathered, their gradients scattered
-    %w1 : f32[512, 2048] [_, x] # user   ->   policy "parameters":  x gathered, the result scattered    (fewer bytes)
+    %w1 : f32[512, 2048] [_, x] # user   ->   policy "parameters":  x gathered, the result scattered
     %w2 : f32[2048, 512] [x, _] # user
 """
 
@@ -40,7 +42,8 @@ def arrange(
         graph: annotated graph.
         default: mesh of a graph that names none.
         price: cost of one collective, for the search.
-        search: also refine each completion (`refine`); without, they are compared by the bytes that a rank sends.
+        search: also refine each completion (`refine`); without, they are compared by the bytes that a rank
+        sends.
     """
     first = complete(graph, default)
     compete = any(lost.reason == "taken" for lost in first.lost)
@@ -48,7 +51,11 @@ def arrange(
     if not (policies or search):
         return first
     measure: Callable[[Graph], tuple[float, Graph]]
-    measure = (lambda completed: refined(completed, price)) if search else (lambda completed: (sent(completed), completed))
+    measure = (
+        (lambda completed: refined(completed, price))
+        if search
+        else (lambda completed: (sent(completed), completed))
+    )
     cost, best = measure(first)
     work = operations(first)
     for policy in policies:

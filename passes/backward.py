@@ -1,9 +1,11 @@
 """Reverse-mode differentiation on the trace, before any layout is known.
 
 In:   a trace whose forward part ends in a scalar loss.
-Out:  the same trace, longer: for every forward op on a path from `wrt` to the loss the ops of its gradient, role
+Out:  the same trace, longer: for every forward op on a path from `wrt` to the loss the ops of its gradient,
+role
       backward, linked by name to their forward op.
-Invariant: no forward op changes; a value used several times gets the sum of the gradients of its uses, so that tied
+Invariant: no forward op changes; a value used several times gets the sum of the gradients of its uses, so
+that tied
       parameters sum by themselves.
 
     %h = matmul(%x, %w)               %h = matmul(%x, %w)
@@ -11,9 +13,9 @@ Invariant: no forward op changes; a value used several times gets the sum of the
                                       %g = broadcast_to(%one)           # link %l
                                       %dw = einsum(%x, %g)              # link %h
 
-Ops that were traced inside `dg.recompute` are emitted again in the backward part, right before the first gradient that
-reads them, so that their forward results need not be kept (Chen et al., "Training deep nets with sublinear memory cost",
-2016). Random ops are counter based: the second time they give the same numbers.
+Ops that were traced inside `dg.recompute` are emitted again in the backward part, right before the first
+gradient that reads them, so that their forward results need not be kept (Chen et al., "Training deep nets
+with sublinear memory cost", 2016). Random ops are counter based: the second time they give the same numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Ten
         GraphError: the loss is no scalar, or an op on the path has no gradient.
     """
     if loss.shape != ():
-        raise GraphError(f"loss %{loss.value.name} is {loss.value.type} but must be a scalar; take its mean or sum")
+        raise GraphError(
+            f"loss %{loss.value.name} is {loss.value.type} but must be a scalar; take its mean or sum"
+        )
     forward = list(trace.ops)
     active = _reached(forward, {t.value.name for t in wrt})
     walk = _Walk(trace, forward, active)
@@ -65,7 +69,8 @@ def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Ten
 
 
 def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:
-    """Names of values that depend smoothly on the start values (which count themselves): never through integers."""
+    """Names of values that depend smoothly on the start values (which count themselves): never through
+    integers."""
     reached = set(start)
     for op in ops:
         if any(v.name in reached for v in op.operands):
@@ -101,7 +106,9 @@ class _Walk:
                 if not need or grad is None:
                     continue
                 if grad.shape != value.shape:
-                    raise AssertionError(f"gradient of {op.kind} has shape {grad.shape}, its operand {value.shape}")
+                    raise AssertionError(
+                        f"gradient of {op.kind} has shape {grad.shape}, its operand {value.shape}"
+                    )
                 self.grads[value.name] = self.grads[value.name] + grad if value.name in self.grads else grad
 
     def recompute(self, block: int) -> None:
@@ -112,6 +119,8 @@ class _Walk:
             if trace.recomputed.get(op.name) != block or not op.operands:
                 continue
             with trace.on_behalf_of(op.name, op.scope, op.source):
-                copies = trace.emit(op.kind, [Tensor(self.again.get(v.name, v), trace) for v in op.operands], op.attrs)
+                copies = trace.emit(
+                    op.kind, [Tensor(self.again.get(v.name, v), trace) for v in op.operands], op.attrs
+                )
             for value, copy in zip(op.results, copies, strict=True):
                 self.again[value.name] = copy.value

@@ -1,16 +1,17 @@
 """Second phase of completion: which axis splits which dim of every value and which index of every op.
 
-A *claim* says "axis a wants dim d of value v" (or "index i of op o"). Claims start at what the user wrote and travel
-through the index rules, forward and backward. Every value and every op gives an axis to one claim only: the least in
-the total order
+A *claim* says "axis a wants dim d of value v" (or "index i of op o"). Claims start at what the user wrote
+and travel through the index rules, forward and backward. Every value and every op gives an axis to one claim
+only: the least in the total order
 
     (class of the seed, worst class of op passed, hops, position of the seed, order inside its dim)
 
-where the class of a seed (under the policy "data", the default) is 0 for inputs and activations, 2 for parameters, states and gradients, and the class of an op passed is
-3 for elementwise ones, 4 for contractions, 5 for the rest. A claim only ever gets greater as it travels, so the least
-claims can be settled first and for good (the argument of Dijkstra's algorithm): the result is the unique fixpoint in
-which every value and op holds the least claim that reaches it, whatever order the work-list has. A user's spec settles
-all axes of its value at once. A claim that comes second is kept as *lost*.
+where the class of a seed (under the policy "data", the default) is 0 for inputs and activations, 2 for
+parameters, states and gradients, and the class of an op passed is 3 for elementwise ones, 4 for
+contractions, 5 for the rest. A claim only ever gets greater as it travels, so the least claims can be
+settled first and for good (the argument of Dijkstra's algorithm): the result is the unique fixpoint in which
+every value and op holds the least claim that reaches it, whatever order the work-list has. A user's spec
+settles all axes of its value at once. A claim that comes second is kept as *lost*.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class _Propagation:
         self.heap: list[tuple[Key, str, str, int, int, Claim]] = []
 
     def run(self) -> Settled:
-        """Settle claims in order until none is left. Raises ShardingError when that does not end (our bug)."""
+        """Settle claims in order until none is left. Raises ShardingError when that does not end (our
+        bug)."""
         self.seed()
         limit = _STEPS_PER_ITEM * (len(self.graph.values) + len(self.graph.ops)) + 1024
         steps = 0
@@ -221,7 +223,9 @@ class _Propagation:
     def lose(self, claim: Claim, op: Op, index: str, value: str, held: Origin, reason: str) -> None:
         key = (op.name, index or value, claim.axis)
         if key not in self.result.lost:
-            self.result.lost[key] = Lost(op.name, op.source, index, value, claim.axis, claim.origin, held, reason)
+            self.result.lost[key] = Lost(
+                op.name, op.source, index, value, claim.axis, claim.origin, held, reason
+            )
 
 
 def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "data") -> Settled:
@@ -230,7 +234,8 @@ def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "da
     Args:
         graph: annotated graph.
         meshes: op name -> mesh (see `place`).
-        policy: which seeds win: "data" (inputs and activations), "parameters", or "nearest" (no class of seeds).
+        policy: which seeds win: "data" (inputs and activations), "parameters", or "nearest" (no class of
+        seeds).
 
     Raises:
         ShardingError: an annotation does not fit its value.
@@ -241,14 +246,19 @@ def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "da
 
 
 def op_layout(mesh: ProcessMesh, settled: Mapping[str, tuple[str, int, Origin]]) -> OpLayout:
-    """Layout of an op from its settled axes; axes on one index stand in the order of their seed, then of the mesh."""
+    """Layout of an op from its settled axes; axes on one index stand in the order of their seed, then of the
+    mesh."""
     by_index: dict[str, list[tuple[int, int, str]]] = {}
     for axis, (index, order, _) in settled.items():
         by_index.setdefault(index, []).append((order, mesh.axes.index(axis), axis))
-    return OpLayout(mesh, tuple((index, tuple(a for _, _, a in sorted(by_index[index]))) for index in sorted(by_index)))
+    return OpLayout(
+        mesh, tuple((index, tuple(a for _, _, a in sorted(by_index[index]))) for index in sorted(by_index))
+    )
 
 
-def value_spec(ndim: int, mesh: ProcessMesh, settled: Mapping[str, tuple[int | None, int, Origin]]) -> ShardSpec:
+def value_spec(
+    ndim: int, mesh: ProcessMesh, settled: Mapping[str, tuple[int | None, int, Origin]]
+) -> ShardSpec:
     """Spec of a value from its settled axes."""
     dims: list[list[tuple[int, int, str]]] = [[] for _ in range(ndim)]
     for axis, (dim, order, _) in settled.items():

@@ -1,16 +1,19 @@
 """Completion: from a few annotations to a mesh and a layout for every value and every op.
 
 In:   a graph (forward, or forward + backward + optimizer) in which some values carry a user's annotation.
-Out:  the same program; every value has a DistAttr and every op an OpLayout. Fused ops whose whole dim arrives split
+Out:  the same program; every value has a DistAttr and every op an OpLayout. Fused ops whose whole dim
+arrives split
       are replaced by their decomposition.
-Invariant: annotations are never changed; no dim loses an axis that an annotation gave it; the result does not depend on
+Invariant: annotations are never changed; no dim loses an axis that an annotation gave it; the result does
+not depend on
       any visiting order and completing twice changes nothing.
 
     %x  : f32[64, 128] [dp, _] = input          # user             %x  : f32[64, 128] [dp, _]
     %w1 : f32[128, 512] [_, tp] = param         # user             %w1 : f32[128, 512] [_, tp]
     %h  : f32[64, 512] = matmul(%x, %w1)                    ->     %h  : f32[64, 512] [dp, tp]
     %w2 : f32[512, 128] = param                                    %w2 : f32[512, 128] [tp, _]
-    %y  : f32[64, 128] = matmul(%h, %w2)                           %y  : f32[64, 128] [dp, _]    # partial(tp), reduced
+    %y  : f32[64, 128] = matmul(%h, %w2)                           %y  : f32[64, 128] [dp, _]    #
+    partial(tp), reduced
 
 Phases: meshes (`place`), axes (`claims`), pending reductions (`defer`).
 """
@@ -40,7 +43,8 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     Args:
         graph: annotated graph.
         default: mesh to use when nothing is annotated (everything is then replicated on it).
-        policy: which annotations win where two claim one axis: those of "data", of "parameters", or the "nearest".
+        policy: which annotations win where two claim one axis: those of "data", of "parameters", or the
+        "nearest".
 
     Raises:
         ShardingError: an annotation does not fit, or no mesh is named anywhere.

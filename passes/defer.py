@@ -1,11 +1,13 @@
 """Partial results that need not be reduced yet.
 
-A split index that is missing from a result leaves it partial over an axis. Where every reader is linear and cheap, and
-the sum of several partials is smaller than the partials themselves, the reduction waits: two all_reduces become one,
-and a gradient is reduced once a step instead of once a micro-batch (`accumulate` is linear).
+A split index that is missing from a result leaves it partial over an axis. Where every reader is linear and
+cheap, and the sum of several partials is smaller than the partials themselves, the reduction waits: two
+all_reduces become one, and a gradient is reduced once a step instead of once a micro-batch (`accumulate` is
+linear).
 
-`deferred` computes the greatest set of (value, axis) such that every reader of a kept value passes it on; the greatest
-fixpoint is unique, so the order in which values are visited does not matter. From it goes what would only be reduced later.
+`deferred` computes the greatest set of (value, axis) such that every reader of a kept value passes it on;
+the greatest fixpoint is unique, so the order in which values are visited does not matter. From it goes what
+would only be reduced later.
 """
 
 from __future__ import annotations
@@ -65,14 +67,17 @@ def deferred(graph: Graph, settled: Settled, layouts: Mapping[str, OpLayout]) ->
 def _without_idle_waits(graph: Graph, kept: Kept, layouts: Mapping[str, OpLayout]) -> Kept:
     """Drop, from the last op to the first, what would wait for an op and then be reduced all the same.
 
-    Reduced at once it can travel while other ops run: in tensor parallel backward, the gradient of an input is under
-    way while that of the weight is computed, instead of only after the gradient of the activation between.
+    Reduced at once it can travel while other ops run: in tensor parallel backward, the gradient of an input
+    is under way while that of the weight is computed, instead of only after the gradient of the activation
+    between.
     """
     left = set(kept)
     for value in (value for op in reversed(graph.ops) for value in op.results):
         for axis in layouts[graph.producers[value.name].name].mesh.axes:
             readers = graph.users[value.name] if (value.name, axis) in kept else ()
-            if readers and all(_gains_nothing(graph, reader, value, axis, left, layouts) for reader in readers):
+            if readers and all(
+                _gains_nothing(graph, reader, value, axis, left, layouts) for reader in readers
+            ):
                 left.discard((value.name, axis))
     return left
 
@@ -80,8 +85,9 @@ def _without_idle_waits(graph: Graph, kept: Kept, layouts: Mapping[str, OpLayout
 def _gains_nothing(
     graph: Graph, op: Op, value: Value, axis: str, kept: Kept, layouts: Mapping[str, OpLayout]
 ) -> bool:
-    """Whether a reduction behind an op moves the same bytes as one before it: it adds no other partial value, its result
-    is as large and reduced right behind it, and nobody wants that split over the axis (a reduce_scatter)."""
+    """Whether a reduction behind an op moves the same bytes as one before it: it adds no other partial
+    value, its result is as large and reduced right behind it, and nobody wants that split over the axis (a
+    reduce_scatter)."""
     result = op.results[0]
     if op.kind == "accumulate" or (result.name, axis) in kept or result.nbytes != value.nbytes:
         return False
@@ -116,7 +122,8 @@ def passing_group(op: Op, name: str, axis: str, kept: Kept, layouts: Mapping[str
 
 
 def _candidates(graph: Graph, layouts: Mapping[str, OpLayout]) -> dict[str, frozenset[str]]:
-    """Upper bound: partial by the op itself, or by a linear op all of whose group's operands are candidates."""
+    """Upper bound: partial by the op itself, or by a linear op all of whose group's operands are
+    candidates."""
     found: dict[str, frozenset[str]] = {}
     for op in graph.ops:
         layout = layouts[op.name]
@@ -129,5 +136,3 @@ def _candidates(graph: Graph, layouts: Mapping[str, OpLayout]) -> dict[str, froz
             if axes:
                 found[op.results[0].name] = found.get(op.results[0].name, frozenset()) | axes
     return found
-
-

@@ -1,8 +1,8 @@
 """Halos: what ranks read of a split dim beyond, or instead of, their own block.
 
 *In:* a tensor's layout and the stretch of positions that every part of a split dim needs (`Windows`). *Out:*
-the tiles that ranks hand each other, and their volume. *Invariant:* every rank ends up with just its window; a
-position that it holds already comes from itself.
+the tiles that ranks hand each other, and their volume. *Invariant:* every rank ends up with just its window;
+a position that it holds already comes from itself.
 
     [x] on x=2, shape (8,), windows 0:5, 3:8     1->0 [4:5]; 0->1 [3:4]; the rest is copied
 

@@ -1,11 +1,12 @@
 """Turn every reshard into collectives.
 
 In:   a graph whose changes of layout are `reshard` ops.
-Out:  a graph whose changes of layout are `comm.*` ops, each one collective on groups of one mesh, or one transfer
+Out:  a graph whose changes of layout are `comm.*` ops, each one collective on groups of one mesh, or one
+transfer
       between two meshes; attrs name axes, dims and reduction.
 Invariant: every comm op is the identity on the global tensor; operand and result layouts stand in the graph.
 
-    %p : f32[64, 128] [dp, _] = reshard(%p.raw)   ->   %p : ... = comm.all_reduce(%p.raw) {axes=("tp",), reduction="sum"}
+    %p : f32[64, 128] [dp, _] = reshard(%p.raw)   ->   %p : ... = comm.all_reduce(%p.raw) {axes=("tp",)}
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def _lower(op: Op, attrs: dict[str, DistAttr], price: Price) -> list[Op]:
     landing = value if not crossing.after else replace(value, name=names.fresh())
     attrs.setdefault(landing.name, replace(crossing.landing, origin=Origin("op", f"%{op.name}")))
     layout = OpLayout(crossing.landing.mesh)
-    ops.append(replace(op, kind="comm.transfer", operands=(current,), results=(landing,), attrs={}, layout=layout))
+    ops.append(
+        replace(op, kind="comm.transfer", operands=(current,), results=(landing,), attrs={}, layout=layout)
+    )
     if crossing.after:
         ops += _chain(op, landing, target.mesh, crossing.after, attrs, value)
     return ops
@@ -69,9 +72,14 @@ class _Names:
 def _chain(
     op: Op, source: Value, mesh: ProcessMesh, steps: Sequence[Step], attrs: dict[str, DistAttr], target: Value
 ) -> list[Op]:
-    """The steps as ops from `source` to `target`; no step at all is an identity (the layouts are the same blocks)."""
+    """The steps as ops from `source` to `target`; no step at all is an identity (the layouts are the same
+    blocks)."""
     if not steps:
-        return [replace(op, kind="identity", operands=(source,), results=(target,), attrs={}, layout=OpLayout(mesh))]
+        return [
+            replace(
+                op, kind="identity", operands=(source,), results=(target,), attrs={}, layout=OpLayout(mesh)
+            )
+        ]
     ops = []
     for number, step in enumerate(steps):
         last = number == len(steps) - 1

@@ -212,7 +212,13 @@ def _exchange(
             wire += itemsize * _count(tuple(b - a for a, b in tile.bounds))
         elif tile.target_rank == rank:
             recvs.append((tile.source_rank, _inside(tile, want)))
-    return {"sends": tuple(sends), "recvs": tuple(recvs), "copies": tuple(copies), "tag": number, "wire": wire}
+    return {
+        "sends": tuple(sends),
+        "recvs": tuple(recvs),
+        "copies": tuple(copies),
+        "tag": number,
+        "wire": wire,
+    }
 
 
 def _inside(tile: Tile, block: tuple[tuple[int, int], ...]) -> Slices:

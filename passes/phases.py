@@ -1,15 +1,18 @@
-"""Cut a lowered graph into tasks: what runs once before the micro-batches, once a micro-batch, and once after them.
+"""Cut a lowered graph into tasks: what runs once before the micro-batches, once a micro-batch, and once
+after them.
 
 In:   a lowered graph (layouts known, changes of layout are `comm.*` ops).
 Out:  tasks, each a run of ops on one mesh with one role, and the edges between them.
-Invariant: an edge between tasks of different meshes is a transfer; the tasks form a DAG; together they hold every op
-      that is not a source exactly once (a transfer twice: its send with the producer, its receive with the consumer).
+Invariant: an edge between tasks of different meshes is a transfer; the tasks form a DAG; together they hold
+every op
+      that is not a source exactly once (a transfer twice: its send with the producer, its receive with the
+      consumer).
 
-An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch, *forward* or
-*backward* when it does, *optimize* once it follows an `accumulate`. Inside a part, the *level* counts the changes of mesh
-on the longest path to the op; ops of one part, mesh and level form a task. What follows an `accumulate` on the same mesh
-without leaving it (the reduction of a gradient) is the *tail* of that task: it runs with the last micro-batch, so that
-communication starts as soon as the gradient is there.
+An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch,
+*forward* or *backward* when it does, *optimize* once it follows an `accumulate`. Inside a part, the *level*
+counts the changes of mesh on the longest path to the op; ops of one part, mesh and level form a task. What
+follows an `accumulate` on the same mesh without leaving it (the reduction of a gradient) is the *tail* of
+that task: it runs with the last micro-batch, so that communication starts as soon as the gradient is there.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ class Part:
         mesh: ranks that run it together.
         stage: position of its mesh in the pipeline.
         per_micro: once a micro-batch, or once a step.
-        body: ops in program order; `comm.transfer` appears as the send in its source's task, as the receive in its target's.
-        tail: names of ops of the body that run with the last micro-batch only.
+        body: ops in program order; `comm.transfer` appears as the send in its source's task, as the receive
+        in its target's. tail: names of ops of the body that run with the last micro-batch only.
     """
 
     name: str
@@ -86,7 +89,7 @@ def phases(graph: Graph) -> Parts:
 def _classify(state: _State, op: Op) -> None:
     inputs = [state.phase[v.name] for v in op.operands]
     phase = max(inputs, default=0)
-    if op.kind == "input" and op.results[0].shape != () or lookup(op.kind).micro:
+    if (op.kind == "input" and op.results[0].shape != ()) or lookup(op.kind).micro:
         phase = max(phase, 1)
     mesh = state.mesh[op.results[0].name]
     level, tail = 0, op.kind not in SOURCES
@@ -184,9 +187,11 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
     """Order of the ops of every task: program order, but
 
     * what communicates, and `accumulate`, comes right behind what it needs, so that messages leave early;
-    * the optimize part follows the order in which gradients become ready, so that the first wait is for the oldest message.
+    * the optimize part follows the order in which gradients become ready, so that the first wait is for the
+    oldest message.
 
-    The sort key is (number of the last op that holds this one back, own number): an op comes behind all of its operands.
+    The sort key is (number of the last op that holds this one back, own number): an op comes behind all of
+    its operands.
     """
     index = {op.name: i for i, op in enumerate(graph.ops)}
     ready: dict[str, int] = {}  # value -> place of its op in the tasks before, counted through

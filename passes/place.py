@@ -1,12 +1,14 @@
 """First phase of completion: every op gets a mesh.
 
 In:   a graph in which some values carry a mesh (annotations) and some ops a placement.
-Out:  op name -> mesh for every op; sources that several meshes read are cloned, one a mesh, when they are free to load
+Out:  op name -> mesh for every op; sources that several meshes read are cloned, one a mesh, when they are
+free to load
       anywhere (constants, scalar inputs); others stay where their first reader is.
-Invariant: deterministic in program order. An op that the user placed keeps its mesh; otherwise, in this order:
-      annotated results, annotated operands (the larger mesh where one contains the other, else the later one), the
-      operand that was produced last, the next op in program order that has a mesh. Backward ops take the mesh of
-      their forward op, optimizer ops that of their parameter.
+Invariant: deterministic in program order. An op that the user placed keeps its mesh; otherwise, in this
+order:
+      annotated results, annotated operands (the larger mesh where one contains the other, else the later
+      one), the operand that was produced last, the next op in program order that has a mesh. Backward ops
+      take the mesh of their forward op, optimizer ops that of their parameter.
 """
 
 from __future__ import annotations
@@ -100,7 +102,11 @@ def _annotated(graph: Graph, values: Sequence[Value]) -> ProcessMesh | None:
         attr = graph.attrs.get(value.name)
         if attr is None:
             continue
-        if best is None or not best.contains(attr.mesh) or (attr.mesh.contains(best) and attr.mesh.size > best.size):
+        if (
+            best is None
+            or not best.contains(attr.mesh)
+            or (attr.mesh.contains(best) and attr.mesh.size > best.size)
+        ):
             best = attr.mesh
     return best
 

@@ -1,11 +1,13 @@
 """Sums of gradients from several meshes leave the micro-batch part.
 
 In:   a serial graph and the mesh of every op (see `place`).
-Out:  the same program: where an `accumulate` reads a sum whose terms are made on different meshes, each term is
+Out:  the same program: where an `accumulate` reads a sum whose terms are made on different meshes, each term
+is
       accumulated where it is made and the sum is taken once a step.
 Invariant: same numbers up to rounding (accumulation is linear); graphs of one mesh do not change.
 
-    %s = add(%a, %b)          # %a on stage 0, %b on stage 1        %p = accumulate(%a)       %q = accumulate(%b)
+    %s = add(%a, %b)          # %a on stage 0, %b on stage 1        %p = accumulate(%a)       %q =
+    accumulate(%b)
     %g = accumulate(%s)       # %b crosses per micro-batch    ->    %g = add(%p, %q)          # %q crosses once
 
 A parameter that two stages share (a tied embedding) has such a gradient.
@@ -36,7 +38,12 @@ def postpone(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> tuple[Graph, di
 def _split(graph: Graph, op: Op, home: dict[str, ProcessMesh]) -> list[Op]:
     """Accumulations of the terms of a sum, and the sum of the accumulations."""
     total = graph.producers[op.operands[0].name]
-    if total.kind != "add" or total.role != "backward" or len(graph.users[total.name]) != 1 or total.name in graph.kept:
+    if (
+        total.kind != "add"
+        or total.role != "backward"
+        or len(graph.users[total.name]) != 1
+        or total.name in graph.kept
+    ):
         return [op]
     if not _crosses(graph, total, home):
         return [op]

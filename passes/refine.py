@@ -2,19 +2,22 @@
 
 In:   a completed graph.
 Out:  the same graph; some unpinned values and ops have another layout, with origin "search".
-Invariant: annotations stay; no contraction is computed with fewer parts than completion gave it (unless its result itself is
+Invariant: annotations stay; no contraction is computed with fewer parts than completion gave it (unless its
+result itself is
       annotated), no parameter or state is stored in fewer; the modelled cost never rises; deterministic.
 
-Completion decides by priority, one axis at a time, and so leaves borders where two claims meet. Here the borders move.
-With P(v) the layout in which a value is made, R(v) those in which it is read and S(v) the one in which it is kept,
+Completion decides by priority, one axis at a time, and so leaves borders where two claims meet. Here the
+borders move. With P(v) the layout in which a value is made, R(v) those in which it is read and S(v) the one
+in which it is kept,
 
     cost = sum over values of times(v) * (min over S of  wire(P -> S) + sum over distinct R of wire(S -> R))
          + sum over ops of times(op) * wire of the halos that it reads
          + epsilon * bytes touched per rank,
 
-where times is the number of micro-batches for values inside the micro-batch part. Moves: best response of one op, and
-flood moves in the manner of Kernighan and Lin (1970): give an op another layout, let the neighbours follow one by one
-whatever it costs, keep the best prefix. Situations that look alike (repeated layers) are tried once when they fail.
+where times is the number of micro-batches for values inside the micro-batch part. Moves: best response of
+one op, and flood moves in the manner of Kernighan and Lin (1970): give an op another layout, let the
+neighbours follow one by one whatever it costs, keep the best prefix. Situations that look alike (repeated
+layers) are tried once when they fail.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ _ROUNDS = 6
 
 @dataclass(slots=True)
 class _Node:
-    """An op that may move: for every option the layouts (by number) in which it makes its results and reads its operands."""
+    """An op that may move: for every option the layouts (by number) in which it makes its results and reads
+    its operands."""
 
     name: str
     options: list[OpLayout]
@@ -112,11 +116,17 @@ class _Refiner:
             need = [made[0] * len(op.operands)]
         else:
             made = [
-                tuple(self._attr(DistAttr(mesh, result_spec(rule, i, o, reduction))) for i in range(len(op.results)))
+                tuple(
+                    self._attr(DistAttr(mesh, result_spec(rule, i, o, reduction)))
+                    for i in range(len(op.results))
+                )
                 for o in options
             ]
             need = [
-                tuple(self._attr(DistAttr(mesh, operand_spec(rule, i, o, linear))) for i in range(len(op.operands)))
+                tuple(
+                    self._attr(DistAttr(mesh, operand_spec(rule, i, o, linear)))
+                    for i in range(len(op.operands))
+                )
                 for o in options
             ]
         shapes = tuple(v.shape for v in op.operands)
@@ -141,7 +151,9 @@ class _Refiner:
         costly = lookup(op.kind).cost == "matmul"
         groups = () if len(op.results) != 1 or costly or op.role == "optimize" else linear_groups(op)
         found = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
-        asked = op.role == "forward" and self.graph.attrs[op.name].pinned  # the user wants it whole in many places
+        asked = (
+            op.role == "forward" and self.graph.attrs[op.name].pinned
+        )  # the user wants it whole in many places
         if (costly and not asked) or op.kind in ("param", "state"):
             found = [o for o in found if _parts(o) >= _parts(completed)]
         return [completed, *found[: _OPTIONS - 1]]
@@ -159,10 +171,14 @@ class _Refiner:
                 key = (value.shape, value.dtype, pinned, value.name in leaving, source)
                 if key not in self.kinds:
                     self.kinds[key] = len(self.kinds)
-                    self.kind_list.append((value.shape, itemsize(value.dtype), pinned, value.name in leaving, source))
+                    self.kind_list.append(
+                        (value.shape, itemsize(value.dtype), pinned, value.name in leaving, source)
+                    )
                 like = replaced.get(value.name, -1)
                 touch = _TOUCH * value.nbytes
-                edges.append(_Edge(value.name, self.kinds[key], number, place, [], like, times[value.name], touch))
+                edges.append(
+                    _Edge(value.name, self.kinds[key], number, place, [], like, times[value.name], touch)
+                )
         for number, node in enumerate(self.nodes):
             for place, value_number in enumerate(node.operands):
                 edges[value_number].readers.append((number, place))
@@ -173,7 +189,9 @@ class _Refiner:
         for number, edge in enumerate(self.edges):
             if edge.like >= 0:
                 updated_by.setdefault(edge.like, []).append(number)
-        free = [self.graph.ops[e.producer].kind in SOURCES and self.kind_list[e.kind][0] == () for e in self.edges]
+        free = [
+            self.graph.ops[e.producer].kind in SOURCES and self.kind_list[e.kind][0] == () for e in self.edges
+        ]
         for number, node in enumerate(self.nodes):
             # scalars from outside cost nothing to move and would make neighbours of everything
             around = dict.fromkeys(v for v in (*node.operands, *node.results) if not free[v])
@@ -197,7 +215,8 @@ class _Refiner:
         return self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
 
     def entry(self, value: int, wanted: set[int] | None = None) -> tuple[float, int]:
-        """Bytes to move a value from where it is made to where it is read (or wanted), and the layout to keep it in."""
+        """Bytes to move a value from where it is made to where it is read (or wanted), and the layout to
+        keep it in."""
         edge = self.edges[value]
         made = self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
         if wanted is None:
@@ -277,9 +296,12 @@ class _Refiner:
         return best, best_option
 
     def agrees(self, value: int, end: int, moved: Container[int]) -> bool:
-        """True when a value moves for nothing between one of its ends and those in `moved`; the others may still follow."""
+        """True when a value moves for nothing between one of its ends and those in `moved`; the others may
+        still follow."""
         edge = self.edges[value]
-        wanted = {self.nodes[r].need[self.choice[r]][place] for r, place in edge.readers if r == end or r in moved}
+        wanted = {
+            self.nodes[r].need[self.choice[r]][place] for r, place in edge.readers if r == end or r in moved
+        }
         if edge.producer != end and edge.producer not in moved:
             return len(wanted) < 2
         return edge.times * self.entry(value, wanted)[0] <= _GAIN
@@ -364,7 +386,9 @@ class _Refiner:
         everything = list(range(len(self.nodes)))
         self.relax(everything)
         for _ in range(_ROUNDS):
-            borders = sorted((v for v in range(len(self.edges)) if self.moves(v)), key=lambda v: (-self.costs[v], v))
+            borders = sorted(
+                (v for v in range(len(self.edges)) if self.moves(v)), key=lambda v: (-self.costs[v], v)
+            )
             improved = False
             for value in borders:
                 edge = self.edges[value]
@@ -391,7 +415,9 @@ def refined(graph: Graph, price: Price = wire_price) -> tuple[float, Graph]:
     attrs = {}
     for number, (name, attr) in enumerate((e.name, graph.attrs[e.name]) for e in refiner.edges):
         kept = refiner.attrs[refiner.entry(number)[1]]
-        attrs[name] = attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
+        attrs[name] = (
+            attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
+        )
     halos = sum(refiner.halo(number, option) for number, option in enumerate(refiner.choice))
     return sum(refiner.costs) + halos, graph.with_ops(ops, attrs=attrs)
 

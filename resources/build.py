@@ -125,10 +125,11 @@ def _compute(entry: ComputeEntry) -> Compute:
     ops = {
         kind: {
             dtype: OpTable(
-                "bytes" if found.bytes else "flops",
+                "bytes" if found.bytes else "flops" if found.flops else "",
                 tuple(found.bytes or found.flops or ()),
-                tuple(found.times),
+                tuple(found.times or ()),
                 found.error,
+                found.launch,
             )
             for dtype, found in tables.items()
         }

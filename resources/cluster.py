@@ -36,18 +36,20 @@ class MatmulRate:
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """Measured seconds of one kind of op by the amount of its work.
+    """Measured seconds of one kind of op by the amount of its work, or what starting it costs.
 
     Attributes:
-        unit: "bytes" read and written, or "flops".
-        work, times: equally many; work rising.
-        error: mean relative error of the table against what was measured.
+        unit: "bytes" read and written, or "flops"; "" without times.
+        work, times: equally many; work rising. Empty where the op costs what its class costs.
+        error: mean relative error against what was measured.
+        launch: seconds that starting one costs; None where it is that of all ops.
     """
 
     unit: str
     work: tuple[float, ...]
     times: tuple[float, ...]
     error: float | None = None
+    launch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ pipeline. In a batch of matrices every matrix has edges of its own, so m, n and 
 batch only shares the launch. All numbers come from `machines[].devices.compute` of the resource file.
 
 Where that has a measured table for the kind of op and the dtype (`ops`), the table wins: between its entries the
-time is linear in the work, below the first it falls to `launch`, above the last it rises with the work.
+time is linear in the work, below the first it falls to `launch`, above the last it rises with the work. An op
+that only takes longer to start than others has a `launch` of its own there.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class ComputeCost:
         found = self.cluster.devices[device]
         seconds = self._number(found, "launch", "5 us")
         table = found.compute.ops.get(op, {}).get(dtype)
-        if table is not None:
+        if table is not None and table.launch is not None:
+            seconds = table.launch
+        if table is not None and table.times:
             return _looked_up(table, flops if table.unit == "flops" else nbytes, seconds)
         if kind == "launch":
             return seconds

@@ -55,17 +55,20 @@ class MatmulEntry(Entry):
 
 
 class OpEntry(Entry):
-    """Measured times of one kind of op, by bytes or by FLOPs."""
+    """Measured times of one kind of op, by bytes or by FLOPs, or only what starting it costs."""
 
     bytes: Annotated[list[Size], Field(min_length=1)] | None = None
     flops: Annotated[list[Work], Field(min_length=1)] | None = None
-    times: Annotated[list[Seconds], Field(min_length=1)]
+    times: Annotated[list[Seconds], Field(min_length=1)] | None = None
+    launch: Seconds | None = None
     error: float | None = None
 
     @model_validator(mode="after")
     def _matched(self) -> OpEntry:
-        if (self.bytes is None) == (self.flops is None):
-            raise ValueError("times by bytes or by flops, one of them")
+        if self.times is None and self.launch is not None and not (self.bytes or self.flops):
+            return self
+        if self.times is None or (self.bytes is None) == (self.flops is None):
+            raise ValueError("times by bytes or by flops, one of them, or a launch time")
         work = self.bytes or self.flops or []
         if len(work) != len(self.times):
             raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")

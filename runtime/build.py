@@ -53,7 +53,9 @@ class Build:
         return partition(self.parts, rank)
 
 
-def build(completed: Graph, *, micro_batches: int = 1, policy: str = "1f1b", price: Price = wire_price) -> Build:
+def build(
+    completed: Graph, *, micro_batches: int = 1, policy: str = "1f1b", price: Price = wire_price
+) -> Build:
     """Run reshard, lower and phases on a completed graph.
 
     Args:

@@ -263,7 +263,9 @@ def exchange_start(
     landing: list[tuple[Array, Array]] = []
     kept: list[Array] = []
     for source, tile in recvs:
-        if source != rank and out is not None and (target := out[(*tile, ...)]).size:  # with ..., a tile of no dims is a view as well
+        if (
+            source != rank and out is not None and (target := out[(*tile, ...)]).size
+        ):  # with ..., a tile of no dims is a view as well
             buffer = target if target.flags.c_contiguous else _empty(target, target.size)
             requests.append(transport.recv(buffer, source, _EXCHANGE_TAG + tag))
             if buffer is not target:

@@ -7,9 +7,9 @@ Kinds of storage:
     scratch   dead when its task ends; buffers are reused as soon as their value is dead.
     view      the memory of another value (its root) seen in another shape; made again where it is needed.
 
-Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op that reads it
-last, or they are scratch values that are never alive together. What a collective reads or writes is alive until it has
-been waited for.
+Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op
+that reads it last, or they are scratch values that are never alive together. What a collective reads or
+writes is alive until it has been waited for.
 """
 
 from __future__ import annotations
@@ -113,7 +113,11 @@ class _Planner:
         self.reader_count: dict[str, int] = {}
         for task in program.tasks:
             for local in task.ops:
-                for name in {v.name for v in local.op.operands} if local.mode != "recv" or local.attrs["copies"] else ():
+                for name in (
+                    {v.name for v in local.op.operands}
+                    if local.mode != "recv" or local.attrs["copies"]
+                    else ()
+                ):
                     self.reader_count[name] = self.reader_count.get(name, 0) + 1
         for op in program.graph.ops:
             if op.kind in SOURCES:
@@ -192,7 +196,11 @@ class _Planner:
                     continue
                 value, total = local.op.operands[0].name, local.op.result.name
                 place = self.made.get(value, ("", 0))
-                fits = place[0] == task.name and self.slots[value].root == value and self._same_type(value, total)
+                fits = (
+                    place[0] == task.name
+                    and self.slots[value].root == value
+                    and self._same_type(value, total)
+                )
                 if not fits or self.slots[value].kind != "scratch" or not self.is_only_reader(value):
                     continue
                 maker = task.ops[place[1]]
@@ -214,7 +222,9 @@ class _Planner:
                 result = local.op.result.name
                 aliases = self.aliases[self.slots[result].root]
                 found = [p for n in aliases for p in self.readers.get(n, ())]
-                readers = [p for p in found if p[0] != task.name or p[1] > number]  # not the collective itself
+                readers = [
+                    p for p in found if p[0] != task.name or p[1] > number
+                ]  # not the collective itself
                 here = [p for p in readers if p[0] == task.name]
                 if here:
                     at = min(here)
@@ -294,7 +304,9 @@ class _Planner:
         last = {
             root: max(number for t, number in places if t == task.name)
             for root, places in self.uses.items()
-            if root in self.slots and self.slots[root].kind == "scratch" and any(t == task.name for t, _ in places)
+            if root in self.slots
+            and self.slots[root].kind == "scratch"
+            and any(t == task.name for t, _ in places)
         }
         free = list(range(len(self.storage.blocks)))
         dying: dict[int, list[str]] = {}
@@ -303,7 +315,11 @@ class _Planner:
         for number, local in enumerate(task.ops):
             for value in local.op.results if local.mode != "send" else ():
                 slot = self.slots[value.name]
-                if slot.kind != "scratch" or slot.root != value.name or self.made[value.name] != (task.name, number):
+                if (
+                    slot.kind != "scratch"
+                    or slot.root != value.name
+                    or self.made[value.name] != (task.name, number)
+                ):
                     continue
                 donor = self._donor(local, value.name, number, last)
                 if donor is not None:
@@ -376,7 +392,9 @@ def _window(intervals: list[tuple[int, int]]) -> int:
     widest = 1
     for newest, (start, _) in enumerate(intervals):
         alive = [m for m, (begin, end) in enumerate(intervals) if begin <= start <= end]
-        widest = max(widest, max(alive) - min(alive) + 1 if alive else 1, newest - min(alive, default=newest) + 1)
+        widest = max(
+            widest, max(alive) - min(alive) + 1 if alive else 1, newest - min(alive, default=newest) + 1
+        )
     return widest
 
 

@@ -1,7 +1,8 @@
 """One rank at work: its memory, its compiled tasks, one step after the other.
 
-The worker runs tasks in the order that the schedule recorded (all ranks of a mesh in the same one), starts the receives
-of the next task before it runs the present one, and waits for a collective only where its result is read.
+The worker runs tasks in the order that the schedule recorded (all ranks of a mesh in the same one), starts
+the receives of the next task before it runs the present one, and waits for a collective only where its
+result is read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
 from distgraph.runtime.schedule import RecordedOrder, Schedule
-from distgraph.runtime.storage import Storage, plan_storage
+from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.transport import Transport
 
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
@@ -51,15 +52,20 @@ class Worker:
         self.arena = Arena({}, {}, {}, {}, {})
         self._allocate(sources)
         self.tasks: dict[str, CompiledTask] = {
-            task.name: compile_task(task, program, self.storage, self.arena, transport, xp) for task in program.tasks
+            task.name: compile_task(task, program, self.storage, self.arena, transport, xp)
+            for task in program.tasks
         }
-        self._outputs = [(label, value) for label, value in program.graph.outputs if value.name in program.types]
+        self._outputs = [
+            (label, value) for label, value in program.graph.outputs if value.name in program.types
+        ]
         self._per_micro = [
             (label, value)
             for label, value in self._outputs
             if program.parts.phase[value.name] == 1 and program.graph.micro_batches > 1
         ]
-        self._home = {v.name: t.name for t in program.tasks for o in t.ops if o.mode != "send" for v in o.op.results}
+        self._home = {
+            v.name: t.name for t in program.tasks for o in t.ops if o.mode != "send" for v in o.op.results
+        }
 
     def _allocate(self, sources: Mapping[str, Any]) -> None:
         program, xp = self.program, self.xp
@@ -107,11 +113,12 @@ class Worker:
         """Run one step.
 
         Args:
-            feeds: for every input of the rank its local blocks, one a micro-batch, or its number if it is a scalar.
+            feeds: for every input of the rank its local blocks, one a micro-batch, or its number if it is a
+            scalar.
 
         Returns:
-            label -> local block of every output on this rank; a list, one a micro-batch, where the output is not
-            accumulated. Valid until the next step.
+            label -> local block of every output on this rank; a list, one a micro-batch, where the output is
+            not accumulated. Valid until the next step.
 
         Raises:
             RuntimeFault: an input is missing; another rank failed; a wait ran out of time.

@@ -13,8 +13,8 @@ from distgraph.engine.program import Recipe
 from distgraph.errors import ResourceError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.complete import complete
 from distgraph.passes.arrange import arrange, latency_price
+from distgraph.passes.complete import complete
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.world import is_chief

@@ -24,7 +24,8 @@ _CUBIC_3 = _F(0.134145)
 
 @inlined
 def _copy(source: Any, target: Any) -> None:
-    """A loop that LLVM vectorises; Numba's own `target[:] = source` checks overlap and takes 45 us more for 1 MiB."""
+    """A loop that LLVM vectorises; Numba's own `target[:] = source` checks overlap and takes 45 us more for
+    1 MiB."""
     for j in range(source.size):
         target[j] = source[j]
 

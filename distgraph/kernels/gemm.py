@@ -1,10 +1,10 @@
-"""C = alpha A B + beta C in one BLAS call, which NumPy does not offer: a gradient that is summed over micro-batches
-needs no buffer and no pass of its own.
+"""C = alpha A B + beta C in one BLAS call, which NumPy does not offer: a gradient that is summed over
+micro-batches needs no buffer and no pass of its own.
 
-128 x 1024 x 1024 in float32 on one core: 2.26 ms, where matmul and an addition take 2.38 ms with everything in the
-cache, and more outside of it. The routine is the one that SciPy exports to compiled programs
-(`scipy.linalg.cython_blas`); called through ctypes it releases the interpreter lock, which `scipy.linalg.blas` does not,
-so that in-process ranks can work at the same time.
+128 x 1024 x 1024 in float32 on one core: 2.26 ms, where matmul and an addition take 2.38 ms with everything
+in the cache, and more outside of it. The routine is the one that SciPy exports to compiled programs
+(`scipy.linalg.cython_blas`); called through ctypes it releases the interpreter lock, which
+`scipy.linalg.blas` does not, so that in-process ranks can work at the same time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ def add_product(a: Array, b: Array, alpha: float, beta: float, c: Array) -> bool
     """c = alpha a b + beta c.
 
     Args:
-        a, b, c: NumPy matrices [m, k], [k, n], [m, n], none overlapping c; with beta = 0 the old c is not read.
+        a, b, c: NumPy matrices [m, k], [k, n], [m, n], none overlapping c; with beta = 0 the old c is not
+        read.
 
     Returns:
-        False, having done nothing, where BLAS has no such product: other dtypes, or dims that lie too far apart.
+        False, having done nothing, where BLAS has no such product: other dtypes, or dims that lie too far
+        apart.
     """
     if not (a.dtype == b.dtype == c.dtype and a.dtype in _REALS) or 0 in (*a.shape, *b.shape):
         return False

@@ -31,7 +31,8 @@ def _relu_kernel(xp: Any, x: Any, out: Any = None) -> Any:
 
 @lru_cache(maxsize=256)
 def _zeros(xp: Any, shape: Shape, dtype: Any) -> Any:
-    """A row of zeros: NumPy's maximum of an array and a scalar takes three times as long (83 us, 26 us for 1 MiB)."""
+    """A row of zeros: NumPy's maximum of an array and a scalar takes three times as long (83 us, 26 us for 1
+    MiB)."""
     return xp.zeros(shape, dtype)
 
 

@@ -1,8 +1,9 @@
 """Ops that only a distributed program has: each is the identity on the global tensor.
 
-`accumulate` ends the part of a step that runs once a micro-batch: its result is the mean over the micro-batches, so
-whatever follows it runs once a step. `reshard` is an explicit change of layout; the pass `lower` turns it into the
-collectives below, whose attrs name the mesh axes and dims. Their operand and result layouts stand in the graph.
+`accumulate` ends the part of a step that runs once a micro-batch: its result is the mean over the
+micro-batches, so whatever follows it runs once a step. `reshard` is an explicit change of layout; the pass
+`lower` turns it into the collectives below, whose attrs name the mesh axes and dims. Their operand and
+result layouts stand in the graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from distgraph.ops.registry import Attrs, GradientContext, Shape, define, elemen
 from distgraph.tensor import emit_one
 
 COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "halo", "slice", "mask", "transfer",
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "halo",
+    "slice", "mask", "transfer",
 )  # fmt: skip
 
 
@@ -43,7 +45,14 @@ def _reshard_gradient(c: GradientContext) -> list[Any]:
 
 
 define(
-    "reshard", elementwise, _no_kernel, infer=_same, gradient=_reshard_gradient, linear=((0,),), view=True, cost="comm"
+    "reshard",
+    elementwise,
+    _no_kernel,
+    infer=_same,
+    gradient=_reshard_gradient,
+    linear=((0,),),
+    view=True,
+    cost="comm",
 )
 
 for _kind in COLLECTIVES:

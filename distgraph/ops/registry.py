@@ -124,9 +124,10 @@ class OpDef:
             the other operands must not be, and the results are then partial too. A function of (number of
             operands, attrs) where they differ from op to op; read it through `linear_groups(op)`.
         reduction: how partial results combine when a split index is missing from them (sum, max, min, prod).
-        reads: (op, operand, dim, start, stop) -> positions of a sliding dim of an operand that the op reads for
-            the block start:stop (never empty) of its leading tensor: the first result that carries the index,
-            or where none does the last operand. Positions that reach below 0 or past the end wrap around.
+        reads: (op, operand, dim, start, stop) -> positions of a sliding dim of an operand that the op reads
+            for the block start:stop (never empty) of its leading tensor: the first result that carries the
+            index, or where none does the last operand. Positions that reach below 0 or past the end wrap
+            around.
         localize: attrs of the local op, when they speak of shapes or positions.
         decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
         inplace: operands whose buffer the first result may take over (same shape and dtype).
