@@ -10,8 +10,7 @@ a device is not a queue but a choice among requests that each want several devic
 
 Example, one forward and one backward at a time (rows are time, columns are ranks):
 
-    >>> from distgraph.runtime.timeline import SAME_TIME, Interval, Record, Timeline, symbols
-from distgraph.runtime.task import pipeline
+    >>> from distgraph.runtime.task import pipeline
     >>> print(simulate(pipeline([(0,), (1,)], 2, optimize=False)).grid())
     F0 -
     F1 F0
