@@ -1,0 +1,139 @@
+"""Collectives and messages that are sent to see what they cost between the ranks of a job.
+
+*In:* a transport with two ranks or more.
+*Out:* seconds of every collective on every group of ranks that a mesh can ask for.
+*Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
+counts. Runs follow one another without a pause; their mean is a run's time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from distgraph.mesh import ProcessMesh
+from distgraph.runtime import collectives
+from distgraph.runtime.transport import Group, Transport, even_counts
+
+KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send")
+SIZES: Final = tuple(2**power for power in range(10, 29, 2))
+"""Bytes of a message: 1 KiB to 256 MiB."""
+_ITEM: Final = 4  # bytes of an element, f32
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One collective of one size on groups of ranks that use it at the same time.
+
+    Attributes:
+        kind: see `KINDS`.
+        groups: disjoint groups of ranks, equally many in each.
+        nbytes: as in `distgraph.resources.collective.wire_bytes`.
+    """
+
+    kind: str
+    groups: tuple[Group, ...]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Unique name, such as all_reduce/0-1,2-3/1024."""
+        groups = ",".join("-".join(map(str, group)) for group in self.groups)
+        return f"{self.kind}/{groups}/{self.nbytes}"
+
+
+def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
+    """Groups along every axis of every mesh of two axes that has all ranks, and of the mesh of one.
+
+    Example:
+        >>> axis_groups(4)
+        (((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    """
+    found: dict[tuple[Group, ...], None] = {}
+    for first in range(ranks, 1, -1):
+        if ranks % first == 0:
+            mesh = ProcessMesh(np.arange(ranks).reshape(first, ranks // first), ["x", "y"])
+            for axis in mesh.axes:
+                if mesh.axis_size(axis) > 1:
+                    found[mesh.groups([axis])] = None
+    return tuple(found)
+
+
+def patterns(ranks: int, limit: float = 2.0**28) -> tuple[Pattern, ...]:
+    """Everything that a profile sends, small messages first.
+
+    Args:
+        ranks: of the job.
+        limit: bytes; no message is larger.
+    """
+    groups = axis_groups(ranks)
+    found = []
+    for nbytes in (size for size in SIZES if size <= limit):
+        for kind in KINDS:
+            if kind == "send":  # from the first rank to every kind of place: next door and far away
+                pairs = {(members[0][0], members[0][-1]) for members in groups} | {(0, 1)}
+                found += [Pattern(kind, (pair,), nbytes) for pair in sorted(pairs)]
+            else:
+                found += [Pattern(kind, members, nbytes) for members in groups]
+    return tuple(found)
+
+
+def measure(transport: Transport, pattern: Pattern, repeats: int) -> float:
+    """Seconds of one run on this rank; collective over all ranks of the job, 0.0 on one that has no part."""
+    group = next((members for members in pattern.groups if transport.rank in members), None)
+    run = None if group is None else _prepared(transport, pattern, group)
+    if run is not None:
+        run()  # first touch of the buffers, and of the way
+    transport.barrier()
+    begin = time.perf_counter()
+    for _ in range(repeats if run is not None else 0):
+        assert run is not None
+        run()
+    return (time.perf_counter() - begin) / repeats if run is not None else 0.0
+
+
+def _prepared(transport: Transport, pattern: Pattern, group: Group) -> Any:
+    """A function that runs the collective once."""
+    count, kind, rank = max(len(group), pattern.nbytes // _ITEM), pattern.kind, transport.rank
+    shares = even_counts(count, len(group))
+    at = group.index(rank)
+    whole = np.zeros(count, np.float32)
+    if kind == "all_reduce":
+        return lambda: collectives.all_reduce(transport, whole, group, "sum", whole)
+    if kind == "broadcast":
+        return lambda: collectives.broadcast(transport, whole, group[0], group, whole)
+    if kind == "send":
+        return _there_and_back(transport, group, whole)
+    result = np.zeros(count, np.float32)
+    if kind == "permute":
+        after, before = group[(at + 1) % len(group)], group[at - 1]
+        return lambda: collectives.permute(transport, whole, after, before, whole.shape, result)
+    part = np.zeros(shares[at], np.float32)
+    if kind == "all_gather":
+        return lambda: collectives.all_gather(transport, part, 0, shares, group, result)
+    if kind == "reduce_scatter":
+        return lambda: collectives.reduce_scatter(transport, whole, 0, shares, "sum", group, part)
+    rows = len(group)
+    square = np.zeros((rows, max(1, count // rows)), np.float32)
+    landed = np.zeros((1, square.shape[1] * rows), np.float32)
+    ones, widths = [1] * rows, [square.shape[1]] * rows
+    return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, landed)
+
+
+def _there_and_back(transport: Transport, group: Group, whole: Any) -> Any:
+    """Half a round trip is what one message takes, so each run sends only one way, in turns."""
+    turn = [0]
+
+    def run() -> None:
+        source = group[turn[0] % 2]
+        turn[0] += 1
+        other = group[0] if source == group[1] else group[1]
+        if transport.rank == source:
+            transport.send(whole, other, 0).wait()
+        else:
+            transport.recv(whole, source, 0).wait()
+
+    return run

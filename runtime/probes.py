@@ -1,0 +1,259 @@
+"""Programs that are run to see what single ops cost on a device.
+
+*In:* nothing but shapes.
+*Out:* for every op of a small program its `Work` and the seconds it took there.
+*Invariant:* what is timed are the lines of the generated program, with its buffers, each in the
+neighbourhood (of caches and interpreter) in which it works in training. The clock is read between lines;
+nothing is called that training does not call.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from distgraph import nn, ops
+from distgraph.dtypes import is_float, to_numpy
+from distgraph.graph import Graph
+from distgraph.mesh import ProcessMesh
+from distgraph.optim import SGD, Adam, AdamW, Optimizer
+from distgraph.passes.backward import differentiate
+from distgraph.passes.complete import complete
+from distgraph.passes.partition import LocalOp
+from distgraph.passes.prune import prune
+from distgraph.resources import Cluster, ComputeCost
+from distgraph.runtime.build import build
+from distgraph.runtime.codegen import CompiledTask
+from distgraph.runtime.cost import NOTHING, OpCost, Work
+from distgraph.runtime.worker import Worker
+from distgraph.tensor import Tensor, emit_one
+from distgraph.tracing import Trace, trace
+
+_LINE: Final = re.compile(r"  # %([^,\s]+)")  # the generated program names the results of a line in its comment
+MATRICES: Final = (
+    *((n, n, n) for n in (8, 32, 64, 128, 256, 512, 1024)),
+    *((4096, 32, 32), (32, 4096, 32), (32, 32, 4096), (2048, 128, 512), (512, 2048, 128), (128, 512, 2048)),
+    *((8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (1000, 10, 64), (64, 1000, 10), (200, 72, 16)),
+)
+"""m, n, k: square, tall, wide, flat and thin."""
+STREAMS: Final = tuple(2**power for power in range(8, 26, 2))
+"""Elements: 1 KiB to 64 MiB of f32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A program to time op by op.
+
+    Attributes:
+        name: unique, without the shapes that `graph` knows.
+        graph: traces it.
+    """
+
+    name: str
+    graph: Callable[[], Graph]
+
+
+def probes(dtypes: Sequence[str] = ("f32", "f64")) -> tuple[Probe, ...]:
+    """Every program that a profile runs, the quick ones first."""
+    found = []
+    for dtype in dtypes:
+        small = [shape for shape in MATRICES if np.prod(shape) <= 2**22]
+        large = [shape for shape in MATRICES if np.prod(shape) > 2**22]
+        found.append(Probe(f"matmul/{dtype}/small", lambda d=dtype, s=small: _products(d, s)))
+        found += [Probe(f"matmul/{dtype}/{m}x{n}x{k}", lambda d=dtype, s=(m, n, k): _products(d, [s])) for m, n, k in large]
+    for batch, length, width in ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256)):
+        name = f"transformer/{batch}x{length}x{width}"
+        found.append(Probe(name, lambda b=batch, s=length, w=width: _transformer(b, s, w)))
+    for batch, channels in ((2, 8), (8, 16), (8, 32), (32, 32)):
+        found.append(Probe(f"convolution/{batch}x{channels}", lambda b=batch, c=channels: _convolution(b, c)))
+    for batch, width in ((8, 64), (8, 128), (24, 256), (64, 512)):
+        found.append(Probe(f"perceptron/{batch}x{width}", lambda b=batch, w=width: _perceptron(b, w)))
+    found += [Probe(f"stream/{size}", lambda n=size: _streams(n)) for size in STREAMS]
+    return tuple(found)
+
+
+def _products(dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Graph:
+    inputs = [((m, k), dtype) for m, _, k in shapes] + [((k, n), dtype) for _, n, k in shapes]
+
+    def program(*tensors: Tensor) -> Any:
+        half = len(shapes)
+        return tuple(ops.matmul(a, b) for a, b in zip(tensors[:half], tensors[half:], strict=True))
+
+    return trace(program, *inputs, name="matmul")
+
+
+def _streams(size: int) -> Graph:
+    """Elementwise ops and lookups on `size` elements."""
+    width = min(size // 16, 256)  # 16 rows at least: ids go up to 9
+    rows = size // width
+
+    def program(x: Tensor, y: Tensor, at: Tensor) -> Any:
+        return x + y, x * y, ops.relu(x), ops.embedding(x, at)
+
+    return trace(program, ((rows, width), "f32"), ((rows, width), "f32"), ((rows,), "i32"), name="stream")
+
+
+class _Text(nn.Module):
+    def __init__(self, length: int, width: int) -> None:
+        self.token, self.place = nn.Embedding(256, width), nn.Parameter((length, width))
+        self.block = nn.TransformerBlock(width, max(1, width // 32), dropout=0.1)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, text: Tensor) -> Tensor:
+        found: Tensor = self.head(self.norm(self.block(self.token(text) + self.place)))
+        return found
+
+
+class _Pictures(nn.Module):
+    def __init__(self, channels: int) -> None:
+        self.first = nn.Conv2d(1, channels // 2, 3, padding=1)
+        self.second = nn.Conv2d(channels // 2, channels, 3, padding=1)
+        self.pool, self.dropout = nn.MaxPool2d(2), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(channels * 4, 64), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.pool(ops.relu(self.first(images)))
+        x = self.pool(ops.relu(self.second(x)))
+        found: Tensor = self.down(self.dropout(ops.relu(self.up(nn.Flatten()(x)))))
+        return found
+
+
+def _transformer(batch: int, length: int, width: int) -> Graph:
+    text = ((batch, length), "i32")
+    return _training(_Text(length, width), (text, text), AdamW(clip_norm=1.0))
+
+
+def _convolution(batch: int, channels: int) -> Graph:
+    return _training(_Pictures(channels), (((batch, 1, 8, 8), "f32"), ((batch,), "i32")), Adam())
+
+
+def _perceptron(batch: int, width: int) -> Graph:
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    return _training(model, (((batch, 64), "f32"), ((batch,), "i32")), SGD(lr=1e-3, momentum=0.9))
+
+
+def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], optimizer: Optimizer) -> Graph:
+    """One step of training: forward, backward, update."""
+    steps = Trace("train")
+    steps.training = True
+    nn.module.name_tree(model)
+    with steps.activate():
+        x, target = (steps.source("input", name, *kind) for name, kind in zip(("x", "target"), batch, strict=True))
+        loss = nn.CrossEntropy()(model(x), target)
+        parameters = [Tensor(op.result, steps) for op in steps.ops if op.kind == "param"]
+        gradients = differentiate(steps, loss, parameters)
+        with steps.within(role="backward"):
+            pairs = [(p, emit_one("accumulate", g)) for p, g in zip(parameters, gradients, strict=True)]
+        optimizer.update(steps, pairs)
+        return prune(steps.finish({"loss": emit_one("accumulate", loss)}))
+
+
+class Timed:
+    """A probe made ready on this process.
+
+    Args:
+        probe: the program.
+        cluster: any; only its first device is named in prices.
+    """
+
+    def __init__(self, probe: Probe, cluster: Cluster) -> None:
+        compiled = build(complete(probe.graph(), ProcessMesh.grid(serial=1)))
+        program = compiled.program(0)
+        random = np.random.default_rng(0)
+        sources = {
+            op.result.name: _block(random, op.result.shape, op.result.dtype, op.kind == "state")
+            for op in program.graph.sources("param", "state")
+        }
+        self._worker = Worker(program, compiled.schedule, None, np, sources)
+        self._feeds: dict[str, Any] = {}
+        for op in program.graph.sources("input"):
+            shape, dtype = op.result.shape, op.result.dtype
+            block = _block(random, shape, dtype, False)
+            self._feeds[str(op.attrs["name"])] = [block] if shape else to_numpy(dtype).type(1)
+        cost = OpCost(program, self._worker.storage, ComputeCost(cluster), 0)
+        locals_ = {v.name: local for task in program.tasks for local in task.ops for v in local.op.results}
+        self._seconds: dict[str, float] = {}
+        for name, task in self._worker.tasks.items():
+            self._worker.tasks[name] = replace(task, last=_stamped(task, self._seconds))
+        self._works = _works(locals_, cost)
+        self._worker.step(self._feeds)
+        self.ops = tuple(name for name in self._works if name in self._seconds)
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """What the timed ops do, in the order of `run`."""
+        return tuple(self._works[name] for name in self.ops)
+
+    def run(self, seconds: float = 0.01) -> list[float]:
+        """Median seconds of every op over some runs of the program.
+
+        Args:
+            seconds: about how long to run; once untimed, so that caches are as between steps, then at least
+                once and at most five times.
+        """
+        begin = time.perf_counter()
+        self._worker.step(self._feeds)
+        count = int(np.clip(seconds / (time.perf_counter() - begin), 1, 5))
+        runs = []
+        for _ in range(count):
+            self._worker.step(self._feeds)
+            runs.append([self._seconds[name] for name in self.ops])
+        return [float(median) for median in np.median(runs, axis=0)]
+
+
+def _works(locals_: dict[str, LocalOp], cost: OpCost) -> dict[str, Work]:
+    found = {}
+    for name, local in locals_.items():
+        if local.op.results[0].name == name:
+            work = cost.work(local)
+            if work is not NOTHING:
+                found[name] = work
+    return found
+
+
+def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
+    kind = to_numpy(dtype)
+    if zero:
+        return np.zeros(shape, kind)
+    if is_float(dtype):
+        return (0.1 * random.standard_normal(shape)).astype(kind)
+    high = 2 if dtype == "bool" else 10  # classes, tokens: below the size of every table
+    return random.integers(0, high, shape).astype(kind)
+
+
+def _stamped(task: CompiledTask, seconds: dict[str, float]) -> Callable[[int], None]:
+    """The task with the clock read between its lines; leaves the seconds of each by its first result."""
+    lines = task.source.split("def ")[-1].split("\n", 1)[1].rstrip().split("\n")
+    text, names = ["def stamped(m):"], []
+    for line in lines:
+        found = _LINE.search(line)
+        if found is None:
+            text.append(line)
+            continue
+        number = len(names)
+        names.append(found.group(1))
+        text += [f"    begin_{number} = clock()", line, f"    end_{number} = clock()"]
+    text.append("    note(" + ", ".join(f"end_{i} - begin_{i}" for i in range(len(names))) + ")")
+    overhead = _clock_seconds()
+
+    def note(*spans: float) -> None:
+        seconds.update((name, max(span - overhead, 1e-9)) for name, span in zip(names, spans, strict=True))
+
+    scope = {**task.last.__globals__, "clock": time.perf_counter, "note": note}
+    exec(compile("\n".join(text), f"<timed {task.name}>", "exec"), scope)
+    stamped: Callable[[int], None] = scope["stamped"]
+    return stamped
+
+
+def _clock_seconds() -> float:
+    """What reading the clock twice costs."""
+    spans = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        spans.append(time.perf_counter() - begin)
+    return float(np.median(spans))
