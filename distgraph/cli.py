@@ -1,4 +1,4 @@
-"""The command line: `distgraph run`, `check`, `inspect`, `cluster`."""
+"""The command line: `distgraph run`, `check`, `inspect`, `profile`, `cluster`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from distgraph.passes.conflicts import conflicts, explain
 from distgraph.passes.pipeline import PASSES, Ran, run_passes
 from distgraph.resources import describe, load_cluster, shipped_clusters
 from distgraph.runtime.launch import launch
+from distgraph.runtime.profile import Request
+from distgraph.runtime.profile import profile as run_profile
 from distgraph.text import parse_graph, print_graph
 
 app = typer.Typer(
@@ -85,6 +87,20 @@ def inspect(
         _echo_commented([str(found) for found in conflicts(seen[-1])] or ["no annotations compete"])
     if about:
         _echo_commented([explain(seen[-1], about)])
+
+
+@app.command()
+def profile(
+    output: Annotated[str, typer.Option("-o", "--output", help="Resource file to write.")],
+    ranks: Annotated[int, typer.Option("-n", min=1, help="How many ranks, one a device.")] = 1,
+    source: Annotated[
+        str, typer.Option("--cluster", help="Resource file to measure anew; without it, this machine.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measure so long at most.")] = 120.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier measurements.")] = False,
+) -> None:
+    """Measure this machine, or those of the job, and write a resource file with the error of every fit."""
+    raise typer.Exit(run_profile(Request(output, source, ranks, seconds, fresh=fresh)))
 
 
 @app.command()

@@ -114,8 +114,7 @@ class _Propagation:
         self.heap: list[tuple[Key, str, str, int, int, Claim]] = []
 
     def run(self) -> Settled:
-        """Settle claims in order until none is left. Raises ShardingError when that does not end (our
-        bug)."""
+        """Settle claims in order until none is left. Raises ShardingError if that does not end (our bug)."""
         self.seed()
         limit = _STEPS_PER_ITEM * (len(self.graph.values) + len(self.graph.ops)) + 1024
         steps = 0

@@ -6,9 +6,8 @@ is
       accumulated where it is made and the sum is taken once a step.
 Invariant: same numbers up to rounding (accumulation is linear); graphs of one mesh do not change.
 
-    %s = add(%a, %b)          # %a on stage 0, %b on stage 1        %p = accumulate(%a)       %q =
-    accumulate(%b)
-    %g = accumulate(%s)       # %b crosses per micro-batch    ->    %g = add(%p, %q)          # %q crosses once
+    %s = add(%a, %b)      # %a on stage 0, %b on stage 1      %p = accumulate(%a)   %q = accumulate(%b)
+    %g = accumulate(%s)   # %b crosses per micro-batch   ->   %g = add(%p, %q)      # %q crosses once
 
 A parameter that two stages share (a tied embedding) has such a gradient.
 """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -80,6 +82,22 @@ def local_cluster(ranks: int) -> Cluster:
         machine, devices=tuple(range(ranks)), nic_of=(None,) * ranks, first_link=0, link_count=ranks
     )
     return dataclasses.replace(local, devices=devices, links=links, machines=(whole,))
+
+
+def read_document(name_or_path: str) -> tuple[dict[str, Any], str]:
+    """A shipped or other YAML resource file as it is written, and the comment at its head.
+
+    Raises:
+        ResourceError: no such file, no resource file, or Paddle's JSON, which has another form.
+    """
+    if name_or_path.endswith(".json"):
+        raise ResourceError(f"{name_or_path}: only a YAML resource file can be written anew; describe it as one")
+    load_cluster(name_or_path)
+    shipped = name_or_path in shipped_clusters()
+    path = Path(str(files("distgraph.resources") / "files" / f"{name_or_path}.yaml")) if shipped else Path(name_or_path)
+    text = path.read_text(encoding="utf-8")
+    head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    return yaml.safe_load(text), head
 
 
 def _load_yaml(path: Path, file: str) -> Cluster:

@@ -41,7 +41,7 @@ MATRICES: Final = (
     *((8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (1000, 10, 64), (64, 1000, 10), (200, 72, 16)),
 )
 """m, n, k: square, tall, wide, flat and thin."""
-STREAMS: Final = tuple(2**power for power in range(8, 26, 2))
+STREAMS: Final = tuple(2**power for power in range(8, 25, 2))
 """Elements: 1 KiB to 64 MiB of f32."""
 
 
@@ -181,6 +181,7 @@ class Timed:
         for name, task in self._worker.tasks.items():
             self._worker.tasks[name] = replace(task, last=_stamped(task, self._seconds))
         self._works = _works(locals_, cost)
+        self.nbytes = sum(value.nbytes for op in program.graph.ops for value in op.results)
         self._worker.step(self._feeds)
         self.ops = tuple(name for name in self._works if name in self._seconds)
 

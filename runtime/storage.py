@@ -327,9 +327,8 @@ class _Planner:
                     dying[number].remove(donor)
                 else:
                     slot.block = self._take(free, nbytes(self.program, value.name))
-            for root in dying.get(number, ()):
-                if self.slots[root].block >= 0:
-                    free.append(self.slots[root].block)
+            freed = (self.slots[root].block for root in dying.get(number, ()))
+            free.extend(block for block in freed if block >= 0)
 
     def _donor(self, local: LocalOp, name: str, number: int, last: Mapping[str, int]) -> str | None:
         """Root of an operand whose buffer the first result may take over, because this op reads it last."""
@@ -344,9 +343,9 @@ class _Planner:
             slot = self.slots[root]
             shared = len({n for n in names if self.slots[n].root == root}) > 1
             fits = self._same_type(operand, name) and nbytes(self.program, root) == nbytes(self.program, name)
-            if slot.kind == "scratch" and last.get(root) == number and fits and not shared:
-                if self.slots[operand].contiguous:
-                    return root
+            ends = slot.kind == "scratch" and last.get(root) == number
+            if ends and fits and not shared and self.slots[operand].contiguous:
+                return root
         return None
 
     def _take(self, free: list[int], size: int) -> int:

@@ -78,7 +78,8 @@ class Worker:
             if block is None or tuple(block.shape) != shape or block.dtype != to_numpy(dtype):
                 found = "nothing" if block is None else f"{block.dtype}{tuple(block.shape)}"
                 raise RuntimeFault(
-                    f"rank {program.rank} needs %{name} as {dtype}{shape} but was given {found}; initialise or load it"
+                    f"rank {program.rank} needs %{name} as {dtype}{shape} but was given {found}; "
+                    "initialise or load it"
                 )
             self.arena.fixed[name] = block
         blocks = [xp.empty(size, xp.uint8) for size in self.storage.blocks]
