@@ -13,7 +13,7 @@ says which).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distgraph.errors import ResourceError
 from distgraph.resources import Cluster, ComputeCost, RankMapping
@@ -183,15 +183,12 @@ class _Forecaster:
             for rank in chosen:
                 self.time_rank(rank)
                 self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
-        tasks = {
-            part.name: max(self.times[part.name], key=lambda t: (t.last.seconds, t.body.seconds))
-            for part in self.build.parts.tasks
-        }
+        tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
         transfers = self.transfers()
         graph = self.build.task_graph
         timeline = simulate(
             graph,
-            {n: max(t.body.seconds for t in self.times[n]) for n in tasks},
+            {n: t.body.seconds for n, t in tasks.items()},
             policy=self.build.policy,
             order=self.build.schedule.orders(),
             transfer=transfers,
@@ -206,6 +203,11 @@ class _Forecaster:
         return Forecast(
             timeline.makespan, tasks, timeline, transfers, self.memory, self.ranks, self.devices, exact, sent
         )
+
+    def slowest(self, name: str) -> TaskForecast:
+        """The task on the rank that takes longest with the last micro-batch, and the longest body of all."""
+        found = max(self.times[name], key=lambda time: time.last.seconds)
+        return replace(found, body=max((t.body for t in self.times[name]), key=lambda body: body.seconds))
 
     def time_rank(self, rank: int) -> None:
         """Time every task of one rank."""
