@@ -3,9 +3,8 @@
 In:   an annotated serial graph.
 Out:  a completed graph.
 Invariant: annotations stay; of several completions one that is computed in fewer parts than the first is
-never taken;
-      ties go to the first policy, so that a program without competing annotations is completed as `complete`
-      does.
+      never taken; ties go to the first policy, so that a program without competing annotations is completed
+      as `complete` does.
 
     %x : f32[256, 512] [x, _]   # user        policy "data":        w1, w2 gathered, their gradients scattered
     %w1 : f32[512, 2048] [_, x] # user   ->   policy "parameters":  x gathered, the result scattered

@@ -2,11 +2,9 @@
 
 In:   a trace whose forward part ends in a scalar loss.
 Out:  the same trace, longer: for every forward op on a path from `wrt` to the loss the ops of its gradient,
-role
-      backward, linked by name to their forward op.
+      role backward, linked by name to their forward op.
 Invariant: no forward op changes; a value used several times gets the sum of the gradients of its uses, so
-that tied
-      parameters sum by themselves.
+      that tied parameters sum by themselves.
 
     %h = matmul(%x, %w)               %h = matmul(%x, %w)
     %l = reduce_sum(%h)         ->    %l = reduce_sum(%h)

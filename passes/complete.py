@@ -2,11 +2,9 @@
 
 In:   a graph (forward, or forward + backward + optimizer) in which some values carry a user's annotation.
 Out:  the same program; every value has a DistAttr and every op an OpLayout. Fused ops whose whole dim
-arrives split
-      are replaced by their decomposition.
+      arrives split are replaced by their decomposition.
 Invariant: annotations are never changed; no dim loses an axis that an annotation gave it; the result does
-not depend on
-      any visiting order and completing twice changes nothing.
+      not depend on any visiting order and completing twice changes nothing.
 
     %x  : f32[64, 128] [dp, _] = input          # user             %x  : f32[64, 128] [dp, _]
     %w1 : f32[128, 512] [_, tp] = param         # user             %w1 : f32[128, 512] [_, tp]

@@ -2,8 +2,7 @@
 
 In:   a graph whose changes of layout are `reshard` ops.
 Out:  a graph whose changes of layout are `comm.*` ops, each one collective on groups of one mesh, or one
-transfer
-      between two meshes; attrs name axes, dims and reduction.
+      transfer between two meshes; attrs name axes, dims and reduction.
 Invariant: every comm op is the identity on the global tensor; operand and result layouts stand in the graph.
 
     %p : f32[64, 128] [dp, _] = reshard(%p.raw)   ->   %p : ... = comm.all_reduce(%p.raw) {axes=("tp",)}

@@ -4,9 +4,8 @@ after them.
 In:   a lowered graph (layouts known, changes of layout are `comm.*` ops).
 Out:  tasks, each a run of ops on one mesh with one role, and the edges between them.
 Invariant: an edge between tasks of different meshes is a transfer; the tasks form a DAG; together they hold
-every op
-      that is not a source exactly once (a transfer twice: its send with the producer, its receive with the
-      consumer).
+      every op that is not a source exactly once (a transfer twice: its send with the producer, its receive
+      with the consumer).
 
 An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch,
 *forward* or *backward* when it does, *optimize* once it follows an `accumulate`. Inside a part, the *level*

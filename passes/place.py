@@ -2,8 +2,7 @@
 
 In:   a graph in which some values carry a mesh (annotations) and some ops a placement.
 Out:  op name -> mesh for every op; sources that several meshes read are cloned, one a mesh, when they are
-free to load
-      anywhere (constants, scalar inputs); others stay where their first reader is.
+      free to load anywhere (constants, scalar inputs); others stay where their first reader is.
 Invariant: deterministic in program order. An op that the user placed keeps its mesh; otherwise, in this
 order:
       annotated results, annotated operands (the larger mesh where one contains the other, else the later

@@ -2,8 +2,7 @@
 
 In:   a serial graph and the mesh of every op (see `place`).
 Out:  the same program: where an `accumulate` reads a sum whose terms are made on different meshes, each term
-is
-      accumulated where it is made and the sum is taken once a step.
+      is accumulated where it is made and the sum is taken once a step.
 Invariant: same numbers up to rounding (accumulation is linear); graphs of one mesh do not change.
 
     %s = add(%a, %b)      # %a on stage 0, %b on stage 1      %p = accumulate(%a)   %q = accumulate(%b)

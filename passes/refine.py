@@ -3,8 +3,8 @@
 In:   a completed graph.
 Out:  the same graph; some unpinned values and ops have another layout, with origin "search".
 Invariant: annotations stay; no contraction is computed with fewer parts than completion gave it (unless its
-result itself is
-      annotated), no parameter or state is stored in fewer; the modelled cost never rises; deterministic.
+      result itself is annotated), no parameter or state is stored in fewer; the modelled cost never rises;
+      deterministic.
 
 Completion decides by priority, one axis at a time, and so leaves borders where two claims meet. Here the
 borders move. With P(v) the layout in which a value is made, R(v) those in which it is read and S(v) the one

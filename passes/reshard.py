@@ -5,11 +5,10 @@ in one.
 Out:  a graph in which every op reads and leaves its values exactly as they are stored; the differences are
 `reshard` ops.
 Invariant: same program; a new value of a param lies as the old one; users that need the same layout of a
-value share one
-      reshard; a result is resharded right where it is made (so that communication can start early), an
-      operand right before its first reader. Where an op reads neighbours' positions of a split dim (see
-      `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the same
-      layout, blocks that overlap.
+      value share one reshard; a result is resharded right where it is made (so that communication can start
+      early), an operand right before its first reader. Where an op reads neighbours' positions of a split
+      dim (see `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the
+      same layout, blocks that overlap.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
