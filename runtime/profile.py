@@ -1,0 +1,332 @@
+"""`distgraph profile`: what the machines of a job can do, measured, as a resource file.
+
+*In:* a resource file (or none: this machine), ranks, seconds.
+*Out:* the same file with measured numbers and the error of the fit beside each.
+*Invariant:* rank i measures device i, and all ranks measure the same thing at the same time: in training they
+share caches, memory and links as well. Rounds go over everything once and then again, so that a slow minute
+of the machine touches every number a little and none completely; medians over the rounds are fitted. What was
+measured lies in a JSON file beside the output from the first second on, and a later run goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from threadpoolctl import threadpool_limits
+
+from distgraph.errors import ResourceError, RuntimeFault
+from distgraph.resources import Cluster, load_cluster, local_cluster
+from distgraph.resources.cluster import MeasuredTable
+from distgraph.runtime import messages
+from distgraph.runtime.cost import Work
+from distgraph.runtime.fit import ComputeFit, LinkFit, Message, fit_compute, fit_links
+from distgraph.runtime.launch import launch
+from distgraph.runtime.measured_file import Measured, write_measured
+from distgraph.runtime.probes import Timed, probes
+from distgraph.runtime.rank import current_transport, ranks_of_job
+from distgraph.runtime.transport import Transport
+
+_REPEATS: Final = 7
+_SAVE_SECONDS: Final = 1.0
+_KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
+_SCRIPT: Final = "from distgraph.runtime.profile import rank_main\nrank_main()\n"
+_TERMINAL: Final = "DISTGRAPH_PROFILE_TERMINAL"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be measured.
+
+    Attributes:
+        output: resource file to write; the measurements lie beside it, see `store_path`.
+        source: resource file or shipped name that is kept but for the numbers; "" for this machine.
+        ranks: of the job.
+        seconds: how long to measure at most.
+        repeats: rounds; a number is the median over them.
+        fresh: forget earlier measurements.
+    """
+
+    output: str
+    source: str = ""
+    ranks: int = 1
+    seconds: float = 120.0
+    repeats: int = _REPEATS
+    fresh: bool = False
+
+    @property
+    def store_path(self) -> Path:
+        """Where the measurements are kept."""
+        return Path(self.output).with_suffix(".measurements.json")
+
+    def cluster(self) -> Cluster:
+        """The cluster without measured numbers.
+
+        Raises:
+            ResourceError: fewer devices than ranks, or a device that NumPy does not run on.
+        """
+        found = load_cluster(self.source) if self.source else local_cluster(self.ranks)
+        if self.ranks > len(found.devices):
+            raise ResourceError(
+                f"profile: {self.ranks} ranks but cluster {found.name} has {len(found.devices)} devices; start one "
+                "rank a device, or describe more devices"
+            )
+        for device in found.devices[: self.ranks]:
+            if device.type != "cpu":
+                raise ResourceError(
+                    f"profile: {found.source}: {device.origin} is a {device.type}, but programs run on CPUs here; "
+                    "give a file that describes this machine's CPUs, or leave --cluster out"
+                )
+        return found
+
+
+def profile(request: Request) -> int:
+    """Measure, fit and write; starts the ranks where there are several and a launcher has not done so.
+
+    Returns: exit code of the ranks.
+
+    Raises:
+        ResourceError: the file does not fit the ranks, or the seconds did not suffice for a fit.
+        RuntimeFault: no MPI for several ranks.
+    """
+    given = ranks_of_job()
+    if given > 1:
+        if request.ranks not in (1, given):
+            raise RuntimeFault(f"profile: -n {request.ranks} inside a job of {given} ranks; leave -n out")
+        return _rank(Request(**(asdict(request) | {"ranks": given})))
+    request.cluster()  # its mistakes are told here, once
+    if request.ranks == 1:
+        return _rank(request)
+    with tempfile.TemporaryDirectory(prefix="distgraph-profile-") as folder:
+        script = Path(folder) / "profile.py"
+        script.write_text(_SCRIPT, encoding="utf-8")
+        seen = {_TERMINAL: "1"} if sys.stderr.isatty() else {}
+        code = launch(request.ranks, [str(script), json.dumps(asdict(request))], env={**_one_thread(), **os.environ, **seen})
+    if code == 130 and request.store_path.is_file():
+        Console(stderr=True).print(f"profile: kept in {request.store_path}; the same command goes on from there")
+    return code
+
+
+def _one_thread() -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def rank_main() -> None:
+    """One rank of a job that `profile` started."""
+    _rank(Request(**json.loads(sys.argv[1])))
+
+
+def _rank(request: Request) -> int:
+    cluster, transport = request.cluster(), current_transport()
+    store = Store.open(request) if transport is None or transport.rank == 0 else Store({}, None)
+    if transport is not None:
+        store.runs = transport.broadcast_object(store.runs, 0)
+    with threadpool_limits(1):
+        _Profile(request, cluster, transport, store).run()
+    if transport is None or transport.rank == 0:
+        found = evaluate(cluster, store.runs)
+        write_measured(request.output, request.source, request.ranks, found)
+        Console(stderr=True).print(f"profile: {request.output} written; {found.summary()}", highlight=False)
+    return 0
+
+
+@dataclass(slots=True)
+class Store:
+    """Measurements so far: key -> what it is ("works" or "message") and the seconds of every round ("runs")."""
+
+    runs: dict[str, dict[str, Any]]
+    path: Path | None
+    header: Mapping[str, Any] | None = None
+    saved: float = 0.0
+
+    @classmethod
+    def open(cls, request: Request) -> Store:
+        """Those of an earlier run of the same request, if there are any.
+
+        Raises:
+            ResourceError: the file holds something else.
+        """
+        header = {"source": request.source, "ranks": request.ranks}
+        if request.fresh or not request.store_path.is_file():
+            return cls({}, request.store_path, header)
+        try:
+            found = json.loads(request.store_path.read_text(encoding="utf-8"))
+            same, runs = found["header"] == header, found["runs"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ResourceError(f"{request.store_path}: no measurements: {error!r}; delete it, or use --fresh") from None
+        if not same:
+            raise ResourceError(
+                f"{request.store_path}: measurements of {found['header']} but this is {header}; use another "
+                "output, or --fresh"
+            )
+        return cls(runs, request.store_path, header)
+
+    def add(self, key: str, about: Mapping[str, Any], seconds: Sequence[float]) -> None:
+        """One more round of one key."""
+        self.runs.setdefault(key, {**about, "runs": []})["runs"].append(list(seconds))
+        if time.monotonic() - self.saved > _SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, whole or not at all."""
+        if self.path is None:
+            return
+        partial = self.path.with_suffix(".tmp")
+        partial.write_text(json.dumps({"header": self.header, "runs": self.runs}), encoding="utf-8")
+        partial.replace(self.path)
+        self.saved = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something to measure: `run` is collective and gives what to add to the store under each key."""
+
+    name: str
+    run: Callable[[], dict[str, tuple[dict[str, Any], list[float]]]]
+
+
+class _Profile:
+    def __init__(self, request: Request, cluster: Cluster, transport: Transport | None, store: Store) -> None:
+        self.request, self.cluster, self.transport, self.store = request, cluster, transport, store
+        self.timed: dict[str, Timed] = {}
+        self.took: dict[str, float] = {}
+        self.begin = time.monotonic()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.transport is None else self.transport.rank
+
+    def run(self) -> None:
+        """Measure until everything has its repeats or the time is over."""
+        items = [Item(p.name, lambda p=p: self.compute(p)) for p in probes()]
+        if self.transport is not None:
+            limit = 2 * self.cluster.devices[0].memory / 2**5
+            for pattern in messages.patterns(self.transport.size, limit):
+                items.append(Item(pattern.name, lambda p=pattern: self.message(p)))
+        done = {item.name: self.rounds(item.name) for item in items}
+        with self.bar() as bar:
+            task = bar.add_task("profile", total=len(items) * self.request.repeats)
+            bar.update(task, completed=sum(min(n, self.request.repeats) for n in done.values()))
+            try:
+                for round_ in range(self.request.repeats):
+                    for item in items:
+                        if done[item.name] <= round_ and self.go(item):
+                            self.measure(item)
+                            bar.update(task, advance=1, description=item.name.split("/")[0])
+            finally:
+                self.store.save()
+
+    def rounds(self, name: str) -> int:
+        """How often an item has been measured."""
+        counts = [len(entry["runs"]) for key, entry in self.store.runs.items() if key.partition("|")[2] == name]
+        return min(counts, default=0)
+
+    def go(self, item: Item) -> bool:
+        """Whether there is time for an item; the first rank decides for all."""
+        left = self.request.seconds - (time.monotonic() - self.begin)
+        goes = left > 1.2 * self.took.get(item.name, self.guess(item.name))
+        return goes if self.transport is None else bool(self.transport.broadcast_object(goes, 0))
+
+    def guess(self, name: str) -> float:
+        """Seconds of a message from those of one a quarter of its size."""
+        head, _, size = name.rpartition("/")
+        return 4 * self.took.get(f"{head}/{int(size) // 4}", 0.0) if size.isdigit() else 0.0
+
+    def measure(self, item: Item) -> None:
+        begin = time.monotonic()
+        for key, (about, seconds) in item.run().items():
+            self.store.add(f"{key}|{item.name}", about, seconds)
+        self.took[item.name] = time.monotonic() - begin
+
+    def compute(self, probe: Any) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """One probe on all ranks; medians over the ranks of one kind of device."""
+        timed = self.timed.get(probe.name)
+        if timed is None:
+            timed = Timed(probe, self.cluster)
+            if timed.nbytes <= _KEPT_BYTES:
+                self.timed[probe.name] = timed
+        if self.transport is not None:
+            self.transport.barrier()
+        own = timed.run()
+        found = [own] if self.transport is None else self.transport.gather_objects(own, 0)
+        if found is None:
+            return {}
+        by_origin: dict[str, list[list[float]]] = {}
+        for device, seconds in zip(self.cluster.devices, found, strict=False):
+            by_origin.setdefault(device.origin, []).append(seconds)
+        works = {"works": [asdict(work) for work in timed.works]}
+        return {
+            origin: (works, [statistics.median(column) for column in zip(*ranks, strict=True)])
+            for origin, ranks in by_origin.items()
+        }
+
+    def message(self, pattern: messages.Pattern) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """One collective; the slowest rank counts."""
+        assert self.transport is not None
+        repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
+        own = messages.measure(self.transport, pattern, repeats)
+        found = self.transport.gather_objects(own, 0)
+        return {} if found is None else {"": ({"message": asdict(pattern)}, [max(found)])}
+
+    def bar(self) -> Progress:
+        """Of the first rank; nothing where it is no terminal."""
+        seen = bool(os.environ.get(_TERMINAL)) or None
+        columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True, force_terminal=seen)
+        return Progress(*columns, console=console, transient=True, disable=self.rank > 0 or not console.is_terminal)
+
+
+def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measured:
+    """Fit what was measured.
+
+    Args:
+        cluster: whose numbers are to be replaced.
+        runs: of a `Store`.
+
+    Raises:
+        ResourceError: too little was measured.
+    """
+    samples: dict[str, list[tuple[Work, float]]] = {}
+    sent: list[Message] = []
+    tables: dict[str, list[tuple[float, float]]] = {}
+    for key, entry in runs.items():
+        seconds = [statistics.median(column) for column in zip(*entry["runs"], strict=True)]
+        if "works" in entry:
+            works = [Work(**(work | {"dims": tuple(work["dims"])})) for work in entry["works"]]
+            samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
+            continue
+        pattern = entry["message"]
+        groups = tuple(tuple(group) for group in pattern["groups"])
+        sent.append(Message(pattern["kind"], groups[0], groups[1:], pattern["nbytes"], seconds[0]))
+        if len(groups) == 1:
+            tables.setdefault(f"{pattern['kind']}|{','.join(map(str, groups[0]))}", []).append((pattern["nbytes"], seconds[0]))
+    compute: dict[str, ComputeFit] = {}
+    for origin, own in samples.items():
+        device = next(device for device in cluster.devices if device.origin == origin)
+        compute[origin] = fit_compute(own, device.peak, device.memory_bandwidth)
+    links: LinkFit | None = fit_links(cluster, sent) if sent else None
+    return Measured(compute, links, tuple(_tables(cluster, tables)))
+
+
+def _tables(cluster: Cluster, found: Mapping[str, Sequence[tuple[float, float]]]) -> list[MeasuredTable]:
+    """Tables of the collectives on groups that had the links to themselves."""
+    made = []
+    for key, points in found.items():
+        kind, _, names = key.partition("|")
+        group = [int(name) for name in names.split(",")]
+        held = [cluster.devices[device].machine for device in group]
+        counts = {held.count(machine) for machine in held}
+        if len(counts) == 1:
+            sizes, times = zip(*sorted(points), strict=True)
+            made.append(MeasuredTable(kind, len(set(held)), counts.pop(), sizes, times))
+    return made
