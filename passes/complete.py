@@ -48,14 +48,15 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
         ShardingError: an annotation does not fit, or no mesh is named anywhere.
     """
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
-    graph = replace(graph, attrs=pinned)
-    graph, meshes = postpone(*place(graph, default))
+    serial = replace(graph, attrs=pinned)
+    graph, meshes = postpone(*place(serial, default))
     settled = propagate(graph, meshes, policy)
     for _ in range(_ROUNDS):
         split = _split_whole(graph, settled)
         if not split:
             break
-        graph, meshes = postpone(*place(decompose(graph, split), default))
+        serial = decompose(serial, split)  # not what is postponed already, where place would not see the sums
+        graph, meshes = postpone(*place(serial, default))
         settled = propagate(graph, meshes, policy)
     layouts = {op.name: op_layout(meshes[op.name], settled.ops[op.name]) for op in graph.ops}
     kept = deferred(graph, settled, layouts)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import distgraph as dg
 from distgraph import nn
+from distgraph.engine.graphs import train_graph
+from distgraph.models import GPT, GPTConfig, stages
+from distgraph.passes.complete import complete
+from distgraph.runtime.build import build
 
 
 class Tied(nn.Module):
@@ -49,3 +55,24 @@ def test_shared_gradient_crosses_once(micro: int) -> None:
     ]
     # the gradient of the activation goes back with every micro-batch, that of the matrix once
     assert sorted(per_micro for _, per_micro in sends) == [False, True]
+
+
+def test_shared_gradient_crosses_once_also_where_an_op_is_decomposed() -> None:
+    """Classes split over ranks decompose the loss, after which meshes are found anew."""
+    first, second = dg.ProcessMesh.grid(dp=2, tp=3), dg.ProcessMesh.grid(6, dp=2, tp=3)
+    model = GPT(GPTConfig(hidden=12, layers=2, heads=3, vocabulary=31, sequence=6, tied=True))
+    stages(model, [first, second])
+    tokens = ((4, 6), "i32")
+    completed = complete(replace(train_graph(model, (tokens, tokens)), micro_batches=3), first)
+    assert not any(op.kind == "cross_entropy" for op in completed.ops)
+    parts = build(completed, micro_batches=3).parts
+    back = [
+        op.name not in part.tail
+        for part in parts.tasks
+        for op in part.body
+        if part.kind == "backward"
+        and part.mesh == second
+        and op.kind == "comm.transfer"
+        and op.role == "backward"
+    ]
+    assert sorted(back) == [False, True]
