@@ -1,36 +1,35 @@
-"""Enough of CuPy and its NCCL to run `NcclTransport` on threads without a GPU: its logic, not the hardware.
+"""Enough of CuPy and its NCCL to run programs on threads without a GPU: the logic, not the hardware.
 
-Device arrays are NumPy arrays with a pointer; streams run at once, in order; calls meet in a table.
+Arrays, streams and events are in `fake_device`; calls of NCCL meet in a table.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import queue
+import sys
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import collective_cases as cases
+import fake_device
 import ml_dtypes
 import numpy as np
+import pytest
+import scipy.special
+
+from distgraph.kernels._device import elementwise
+from distgraph.runtime import nccl as nccl_transport
 
 DTYPES = {
     0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64,
     6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16,
 }  # fmt: skip
 OPS = {0: "sum", 1: "prod", 2: "max", 3: "min"}
-
-
-class DeviceArray(np.ndarray):
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
-
-    def set(self, host: np.ndarray[Any, Any]) -> None:
-        self[...] = host
 
 
 def memory(pointer: int, count: int, datatype: int) -> np.ndarray[Any, Any]:
@@ -59,9 +58,12 @@ class Network:
         return [self.tables[key][i] for i in range(size)]
 
 
-def make(network: Network, devices: int) -> tuple[Any, Any]:  # noqa: C901 - one small class each
+def make(  # noqa: C901 - one small class each
+    network: Network, devices: int, hardware: fake_device.Hardware | None = None
+) -> tuple[Any, Any]:
     """A `cupy` and a `cupy.cuda.nccl` for ranks on a machine with that many devices."""
     local = threading.local()
+    hardware = hardware or fake_device.Hardware(devices)
 
     class Communicator:
         def __init__(self, size: int, unique: int, rank: int) -> None:
@@ -122,23 +124,17 @@ def make(network: Network, devices: int) -> tuple[Any, Any]:  # noqa: C901 - one
         def destroy(self) -> None:
             network.calls.append("destroy")
 
-    class Stream:
-        ptr = 0
-
-        def __init__(self, non_blocking: bool = False) -> None:
-            pass
-
-        def wait_event(self, event: Any) -> None:
-            assert event.done
-
-        def record(self, event: Any) -> Any:
-            return event
-
     class Device:
         def __init__(self, number: int) -> None:
             assert 0 <= number < devices
 
         def use(self) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
             pass
 
     def group_end() -> None:
@@ -154,9 +150,10 @@ def make(network: Network, devices: int) -> tuple[Any, Any]:  # noqa: C901 - one
     cuda = SimpleNamespace(
         runtime=runtime,
         Device=Device,
-        Stream=Stream,
-        Event=lambda disable_timing: SimpleNamespace(done=True),
-        get_current_stream=Stream,
+        Stream=functools.partial(fake_device.Stream, hardware),
+        Event=functools.partial(fake_device.Event, hardware),
+        get_current_stream=lambda: hardware.stream,
+        nccl=None,
     )
     nccl = SimpleNamespace(
         available=True,
@@ -166,9 +163,39 @@ def make(network: Network, devices: int) -> tuple[Any, Any]:  # noqa: C901 - one
         groupStart=lambda: setattr(local, "group", []),
         groupEnd=group_end,
     )
-    cupy = SimpleNamespace(
-        cuda=cuda,
-        asarray=lambda host: np.array(host, order="C").view(DeviceArray),
-        asnumpy=np.array,
-    )
+    _, cupy = fake_device.namespace(hardware)
+    cuda.nccl, cupy.cuda = nccl, cuda
+    cupy.ElementwiseKernel = fake_device.elementwise(cupy)
     return cupy, nccl
+
+
+def install(patch: pytest.MonkeyPatch, devices: int) -> fake_device.Hardware:
+    """Put a machine with so many GPUs where `import cupy` looks."""
+    hardware = fake_device.Hardware(devices, strict=True)
+    cupy, nccl = make(Network(), devices, hardware)
+    special = SimpleNamespace(
+        **{name: on_device(cupy, getattr(scipy.special, name)) for name in ("erf", "ndtri", "expit", "xlogy")}
+    )
+    for name, module in {
+        "cupy": cupy,
+        "cupy.cuda": cupy.cuda,
+        "cupy.cuda.nccl": nccl,
+        "cupyx": SimpleNamespace(empty_pinned=np.empty, scatter_add=None),
+        "cupyx.scipy": SimpleNamespace(special=special),
+        "cupyx.scipy.special": special,
+    }.items():
+        patch.setitem(sys.modules, name, module)
+    patch.setattr(nccl_transport, "_load_cupy", lambda: (cupy, nccl))
+    elementwise.cache_clear()  # kernels belong to the CuPy that compiled them
+    return hardware
+
+
+def on_device(cupy: Any, function: Any) -> Any:
+    def run(x: Any, out: Any = None) -> Any:
+        result = cupy.asarray(function(x.host))
+        if out is None:
+            return result
+        out[...] = result
+        return out
+
+    return run

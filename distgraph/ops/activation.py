@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import activation as kernels
@@ -26,14 +28,16 @@ def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
 
 
 def _relu_kernel(xp: Any, x: Any, out: Any = None) -> Any:
-    return xp.maximum(x, _zeros(xp, x.shape[-1:], x.dtype), out=out)
+    if xp is not np:  # arrays of a device must not be kept across devices and streams
+        return xp.maximum(x, x.dtype.type(0), out=out)
+    return np.maximum(x, _zeros(x.shape[-1:], x.dtype), out=out)
 
 
 @lru_cache(maxsize=256)
-def _zeros(xp: Any, shape: Shape, dtype: Any) -> Any:
+def _zeros(shape: Shape, dtype: Any) -> Any:
     """A row of zeros: NumPy's maximum of an array and a scalar takes three times as long (83 us, 26 us for 1
     MiB)."""
-    return xp.zeros(shape, dtype)
+    return np.zeros(shape, dtype)
 
 
 def _activation(name: str, kernel: Any, *, of_result: bool, flops: int, numpy: str = "") -> None:

@@ -1,0 +1,339 @@
+"""Arrays, streams and events of the stand-in for CuPy: NumPy underneath, with the manners of a GPU.
+
+* An array of the device does not mix with one of the host, and does not turn into one by itself.
+* Everything happens on the current stream, which is the calling thread's; it happens at once, but who reads what
+  another stream wrote (or writes what it reads) without having waited for it is told that this is a race.
+* What makes the host wait is counted: `float(x)`, `x.item()`, blocking copies, `synchronize`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+_VIEWS_NEED_ARRAYS = (
+    "broadcast_to", "moveaxis", "transpose", "expand_dims", "swapaxes", "squeeze", "reshape", "ravel", "flip",
+)  # fmt: skip
+_HOST_ONLY = ("ctypes", "__array_interface__", "__array_struct__", "__buffer__", "tofile", "tobytes")
+_TAKES_HOST = ("asarray", "array")
+
+
+class Stream:
+    """Work in order; `clock` says how much of the other streams came before what it is given next."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, hardware: Hardware, *, non_blocking: bool = False, null: bool = False) -> None:
+        self.hardware, self.null = hardware, null
+        self.ptr = 0 if null else next(Stream.numbers)
+        self.clock: dict[int, int] = {}
+
+    @property
+    def now(self) -> int:
+        return self.clock.get(self.ptr, 0)
+
+    def __enter__(self) -> Stream:
+        self.hardware.streams().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hardware.streams().pop()
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event(self.hardware)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        assert event.recorded
+        for stream, tick in event.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), tick)
+
+    def synchronize(self) -> None:
+        self.hardware.wait_on_host(self.clock)
+
+
+class Event:
+    def __init__(self, hardware: Hardware, disable_timing: bool = False) -> None:
+        self.hardware, self.recorded = hardware, False
+        self.clock: dict[int, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.hardware.stream
+        self.clock, self.recorded = dict(stream.clock), True
+
+    @property
+    def done(self) -> bool:
+        self.hardware.learn(self.clock)
+        return True
+
+    def synchronize(self) -> None:
+        self.hardware.wait_on_host(self.clock)
+
+
+class Hardware:
+    """What the threads of a process see of its GPUs.
+
+    Attributes:
+        strict: whether computing on the default stream is a mistake.
+        waits: how often the host has waited for the device.
+        names: of the namespace that were used.
+    """
+
+    def __init__(self, devices: int, strict: bool = False) -> None:
+        self.devices, self.strict, self.waits = devices, strict, 0
+        self.names: set[str] = set()
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._null = Stream(self, null=True)
+        self._known: dict[int, int] = {}  # what the host has waited for
+        self._memory: dict[int, tuple[np.ndarray[Any, Any], list[tuple[int, int, int, int, bool]]]] = {}
+
+    def streams(self) -> list[Stream]:
+        if not hasattr(self._local, "streams"):
+            self._local.streams = []
+        found: list[Stream] = self._local.streams
+        return found
+
+    @property
+    def stream(self) -> Stream:
+        return self.streams()[-1] if self.streams() else self._null
+
+    def learn(self, clock: dict[int, int]) -> None:
+        with self._lock:
+            for stream, tick in clock.items():
+                self._known[stream] = max(self._known.get(stream, 0), tick)
+
+    def wait_on_host(self, clock: dict[int, int]) -> None:
+        self.learn(clock)
+        with self._lock:
+            self.waits += 1
+
+    def touch(self, array: np.ndarray[Any, Any], *, write: bool) -> None:
+        """Note that the current stream reads or writes an array."""
+        stream = self.stream
+        if stream.null:
+            assert not self.strict, "computed on the default stream: outside of Device.working()"
+            return
+        if not array.size:
+            return
+        low, high = np.lib.array_utils.byte_bounds(array)
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        stream.clock[stream.ptr] = tick = stream.now + 1
+        with self._lock:
+            _, accesses = self._memory.setdefault(id(owner), (owner, []))
+            for begin, end, other, at, wrote in accesses:
+                seen = max(stream.clock.get(other, 0), self._known.get(other, 0))
+                if begin < high and low < end and (write or wrote) and seen < at:
+                    raise AssertionError(
+                        f"race: stream {stream.ptr} {'writes' if write else 'reads'} what stream {other} "
+                        f"{'wrote' if wrote else 'reads'} without having waited for it"
+                    )
+            accesses[:] = [
+                a for a in accesses if not (low <= a[0] and a[1] <= high and (write or a[2:5:2] == (stream.ptr, False)))
+            ]
+            accesses.append((low, high, stream.ptr, tick, write))
+
+
+def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array class needs its hardware
+    """The class of device arrays, and what stands for the module `cupy` as far as arrays go."""
+
+    class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
+        __array_priority__ = 100
+
+        def __init__(self, host: Any) -> None:
+            self.host = np.asarray(host)
+
+        def __array__(self, *_: object, **__: object) -> Any:
+            raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+            return call(getattr(ufunc, method), inputs, kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _HOST_ONLY or name.startswith("__"):
+                raise AttributeError(f"a device array has no {name}")
+            found = getattr(self.host, name)
+            if callable(found):
+                return lambda *args, **kwargs: call(found, args, kwargs, self.host)
+            return DeviceArray(found) if isinstance(found, np.ndarray) else found
+
+        def __getitem__(self, key: Any) -> Any:
+            result = self.host[plain(key)]
+            if isinstance(result, np.ndarray) and result.base is not None:
+                return DeviceArray(result)
+            return finished(np.asarray(self.host[(*(key if isinstance(key, tuple) else (key,)), ...)])) if not any(
+                isinstance(k, DeviceArray) for k in (key if isinstance(key, tuple) else (key,))
+            ) else finished(result)
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            value = plain(value)
+            hardware.touch(self.host, write=True) if key is Ellipsis else hardware.touch(self.host[plain(key)], write=True)
+            self.host[plain(key)] = value
+
+        def __len__(self) -> int:
+            return len(self.host)
+
+        def __float__(self) -> float:
+            return float(self.get())
+
+        def __int__(self) -> int:
+            return int(self.get())
+
+        def __bool__(self) -> bool:
+            return bool(self.get())
+
+        def item(self) -> Any:
+            return self.get().item()
+
+        @property
+        def data(self) -> Any:
+            return SimpleNamespace(ptr=self.host.ctypes.data)
+
+        def set(self, host: Any, stream: Any = None) -> None:
+            assert type(host) is np.ndarray
+            assert (host.shape, host.dtype) == (self.shape, self.dtype)
+            assert self.flags.c_contiguous
+            with stream or hardware.stream:
+                hardware.touch(self.host, write=True)
+            self.host[...] = host
+
+        def get(self, stream: Any = None, out: Any = None, blocking: bool = True) -> Any:
+            stream = stream or hardware.stream
+            with stream:
+                hardware.touch(self.host, write=False)
+            if blocking:
+                stream.synchronize()
+            if out is None:
+                return self.host.copy()
+            assert (out.shape, out.dtype) == (self.shape, self.dtype)
+            np.copyto(out, self.host)
+            return out
+
+    def plain(value: Any, write: bool = False) -> Any:
+        """Without the device, as an argument."""
+        if isinstance(value, DeviceArray):
+            hardware.touch(value.host, write=write)
+            return value.host
+        if isinstance(value, np.ndarray):
+            raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+        if isinstance(value, (list, tuple)):
+            return type(value)(plain(v, write) for v in value)
+        return value
+
+    def finished(result: Any, known: tuple[Any, ...] = ()) -> Any:
+        if isinstance(result, tuple):
+            return tuple(finished(r, known) for r in result)
+        if not isinstance(result, (np.ndarray, np.generic)):
+            return result
+        made = np.asarray(result)
+        if made.base is None:
+            hardware.touch(made, write=True)
+        return DeviceArray(made)
+
+    def call(function: Callable[..., Any], args: Any, kwargs: Any, *known: Any) -> Any:
+        out = kwargs.pop("out", None)
+        args = [plain(a) for a in args]
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
+        for each in known:
+            hardware.touch(each, write=False)
+        if out is None:
+            return finished(function(*args, **kwargs), known)
+        target = out[0] if isinstance(out, tuple) and len(out) == 1 else out
+        function(*args, **kwargs, out=plain(target, write=True))
+        return target
+
+    def copyto(dst: Any, src: Any, casting: str = "same_kind") -> None:
+        np.copyto(plain(dst, write=True), plain(src), casting=casting)  # type: ignore[arg-type]
+
+    class Namespace:
+        ndarray = DeviceArray
+        __version__ = "14.2.0"
+
+        def __getattr__(self, name: str) -> Any:
+            hardware.names.add(name)
+            found = getattr(np, name)
+            if isinstance(found, type) or not callable(found):
+                return found
+
+            def function(*args: Any, **kwargs: Any) -> Any:
+                if name in _VIEWS_NEED_ARRAYS and not isinstance(args[0], DeviceArray):
+                    raise TypeError(f"{name}: expected a device array, got {type(args[0]).__name__}")
+                return call(found, args, kwargs)
+
+            return function
+
+    space: Any = Namespace()
+    space.copyto = copyto
+    space.asarray = space.array = lambda host, dtype=None: (
+        DeviceArray(host.host if dtype is None else host.host.astype(dtype))
+        if isinstance(host, DeviceArray)
+        else finished(np.array(host, dtype, order="C"))
+    )
+    space.asnumpy = lambda array, stream=None, out=None, blocking=True: array.get(stream, out, blocking)
+    return DeviceArray, space
+
+
+def elementwise(space: Any) -> type:
+    """`cupy.ElementwiseKernel` for the kernels of `distgraph.kernels._device`, written once more in NumPy."""
+    golden, words = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def bits(key: Any, offsets: Any, run: int, size: int) -> Any:
+        at = [(int(key) + (int(offsets[i // run]) + i % run) * golden) & words for i in range(size)]
+        z = np.array(at, np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+        return z
+
+    def dropout(x: Any, key: Any, offsets: Any, run: int, threshold: int, scale: Any) -> Any:
+        kept = bits(key, offsets, run, x.size).reshape(x.shape) >> np.uint64(32) >= np.uint64(threshold)
+        return np.where(kept, x * scale, 0).astype(x.dtype)
+
+    def adam(p: Any, g: Any, m: Any, v: Any, b1: Any, b2: Any, size: Any, root: Any, eps: Any, coupled: Any, keep: Any) -> Any:
+        d = g + coupled * p
+        a, b = b1 * m + (1 - b1) * d, b2 * v + (1 - b2) * d * d
+        return keep * p - size * a / (np.sqrt(b) * root + eps), a, b
+
+    def tanh_sigmoid(x: Any) -> Any:
+        return 1 / (1 + np.exp(-1.5957691216057308 * (x + 0.044715 * x**3)))
+
+    table: dict[str, Callable[..., Any]] = {
+        "random_bits": bits,
+        "dropout": dropout,
+        "adam": adam,
+        "relu_grad": lambda x, dy: np.where(x > 0, dy, 0),
+        "tanh_grad": lambda y, dy: dy * (1 - y * y),
+        "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+        "gelu_tanh": lambda x: x * tanh_sigmoid(x),
+        "gelu_tanh_grad": lambda x, dy: dy * (
+            (s := tanh_sigmoid(x)) + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        ),
+    }  # fmt: skip
+
+    class ElementwiseKernel:
+        def __init__(self, inputs: str, results: str, body: str, name: str, preamble: str = "") -> None:
+            self.function = table[name.removeprefix("distgraph_")]
+            self.inputs, self.results = inputs.count(",") + 1, results.count(",") + 1
+
+        def __call__(self, *arrays: Any, **options: Any) -> Any:
+            inputs = [a.host if isinstance(a, space.ndarray) else a for a in arrays[: self.inputs]]
+            for a in arrays[: self.inputs]:
+                assert not isinstance(a, np.ndarray)
+            with np.errstate(over="ignore"):
+                made = self.function(*inputs, **options)
+            made = made if isinstance(made, tuple) else (made,)
+            if len(arrays) > self.inputs:
+                for target, value in zip(arrays[self.inputs :], made, strict=True):
+                    target[...] = space.asarray(np.asarray(value, target.dtype))
+                return arrays[self.inputs] if len(made) == 1 else arrays[self.inputs :]
+            first = next((a.dtype for a in inputs if isinstance(a, np.ndarray)), None)
+            results = tuple(space.asarray(np.asarray(v, first if "T" in self.__class__.__name__ else None)) for v in made)
+            return results[0] if len(results) == 1 else results
+
+    return ElementwiseKernel
