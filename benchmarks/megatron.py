@@ -25,7 +25,7 @@ import distgraph as dg
 from distgraph import models, optim
 from distgraph.engine.program import Recipe
 from distgraph.passes.complete import complete
-from distgraph.resources import ComputeCost
+from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.cost import OpCost, Work
@@ -168,9 +168,14 @@ def gpt_build(shape: Shape, layers: Sequence[int], dp: int, micro_batches: int) 
     return build(complete(graph, strategy.mesh), micro_batches=micro_batches)
 
 
+@cache
+def _cluster() -> Cluster:
+    return load_cluster("vtrain_a100_pod")
+
+
 def _stage_bills(built: Build) -> list[Bills]:
     """Bills of the first rank of every stage."""
-    cost = ComputeCost(load_cluster("vtrain_a100_pod"))  # only its works are asked for, no seconds
+    cost = ComputeCost(_cluster())  # only its works are asked for, no seconds
     found: list[Bills] = []
     for column in built.schedule.columns:
         program = built.program(column.ranks[0])

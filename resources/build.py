@@ -135,7 +135,9 @@ def _compute(entry: ComputeEntry) -> Compute:
         }
         for kind, tables in entry.ops.items()
     }
-    return Compute(entry.launch, entry.memory_efficiency, entry.lookup_efficiency, rates, ops, entry.error)
+    return Compute(
+        entry.launch, entry.memory_efficiency, entry.lookup_efficiency, rates, ops, entry.error, entry.issue
+    )
 
 
 def _nics(

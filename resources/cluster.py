@@ -58,6 +58,8 @@ class Compute:
 
     Attributes:
         launch: seconds that starting one op costs.
+        issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None where
+            that never decides.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
         matmul: by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
@@ -70,6 +72,7 @@ class Compute:
     matmul: Mapping[str, MatmulRate] = field(default_factory=dict, hash=False)
     ops: Mapping[str, Mapping[str, OpTable]] = field(default_factory=dict, hash=False)
     error: Mapping[str, float] = field(default_factory=dict, hash=False)
+    issue: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

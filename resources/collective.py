@@ -8,7 +8,7 @@ The time is the least over the algorithms that apply (see `algorithms`) of
 so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a
 torus are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`;
 their loads add up. Where the cluster has a measured table for the shape (machines, devices per machine), the
-table wins.
+table wins, unless another group uses the same links at the same time.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class CollectiveCost:
         self.router = Router(cluster)
         self._tables = tuple(tables) + cluster.measured
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._used: dict[Group, frozenset[int]] = {}
         self._lines: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
 
     def time(
@@ -132,7 +133,9 @@ class CollectiveCost:
             )
         if len(members) == 1:
             return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
-        table = None if others else self._table(kind, members)
+        table = self._table(kind, members)
+        if table is not None and not self._apart(members, others):
+            table = None
         if table is not None:
             return Estimate(kind, members, nbytes, self._measured(table, nbytes), "measured", None)
         best = min(self.lines(kind, members, others), key=lambda line: line.alpha + line.beta * nbytes)
@@ -285,6 +288,18 @@ class CollectiveCost:
             if fits and (table.model is None or models == {table.model}):
                 return table
         return None
+
+    def _apart(self, group: Group, others: tuple[Group, ...]) -> bool:
+        """Whether no link between neighbours of the group carries bytes of another group."""
+        return all(self._links(group).isdisjoint(self._links(other)) for other in others)
+
+    def _links(self, group: Group) -> frozenset[int]:
+        if group not in self._used:
+            pairs = zip(group, (*group[1:], group[0]), strict=True)
+            self._used[group] = frozenset(
+                link for a, b in pairs for way in ((a, b), (b, a)) for link in self.router.route(*way).links
+            )
+        return self._used[group]
 
     def _measured(self, table: MeasuredTable, nbytes: float) -> float:
         """Interpolated on the monotone curve nearest to the table; below it its first time, above it its last

@@ -81,6 +81,7 @@ class ComputeEntry(Entry):
     """What computing costs on a device; `error` holds the relative error of the fit of each number."""
 
     launch: Seconds | None = None
+    issue: Seconds | None = None
     memory_efficiency: Fraction | None = None
     lookup_efficiency: Fraction | None = None
     matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)

@@ -4,8 +4,8 @@
 *Out:* `TaskTime`: seconds of one run of a task.
 *Invariant:* a collective starts where the generated program starts it, once those of its group before it
 are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
-the computing stream stand still. Collectives of two groups over one kind of link at the same time get half
-of it each.
+the computing stream stand still, but a task ends no earlier than the host has issued its ops (`Compute.issue`).
+Collectives of two groups over one kind of link at the same time get half of it each.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
@@ -44,7 +44,7 @@ class TaskTime:
 
     Attributes:
         seconds: from start to end.
-        compute: of those, at work.
+        compute: of those, at work; what is neither this nor `exposed`, the device waits for the host.
         exposed: of those, waiting for communication.
         communication: of all its collectives, hidden or not.
         flops: floating point operations of its contractions.
@@ -91,6 +91,7 @@ class Streams:
             traffic,
             overlap,
         )
+        self.issue = ops.cost.cluster.devices[ops.device].compute.issue or 0.0
 
     def run(
         self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
@@ -113,6 +114,7 @@ class _Run:
         self.streams, self.task, self.last, self.trace = streams, task, last, trace
         self.storage = streams.storage
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
+        self.issued = 0  # ops and collectives that the host has handed to the device
         self.channels: dict[Channel, float] = {}  # until when each is busy
         self.outgoing = 0.0  # the same for messages to other meshes
         self.ends: dict[str, float] = {}
@@ -140,6 +142,7 @@ class _Run:
                     late[name] = self.ends[name]
                 else:
                     self._wait(self.ends[name])
+        self.clock = max(self.clock, self.issued * self.streams.issue)
         remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
         return TaskTime(
             self.clock,
@@ -174,8 +177,11 @@ class _Run:
             self._communicate(local)
             return
         work, seconds = self.streams.ops.of(local)
+        self.issued += work.kind != "none"
         if local.mode == "accumulate" and self.last:
-            seconds += self.streams.ops.scaling(local)[1]
+            scaling, more = self.streams.ops.scaling(local)
+            seconds += more
+            self.issued += scaling.kind != "none"
         if seconds:
             self._note("compute", local, self.clock, seconds)
         self.clock += seconds
@@ -184,6 +190,7 @@ class _Run:
 
     def _communicate(self, local: LocalOp) -> None:
         message = self._message(local)
+        self.issued += bool(message.link)
         name, channel = local.op.result.name, (message.link, local.attrs.get("group", ()))
         start = max(self.clock, self.channels.get(channel, 0.0))
         end = start + message.seconds
