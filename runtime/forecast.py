@@ -135,6 +135,7 @@ def forecast(
     mapping: RankMapping | Sequence[int] | None = None,
     *,
     overlap: bool = True,
+    trace: bool = False,
 ) -> Forecast:
     """Forecast one step.
 
@@ -143,12 +144,13 @@ def forecast(
         cluster: what it is to run on.
         mapping: device of every rank; rank i on device i by default.
         overlap: False for a runtime that waits for every collective where it starts it.
+        trace: also list what runs on which stream inside every task, for pictures (`TaskTime.spans`).
 
     Raises:
         ResourceError: too few devices, or a number that a cost needs is not in the resource file.
     """
     devices = _devices(build, cluster, mapping)
-    return _Forecaster(build, cluster, devices, overlap).run()
+    return _Forecaster(build, cluster, devices, overlap, trace).run()
 
 
 def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int] | None) -> tuple[int, ...]:
@@ -166,8 +168,11 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
 
 
 class _Forecaster:
-    def __init__(self, build: Build, cluster: Cluster, devices: tuple[int, ...], overlap: bool) -> None:
-        self.build, self.cluster, self.devices, self.overlap = build, cluster, devices, overlap
+    def __init__(
+        self, build: Build, cluster: Cluster, devices: tuple[int, ...], overlap: bool, trace: bool
+    ) -> None:
+        self.build, self.cluster, self.devices = build, cluster, devices
+        self.overlap, self.trace = overlap, trace
         self.traffic = TrafficCost(build.lowered, cluster, devices)
         self.compute = ComputeCost(cluster)
         self.known: dict[object, tuple[Work, float]] = {}
@@ -220,14 +225,19 @@ class _Forecaster:
         stages = {part.name: part.stage for part in self.build.parts.tasks}
         tasks = {task.name: task for task in program.tasks}
         pending: dict[str, float] = {}
-        bodies = {task.name: streams.run(task, last=False) for task in program.tasks if task.per_micro}
+        bodies = {
+            task.name: streams.run(task, last=False, trace=self.trace)
+            for task in program.tasks
+            if task.per_micro
+        }
         for name, micro in order:
             task = tasks[name]
             final = not task.per_micro or micro == program.graph.micro_batches - 1
             if not final:
                 pending = _later(pending, bodies[name].seconds)
                 continue
-            time = streams.run(task, last=True, pending=pending if not task.per_micro else None)
+            after = None if task.per_micro else pending
+            time = streams.run(task, last=True, pending=after, trace=self.trace)
             pending = {} if not task.per_micro else {**_later(pending, time.seconds), **time.late}
             found = TaskForecast(name, task.kind, stages[name], rank, bodies.get(name, time), time)
             self.times.setdefault(name, []).append(found)

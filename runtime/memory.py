@@ -83,25 +83,34 @@ def rank_memory(program: RankProgram, storage: Storage) -> RankMemory:
     found = {f.name: 0 for f in fields(RankMemory) if f.name != "rank"}
     found["temporary"] = sum(storage.blocks)
     producers, micro = program.graph.producers, program.graph.micro_batches
+    for name, category in categories(program, storage).items():
+        copies = micro if producers[name].kind == "input" else storage.rings.get(name, 1)
+        found[category] += nbytes(program, name) * copies
+    return RankMemory(program.rank, **found)
+
+
+def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
+    """Value -> category, of every value with memory of its own outside the scratch blocks."""
+    producers, phase = program.graph.producers, program.parts.phase
     received = {local.op.result.name for task in program.tasks for local in task.ops if local.mode == "recv"}
     kind = {"param": "parameters", "state": "states"}
-    late = {slot.root for name, slot in storage.slots.items() if program.parts.phase[name] == 2}
+    late = {slot.root for name, slot in storage.slots.items() if phase[name] == 2}
+    found = {}
     for name, slot in storage.slots.items():
-        if slot.root != name:
+        if slot.root != name or slot.kind not in ("source", "kept", "ring"):
             continue
-        size, op = nbytes(program, name), producers[name]
+        op = producers[name]
         if slot.kind == "source":
-            found[kind.get(op.kind, "inputs")] += size * (micro if op.kind == "input" else 1)
-        elif slot.kind in ("kept", "ring"):
-            category = "activations"
-            if name in received:
-                category = "communication"
-            elif program.parts.phase[name] == 0:
-                category = "temporary"
-            elif name in late:
-                category = "states" if op.role == "optimize" else "gradients"
-            found[category] += size * (storage.rings[name] if slot.kind == "ring" else 1)
-    return RankMemory(program.rank, **found)
+            found[name] = kind.get(op.kind, "inputs")
+        elif name in received:
+            found[name] = "communication"
+        elif phase[name] == 0:
+            found[name] = "temporary"
+        elif name in late:
+            found[name] = "states" if op.role == "optimize" else "gradients"
+        else:
+            found[name] = "activations"
+    return found
 
 
 def shortages(

@@ -15,6 +15,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
+from distgraph.passes.partition import RankProgram
 from distgraph.resources import RankMapping
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.build import Build
@@ -68,6 +69,7 @@ class Plan:
         self.build = build
         self.mapping = mapping
         self.title = title
+        self._programs: dict[int, RankProgram] = {}
 
     @property
     def meshes(self) -> tuple[ProcessMesh, ...]:
@@ -202,11 +204,16 @@ class Plan:
         attr = graph.attrs[value.name]
         rank = attr.mesh.members[0]
         size = (
-            nbytes(self.build.program(rank), value.name)
+            nbytes(self._program(rank), value.name)
             if value.name in self.build.lowered.values
             else value.nbytes
         )
         return Line(name, kind, value.type, str(attr.spec), str(attr.mesh), size, str(attr.origin))
+
+    def _program(self, rank: int) -> RankProgram:
+        if rank not in self._programs:
+            self._programs[rank] = self.build.program(rank)
+        return self._programs[rank]
 
     def _stands_out(self, line: Line) -> bool:
         """A state that does not lie like the parameter it belongs to."""
