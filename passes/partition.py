@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import local_attrs, window_bounds
@@ -72,6 +74,14 @@ class RankProgram:
     def graph(self) -> Graph:
         """The lowered graph."""
         return self.parts.graph
+
+    def constant(self, value: str) -> Any:
+        """The rank's block of an array that stands in the program; a number as it is."""
+        payload = self.graph.producers[value].attrs["value"]
+        if np.ndim(payload) == 0:
+            return payload
+        attr = self.graph.attrs[value]
+        return np.ascontiguousarray(payload[attr.spec.slices(payload.shape, attr.mesh, self.rank)])
 
     def bytes_sent(self) -> float:
         """Bytes that the rank sends in one step (ring algorithms), counted op by op."""

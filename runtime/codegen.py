@@ -147,7 +147,7 @@ class _Writer:
     def fetch_source(self, value: str, name: str) -> None:
         op = self.program.graph.producers[value]
         if op.kind == "constant":
-            payload = op.attrs["value"]
+            payload = self.program.constant(value)
             dtype = to_numpy(op.result.dtype)
             self.bound[name] = self.xp.asarray(payload, dtype) if isinstance(payload, np.ndarray) else dtype.type(payload)
         elif op.result.shape == ():

@@ -165,7 +165,7 @@ class Worker:
             return ring[m % len(ring)]
         op = self.program.graph.producers[value.name]
         if op.kind == "constant":
-            return self.xp.asarray(op.attrs["value"], to_numpy(value.dtype))
+            return self.xp.asarray(self.program.constant(value.name), to_numpy(value.dtype))
         feed = self.arena.feeds[op.attrs["name"]]
         return feed if value.shape == () else feed[m]
 

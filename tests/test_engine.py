@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training import LAYOUTS, Net, by_hand, data, engine, whole
+from training import LAYOUTS, OUTPUTS, Net, by_hand, data, engine, whole
 
 import distgraph as dg
 from distgraph import nn, ops, optim
@@ -166,6 +166,27 @@ def test_batch_axis_is_plain_data_parallelism() -> None:
     gradients = 8 * (6 * 10 + 10 + 10 * 3 + 3)
     (backward,) = [c for c in parallel.plan.collectives if c.role == "backward"]
     assert backward.nbytes == pytest.approx(2 * (2 / 3) * gradients)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_arrays_in_the_model_are_split_with_their_readers(parts: int) -> None:
+    """Constants whose elements differ, over a dim that does not divide; one is also an operand of a matmul."""
+    slopes, mixed = np.linspace(-1, 2, 10)[None], np.linspace(0, 1, 100).reshape(10, 10)
+
+    class Fixed(nn.Module):
+        def __init__(self, mesh: Any) -> None:
+            self.out = nn.Linear(10, OUTPUTS, dtype="f64")
+            dg.shard_tensor(self.out.weight, mesh, ["tp", None])
+
+        def forward(self, x: Any) -> Any:
+            return self.out(x[:, :1] * slopes + ops.tanh(x[:, 1:2] * slopes) @ mixed)
+
+    losses = {}
+    for mesh in (None, dg.ProcessMesh.grid(tp=parts)):
+        trained = dg.Engine(Fixed(mesh), nn.CrossEntropy(), optim.Adam(lr=0.01), seed=5)
+        losses[mesh] = trained.fit(data(30), epochs=2, batch_size=10, progress=False).losses
+        trained.close()
+    np.testing.assert_allclose(losses.pop(None), *losses.values(), rtol=TIGHT)
 
 
 def test_dict_batches_and_a_model_that_returns_its_loss() -> None:
