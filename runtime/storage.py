@@ -372,15 +372,18 @@ class _Planner:
         received = {
             local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
         }
+        depths: dict[tuple[frozenset[str], bool], int] = {}  # most values live between the same few tasks
         for root, slot in self.slots.items():
             if slot.kind != "ring" or slot.root != root:
                 continue
-            tasks = {task for task, _ in self.uses[root]}
-            intervals = []
-            for m in range(micro):
-                spots = [at[task, m] for task in tasks if (task, m) in at]
-                intervals.append((min(spots) - (1 if root in received else 0), max(spots)))
-            depth = _window(intervals)
+            tasks, early = frozenset(task for task, _ in self.uses[root]), root in received
+            if (tasks, early) not in depths:
+                intervals = []
+                for m in range(micro):
+                    spots = [at[task, m] for task in tasks if (task, m) in at]
+                    intervals.append((min(spots) - early, max(spots)))
+                depths[tasks, early] = _window(intervals)
+            depth = depths[tasks, early]
             if self._sent(root):  # room for sends under way, so that a stage can run ahead of the next ones
                 depth = max(depth, min(micro, 1 + len({part.stage for part in self.program.parts.tasks})))
             self.storage.rings[root] = depth
