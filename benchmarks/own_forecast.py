@@ -1,0 +1,261 @@
+"""The forecast against this machine: seconds of a step and bytes of memory of small programs on one and two ranks.
+
+    python -m benchmarks.own_forecast [--cluster FILE] [--seconds 90] [--rounds 3] [--json FILE]
+
+First `distgraph profile -n 2` measures the machine (unless --cluster names a file that it wrote), then the programs
+run, each in processes of its own with one BLAS thread a rank, in turns over several rounds: the GPT of the
+quickstart serial, data and tensor parallel; the conv net of the digits tutorial in four micro-batches serial, data
+parallel and as a pipeline of two stages. Measured is the median step over all rounds, of the slower rank.
+
+Memory is compared with the same programs made larger (wider GPT, more images), so that tensors and not Python's
+objects decide: peak resident size of a fresh process during steps, less that after compiling, where a small
+program of the same kind has loaded the kernels before. The largest rank counts.
+
+Keys of the result: mean_error, max_error (of seconds, relative to the measured ones), memory_mean_error,
+memory_max_error, and load_mean, the mean load average: on a machine that others use, seconds say little.
+"""
+
+import argparse
+import gc
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import distgraph as dg
+from distgraph import nn, ops, optim
+from distgraph.resources import load_cluster
+from distgraph.runtime.forecast import forecast
+from distgraph.runtime.launch import launch
+from distgraph.runtime.profile import Request, profile
+from distgraph.runtime.rank import current_transport
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+LENGTH, LAYERS = 64, 2
+SCRIPT = "import sys; from benchmarks.own_forecast import rank_main; rank_main(sys.argv[1:])\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A program on some ranks."""
+
+    model: str
+    name: str
+    ranks: int
+
+
+LAYOUTS = (
+    Layout("gpt", "serial", 1), Layout("gpt", "dp", 2), Layout("gpt", "tp", 2),
+    Layout("digits", "serial", 1), Layout("digits", "dp", 2), Layout("digits", "pp", 2),
+)  # fmt: skip
+
+
+class Gpt(nn.Module):
+    """The model of the quickstart."""
+
+    def __init__(self, width: int, mesh: dg.ProcessMesh, name: str) -> None:
+        self.token, self.place = nn.Embedding(256, width), nn.Parameter((LENGTH, width))
+        self.blocks = [nn.TransformerBlock(width, width // 32, dropout=0.1) for _ in range(LAYERS)]
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        if name == "tp":
+            for block in self.blocks:
+                dg.shard_tensor(block.attn.q.weight, mesh, [None, "tp"])
+                dg.shard_tensor(block.mlp.up.weight, mesh, [None, "tp"])
+
+    def forward(self, text: Any) -> Any:
+        """[batch, length] bytes to logits."""
+        x = self.token(text) + self.place
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Digits(nn.Module):
+    """The conv net of the digits tutorial; with two meshes a pipeline."""
+
+    def __init__(self, stages: tuple[dg.ProcessMesh, dg.ProcessMesh] | None) -> None:
+        self.conv1, self.conv2 = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.up, self.down = nn.Linear(32 * 2 * 2, 64), nn.Linear(64, 10)
+        self.pool, self.dropout = nn.MaxPool2d(2), nn.Dropout(0.2)
+        self.stages = stages
+
+    def forward(self, images: Any) -> Any:
+        """[batch, 1, 8, 8] images to logits."""
+        if self.stages:
+            images = dg.shard_tensor(images, self.stages[0], ["dp", None, None, None])
+        x = self.pool(ops.relu(self.conv1(images)))
+        if self.stages:
+            x = dg.reshard(x, self.stages[1], ["dp", None, None, None])
+        x = self.pool(ops.relu(self.conv2(x)))
+        return self.down(self.dropout(ops.relu(self.up(nn.Flatten()(x)))))
+
+
+def make(layout: Layout, width: int, batch: int) -> tuple[dg.Engine, Any]:
+    """Engine and batch of a layout."""
+    axis = "tp" if layout.name == "tp" else "dp"
+    mesh = dg.ProcessMesh.grid(**{axis: layout.ranks})
+    split = {"mesh": mesh, "batch_axis": "dp"} if layout.name == "dp" else {"mesh": mesh}
+    random = np.random.default_rng(0)
+    if layout.model == "gpt":
+        text = random.integers(0, 256, (batch, LENGTH + 1)).astype("i4")
+        engine = dg.Engine(
+            Gpt(width, mesh, layout.name), nn.CrossEntropy(), optim.AdamW(lr=1e-3, clip_norm=1.0),
+            strategy=dg.Strategy(**split),
+        )  # fmt: skip
+        return engine, (text[:, :-1].copy(), text[:, 1:].copy())
+    stages = (dg.ProcessMesh([0], ["dp"]), dg.ProcessMesh([1], ["dp"])) if layout.name == "pp" else None
+    strategy = dg.Strategy(micro_batches=4, **({} if stages else split))
+    engine = dg.Engine(Digits(stages), nn.CrossEntropy(), optim.Adam(lr=2e-3), strategy=strategy)
+    images = random.random((batch, 1, 8, 8), np.float32)
+    return engine, (images, random.integers(0, 10, batch).astype("i4"))
+
+
+def small(layout: Layout) -> tuple[dg.Engine, Any]:
+    """The program of the tutorial."""
+    return make(layout, 128, 32)
+
+
+def large(layout: Layout) -> tuple[dg.Engine, Any]:
+    """The same for memory."""
+    return make(layout, 512, 32) if layout.model == "gpt" else make(layout, 0, 16384)
+
+
+def rank_main(arguments: list[str]) -> None:
+    """One rank of one program: prints a line of JSON, on rank 0."""
+    layout, what = Layout(arguments[0], arguments[1], int(arguments[2])), arguments[3]
+    transport = current_transport()
+    own = _seconds(layout, transport) if what == "seconds" else [_growth(layout)]
+    found = [own] if transport is None else transport.gather_objects(own, 0)
+    if found is not None:
+        print(json.dumps([max(column) for column in zip(*found, strict=True)]))
+
+
+def _seconds(layout: Layout, transport: Any) -> list[float]:
+    """Seconds of steps, after some that warm up."""
+    engine, batch = small(layout)
+    begin, seconds = time.perf_counter(), []
+    while len(seconds) < 5 or (time.perf_counter() - begin < 4.0 and len(seconds) < 60 and transport is None):
+        seconds.append(_step(engine, batch, transport))
+        if transport is not None and len(seconds) == 40:
+            break
+    return seconds[3:]
+
+
+def _step(engine: dg.Engine, batch: Any, transport: Any) -> float:
+    if transport is not None:
+        transport.barrier()
+    start = time.perf_counter()
+    engine.run(batch)
+    return time.perf_counter() - start
+
+
+def _growth(layout: Layout) -> float:
+    """Bytes by which the resident size grows at most during steps of the large program."""
+    engine, batch = small(layout)
+    engine.run(batch)
+    engine.close()
+    engine, batch = large(layout)
+    engine.prepare(batch)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident("VmRSS")
+    for _ in range(2):
+        engine.run(batch)
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> float:
+    text = Path("/proc/self/status").read_text()
+    return 1024.0 * int(text.partition(f"{name}:")[2].split()[0])
+
+
+def measured(layout: Layout, what: str) -> list[float]:
+    """Run a layout in fresh processes."""
+    out, errors = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "rank.py"
+        script.write_text(SCRIPT)
+        env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT)}
+        arguments = [str(script), layout.model, layout.name, str(layout.ranks), what]
+        code = launch(layout.ranks, arguments, env=env, stdout=out, stderr=errors)
+    if code:
+        sys.exit(f"{layout} ended with {code}:\n{errors.getvalue()}")
+    numbers: list[float] = json.loads(out.getvalue().strip().splitlines()[-1])
+    return numbers
+
+
+def forecasts(layout: Layout, cluster: Any, overlap: bool) -> tuple[float, float]:
+    """Seconds of the small program's step, bytes of the large one."""
+    found = []
+    for program in (small, large):
+        engine, batch = program(layout)
+        found.append(forecast(engine.prepare(batch).build, cluster, overlap=overlap))
+    return found[0].step_seconds, found[1].peak_memory
+
+
+def main() -> None:
+    """Profile, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", help="resource file of distgraph profile -n 2; without it, one is measured")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of the profile")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="gpt or digits")
+    parser.add_argument("--json", help="write the result there")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = given.cluster or str(Path(folder) / "here.yaml")
+        if not given.cluster and profile(Request(file, ranks=2, seconds=given.seconds, fresh=True)):
+            sys.exit("the profile failed")
+        cluster = load_cluster(file)
+    layouts = [layout for layout in LAYOUTS if layout.model.startswith(given.only)]
+    steps: dict[Layout, list[float]] = {layout: [] for layout in layouts}
+    loads = []
+    for _ in range(given.rounds):
+        for layout in layouts:
+            steps[layout] += measured(layout, "seconds")
+            loads.append(os.getloadavg()[0])
+    result = compare(layouts, steps, cluster)
+    result["load_mean"] = statistics.mean(loads)
+    print(json.dumps(result))
+    if given.json:
+        Path(given.json).write_text(json.dumps(result))
+
+
+def compare(layouts: list[Layout], steps: dict[Layout, list[float]], cluster: Any) -> dict[str, float]:
+    """Print the table; the errors."""
+    table = Table("program", "ranks", "measured", "quartiles", "forecast", "error", "overlapped", "memory", "forecast", "error")
+    errors, memory = [], []
+    for layout in layouts:
+        low, seconds, high = np.quantile(steps[layout], (0.25, 0.5, 0.75))
+        predicted, size = forecasts(layout, cluster, overlap=False)
+        overlapped, _ = forecasts(layout, cluster, overlap=True)
+        grown = measured(layout, "memory")[0]
+        errors.append(predicted / seconds - 1)
+        memory.append(size / grown - 1)
+        table.add_row(
+            f"{layout.model} {layout.name}", str(layout.ranks), f"{seconds * 1e3:.2f} ms",
+            f"{low * 1e3:.2f} - {high * 1e3:.2f}", f"{predicted * 1e3:.2f} ms", f"{errors[-1]:+.1%}",
+            f"{overlapped * 1e3:.2f} ms", f"{grown / 2**20:.1f} MiB", f"{size / 2**20:.1f} MiB", f"{memory[-1]:+.1%}",
+        )  # fmt: skip
+    Console(width=140).print(table)
+    return {
+        "mean_error": statistics.mean(map(abs, errors)),
+        "max_error": max(map(abs, errors)),
+        "memory_mean_error": statistics.mean(map(abs, memory)),
+        "memory_max_error": max(map(abs, memory)),
+    }
+
+
+if __name__ == "__main__":
+    main()
