@@ -170,7 +170,7 @@ def test_batch_axis_is_plain_data_parallelism() -> None:
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_arrays_in_the_model_are_split_with_their_readers(parts: int) -> None:
-    """Constants whose elements differ, over a dim that does not divide; one is also an operand of a matmul."""
+    """Elements that differ, over a dim that does not divide; one array is an operand of a matmul too."""
     slopes, mixed = np.linspace(-1, 2, 10)[None], np.linspace(0, 1, 100).reshape(10, 10)
 
     class Fixed(nn.Module):
