@@ -204,6 +204,7 @@ class Case:
     size: int = 16
     dtype: str = "f64"
     refine: str = "conflicts"
+    device: str = "cpu"
 
     @property
     def serial(self) -> Case:
@@ -230,7 +231,9 @@ def make_engine(case: Case, model: Parts, eps: float | None = None) -> Engine:
 
     spec = optim.shard_states(layout.stages[0], layout.states) if layout.states else None
     optimizer = optim.Adam(lr=RATE, eps=eps or EPS[case.dtype], state_spec=spec)
-    strategy = Strategy(micro_batches=case.micro, schedule=case.schedule, refine=case.refine)
+    strategy = Strategy(
+        micro_batches=case.micro, schedule=case.schedule, refine=case.refine, device=case.device
+    )
     return Engine(model, loss, optimizer, strategy=strategy, seed=SEED)
 
 

@@ -180,7 +180,7 @@ def install(patch: pytest.MonkeyPatch, devices: int) -> fake_device.Hardware:
         "cupy": cupy,
         "cupy.cuda": cupy.cuda,
         "cupy.cuda.nccl": nccl,
-        "cupyx": SimpleNamespace(empty_pinned=np.empty, scatter_add=None),
+        "cupyx": SimpleNamespace(empty_pinned=np.empty, scatter_add=cupy.scatter_add),
         "cupyx.scipy": SimpleNamespace(special=special),
         "cupyx.scipy.special": special,
     }.items():

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import scipy.special
 
 _VIEWS_NEED_ARRAYS = (
     "broadcast_to", "moveaxis", "transpose", "expand_dims", "swapaxes", "squeeze", "reshape", "ravel", "flip",
@@ -249,8 +250,13 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
         function(*args, **kwargs, out=plain(target, write=True))
         return target
 
-    def copyto(dst: Any, src: Any, casting: str = "same_kind") -> None:
-        np.copyto(plain(dst, write=True), plain(src), casting=casting)  # type: ignore[arg-type]
+    def copyto(dst: Any, src: Any, casting: Any = "same_kind", where: Any = None) -> None:
+        assert where is None or isinstance(where, DeviceArray)
+        mask = True if where is None else plain(where)
+        np.copyto(plain(dst, write=True), plain(src), casting=casting, where=mask)
+
+    def scatter_add(target: Any, at: Any, values: Any) -> None:
+        np.add.at(plain(target, write=True), plain(at), plain(values))
 
     class Namespace:
         ndarray = DeviceArray
@@ -270,11 +276,16 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             return function
 
     space: Any = Namespace()
-    space.copyto = copyto
+    space.copyto, space.scatter_add = copyto, scatter_add
     space.asarray = space.array = lambda host, dtype=None: (
         DeviceArray(host.host if dtype is None else host.host.astype(dtype))
         if isinstance(host, DeviceArray)
         else finished(np.array(host, dtype, order="C"))
+    )
+    space.lib = SimpleNamespace(
+        stride_tricks=SimpleNamespace(
+            as_strided=lambda x, shape, strides: DeviceArray(np.lib.stride_tricks.as_strided(x.host, shape, strides))
+        )
     )
     space.asnumpy = lambda array, stream=None, out=None, blocking=True: array.get(stream, out, blocking)
     return DeviceArray, space
@@ -282,11 +293,11 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
 
 def elementwise(space: Any) -> type:
     """`cupy.ElementwiseKernel` for the kernels of `distgraph.kernels._device`, written once more in NumPy."""
-    golden, words = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    golden = 0x9E3779B97F4A7C15
 
     def bits(key: Any, offsets: Any, run: int, size: int) -> Any:
-        at = [(int(key) + (int(offsets[i // run]) + i % run) * golden) & words for i in range(size)]
-        z = np.array(at, np.uint64)
+        i = np.arange(size)
+        z = np.uint64(key) + (offsets[i // run] + (i % run).astype(np.uint64)) * np.uint64(golden)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
         return z
@@ -303,6 +314,9 @@ def elementwise(space: Any) -> type:
     def tanh_sigmoid(x: Any) -> Any:
         return 1 / (1 + np.exp(-1.5957691216057308 * (x + 0.044715 * x**3)))
 
+    def cdf(x: Any) -> Any:
+        return 0.5 * (1 + scipy.special.erf(x * 0.7071067811865476))
+
     table: dict[str, Callable[..., Any]] = {
         "random_bits": bits,
         "dropout": dropout,
@@ -310,6 +324,8 @@ def elementwise(space: Any) -> type:
         "relu_grad": lambda x, dy: np.where(x > 0, dy, 0),
         "tanh_grad": lambda y, dy: dy * (1 - y * y),
         "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+        "gelu": lambda x: x * cdf(x),
+        "gelu_grad": lambda x, dy: dy * (cdf(x) + x * 0.3989422804014327 * np.exp(-0.5 * x * x)),
         "gelu_tanh": lambda x: x * tanh_sigmoid(x),
         "gelu_tanh_grad": lambda x, dy: dy * (
             (s := tanh_sigmoid(x)) + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)

@@ -4,16 +4,18 @@ streams and with one wait of the host a step. What the hardware does is in `test
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import fake_cupy
 import fake_device
 import numpy as np
 import pytest
+from equivalence import GPT_LAYOUTS, Case, layouts, train
 from training import INPUTS, Net, data
 
 import distgraph as dg
-from distgraph import nn, optim
+from distgraph import nn, ops, optim
 from distgraph.errors import ResourceError, RuntimeFault, ShardingError
 from distgraph.runtime import device as devices
 
@@ -52,6 +54,44 @@ def test_same_losses_as_on_the_processor(layout: str, micro: int, gpu: fake_devi
     found = losses(layout, "gpu", micro)
     assert gpu.waits > 0
     np.testing.assert_allclose(found, losses(layout, "cpu", micro), rtol=F32)
+
+
+def test_numbers_that_are_broadcast(gpu: fake_device.Hardware) -> None:
+    """Constants and inputs without dims are numbers of the host; as arrays they have to be brought over."""
+
+    def model(x: Any, shift: Any = 2.0) -> Any:
+        scale = ops.broadcast_to(ops.constant(np.float32(0.5)), x.shape)
+        return (ops.transpose(x * scale) + ops.broadcast_to(ops.constant(np.float32(shift)), x.shape[::-1])).sum(0)
+
+    x = samples(6)[0]
+    found = dg.Engine(model, strategy=dg.Strategy(device="gpu")).predict(x)
+    np.testing.assert_allclose(found, (x * 0.5 + 2).sum(1), rtol=F32)
+
+    trained = {}
+    for device in ("cpu", "gpu"):
+        engine = dg.Engine(
+            nn.Linear(INPUTS, 3), nn.MeanSquaredError(), optim.Adafactor(lr=0.01), strategy=dg.Strategy(device=device)
+        )
+        target = np.ones((6, 3), "f4")
+        trained[device] = [engine.run((x, target))["loss"] for _ in range(3)]
+    np.testing.assert_allclose(trained["gpu"], trained["cpu"], rtol=F32)
+
+
+LARGE = [
+    Case(model, next(each for each in (*layouts(model), *GPT_LAYOUTS) if each.name == name), micro, dtype="f32")
+    for model, name, micro in (
+        ("gpt", "dp2_tp2", 1), ("gpt", "zero3", 2), ("gpt", "sequence_tp", 1), ("gpt", "tied_1_3", 4),
+        ("gpt", "vocab", 1), ("conv", "dp2_tp2", 2), ("conv", "stages_3_1", 4),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_models_with_attention_and_convolutions(case: Case, gpu: fake_device.Hardware) -> None:
+    """The code that kernels have for CuPy, and every collective; dropout on."""
+    steps = 4
+    wanted, found = train(case, steps), train(replace(case, device="gpu"), steps)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=F32)
 
 
 @pytest.mark.parametrize("layout", ["dp2tp2", "pp1_3"])
