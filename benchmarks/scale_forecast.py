@@ -3,14 +3,14 @@
 Every case runs in a process of its own, from the first import to the printed forecast: trace, gradients,
 completion, lowering, tasks, schedule, rank programs, costs, simulation. 96 blocks, 16 stages, 8-way tensor
 parallel, the rest data parallel, 1F1B, blocks computed again in the backward part, on DGX A100 machines. The
-efficiencies of the devices are round numbers written here: they decide what is forecast, not how long that takes.
+efficiencies of the devices are round numbers written here: they decide what is forecast, not how long it takes.
 
     python benchmarks/scale_forecast.py [--json FILE] [--quick]
 
 History (2 cores shared with other work, so within a factor of two):
-  first version                                                        1,024: 11.7 s   10,240: 30.6 s   0.23 GiB
-  tiles kept per pair of layouts, even meshes found in one pass                13.3            29.9
-  stages of equal shape share one transfer plan, whatever their ranks           6.0             9.3     0.22 GiB
+  first version                                                     1,024: 11.7 s  10,240: 30.6 s  0.23 GiB
+  tiles kept per pair of layouts, even meshes in one pass                  13.3            29.9
+  stages of equal shape share one transfer plan                             6.0             9.3    0.22 GiB
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _crossing_tiles(
 
 @lru_cache(maxsize=4096)
 def renumbered(first: ProcessMesh, second: ProcessMesh) -> tuple[ProcessMesh, ProcessMesh, tuple[int, ...]]:
-    """Two meshes with their ranks numbered from 0 in the same order, and the rank that each number stands for.
+    """Two meshes with their ranks numbered from 0 in the same order, and the rank behind each number.
 
     What holds between two stages of a pipeline holds between the next two as well, under other numbers.
 
