@@ -3,7 +3,7 @@
 Every case runs in a process of its own, from the first import to the printed forecast: trace, gradients,
 completion, lowering, tasks, schedule, rank programs, costs, simulation. 96 blocks, 16 stages, 8-way tensor
 parallel, the rest data parallel, 1F1B, blocks computed again in the backward part, on DGX A100 machines. The
-efficiencies of the devices are round numbers written here: they decide what is forecast, not how long it takes.
+efficiencies of the devices are round numbers: they decide what is forecast, not how long it takes.
 
     python benchmarks/scale_forecast.py [--json FILE] [--quick]
 
