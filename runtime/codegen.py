@@ -231,7 +231,10 @@ class _Writer:
         targets = [self.target(v.name) for v in op.results]
         if declared.view and op.kind != "reshape":  # leaves the graph, so it needs memory of its own
             kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
-            self.line(f"copyto({targets[0]}, {kernel}({operands[0]}))", op)
+            source = operands[0]
+            if op.operands[0].shape == () and self.storage.slots[op.operands[0].name].kind == "source":
+                source = f"{self.bind('asarray', self.xp.asarray)}({source})"  # a number of the host is no array
+            self.line(f"copyto({targets[0]}, {kernel}({source}))", op)
             return
         outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
         if total is not None:

@@ -60,8 +60,8 @@ def test_numbers_that_are_broadcast(gpu: fake_device.Hardware) -> None:
     """Constants and inputs without dims are numbers of the host; as arrays they have to be brought over."""
 
     def model(x: Any, shift: Any = 2.0) -> Any:
-        scale = ops.broadcast_to(ops.constant(np.float32(0.5)), x.shape)
-        return (ops.transpose(x * scale) + ops.broadcast_to(ops.constant(np.float32(shift)), x.shape[::-1])).sum(0)
+        scale = ops.broadcast_to(np.float32(0.5), x.shape)
+        return (ops.transpose(x * scale) + ops.broadcast_to(np.float32(shift), x.shape[::-1])).sum(0)
 
     x = samples(6)[0]
     found = dg.Engine(model, strategy=dg.Strategy(device="gpu")).predict(x)
