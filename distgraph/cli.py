@@ -1,4 +1,4 @@
-"""The command line: `distgraph run`, `check`, `inspect`, `profile`, `cluster`."""
+"""The command line: `distgraph run`, `check`, `forecast`, `inspect`, `profile`, `cluster`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from distgraph.engine.forecasting import forecast_script
 from distgraph.engine.inspection import check_script
 from distgraph.errors import DistGraphError, GraphError
 from distgraph.graph import Graph
@@ -49,6 +50,23 @@ def check(
     report = check_script(script, args or (), samples)
     typer.echo(report)
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def forecast(
+    script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- all of them.")] = None,
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
+    ] = "",
+    html: Annotated[str, typer.Option("--html", help="Write a report: one page, no network.")] = "",
+    trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
+) -> None:
+    """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
+    found = forecast_script(script, args or (), cluster or None)
+    typer.echo(found)
+    found.write(html or None, trace or None)
 
 
 @app.command()

@@ -178,7 +178,7 @@ def parts_figure(forecast: Forecast) -> Figure:
 
 def peak_figure(forecast: Forecast, capacity: Mapping[int, float]) -> Figure:
     """Allocated bytes by category on every rank that stands for others, with what its device has."""
-    ranks = list(forecast.memory)
+    ranks, (scale, unit) = list(forecast.memory), _size(forecast.peak_memory)
     names = [row_name(forecast.ranks[rank]) for rank in ranks]
     categories = list(next(iter(forecast.memory.values())).categories)
     data: list[dict[str, Any]] = []
@@ -190,7 +190,7 @@ def peak_figure(forecast: Forecast, capacity: Mapping[int, float]) -> Figure:
                     "type": "bar",
                     "name": category,
                     "x": names,
-                    "y": [size / 2**30 for size in sizes],
+                    "y": [size / scale for size in sizes],
                     "marker": {"color": _MEMORY_COLORS[category]},
                     "hovertext": [f"{category}: {format_bytes(size)}" for size in sizes],
                     "hoverinfo": "text+x",
@@ -203,14 +203,14 @@ def peak_figure(forecast: Forecast, capacity: Mapping[int, float]) -> Figure:
                 "mode": "markers",
                 "name": "memory of the device",
                 "x": names,
-                "y": [capacity[rank] / 2**30 for rank in ranks],
+                "y": [capacity[rank] / scale for rank in ranks],
                 "marker": {"symbol": "line-ew-open", "size": 26, "color": "#000000", "line": {"width": 2}},
                 "hovertext": [f"device has {format_bytes(capacity[rank])}" for rank in ranks],
                 "hoverinfo": "text+x",
                 "visible": True if _comparable(forecast, capacity) else "legendonly",
             }
         )
-    return {"data": data, "layout": {**_layout(360, "", "GiB"), "barmode": "stack"}}
+    return {"data": data, "layout": {**_layout(360, "", unit), "barmode": "stack"}}
 
 
 def _comparable(forecast: Forecast, capacity: Mapping[int, float]) -> bool:
@@ -221,6 +221,7 @@ def _comparable(forecast: Forecast, capacity: Mapping[int, float]) -> bool:
 def memory_figure(occupancies: Sequence[Occupancy], names: Mapping[int, str], seconds: float) -> Figure:
     """Bytes in use over time by category, one rank at a time, chosen from a menu."""
     scale, unit = _scale(seconds)
+    bytes_scale, bytes_unit = _size(max((found.peak for found in occupancies), default=0))
     data: list[dict[str, Any]] = []
     owner: list[int] = []
     for number, found in enumerate(occupancies):
@@ -234,7 +235,7 @@ def memory_figure(occupancies: Sequence[Occupancy], names: Mapping[int, str], se
                     "name": category,
                     "stackgroup": f"rank{found.rank}",
                     "x": times,
-                    "y": [size / 2**30 for size in sizes],
+                    "y": [size / bytes_scale for size in sizes],
                     "line": {"shape": "hv", "width": 0.5, "color": _MEMORY_COLORS[category]},
                     "hovertext": [f"{category}: {format_bytes(size)}" for size in sizes],
                     "hoverinfo": "text",
@@ -249,9 +250,10 @@ def memory_figure(occupancies: Sequence[Occupancy], names: Mapping[int, str], se
         }
         for number, found in enumerate(occupancies)
     ]
-    layout = _layout(380, f"time ({unit})", "GiB in use")
+    layout = _layout(380, f"time ({unit})", f"{bytes_unit} in use")
     layout["hovermode"] = "x unified"
-    menu = {"buttons": buttons, "x": 1.0, "xanchor": "right", "y": 1.15, "yanchor": "bottom"}
+    menu = {"buttons": buttons, "x": 0.0, "xanchor": "left", "y": 1.14, "yanchor": "bottom"}
+    layout["margin"]["t"] = 80
     return {"data": data, "layout": {**layout, "updatemenus": [menu] if len(buttons) > 1 else []}}
 
 
@@ -271,6 +273,7 @@ def matrix_figure(
     """
     order, links = list(names), links or {}
     labels = list(names.values())
+    scale, unit = _size(max(matrix.values(), default=0.0))
     sizes = [[matrix.get((a, b), 0.0) for b in order] for a in order]
     hover = [
         [
@@ -284,11 +287,11 @@ def matrix_figure(
         "type": "heatmap",
         "x": labels,
         "y": labels,
-        "z": [[size / 2**20 or None for size in row] for row in sizes],
+        "z": [[size / scale or None for size in row] for row in sizes],
         "hovertext": hover,
         "hoverinfo": "text",
         "colorscale": "Blues",
-        "colorbar": {"title": {"text": "MiB"}},
+        "colorbar": {"title": {"text": unit}},
         "zmin": 0,
     }
     line = {"color": "#555555", "width": 1, "dash": "dot"}
@@ -317,3 +320,9 @@ def _layout(height: int, x: str, y: str) -> dict[str, Any]:
 def _scale(seconds: float) -> tuple[float, str]:
     """Unit in which a span of time is a handy number."""
     return next(((size, unit) for size, unit in _UNITS if seconds >= size), _UNITS[-1])
+
+
+def _size(nbytes: float) -> tuple[float, str]:
+    """The same for a number of bytes."""
+    units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+    return next(((size, unit) for size, unit in units if nbytes >= size), (1.0, "B"))

@@ -94,7 +94,7 @@ def report(forecast: Forecast, path: str | Path, subject: Subject | None = None)
     """Write a forecast as a page.
 
     Args:
-        forecast: best one with spans (`forecast(..., trace=True)`): without them the timeline shows tasks only.
+        forecast: best with spans (`forecast(..., trace=True)`); without them the timeline shows tasks only.
         path: of the file to write.
         subject: what the forecast is of.
 
@@ -161,17 +161,11 @@ class Page:
 
     def _summary(self) -> str:
         forecasts: dict[str, Forecast | str] = {"this plan": self.forecast, **self.subject.beside}
-        rows = [name for name in ("step", "FLOP/s over all ranks", "bubble", "exposed communication")]
-        cells: dict[str, list[str]] = {name: [] for name in rows}
-        cells |= {"peak memory of a rank": [], "does it fit": [], "sent in a step": []}
-        for found in forecasts.values():
-            for name, text in self._numbers(found).items():
-                cells[name].append(text)
+        columns = [self._numbers(found) for found in forecasts.values()]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *forecasts))
-        body = "".join(
-            f"<tr><th>{name}</th>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
-            for name, texts in cells.items()
-        )
+        body = ""
+        for name in columns[0]:
+            body += f"<tr><th>{name}</th>" + "".join(f"<td>{c.get(name, '')}</td>" for c in columns) + "</tr>"
         exact = (
             "" if self.forecast.exact else "<p>Ranks differ: the slowest corner of every mesh decides.</p>"
         )
@@ -276,8 +270,8 @@ class Page:
         head = "".join(f"<th>{text}</th>" for text in heads)
         table = (
             '<input id="filter" placeholder="part of a name, a layout, an origin" size="40">'
-            f'<div class="scroll"><table id="rows"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-            "</div>"
+            f'<div class="scroll"><table id="rows"><thead><tr>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>"
         )
         return _section("tensors", "Tensors", "What lies where, and who decided it.", table)
 
@@ -304,13 +298,15 @@ def _section(name: str, title: str, said: str, body: str) -> str:
 
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1400px; padding: 0 1em; color: #222 }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1400px;
+  padding: 0 1em; color: #222 }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin: 1.6em 0 0.2em }
 p { color: #555; margin: 0.2em 0 0.6em }
 table { border-collapse: collapse } th, td { text-align: left; padding: 0.25em 0.8em; vertical-align: top }
 tr { border-bottom: 1px solid #e4e4e4 } thead th { position: sticky; top: 0; background: #fff }
 .scroll { max-height: 480px; overflow: auto; border: 1px solid #e4e4e4; margin-top: 0.5em }
-#rows { font: 13px/1.4 ui-monospace, monospace; width: 100% } pre { overflow: auto; background: #f6f6f6; padding: 1em }
+#rows { font: 13px/1.4 ui-monospace, monospace; width: 100% }
+pre { overflow: auto; background: #f6f6f6; padding: 1em }
 """
 _SCRIPT = """
 const box = document.getElementById("filter");

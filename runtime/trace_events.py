@@ -71,11 +71,8 @@ def _messages(row: int, segments: list[Segment]) -> Iterator[dict[str, Any]]:
     """Messages of different groups run beside each other: each goes on the first thread that is free."""
     free: list[float] = []
     for segment in sorted(segments, key=lambda s: s.start):
-        for number, end in enumerate(free):
-            if end <= segment.start:
-                break
-        else:
-            number = len(free)
+        number = next((i for i, end in enumerate(free) if end <= segment.start), len(free))
+        if number == len(free):
             free.append(0.0)
             name = "messages" if not number else f"messages {number + 1}"
             tid = _MESSAGES + number

@@ -13,7 +13,8 @@ import distgraph
 from distgraph.callbacks import Callback, ProgressBar
 from distgraph.data import DataLoader, as_source, stand_ins, whole
 from distgraph.engine.arguments import check_parts, check_training
-from distgraph.engine.compiled import scalar
+from distgraph.engine.compiled import Compiled, scalar
+from distgraph.engine.forecasting import Training, cluster_for, forecast_training, propose, training_of
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.plan import Plan
@@ -26,6 +27,7 @@ from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
+from distgraph.runtime.forecast import Forecast
 from distgraph.runtime.world import is_chief
 from distgraph.strategy import Strategy
 
@@ -91,7 +93,9 @@ class Engine:
             GraphError, ShardingError, ResourceError: the model, the annotations or the cluster do not fit.
         """
         mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
-        self._session.program(mode, whole(stand_ins(batch)))
+        batch = whole(stand_ins(batch))
+        propose(training_of(self.recipe, mode, batch, self.memory.layouts), self.cluster)
+        self._session.program(mode, batch)
         return self.plan
 
     def fit(
@@ -151,6 +155,7 @@ class Engine:
         """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
         given, batch = batch, whole(batch)
         offer(self.recipe, self.memory, batch, self._scalars())
+        propose(training_of(self.recipe, "train", batch, self.memory.layouts), self.cluster)
         compiled = self._session.program("train", batch)
         logs = self._session.numbers(compiled, batch, self._scalars())
         self.step += 1
@@ -256,11 +261,34 @@ class Engine:
     def plan(self) -> Plan:
         """What lies where and why, and what crosses the network. Raises RuntimeFault before the first
         program."""
-        for mode in ("train", "evaluate", "predict"):
-            for compiled in self._session.programs.values():
-                if compiled.mode == mode:
-                    return Plan(compiled.build, mode, compiled.mapping)
-        raise RuntimeFault("engine has no plan yet; call prepare(batch) or fit first")
+        compiled, _ = self._compiled("plan")
+        return Plan(compiled.build, compiled.mode, compiled.mapping)
+
+    def forecast(
+        self,
+        cluster: Cluster | str | Path | None = None,
+        *,
+        html: str | Path | None = None,
+        trace: str | Path | None = None,
+    ) -> Forecast:
+        """Seconds of a step and bytes of every rank on a cluster, without running. Print it.
+
+        Args:
+            cluster: where; that of the engine by default. For another one the program is compiled anew.
+            html: also write a report there, one page that needs no network; needs the extra `report`.
+            trace: also write a Chrome trace there, for ui.perfetto.dev.
+
+        Raises:
+            RuntimeFault: there is no program yet; plotly is not installed; a file cannot be written.
+            ResourceError: there is no cluster, it has too few devices, or lacks a number that a cost needs.
+        """
+        compiled, training = self._compiled("forecast")
+        chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+        chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
+        built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
+        found = forecast_training(training, chosen, built)
+        found.write(html, trace)
+        return found.forecast
 
     @property
     def is_chief(self) -> bool:
@@ -272,6 +300,15 @@ class Engine:
         self._session.close()
 
     # How it is done
+
+    def _compiled(self, wanted: str) -> tuple[Compiled, Training]:
+        """The first program, that of training before others, and what it was compiled from."""
+        for mode in ("train", "evaluate", "predict"):
+            for (known, size, fields), compiled in self._session.programs.items():
+                if known == mode:
+                    layouts = self.memory.layouts
+                    return compiled, Training(self.recipe, mode, size, dict(fields), layouts)
+        raise RuntimeFault(f"engine has no {wanted} yet; call prepare(batch) or fit first")
 
     def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Parameters and buffers of the model, where it is a Module, or else those that are known."""

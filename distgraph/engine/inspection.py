@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,19 +13,12 @@ from distgraph.data import Batch
 from distgraph.engine.compiler import lay_out
 from distgraph.engine.memory import Memory
 from distgraph.engine.program import Recipe
-from distgraph.errors import DistGraphError, GraphError
+from distgraph.engine.script import Seen, run_until_seen
 from distgraph.kernels.random import random_key
 from distgraph.mesh import ProcessMesh
 from distgraph.runtime.check import Report, check
 
 _VARIED = 0.1  # how far constant parameters and states are moved: zeros would hide what is done with them
-
-
-class _Checked(BaseException):
-    """Leaves the script once its step is checked; no `except Exception` of the script holds it."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
 
 
 SAMPLES: ContextVar[int | None] = ContextVar("distgraph_check_samples", default=None)
@@ -40,7 +29,7 @@ def offer(recipe: Recipe, memory: Memory, batch: Batch, scalars: Mapping[str, An
     """Called by an engine before each training step: does nothing unless a script is being checked."""
     samples = SAMPLES.get()
     if samples is not None:
-        raise _Checked(check_step(recipe, memory, batch, scalars, samples))
+        raise Seen(check_step(recipe, memory, batch, scalars, samples))
 
 
 def check_step(
@@ -82,40 +71,12 @@ def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -
     Raises:
         GraphError: there is no such file, or the script ends, exits or raises without a training step.
     """
-    if not Path(path).is_file():
-        raise GraphError(f"check: script {str(path)!r} does not exist; give the path of a file")
-    before = sys.argv, list(sys.path)
-    sys.argv = [str(path), *argv]
-    sys.path.insert(0, str(Path(path).resolve().parent))
     token = SAMPLES.set(samples)
     try:
-        runpy.run_path(str(path), run_name="__main__")
-    except _Checked as checked:
-        return checked.report
-    except SystemExit as error:
-        raise GraphError(
-            f"check: {path} exits ({error.code}) before its first training step; there is nothing to compare"
-        ) from None
-    except DistGraphError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the script raises ends it
-        traceback.print_exception(error.with_traceback(_from(error.__traceback__, str(path))))
-        raise GraphError(
-            f"check: {path} raised {type(error).__name__}: {error} before its first training step; mend it "
-            f"first"
-        ) from None
+        report: Report = run_until_seen(path, argv, "check", "there is nothing to compare")
     finally:
         SAMPLES.reset(token)
-        sys.argv, sys.path[:] = before
-    raise GraphError(f"check: {path} ends without a training step; there is nothing to compare")
-
-
-def _from(trace: TracebackType | None, path: str) -> TracebackType | None:
-    """The part of a traceback from a file on."""
-    start = trace
-    while start is not None and start.tb_frame.f_code.co_filename != path:
-        start = start.tb_next
-    return start
+    return report
 
 
 def _whole(memory: Memory, name: str) -> np.ndarray:
