@@ -24,9 +24,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
-from scipy.optimize import linprog
 
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.routing import Router
@@ -154,7 +154,7 @@ def _solve_packing(router: Router, group: Group, names: Group) -> list[tuple[Gro
     for column, ring in enumerate(rings):
         uses[[row[hop] for hop in _cycle(ring)], column] = 1.0
     scale = max(direct.values())
-    solved = linprog(
+    solved = import_module("scipy.optimize").linprog(  # a third of our start-up time; only here is it needed
         -np.ones(len(rings)), A_ub=uses, b_ub=np.array(list(direct.values())) / scale, method="highs"
     )
     best = np.asarray(solved.x)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import zip_longest
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from distgraph.errors import ResourceError
 from distgraph.resources.algorithms import KINDS, Flow, Group, Stages, algorithms
@@ -307,7 +307,8 @@ class CollectiveCost:
         """
         curve = self._curves.get(id(table))
         if curve is None:
-            curve = (np.array(table.sizes), isotonic_regression(np.array(table.times)).x)
+            optimize = import_module("scipy.optimize")  # slow to load, and few clusters have tables
+            curve = (np.array(table.sizes), optimize.isotonic_regression(np.array(table.times)).x)
             self._curves[id(table)] = curve
         sizes, times = curve
         if nbytes > sizes[-1]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
 import networkx as nx
@@ -19,7 +20,6 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from scipy.optimize import quadratic_assignment
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
@@ -366,7 +366,8 @@ def _relaxed(problem: Problem) -> np.ndarray:
     apart = problem.between[np.ix_(problem.place_of, problem.place_of)]
     scale = max(weights.max(), 1.0)
     # FAQ from its default start draws nothing; the generator only keeps it off numpy's global one.
-    found = quadratic_assignment(
+    optimize = import_module("scipy.optimize")  # slow to load, and not every run places its ranks
+    found = optimize.quadratic_assignment(
         weights / scale,
         apart / max(apart.max(), 1e-300),
         method="faq",

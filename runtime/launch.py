@@ -143,12 +143,19 @@ def _forward(source: IO[bytes], target: TextIO) -> None:
     descriptor, rest = source.fileno(), b""
     while chunk := os.read(descriptor, 1 << 16):
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
+        _write(target, lines)
+    _write(target, [rest] if rest else [])
+    source.close()
+
+
+def _write(target: TextIO, lines: Sequence[bytes]) -> None:
+    """Pass lines on; where nobody reads any more (`distgraph run ... | head`) the ranks go on unheard."""
+    try:
         target.writelines(line.decode(errors="replace") for line in lines if not _REMARKS.match(line))
         target.flush()
-    if rest and not _REMARKS.match(rest):
-        target.write(rest.decode(errors="replace"))
-        target.flush()
-    source.close()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
 
 
 @contextlib.contextmanager

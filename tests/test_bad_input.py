@@ -532,6 +532,22 @@ def test_interrupt_on_two_ranks(tmp_path: Path) -> None:
     assert ended.survivors == []
 
 
+@needs_mpi
+def test_output_that_nobody_reads(tmp_path: Path) -> None:
+    """`distgraph run ... | head -1`: the script goes on to its end, without a word about the pipe."""
+    body = "for i in range(50_000): print('line', i)\nopen(f'end.{rank}', 'w').close()"
+    it = command(tmp_path, body)
+    with subprocess.Popen(it.args, **it.options, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=HANGS) == 0
+    assert err == ""
+    assert sorted(path.name for path in tmp_path.glob("end.*")) == ["end.0", "end.1"]
+
+
 def test_interrupt_of_ranks_in_one_process(tmp_path: Path) -> None:
     """Ctrl-C at `python script.py`: the threads of the other ranks hold nothing up."""
     script = tmp_path / "script.py"
