@@ -104,10 +104,11 @@ Bills = dict[str, Bill]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Bills by kind of task: of one block, and of the rest of the first, of the last and of an only stage."""
+    """Bills by kind of task: of one block, and of what else a stage has: the first, one between, the last, an only one."""
 
     block: Bills
     first: Bills
+    middle: Bills
     last: Bills
     only: Bills
 
@@ -117,8 +118,8 @@ def model_bills(shape: Shape, plain: bool = False) -> Model:
     """Bills of a GPT of this shape, from three small graphs; `plain` as distgraph runs it, without checkpointing."""
     (one,), (two,) = (_stage_bills(gpt_build(shape, [n], 2, 2)) for n in (1, 2))
     block = _less(two, one)
-    first, last = _stage_bills(gpt_build(shape, [1, 1], 2, 2))
-    rest = [_less(first, block), _less(last, block), _less(one, block)]
+    stages = _stage_bills(gpt_build(shape, [1, 1, 1], 2, 2))
+    rest = [_less(stage, block) for stage in (*stages, one)]
     if plain:
         return Model(block, *rest)
     block = {**block, "backward": block["backward"] + block["forward"]}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from megatron import KINDS, Bill, Message, Run, Shape, model_bills
+from megatron import KINDS, Bills, Message, Run, Shape, model_bills
 from scipy.sparse import csr_array
 
 import distgraph as dg
@@ -77,16 +77,16 @@ class Costs:
         self._sizes = np.array([[r.pp, r.micro_batches] for r in self.runs])
         self._crossing = [self._borders(run) for run in self.runs]
 
-    def _bills(self, run: Run, stage: str) -> dict[str, Bill]:
+    def _bills(self, run: Run, stage: str) -> dict[str, dict[Work | Message, float]]:
         model = model_bills(Shape(run.hidden, run.heads, run.sequence, run.micro, run.tp), self.plain)
-        rest = model.only if run.pp == 1 else {"first": model.first, "last": model.last}.get(stage)
+        rest: Bills = model.only if run.pp == 1 else getattr(model, stage)
         layers = run.layers / run.pp
-        found: dict[str, Bill] = {}
+        found = {}
         for kind in KINDS:
-            bill: dict[object, float] = {item: layers * count for item, count in model.block[kind].items()}
-            for item, count in (rest or {}).get(kind, {}).items():
+            bill = {item: layers * count for item, count in model.block[kind].items()}
+            for item, count in rest[kind].items():
                 bill[item] = bill.get(item, 0.0) + count
-            found[kind] = bill  # type: ignore[assignment]
+            found[kind] = bill
         return found
 
     def _at(self, item: Work | Message, run: Run) -> int:
@@ -198,12 +198,19 @@ class Costs:
         return price, issued
 
     def tasks(self, values: Values) -> Array:
-        """Seconds of every task [run, stage, kind]: at least as long as the host needs to issue it."""
+        """Seconds of every task [run, stage, kind]: at least as long as the host needs to issue it; of tail what it
+        adds to backward.
+        """
         price, issued = self.prices(values)
         shape = (len(self.runs), len(STAGES), len(KINDS))
         device = (self._counts @ price).reshape(shape)
         host = values["issue"] * (self._counts @ issued).reshape(shape)
-        return np.maximum(device, host)
+        backward, tail = KINDS.index("backward"), KINDS.index("tail")
+        for each in (device, host):
+            each[:, :, tail] += each[:, :, backward]
+        found = np.maximum(device, host)
+        found[:, :, tail] -= found[:, :, backward]
+        return found
 
     def seconds(self, values: Values) -> Array:
         """Seconds of a step of every run."""
@@ -212,11 +219,10 @@ class Costs:
         forward = forward + values.get("micro", 0.0)
         found = np.empty(len(self.runs))
         for at, run in enumerate(self.runs):
-            once = tail[at] + optimize[at]
-            transfer = self._transfer(at, values)
-            end = one_forward_one_backward(
-                run.pp, run.micro_batches, load[at], forward[at], backward[at], once, transfer
-            )
+            held = tail[at] if self.plain else 0.0 * tail[at]
+            once = tail[at] + optimize[at] - held
+            times = np.array([load[at], forward[at], backward[at], held, once])
+            end = one_forward_one_backward(run.pp, run.micro_batches, times, self._transfer(at, values))
             found[at] = end + values.get("step", 0.0)
         return found
 
@@ -230,26 +236,24 @@ class Costs:
         return values["send_launch"] + np.where(self._crossing[at], between, inside)
 
 
-def one_forward_one_backward(
-    stages: int, micro: int, load: Array, forward: Array, backward: Array, once: Array, transfer: Array
-) -> float:
+def one_forward_one_backward(stages: int, micro: int, times: Array, transfer: Array) -> float:
     """End of a step: tasks in the order of the schedule one forward, one backward, each as early as its data allows.
 
     Args:
         stages, micro: numbers of stages and of micro-batches.
-        load, forward, backward, once: seconds [3] on the first, on a middle and on the last stage; once: after the
-            last backward.
+        times: seconds [5, 3] on the first, on a middle and on the last stage: loading, forward, backward, what comes
+            on top of the last backward before its result is sent on, what comes after it.
         transfer: seconds [stages - 1] of a message between neighbours.
     """
     if stages == 1:
-        return float(load[0] + micro * (forward[0] + backward[0]) + once[0])
+        load, forward, backward, held, once = times[:, 0]
+        return float(load + micro * (forward + backward) + held + once)
     place = np.array([0, *[1] * (stages - 2), 2])
-    return _pipeline(stages, micro, load[place], forward[place], backward[place], once[place], transfer)
+    return float(_pipeline(stages, micro, times[:, place], transfer))
 
 
-def _run(
-    stages: int, micro: int, load: Array, forward: Array, backward: Array, once: Array, transfer: Array
-) -> float:
+def _run(stages: int, micro: int, times: Array, transfer: Array) -> float:
+    load, forward, backward, held, once = times
     ready_f = np.full((stages, micro), np.inf)
     ready_b = np.full((stages, micro), np.inf)
     ready_f[0] = 0.0
@@ -272,13 +276,15 @@ def _run(
                     done_f[s] += 1
                 elif b < f and np.isfinite(ready_b[s, b]):
                     clock[s] = max(clock[s], ready_b[s, b]) + backward[s]
+                    if b == micro - 1:
+                        clock[s] += held[s]
                     if s > 0:
                         ready_b[s - 1, b] = clock[s] + transfer[s - 1]
                     done_b[s] += 1
                 else:
                     break
                 left -= 1
-    return float(np.max(clock + once))
+    return np.max(clock + once)
 
 
 try:

@@ -169,7 +169,7 @@ class _Run:
     def _step(self, local: LocalOp) -> None:
         if local.mode == "send":
             message = self._message(local)
-            start = max(self.clock, self.outgoing)
+            start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
             self.outgoing = self.sends[local.op.name] = start + message.seconds
             self._note("send", local, start, message.seconds)
             return
