@@ -21,7 +21,12 @@ LAUNCH, BANDWIDTH, RATE = 2e-6, 0.5e12, 5e12
 
 
 def machines(*sizes: int, **changes: str) -> Cluster:
-    """Machines of the given numbers of equal devices; one NIC each, all joined by one switch.
+    """The cluster of `document`."""
+    return cluster_of(document(*sizes, **changes))
+
+
+def document(*sizes: int, **changes: str) -> dict[str, Any]:
+    """A resource file: machines of the given numbers of equal devices, a NIC each, all joined by one switch.
 
     Args:
         changes: launch, bandwidth and latency of links inside, cable (of NICs), memory of a device.
@@ -64,13 +69,12 @@ def machines(*sizes: int, **changes: str) -> Cluster:
         {"name": f"b{i}", "devices": {**device, "count": size}, "inside": inside, "nics": nics}
         for i, size in enumerate(sizes)
     ]
-    document = {
+    return {
         "name": "boxes",
         "launch": numbers["launch"],
         "machines": entries,
         "network": {"topology": "switch", "kind": "ethernet"},
     }
-    return cluster_of(document)
 
 
 class Chain(nn.Module):
