@@ -1,14 +1,15 @@
-"""The forecast against this machine: seconds of a step and bytes of memory of small programs on one and two ranks.
+"""The forecast against this machine: seconds of a step and bytes of memory on one and two ranks.
 
     python -m benchmarks.own_forecast [--cluster FILE] [--seconds 90] [--rounds 3] [--json FILE]
 
-First `distgraph profile -n 2` measures the machine (unless --cluster names a file that it wrote), then the programs
-run, each in processes of its own with one BLAS thread a rank, in turns over several rounds: the GPT of the
-quickstart serial, data and tensor parallel; the conv net of the digits tutorial in four micro-batches serial, data
-parallel and as a pipeline of two stages. Measured is the median step over all rounds, of the slower rank.
+First `distgraph profile -n 2` measures the machine (unless --cluster names a file that it wrote), then
+the programs run, each in processes of its own with one BLAS thread a rank, in turns over several rounds: the
+GPT of the quickstart serial, data and tensor parallel; the conv net of the digits tutorial in four
+micro-batches serial, data parallel and as a pipeline of two stages. Measured is the median step over all
+rounds, of the slower rank.
 
-Memory is compared with the same programs made larger (wider GPT, more images), so that tensors and not Python's
-objects decide: peak resident size of a fresh process during steps, less that after compiling, where a small
+Memory is compared with the same programs made larger (wider GPT, more images), so that tensors and not
+Python's objects decide: peak resident size of a fresh process during steps, less that after compiling, where a small
 program of the same kind has loaded the kernels before. The largest rank counts.
 
 Keys of the result: mean_error, max_error (of seconds, relative to the measured ones), memory_mean_error,
@@ -41,7 +42,9 @@ from distgraph.runtime.profile import Request, profile
 from distgraph.runtime.rank import current_transport
 
 ROOT = Path(__file__).resolve().parent.parent
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+THREADS = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
+)
 LENGTH, LAYERS = 64, 2
 SCRIPT = "import sys; from benchmarks.own_forecast import rank_main; rank_main(sys.argv[1:])\n"
 
@@ -206,8 +209,12 @@ def forecasts(layout: Layout, cluster: Any, overlap: bool) -> tuple[float, float
 
 def main() -> None:
     """Profile, measure, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", help="resource file of distgraph profile -n 2; without it, one is measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cluster", help="resource file of distgraph profile -n 2; without it, one is measured"
+    )
     parser.add_argument("--seconds", type=float, default=90.0, help="of the profile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="gpt or digits")
@@ -234,7 +241,18 @@ def main() -> None:
 
 def compare(layouts: list[Layout], steps: dict[Layout, list[float]], cluster: Any) -> dict[str, float]:
     """Print the table; the errors."""
-    table = Table("program", "ranks", "measured", "quartiles", "forecast", "error", "overlapped", "memory", "forecast", "error")
+    table = Table(
+        "program",
+        "ranks",
+        "measured",
+        "quartiles",
+        "forecast",
+        "error",
+        "overlapped",
+        "memory",
+        "forecast",
+        "error",
+    )
     errors, memory = [], []
     for layout in layouts:
         low, seconds, high = np.quantile(steps[layout], (0.25, 0.5, 0.75))
@@ -246,7 +264,8 @@ def compare(layouts: list[Layout], steps: dict[Layout, list[float]], cluster: An
         table.add_row(
             f"{layout.model} {layout.name}", str(layout.ranks), f"{seconds * 1e3:.2f} ms",
             f"{low * 1e3:.2f} - {high * 1e3:.2f}", f"{predicted * 1e3:.2f} ms", f"{errors[-1]:+.1%}",
-            f"{overlapped * 1e3:.2f} ms", f"{grown / 2**20:.1f} MiB", f"{size / 2**20:.1f} MiB", f"{memory[-1]:+.1%}",
+            f"{overlapped * 1e3:.2f} ms", f"{grown / 2**20:.1f} MiB", f"{size / 2**20:.1f} MiB",
+            f"{memory[-1]:+.1%}",
         )  # fmt: skip
     Console(width=140).print(table)
     return {

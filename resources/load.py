@@ -91,10 +91,11 @@ def read_document(name_or_path: str) -> tuple[dict[str, Any], str]:
         ResourceError: no such file, no resource file, or Paddle's JSON, which has another form.
     """
     if name_or_path.endswith(".json"):
-        raise ResourceError(f"{name_or_path}: only a YAML resource file can be written anew; describe it as one")
+        raise ResourceError(f"{name_or_path}: only a YAML resource file can be written anew; make it one")
     load_cluster(name_or_path)
     shipped = name_or_path in shipped_clusters()
-    path = Path(str(files("distgraph.resources") / "files" / f"{name_or_path}.yaml")) if shipped else Path(name_or_path)
+    folder = Path(str(files("distgraph.resources") / "files"))
+    path = folder / f"{name_or_path}.yaml" if shipped else Path(name_or_path)
     text = path.read_text(encoding="utf-8")
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     return yaml.safe_load(text), head

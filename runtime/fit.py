@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Final
 
-import cvxpy as cp
 import numpy as np
 
 from distgraph.errors import ResourceError
@@ -29,6 +29,7 @@ from distgraph.resources.cluster import Compute, MatmulRate, OpTable
 from distgraph.runtime.cost import Work
 
 Vector = np.ndarray
+cp: Any = import_module("cvxpy")  # its names have no types
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
 _CONTRACTIONS: Final = ("matmul", "einsum", "linear")  # priced by shape; others have tables
@@ -184,7 +185,7 @@ def _slope(samples: Sequence[tuple[Work, float]], launch: float) -> tuple[float,
 def fit_matmul(
     samples: Sequence[tuple[Work, float]], per_byte: float
 ) -> tuple[float, tuple[float, float, float], dict[str, float], float]:
-    """Rate of large matmuls, lengths of m, n and k at which it halves, launch time by op, mean relative error.
+    """Rate of large matmuls, lengths of m, n and k at which it halves, launch time by op, mean error.
 
     Args:
         samples: contractions of one dtype.
@@ -203,12 +204,13 @@ def fit_matmul(
             others = [other for other in range(3) if other != axis]
             shared = flops * np.prod(1 + half[others] / sizes[:, others], axis=1)
             rows = np.column_stack([shared, shared / sizes[:, axis], starting])[bound]
-            per_flop, slow, *starts = robust(rows, seconds[bound])
-            per_flop = max(per_flop, 1e-18)
-            half[axis] = min(slow / per_flop, 1e4)
+            found = robust(rows, seconds[bound])
+            per_flop, starts = max(float(found[0]), 1e-18), found[2:]
+            half[axis] = min(float(found[1]) / per_flop, 1e4)
     model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
     lengths = (float(half[0]), float(half[1]), float(half[2]))
-    return 1 / float(per_flop), lengths, dict(zip(ops, map(float, starts), strict=True)), mean_error(model, seconds)
+    launches = dict(zip(ops, map(float, starts), strict=True))
+    return 1 / per_flop, lengths, launches, mean_error(model, seconds)
 
 
 def fit_tables(samples: Sequence[tuple[Work, float]], launch: float) -> dict[str, dict[str, OpTable]]:
@@ -267,12 +269,13 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     prior = _stated(cluster, origins)
     seconds = np.array([m.seconds for m in messages])
     x, rows = np.zeros(1 + 2 * len(origins)), np.zeros((len(messages), 1 + 2 * len(origins)))
-    for _ in range(_TURNS):
-        rows = _link_rows(present, origins, messages)
+    for turn in range(_TURNS):
+        # First every class of links counts where it may decide, then where it does with the numbers found.
+        rows = _link_rows(present, origins, messages, 1.0 if turn < _TURNS // 2 else 1e-12)
         x = robust(rows, seconds, prior)
         present = _with_numbers(present, origins, x)
-    used = rows.any(axis=0)
-    predicted, small = rows @ x, np.array([m.nbytes <= _SMALL for m in messages])
+    used = [bool(column.any()) for column in rows.T]
+    predicted, small = rows @ x, np.array([m.nbytes for m in messages]) <= _SMALL
     error = {
         "latency": mean_error(predicted[small], seconds[small]),
         "bandwidth": mean_error(predicted[~small], seconds[~small]),
@@ -281,7 +284,11 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     return LinkFit(
         float(x[0]),
         {o: float(x[1 + i]) for i, o in enumerate(origins) if used[1 + i]},
-        {o: 1 / float(x[1 + count + i]) for i, o in enumerate(origins) if used[1 + count + i] and x[1 + count + i]},
+        {
+            o: 1 / float(x[1 + count + i])
+            for i, o in enumerate(origins)
+            if used[1 + count + i] and x[1 + count + i]
+        },
         error,
     )
 
@@ -300,8 +307,8 @@ def _stated(cluster: Cluster, origins: Sequence[str]) -> Vector:
     found = np.full(1 + 2 * len(origins), np.nan)
     for link in cluster.links:
         at = origins.index(link.origin)
-        if link.latency:
-            found[1 + at] = link.latency
+        if link.latency is not None:
+            found[1 + at] = max(link.latency, 1e-7)  # of nothing at all no multiple would be far
         if link.bandwidth:
             found[1 + len(origins) + at] = 1 / link.bandwidth
     return found
@@ -316,21 +323,28 @@ def _with_numbers(cluster: Cluster, origins: Sequence[str], x: Vector) -> Cluste
     return replace(cluster, links=tuple(links), launch=float(x[0]))
 
 
-def _link_rows(cluster: Cluster, origins: Sequence[str], messages: Sequence[Message]) -> Vector:
-    """Coefficients of launch, latencies and inverse bandwidths in the seconds of every message."""
+def _link_rows(cluster: Cluster, origins: Sequence[str], messages: Sequence[Message], more: float) -> Vector:
+    """Coefficients of launch, latencies and inverse bandwidths in the seconds of every message.
+
+    Args:
+        more: seconds that are added to a latency to see what changes.
+    """
     cost, count = CollectiveCost(cluster), len(origins)
     steps = []
-    for origin in origins:  # one class of links takes a second, the others nothing
-        links = tuple(replace(k, latency=1.0 if k.origin == origin else 0.0) for k in cluster.links)
-        steps.append(CollectiveCost(replace(cluster, links=links, launch=0.0)))
+    for origin in origins:
+        links = tuple(
+            replace(k, latency=(k.latency or 0.0) + more) if k.origin == origin else k for k in cluster.links
+        )
+        steps.append(CollectiveCost(replace(cluster, links=links)))
     rows = np.zeros((len(messages), 1 + 2 * count))
     for row, message in zip(rows, messages, strict=True):
-        lines: Any = cost.lines(message.kind, message.group, message.concurrent)
+        pattern = (message.kind, message.group, message.concurrent)
+        lines: Any = cost.lines(*pattern)
         best = min(lines, key=lambda line: line.alpha + line.beta * message.nbytes)
         row[0] = 1.0
         for at, unit in enumerate(steps):
-            same = [s for s in unit.lines(message.kind, message.group, message.concurrent) if s.algorithm == best.algorithm]
-            row[1 + at] = same[0].alpha if same else 0.0
+            same = [line.alpha for line in unit.lines(*pattern) if line.algorithm == best.algorithm]
+            row[1 + at] = (same[0] - best.alpha) / more if same else 0.0
         if best.bottleneck is not None:
             at = origins.index(best.bottleneck.origin)
             row[1 + count + at] = best.beta * best.bottleneck.bandwidth * message.nbytes

@@ -1,4 +1,4 @@
-"""Measured numbers into a resource file: everything else of the file stays, the errors stand beside the numbers.
+"""Measured numbers into a resource file: all else in it stays, errors stand beside the numbers.
 
 *In:* the file that was profiled (or the shipped `local`), what was measured.
 *Out:* YAML that `load_cluster` reads.
@@ -44,7 +44,9 @@ class Measured:
         for fitted in self.compute.values():
             rates = fitted.compute.matmul.items()
             parts += [f"matmul {dtype} within {rate.error['efficiency']:.1%}" for dtype, rate in rates]
-            tables = [t.error for by in fitted.compute.ops.values() for t in by.values() if t.error is not None]
+            tables = [
+                t.error for by in fitted.compute.ops.values() for t in by.values() if t.error is not None
+            ]
             if tables:
                 parts.append(f"{len(tables)} kinds of ops within {sum(tables) / len(tables):.1%}")
         if self.links is not None:
@@ -55,7 +57,9 @@ class Measured:
 class _Writer(yaml.SafeDumper):
     """Lists of numbers on one line, everything else on lines of its own."""
 
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
         plain = all(not isinstance(item, (dict, list)) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=plain)
 

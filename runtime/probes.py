@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -34,13 +35,15 @@ from distgraph.runtime.worker import Worker
 from distgraph.tensor import Tensor, emit_one
 from distgraph.tracing import Trace, trace
 
-_LINE: Final = re.compile(r"  # %([^,\s]+)")  # the generated program names the results of a line in its comment
+_LINE: Final = re.compile(r"  # %([^,\s]+)")  # the comment of a line names its results
 MATRICES: Final = (
     *((n, n, n) for n in (8, 32, 64, 128, 256, 512, 1024)),
     *((4096, 32, 32), (32, 4096, 32), (32, 32, 4096), (2048, 128, 512), (512, 2048, 128), (128, 512, 2048)),
     *((8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (1000, 10, 64), (64, 1000, 10), (200, 72, 16)),
 )
 """m, n, k: square, tall, wide, flat and thin."""
+TEXTS: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256))
+"""Batch, length and width of texts."""
 STREAMS: Final = tuple(2**power for power in range(8, 25, 2))
 """Elements: 1 KiB to 64 MiB of f32."""
 
@@ -64,16 +67,18 @@ def probes(dtypes: Sequence[str] = ("f32", "f64")) -> tuple[Probe, ...]:
     for dtype in dtypes:
         small = [shape for shape in MATRICES if np.prod(shape) <= 2**22]
         large = [shape for shape in MATRICES if np.prod(shape) > 2**22]
-        found.append(Probe(f"matmul/{dtype}/small", lambda d=dtype, s=small: _products(d, s)))
-        found += [Probe(f"matmul/{dtype}/{m}x{n}x{k}", lambda d=dtype, s=(m, n, k): _products(d, [s])) for m, n, k in large]
-    for batch, length, width in ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256)):
-        name = f"transformer/{batch}x{length}x{width}"
-        found.append(Probe(name, lambda b=batch, s=length, w=width: _transformer(b, s, w)))
+        found.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
+        named = {f"matmul/{dtype}/{'x'.join(map(str, shape))}": shape for shape in large}
+        found += [Probe(name, partial(_products, dtype, [shape])) for name, shape in named.items()]
+    for batch, length, width in TEXTS:
+        found.append(
+            Probe(f"transformer/{batch}x{length}x{width}", partial(_transformer, batch, length, width))
+        )
     for batch, channels in ((2, 8), (8, 16), (8, 32), (32, 32)):
-        found.append(Probe(f"convolution/{batch}x{channels}", lambda b=batch, c=channels: _convolution(b, c)))
+        found.append(Probe(f"convolution/{batch}x{channels}", partial(_convolution, batch, channels)))
     for batch, width in ((8, 64), (8, 128), (24, 256), (64, 512)):
-        found.append(Probe(f"perceptron/{batch}x{width}", lambda b=batch, w=width: _perceptron(b, w)))
-    found += [Probe(f"stream/{size}", lambda n=size: _streams(n)) for size in STREAMS]
+        found.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
+    found += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAMS]
     return tuple(found)
 
 
@@ -133,7 +138,9 @@ def _convolution(batch: int, channels: int) -> Graph:
 
 
 def _perceptron(batch: int, width: int) -> Graph:
-    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    model = nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)
+    )
     return _training(model, (((batch, 64), "f32"), ((batch,), "i32")), SGD(lr=1e-3, momentum=0.9))
 
 
@@ -143,7 +150,9 @@ def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], op
     steps.training = True
     nn.module.name_tree(model)
     with steps.activate():
-        x, target = (steps.source("input", name, *kind) for name, kind in zip(("x", "target"), batch, strict=True))
+        x, target = (
+            steps.source("input", name, *kind) for name, kind in zip(("x", "target"), batch, strict=True)
+        )
         loss = nn.CrossEntropy()(model(x), target)
         parameters = [Tensor(op.result, steps) for op in steps.ops if op.kind == "param"]
         gradients = differentiate(steps, loss, parameters)
@@ -230,7 +239,8 @@ def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero
 def _stamped(task: CompiledTask, seconds: dict[str, float]) -> Callable[[int], None]:
     """The task with the clock read between its lines; leaves the seconds of each by its first result."""
     lines = task.source.split("def ")[-1].split("\n", 1)[1].rstrip().split("\n")
-    text, names = ["def stamped(m):"], []
+    text = ["def stamped(m):"]
+    names: list[str] = []
     for line in lines:
         found = _LINE.search(line)
         if found is None:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,14 +79,14 @@ class Request:
         found = load_cluster(self.source) if self.source else local_cluster(self.ranks)
         if self.ranks > len(found.devices):
             raise ResourceError(
-                f"profile: {self.ranks} ranks but cluster {found.name} has {len(found.devices)} devices; start one "
-                "rank a device, or describe more devices"
+                f"profile: {self.ranks} ranks but cluster {found.name} has {len(found.devices)} devices; "
+                "start one rank a device, or describe more devices"
             )
         for device in found.devices[: self.ranks]:
             if device.type != "cpu":
                 raise ResourceError(
-                    f"profile: {found.source}: {device.origin} is a {device.type}, but programs run on CPUs here; "
-                    "give a file that describes this machine's CPUs, or leave --cluster out"
+                    f"profile: {found.source}: {device.origin} is a {device.type}, but programs run on CPUs "
+                    "here; give a file that describes this machine's CPUs, or leave --cluster out"
                 )
         return found
 
@@ -111,9 +112,15 @@ def profile(request: Request) -> int:
         script = Path(folder) / "profile.py"
         script.write_text(_SCRIPT, encoding="utf-8")
         seen = {_TERMINAL: "1"} if sys.stderr.isatty() else {}
-        code = launch(request.ranks, [str(script), json.dumps(asdict(request))], env={**_one_thread(), **os.environ, **seen})
+        code = launch(
+            request.ranks,
+            [str(script), json.dumps(asdict(request))],
+            env={**_one_thread(), **os.environ, **seen},
+        )
     if code == 130 and request.store_path.is_file():
-        Console(stderr=True).print(f"profile: kept in {request.store_path}; the same command goes on from there")
+        Console(stderr=True).print(
+            f"profile: kept in {request.store_path}; the same command goes on from there"
+        )
     return code
 
 
@@ -142,7 +149,7 @@ def _rank(request: Request) -> int:
 
 @dataclass(slots=True)
 class Store:
-    """Measurements so far: key -> what it is ("works" or "message") and the seconds of every round ("runs")."""
+    """Measurements so far: key -> what it is ("works" or "message"), seconds of every round ("runs")."""
 
     runs: dict[str, dict[str, Any]]
     path: Path | None
@@ -163,7 +170,9 @@ class Store:
             found = json.loads(request.store_path.read_text(encoding="utf-8"))
             same, runs = found["header"] == header, found["runs"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ResourceError(f"{request.store_path}: no measurements: {error!r}; delete it, or use --fresh") from None
+            raise ResourceError(
+                f"{request.store_path}: no measurements: {error!r}; delete it, or use --fresh"
+            ) from None
         if not same:
             raise ResourceError(
                 f"{request.store_path}: measurements of {found['header']} but this is {header}; use another "
@@ -208,11 +217,11 @@ class _Profile:
 
     def run(self) -> None:
         """Measure until everything has its repeats or the time is over."""
-        items = [Item(p.name, lambda p=p: self.compute(p)) for p in probes()]
+        items = [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
-            limit = 2 * self.cluster.devices[0].memory / 2**5
-            for pattern in messages.patterns(self.transport.size, limit):
-                items.append(Item(pattern.name, lambda p=pattern: self.message(p)))
+            limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
+            found = messages.patterns(self.transport.size, limit)
+            items += [Item(pattern.name, partial(self.message, pattern)) for pattern in found]
         done = {item.name: self.rounds(item.name) for item in items}
         with self.bar() as bar:
             task = bar.add_task("profile", total=len(items) * self.request.repeats)
@@ -228,7 +237,9 @@ class _Profile:
 
     def rounds(self, name: str) -> int:
         """How often an item has been measured."""
-        counts = [len(entry["runs"]) for key, entry in self.store.runs.items() if key.partition("|")[2] == name]
+        counts = [
+            len(entry["runs"]) for key, entry in self.store.runs.items() if key.partition("|")[2] == name
+        ]
         return min(counts, default=0)
 
     def go(self, item: Item) -> bool:
@@ -281,9 +292,16 @@ class _Profile:
     def bar(self) -> Progress:
         """Of the first rank; nothing where it is no terminal."""
         seen = bool(os.environ.get(_TERMINAL)) or None
-        columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description:>14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         console = Console(stderr=True, force_terminal=seen)
-        return Progress(*columns, console=console, transient=True, disable=self.rank > 0 or not console.is_terminal)
+        return Progress(
+            *columns, console=console, transient=True, disable=self.rank > 0 or not console.is_terminal
+        )
 
 
 def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measured:
@@ -309,7 +327,8 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measure
         groups = tuple(tuple(group) for group in pattern["groups"])
         sent.append(Message(pattern["kind"], groups[0], groups[1:], pattern["nbytes"], seconds[0]))
         if len(groups) == 1:
-            tables.setdefault(f"{pattern['kind']}|{','.join(map(str, groups[0]))}", []).append((pattern["nbytes"], seconds[0]))
+            name = f"{pattern['kind']}|{','.join(map(str, groups[0]))}"
+            tables.setdefault(name, []).append((pattern["nbytes"], seconds[0]))
     compute: dict[str, ComputeFit] = {}
     for origin, own in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)

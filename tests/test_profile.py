@@ -1,0 +1,453 @@
+"""Profiling: fits find what made the measurements, the file round-trips, a resumed profile goes on."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from clusters import cluster_of
+from typer.testing import CliRunner
+
+from distgraph import cli
+from distgraph.errors import ResourceError
+from distgraph.resources import CollectiveCost, ComputeCost, load_cluster
+from distgraph.resources.cluster import Cluster, Compute, MatmulRate, MeasuredTable, OpTable
+from distgraph.runtime import profile as profiling
+from distgraph.runtime.cost import Work
+from distgraph.runtime.fit import (
+    ComputeFit,
+    LinkFit,
+    Message,
+    fit_compute,
+    fit_links,
+    fit_matmul,
+    fit_table,
+    robust,
+)
+from distgraph.runtime.inprocess import connect
+from distgraph.runtime.measured_file import Measured, write_measured
+from distgraph.runtime.messages import KINDS, axis_groups, measure, patterns
+from distgraph.runtime.probes import Timed, probes
+from distgraph.runtime.profile import Request, Store, evaluate, profile
+
+
+def disturbed(seconds: np.ndarray, noise: float = 0.03, every: int = 11) -> np.ndarray:
+    """Measurements of some times: a little noise on all, and some four times too long."""
+    random = np.random.default_rng(1)
+    found = seconds * (1 + noise * random.standard_normal(len(seconds)))
+    found[::every] *= 4
+    return found
+
+
+# ------------------------------------------------------------------ fits
+
+
+def test_line_is_found_in_spite_of_outliers() -> None:
+    sizes = np.geomspace(1e3, 1e8, 40)
+    rows = np.column_stack([np.ones(40), sizes])
+    alpha, beta = robust(rows, disturbed(rows @ np.array([7e-6, 2e-10])))
+    assert alpha == pytest.approx(7e-6, rel=0.1)
+    assert beta == pytest.approx(2e-10, rel=0.1)
+
+
+def test_no_number_is_negative() -> None:
+    sizes = np.linspace(1, 10, 20)
+    rows = np.column_stack([np.ones(20), sizes])
+    alpha, beta = robust(rows, 3 * sizes - 2.5)  # least squares would start below zero
+    assert alpha >= 0
+    assert beta > 0
+
+
+def test_stated_number_decides_only_what_measurements_leave_open() -> None:
+    rows = np.column_stack(
+        [np.ones(12), np.ones(12), np.linspace(1, 9, 12)]
+    )  # two latencies that always add up
+    found = robust(rows, rows @ np.array([1.0, 3.0, 5.0]), np.array([3.0, 1.0, np.nan]))
+    assert found[0] + found[1] == pytest.approx(4.0, rel=0.01)
+    assert found[0] == pytest.approx(3.0, rel=0.05)
+    assert found[2] == pytest.approx(5.0, rel=0.01)
+
+
+def test_matmul_rate_lengths_and_launch_are_found() -> None:
+    rate, half, starts = 9e10, (40.0, 12.0, 25.0), {"matmul": 4e-6, "einsum": 9e-6}
+    samples, exact = [], []
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        m, n, k = (int(size) for size in np.exp(random.uniform(2, 7.5, 3)))
+        op = str(random.choice(["matmul", "einsum"]))
+        flops = 2.0 * m * n * k
+        reached = rate * m / (m + half[0]) * n / (n + half[1]) * k / (k + half[2])
+        samples.append(Work("matmul", flops, 4.0 * (m * n + n * k + m * k), "f32", (1, m, n, k), op))
+        exact.append(starts[op] + flops / reached)
+    seconds = disturbed(np.array(exact), every=13)
+    found_rate, found_half, found_starts, error = fit_matmul(
+        list(zip(samples, seconds.tolist(), strict=True)), per_byte=1e-13
+    )
+    assert found_rate == pytest.approx(rate, rel=0.1)
+    assert found_half == pytest.approx(half, rel=0.3)
+    for op, start in starts.items():
+        assert found_starts[op] == pytest.approx(start, rel=0.15)
+    assert error < 0.12  # 3 % of noise, and one in thirteen three quarters off
+
+
+def test_table_follows_the_knee_of_a_cache() -> None:
+    sizes = np.repeat(np.geomspace(2**10, 2**26, 33), 3)
+    exact = 2e-6 + np.where(sizes < 2**21, sizes / 50e9, 2**21 / 50e9 + (sizes - 2**21) / 10e9)
+    table = fit_table("bytes", sizes, disturbed(exact), launch=2e-6)
+    assert list(table.times) == sorted(table.times)
+    within = np.interp(sizes, table.work, table.times) / exact
+    assert np.median(np.abs(within - 1)) < 0.08
+    assert table.error is not None
+    assert table.error < 0.2
+
+
+def works_of(compute: Compute, bandwidth: float, peak: dict[str, float]) -> list[tuple[Work, float]]:
+    """Measurements of a device with known numbers."""
+    cluster = one_device(compute, bandwidth, peak)
+    cost, found = ComputeCost(cluster), []
+    for power in range(8, 27):
+        for kind in ("memory", "lookup"):
+            work = Work(kind, 0.0, 2.0**power, "f32", op="add" if kind == "memory" else "embedding")
+            found.append(work)
+    for m, n, k in ((64, 32, 900), (300, 300, 40), (1024, 700, 512), (2048, 2048, 2048), (16, 2000, 100)):
+        found.append(
+            Work("matmul", 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k), "f32", (1, m, n, k), "matmul")
+        )
+    return [(w, cost.time(0, w.kind, w.flops, w.nbytes, w.dtype, w.dims)) for w in found]
+
+
+def one_device(compute: Compute, bandwidth: float, peak: dict[str, float]) -> Cluster:
+    cluster = load_cluster("local")
+    device = replace(cluster.devices[0], compute=compute, memory_bandwidth=bandwidth, peak=peak)
+    return replace(cluster, devices=(device, *cluster.devices[1:]))
+
+
+def test_device_is_found_from_its_own_costs() -> None:
+    given = Compute(3e-6, 0.6, 0.2, {"f32": MatmulRate(0.7, (30.0, 20.0, 50.0))})
+    found = fit_compute(works_of(given, 50e9, {"f32": 1e12}), {"f32": 1e12}, 50e9)
+    assert found.memory_bandwidth == 50e9  # what the file states stays
+    assert not found.measured
+    compute = found.compute
+    assert compute.launch == pytest.approx(3e-6, rel=0.05)
+    assert compute.memory_efficiency == pytest.approx(0.6, rel=0.05)
+    assert compute.lookup_efficiency == pytest.approx(0.2, rel=0.05)
+    assert compute.matmul["f32"].efficiency == pytest.approx(0.7, rel=0.05)
+    assert set(compute.error) == {"launch", "memory_efficiency", "lookup_efficiency"}
+    tables = compute.ops["add"]["f32"]
+    assert tables.times[-1] == pytest.approx(3e-6 + 2**26 / 30e9, rel=0.05)
+
+
+def test_without_a_peak_the_rate_is_measured() -> None:
+    given = Compute(1e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
+    found = fit_compute(works_of(given, 20e9, {"f32": 2e11}), {}, None)
+    assert found.measured["f32"] == pytest.approx(1e11, rel=0.05)
+    assert found.compute.matmul["f32"].efficiency == 1.0
+    assert found.memory_bandwidth == pytest.approx(10e9, rel=0.05)
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(ResourceError, match="no measurement; give the profile more seconds"):
+        fit_compute([], {}, None)
+
+
+# ------------------------------------------------------------------ links
+
+
+def torn(**numbers: str) -> Cluster:
+    """Two machines of three devices, one NIC each."""
+    link = {"topology": "full", "bandwidth": numbers["inside"], "latency": numbers["near"]}
+    attach = {"bandwidth": "40 GB/s", "latency": "0 us"}
+    nics = {"bandwidth": numbers["cable"], "latency": numbers["far"], "attach": attach}
+    device = {"count": 3, "type": "cpu", "model": "C", "memory": "1 GiB"}
+    return cluster_of(
+        {
+            "name": "torn",
+            "launch": numbers["launch"],
+            "machines": [{"count": 2, "devices": device, "inside": link, "nics": nics}],
+            "network": {"topology": "switch"},
+        }
+    )
+
+
+def test_links_of_two_kinds_are_told_apart() -> None:
+    real = torn(launch="11 us", inside="20 GB/s", near="2 us", cable="3 GB/s", far="9 us")
+    cost, sent = CollectiveCost(real), []
+    for groups in axis_groups(6):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+            for power in range(10, 29, 2):
+                seconds = cost.time(kind, groups[0], 2.0**power, groups[1:])
+                sent.append(Message(kind, groups[0], groups[1:], 2.0**power, seconds))
+    noisy = disturbed(np.array([m.seconds for m in sent]), noise=0.02, every=17)
+    sent = [
+        Message(m.kind, m.group, m.concurrent, m.nbytes, t) for m, t in zip(sent, noisy.tolist(), strict=True)
+    ]
+    guess = torn(launch="1 us", inside="1 GB/s", near="1 us", cable="1 GB/s", far="1 us")
+    found = fit_links(guess, sent)
+    assert found.bandwidth["machines[0].inside"] == pytest.approx(20e9, rel=0.1)
+    assert found.bandwidth["machines[0].nics"] == pytest.approx(3e9, rel=0.1)
+    assert found.launch == pytest.approx(11e-6, rel=0.2)
+    assert found.latency["machines[0].inside"] == pytest.approx(2e-6, rel=0.2)
+    assert found.latency["machines[0].nics"] == pytest.approx(9e-6, rel=0.2)
+
+
+def test_groups_of_every_mesh_axis() -> None:
+    groups = axis_groups(6)
+    assert ((0, 1, 2, 3, 4, 5),) in groups
+    assert ((0, 2, 4), (1, 3, 5)) in groups
+    assert ((0, 1), (2, 3), (4, 5)) in groups
+    assert ((0, 3), (1, 4), (2, 5)) in groups
+    assert ((0, 1, 2), (3, 4, 5)) in groups
+
+
+def test_every_collective_runs_on_every_pattern() -> None:
+    transports = connect(3)
+    chosen = [p for p in patterns(3) if p.nbytes <= 4096]
+    assert {p.kind for p in chosen} == set(KINDS)
+
+    def rank(at: int) -> list[float]:
+        return [measure(transports[at], pattern, 2) for pattern in chosen]
+
+    with ThreadPoolExecutor(3) as pool:
+        by_rank = list(pool.map(rank, range(3)))
+    for pattern, *seconds in zip(chosen, *by_rank, strict=True):
+        members = {r for group in pattern.groups for r in group}
+        assert all((s > 0) == (r in members) for r, s in enumerate(seconds)), pattern.name
+
+
+# ------------------------------------------------------------------ probes
+
+
+def test_probe_times_every_op_that_costs() -> None:
+    probe = next(p for p in probes() if p.name.startswith("perceptron"))
+    timed = Timed(probe, load_cluster("local"))
+    seconds = timed.run(0.0)
+    assert len(seconds) == len(timed.works) > 20
+    assert all(s > 0 for s in seconds)
+    ops = [work.op for work in timed.works]
+    assert ops.count("momentum") == 6  # a weight and a bias of each of three layers
+    assert {"matmul", "einsum", "relu", "relu_grad", "cross_entropy_grad"} <= set(ops)
+    first = timed.works[ops.index("matmul")]
+    assert first.dims == (1, 8, 64, 64)
+    assert first.flops == 2 * 8 * 64 * 64
+
+
+# ------------------------------------------------------------------ the file
+
+
+SOURCE = """# Two machines of ours.
+# Second line.
+name: ours
+about: kept as it is
+machines:
+  - count: 2
+    name: box
+    devices: {count: 2, type: cpu, model: C, memory: 3 GiB, peak: {f64: 1 TFLOP/s}}
+    inside: {topology: full, bandwidth: 1 GB/s}
+    nics: {bandwidth: 10 Gbit/s, latency: 5 us, attach: {bandwidth: 12 GB/s, latency: 1 us}}
+network: {topology: switch, kind: ethernet}
+measured:
+  - {collective: all_reduce, machines: 1, devices_per_machine: 2, sizes: [1 KiB], times: [1 s]}
+  - {collective: all_gather, machines: 2, devices_per_machine: 2, sizes: [1 KiB], times: [2 s]}
+"""
+
+
+def numbers() -> Measured:
+    ops = {
+        "gelu": {"f32": OpTable("bytes", (1024.0, 3000.0), (2e-6, 3e-6), 0.07)},
+        "conv": {"f32": OpTable("flops", (1e6, 1.23e9), (2e-5, 3e-3), 0.01)},
+        "einsum": {"f32": OpTable("", (), (), launch=9e-6)},
+    }
+    rates = {"f32": MatmulRate(1.0, (8.0, 4.0, 2.0), {"efficiency": 0.05})}
+    compute = Compute(1.5e-6, 0.75, 0.25, rates, ops, {"launch": 0.11})
+    links = LinkFit(
+        7e-6,
+        {"machines[0].inside": 2.5e-6, "machines[0].nics": 8e-6},
+        {"machines[0].inside": 6e9},
+        {"latency": 0.031, "bandwidth": 0.25},
+    )
+    table = MeasuredTable("all_reduce", 1, 2, (1024.0, 5000.0), (3e-6, 4e-6))
+    fitted = ComputeFit(compute, 3e10, {"f32": 9.5e10})
+    return Measured({"machines[0].devices": fitted}, links, (table,))
+
+
+def test_written_file_loads_with_what_was_measured_and_keeps_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(SOURCE)
+    output = tmp_path / "new.yaml"
+    write_measured(str(output), str(tmp_path / "ours.yaml"), 4, numbers())
+    cluster = load_cluster(output)
+    before = load_cluster(tmp_path / "ours.yaml")
+    assert [d.node for d in cluster.devices] == [d.node for d in before.devices]
+    for device in cluster.devices:
+        given = numbers().compute["machines[0].devices"].compute
+        assert (device.compute.launch, device.compute.lookup_efficiency) == (given.launch, 0.25)
+        assert device.compute.matmul == given.matmul
+        assert device.compute.matmul["f32"].error == {"efficiency": 0.05}
+        assert device.compute.error == {"launch": 0.11}
+        for op, tables in given.ops.items():
+            read, table = device.compute.ops[op]["f32"], tables["f32"]
+            assert (read.unit, read.work, read.error) == (table.unit, table.work, table.error)
+            assert read.times == pytest.approx(table.times)
+            assert read.launch == pytest.approx(table.launch) if table.launch else read.launch is None
+        assert device.memory_bandwidth == 3e10
+        assert dict(device.peak) == {"f64": 1e12}
+        assert dict(device.measured) == {"f32": 9.5e10}
+    by_origin = {link.origin: link for link in cluster.links}
+    inside, cable = by_origin["machines[0].inside"], by_origin["machines[0].nics"]
+    assert (inside.bandwidth, inside.latency) == (6e9, pytest.approx(2.5e-6))
+    assert (cable.bandwidth, cable.latency) == (1.25e9, pytest.approx(8e-6))
+    assert cluster.launch == pytest.approx(7e-6)
+    assert cluster.measured[0] == before.measured[1]  # another shape
+    assert cluster.measured[1].times == (3e-6, 4e-6)  # in place of the old one
+    assert len(cluster.measured) == 2
+    text = output.read_text()
+    assert text.startswith("# Two machines of ours.\n# Second line.\n")
+    assert "bandwidth: 6 GB/s  # fit error 25.0%" in text
+    assert "launch: 7 us  # fit error 3.1%" in text
+    assert yaml.safe_load(text)["about"] == "kept as it is"
+
+
+def test_profile_of_a_written_file_changes_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(SOURCE)
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    write_measured(str(first), str(tmp_path / "ours.yaml"), 4, numbers())
+    write_measured(str(second), str(first), 4, numbers())
+    left, right = yaml.safe_load(first.read_text()), yaml.safe_load(second.read_text())
+    assert left == right
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("launch", "compute.launch: missing"),
+        ("memory_bandwidth", "memory_bandwidth: missing"),
+        ("lookup_efficiency", "compute.lookup_efficiency: missing"),
+        ("matmul", "compute.matmul.f32: missing"),
+    ],
+)
+def test_missing_number_is_named_with_the_way_to_get_it(missing: str, words: str, tmp_path: Path) -> None:
+    entry = {
+        "count": 1, "type": "cpu", "model": "C", "memory": "1 GiB", "memory_bandwidth": "1 GB/s",
+        "measured": {"f32": "1 GFLOP/s"},
+        "compute": {
+            "launch": "1 us", "memory_efficiency": 1.0, "lookup_efficiency": 1.0,
+            "matmul": {"f32": {"efficiency": 1.0, "half": [1, 1, 1]}},
+        },
+    }  # fmt: skip
+    for place in (entry, entry["compute"]):
+        assert isinstance(place, dict)
+        place.pop(missing, None)
+    path = tmp_path / "partial.yaml"
+    path.write_text(yaml.safe_dump({"name": "partial", "machines": [{"devices": entry}]}))
+    cost = ComputeCost(load_cluster(path))
+    kind = {"memory_bandwidth": "memory", "lookup_efficiency": "lookup"}.get(missing, missing)
+    with pytest.raises(ResourceError) as caught:
+        cost.time(0, kind, 8.0, 8.0, "f32", (1, 2, 2, 1))
+    assert str(path) in str(caught.value)
+    assert f"machines[0].devices.{words}" in str(caught.value)
+    assert "distgraph profile" in str(caught.value)
+
+
+# ------------------------------------------------------------------ whole profiles
+
+
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only small programs, so that the test is short."""
+    chosen = tuple(
+        p
+        for p in probes(("f32",))
+        if p.name in ("matmul/f32/small", "perceptron/8x64", "stream/256", "stream/65536", "stream/262144")
+    )
+    monkeypatch.setattr(profiling, "probes", lambda: chosen)
+
+
+def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer(monkeypatch)
+    output = tmp_path / "mine.yaml"
+    result = CliRunner().invoke(cli.app, ["profile", "-o", str(output), "--seconds", "2"])
+    assert result.exit_code == 0, result.output
+    cost = ComputeCost(load_cluster(output))
+    assert cost.time(0, "matmul", 2.0 * 64**3, 3 * 4.0 * 64**2, "f32", (1, 64, 64, 64), "matmul") > 0
+    assert cost.time(0, "memory", 0.0, 2.0**20, "f32", op="multiply") > 0
+    assert cost.time(0, "lookup", 0.0, 2.0**20, "f32", op="embedding") > 0
+    assert (tmp_path / "mine.measurements.json").is_file()
+
+
+def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer(monkeypatch)
+    runs: list[str] = []
+    real = Timed.run
+
+    def counted(self: Timed, seconds: float = 0.0) -> list[float]:
+        runs.append("run")
+        return real(self, 0.0)
+
+    monkeypatch.setattr(Timed, "run", counted)
+    request = Request(str(tmp_path / "mine.yaml"), seconds=60.0, repeats=2)
+    profile(request)
+    assert len(runs) == 2 * len(profiling.probes())
+    before = request.store_path.read_text()
+    runs.clear()
+    profile(request)
+    assert not runs  # all there
+    assert json.loads(request.store_path.read_text()) == json.loads(before)
+
+    kept = json.loads(before)
+    key = next(key for key in kept["runs"] if key.endswith("|perceptron/8x64"))
+    kept["runs"][key]["runs"].pop()  # as if interrupted there
+    request.store_path.write_text(json.dumps(kept))
+    profile(request)
+    assert len(runs) == 1
+
+
+def test_interrupted_profile_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer(monkeypatch)
+    real, count = Timed.run, [0]
+
+    def interrupted(self: Timed, seconds: float = 0.0) -> list[float]:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        return real(self, 0.0)
+
+    monkeypatch.setattr(Timed, "run", interrupted)
+    request = Request(str(tmp_path / "mine.yaml"), repeats=2)
+    with pytest.raises(KeyboardInterrupt):
+        profile(request)
+    assert len(Store.open(request).runs) == 2
+    assert not Path(request.output).exists()
+
+
+def test_measurements_of_another_job_are_refused(tmp_path: Path) -> None:
+    one, two = (Request(str(tmp_path / "mine.yaml"), ranks=ranks) for ranks in (1, 2))
+    store = Store.open(one)
+    store.save()
+    with pytest.raises(ResourceError, match=r"'ranks': 1.*'ranks': 2.*--fresh"):
+        Store.open(two)
+    one.store_path.write_text("{")
+    with pytest.raises(ResourceError, match=r"no measurements.*delete it"):
+        Store.open(one)
+
+
+def test_devices_that_are_not_there_are_not_measured() -> None:
+    with pytest.raises(ResourceError, match="is a gpu, but programs run on CPUs here"):
+        profile(Request("x.yaml", "dgx_a100_pod", 1))
+    with pytest.raises(ResourceError, match="3 ranks but cluster local has 2 devices"):
+        profile(Request("x.yaml", "local", 3))
+
+
+def test_medians_of_rounds_are_fitted() -> None:
+    cluster = load_cluster("local")
+    given = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
+    samples = works_of(given, 20e9, {"f32": 2e11})
+    times = [seconds for _, seconds in samples]
+    spoiled = [[9 * t for t in times], times, [0.99 * t for t in times]]
+    entry = {"works": [asdict(work) for work, _ in samples], "runs": spoiled}
+    found = evaluate(cluster, {"machines[0].devices|all": json.loads(json.dumps(entry))})
+    compute = found.compute["machines[0].devices"].compute
+    assert compute.launch == pytest.approx(2e-6, rel=0.05)
+    assert found.links is None
