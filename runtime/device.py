@@ -1,16 +1,17 @@
 """Where a rank computes: NumPy arrays of the host, or CuPy arrays of a GPU.
 
-A `Device` is one rank's: the array namespace of its program, its transport, and the ways between the host and the
-memory it computes in. The engine and its memory speak to it alone, so nothing else asks whether there is a GPU.
+A `Device` is one rank's: the array namespace of its program, its transport, and the ways between the
+host and the memory it computes in. The engine and its memory speak to it alone, so nothing else asks
+whether there is a GPU.
 
-On a GPU every rank computes on a stream of its own. Feeds are copied to it from pinned memory behind the host's
-back; collectives overlap it (NCCL on a stream of its own); outputs are copied back at the end of the step, where the
-host waits once. The stream is one that the CUDA default stream is ordered with, so that what a library puts there
-cannot overtake the program.
+On a GPU every rank computes on a stream of its own. Feeds are copied to it from pinned memory behind the
+host's back; collectives overlap it (NCCL on a stream of its own); outputs are copied back at the end of
+the step, where the host waits once. The stream is one that the CUDA default stream is ordered with, so
+that what a library puts there cannot overtake the program.
 
-Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs; it stages
-through the host what ranks exchange that share a GPU. Threads that have one GPU between them copy from device to
-device by the in-process transport.
+Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs;
+it stages through the host what ranks exchange that share a GPU. Threads that have one GPU between them
+copy from device to device by the in-process transport.
 """
 
 from __future__ import annotations
@@ -158,12 +159,12 @@ class Gpu:
                 raise
 
     def prepare(self, program: RankProgram | None) -> None:
-        if program is not None and "bf16" in {dtype for _, dtype in program.types.values()}:
-            if int(self.xp.__version__.partition(".")[0]) < _BF16_MAJOR:
-                raise RuntimeFault(
-                    f"cupy {self.xp.__version__} has no bfloat16 but the program uses it; install cupy "
-                    f"{_BF16_MAJOR} or newer, or use float16"
-                )
+        dtypes = set() if program is None else {dtype for _, dtype in program.types.values()}
+        if "bf16" in dtypes and int(self.xp.__version__.partition(".")[0]) < _BF16_MAJOR:
+            raise RuntimeFault(
+                f"cupy {self.xp.__version__} has no bfloat16 but the program uses it; install cupy "
+                f"{_BF16_MAJOR} or newer, or use float16"
+            )
         if isinstance(self._transport, NcclTransport):
             self._transport.prepare(*meetings(program))
 
@@ -188,8 +189,9 @@ class Gpu:
         return put
 
     def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        start = self._start_copy
         found = {
-            label: [self._start_copy(block) for block in got] if isinstance(got, list) else self._start_copy(got)
+            label: [start(block) for block in got] if isinstance(got, list) else start(got)
             for label, got in outputs.items()
         }
         end = self.mark()

@@ -1,8 +1,9 @@
 """Arrays, streams and events of the stand-in for CuPy: NumPy underneath, with the manners of a GPU.
 
 * An array of the device does not mix with one of the host, and does not turn into one by itself.
-* Everything happens on the current stream, which is the calling thread's; it happens at once, but who reads what
-  another stream wrote (or writes what it reads) without having waited for it is told that this is a race.
+* Everything happens on the current stream, which is the calling thread's; it happens at once, but who reads
+  what another stream wrote (or writes what it reads) without having waited for it is told that this is a
+  race.
 * What makes the host wait is counted: `float(x)`, `x.item()`, blocking copies, `synchronize`.
 """
 
@@ -136,8 +137,9 @@ class Hardware:
                         f"race: stream {stream.ptr} {'writes' if write else 'reads'} what stream {other} "
                         f"{'wrote' if wrote else 'reads'} without having waited for it"
                     )
+            same = (stream.ptr, False)
             accesses[:] = [
-                a for a in accesses if not (low <= a[0] and a[1] <= high and (write or a[2:5:2] == (stream.ptr, False)))
+                a for a in accesses if not (low <= a[0] and a[1] <= high and (write or a[2:5:2] == same))
             ]
             accesses.append((low, high, stream.ptr, tick, write))
 
@@ -166,17 +168,18 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
             return DeviceArray(found) if isinstance(found, np.ndarray) else found
 
         def __getitem__(self, key: Any) -> Any:
-            result = self.host[plain(key)]
-            if isinstance(result, np.ndarray) and result.base is not None:
-                return DeviceArray(result)
-            return finished(np.asarray(self.host[(*(key if isinstance(key, tuple) else (key,)), ...)])) if not any(
-                isinstance(k, DeviceArray) for k in (key if isinstance(key, tuple) else (key,))
-            ) else finished(result)
+            keys = key if isinstance(key, tuple) else (key,)
+            if any(isinstance(k, DeviceArray) for k in keys):
+                return finished(self.host[plain(keys)])
+            return DeviceArray(
+                self.host[keys if Ellipsis in keys else (*keys, ...)]
+            )  # a view, also of one element
 
         def __setitem__(self, key: Any, value: Any) -> None:
             value = plain(value)
-            hardware.touch(self.host, write=True) if key is Ellipsis else hardware.touch(self.host[plain(key)], write=True)
-            self.host[plain(key)] = value
+            at = plain(key)
+            hardware.touch(np.asarray(self.host[at]), write=True)
+            self.host[at] = value
 
         def __len__(self) -> int:
             return len(self.host)
@@ -284,7 +287,9 @@ def namespace(hardware: Hardware) -> tuple[type, Any]:  # noqa: C901 - the array
     )
     space.lib = SimpleNamespace(
         stride_tricks=SimpleNamespace(
-            as_strided=lambda x, shape, strides: DeviceArray(np.lib.stride_tricks.as_strided(x.host, shape, strides))
+            as_strided=lambda x, shape, strides: DeviceArray(
+                np.lib.stride_tricks.as_strided(x.host, shape, strides)
+            )
         )
     )
     space.asnumpy = lambda array, stream=None, out=None, blocking=True: array.get(stream, out, blocking)
@@ -306,7 +311,8 @@ def elementwise(space: Any) -> type:
         kept = bits(key, offsets, run, x.size).reshape(x.shape) >> np.uint64(32) >= np.uint64(threshold)
         return np.where(kept, x * scale, 0).astype(x.dtype)
 
-    def adam(p: Any, g: Any, m: Any, v: Any, b1: Any, b2: Any, size: Any, root: Any, eps: Any, coupled: Any, keep: Any) -> Any:
+    def adam(p: Any, g: Any, m: Any, v: Any, *numbers: Any) -> Any:
+        b1, b2, size, root, eps, coupled, keep = numbers
         d = g + coupled * p
         a, b = b1 * m + (1 - b1) * d, b2 * v + (1 - b2) * d * d
         return keep * p - size * a / (np.sqrt(b) * root + eps), a, b
@@ -348,8 +354,7 @@ def elementwise(space: Any) -> type:
                 for target, value in zip(arrays[self.inputs :], made, strict=True):
                     target[...] = space.asarray(np.asarray(value, target.dtype))
                 return arrays[self.inputs] if len(made) == 1 else arrays[self.inputs :]
-            first = next((a.dtype for a in inputs if isinstance(a, np.ndarray)), None)
-            results = tuple(space.asarray(np.asarray(v, first if "T" in self.__class__.__name__ else None)) for v in made)
+            results = tuple(space.asarray(value) for value in map(np.asarray, made))
             return results[0] if len(results) == 1 else results
 
     return ElementwiseKernel

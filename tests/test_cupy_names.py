@@ -26,7 +26,9 @@ def cupy() -> Any:
 def used() -> set[str]:
     """Dotted names below an array namespace, of everything that runs with CuPy."""
     files = [*ROOT.glob("kernels/*.py"), *ROOT.glob("ops/*.py"), *ROOT.glob("engine/*.py"), ROOT / "init.py"]
-    files += [ROOT / "runtime" / f"{name}.py" for name in ("device", "nccl", "worker", "codegen", "collectives")]
+    files += [
+        ROOT / "runtime" / f"{name}.py" for name in ("device", "nccl", "worker", "codegen", "collectives")
+    ]
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

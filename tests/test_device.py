@@ -1,5 +1,5 @@
-"""Training with device="gpu" on a stand-in for CuPy: the same losses as on the processor, without races between
-streams and with one wait of the host a step. What the hardware does is in `tests/gpu`."""
+"""Training with device="gpu" on a stand-in for CuPy: the same losses as on the processor, without races
+between streams and with one wait of the host a step. What the hardware does is in `tests/gpu`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def engine(layout: str, device: str, micro: int = 1, **given: Any) -> dg.Engine:
     strategy = dg.Strategy(micro_batches=micro, device=device)
     optimizer = given.pop("optimizer", optim.Adam(lr=0.01))
     return dg.Engine(
-        Net(layout, dropout=0.3, dtype="f32"), nn.CrossEntropy(), optimizer, strategy=strategy, seed=5, **given
+        Net(layout, dropout=0.3, dtype="f32"),
+        nn.CrossEntropy(),
+        optimizer,
+        strategy=strategy,
+        seed=5,
+        **given,
     )
 
 
@@ -70,7 +75,10 @@ def test_numbers_that_are_broadcast(gpu: fake_device.Hardware) -> None:
     trained = {}
     for device in ("cpu", "gpu"):
         engine = dg.Engine(
-            nn.Linear(INPUTS, 3), nn.MeanSquaredError(), optim.Adafactor(lr=0.01), strategy=dg.Strategy(device=device)
+            nn.Linear(INPUTS, 3),
+            nn.MeanSquaredError(),
+            optim.Adafactor(lr=0.01),
+            strategy=dg.Strategy(device=device),
         )
         target = np.ones((6, 3), "f4")
         trained[device] = [engine.run((x, target))["loss"] for _ in range(3)]

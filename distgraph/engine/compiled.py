@@ -99,7 +99,7 @@ class Compiled:
         return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
 
     def prepare(self, rank: int, device: Device, memory: Memory) -> None:
-        """Compile what a rank runs. Collective: every rank of the world calls it, with or without a part in it."""
+        """Compile what a rank runs. Collective: every rank of the world calls it, also one without a part."""
         if rank not in self.build.ranks:
             device.prepare(None)
             return

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 
 STEPS = 8
 TOLERANCE = {"f32": 1e-3, "f64": 1e-9}
-"""Of a loss after 8 steps of Adam: sums of up to some hundred terms in another order, TF32 off (CuPy's default),
-and functions such as exp and erf that differ in the last digits from those of the processor."""
+"""Of a loss after 8 steps of Adam: sums of up to some hundred terms in another order, TF32 off (the default
+of CuPy), and functions such as exp and erf that differ in the last digits from those of the processor."""
 
 NAMED = {layout.name: layout for layout in layouts("gpt")}
 SHARED = [
@@ -63,10 +63,10 @@ from equivalence import Case, Layout, grid, train
 from distgraph.runtime.world import is_chief
 layout = {"dp2": Layout("dp2", (grid(dp=2),), rows="dp"),
           "pp2": Layout("pp2", (grid(0, one=1), grid(1, one=1)))}[sys.argv[1]]
-losses = train(Case("gpt", layout, micro=2, device="gpu"), %d).losses
+losses = train(Case("gpt", layout, micro=2, device="gpu"), int(sys.argv[2])).losses
 if is_chief():
     print(json.dumps(list(map(float, losses))))
-""" % STEPS  # fmt: skip
+"""
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
@@ -76,7 +76,7 @@ def test_two_mpi_ranks(layout: str, tmp_path: Path) -> None:
         pytest.skip("mpi4py is not installed")
     script = tmp_path / "train.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{SCRIPT}")
-    command = [find_mpiexec(), "-n", "2", sys.executable, str(script), layout]
+    command = [find_mpiexec(), "-n", "2", sys.executable, str(script), layout, str(STEPS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     wanted = train(Case("gpt", Layout("serial"), micro=2), STEPS).losses

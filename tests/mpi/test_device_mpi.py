@@ -1,4 +1,5 @@
-"""Training with device="gpu" on a stand-in for CuPy, on every rank of `mpiexec -n 2 python -m pytest tests/mpi`."""
+"""Training with device="gpu" on a stand-in for CuPy, on every rank of `mpiexec -n 2 python -m pytest
+tests/mpi`."""
 
 from __future__ import annotations
 
