@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import signal
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,10 @@ import numpy as np
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # started in the background: programs that the tests start would inherit that Ctrl-C means nothing
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=20)
 hypothesis.settings.register_profile("thorough", derandomize=False, deadline=None, max_examples=500)
