@@ -17,6 +17,7 @@ memory_max_error, and load_mean, the mean load average: on a machine that others
 """
 
 import argparse
+import ctypes
 import gc
 import io
 import json
@@ -165,9 +166,13 @@ def _step(engine: dg.Engine, batch: Any, transport: Any) -> float:
 
 def _growth(layout: Layout) -> float:
     """Bytes by which the resident size grows at most during steps of the large program."""
-    engine, batch = small(layout)
+    # Enough samples that compiled kernels are used: their compiler, loaded with the first of them, is large.
+    engine, batch = make(layout, 512, 4) if layout.model == "gpt" else make(layout, 0, 4096)
     engine.run(batch)
     engine.close()
+    del engine
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     engine, batch = large(layout)
     engine.prepare(batch)
     gc.collect()
