@@ -30,8 +30,8 @@ MOST_BARS = 12_000
 """Bars of one figure; browsers stay quick up to about so many."""
 COLORS = {
     "load": "#7f8c8d", "forward": "#3b7dd8", "backward": "#2a9d6f", "send": "#b07aa1", "recv": "#9c755f",
-    "sync": "#e0a030", "optimize": "#8e5bb5", "op": "#5b9bd5", "wait": "#d64545", "collective": "#e0a030",
-    "idle": "#e4e4e4",
+    "sync": "#e0a030", "optimize": "#8e5bb5", "op": "#5b9bd5", "wait": "#d64545", "host": "#f0b89a",
+    "collective": "#e0a030", "idle": "#e4e4e4",
 }  # fmt: skip
 _MEMORY_COLORS = {
     "parameters": "#3b7dd8", "gradients": "#2a9d6f", "states": "#8e5bb5", "activations": "#e0a030",
@@ -100,7 +100,7 @@ def _gantt(segments: Iterable[Segment], names: Mapping[int, str], seconds: float
     data = []
     for kind in sorted(kinds, key=list(COLORS).index):
         found = kinds[kind]
-        thin = kind in ("op", "wait")
+        thin = kind in ("op", "wait", "host")
         data.append(
             {
                 "type": "bar",
@@ -138,7 +138,7 @@ def _said(segment: Segment) -> str:
         return f"idle<br>{when}"
     head = {
         "op": segment.op, "collective": segment.op.removeprefix("comm."), "send": "send",
-        "wait": "waits for communication",
+        "wait": "waits for communication", "host": "waits for the host to issue ops",
     }.get(segment.kind, segment.kind)  # fmt: skip
     scope = f"<br>{segment.scope}" if segment.scope else ""
     return f"<b>{head}</b><br>{segment.task}, micro-batch {segment.micro}{scope}<br>{when}"
@@ -153,6 +153,7 @@ def parts_figure(forecast: Forecast) -> Figure:
     parts = {
         "computing": ("op", [compute[r] for r in firsts]),
         "exposed communication": ("wait", [exposed[r] for r in firsts]),
+        "waiting for the host": ("host", [max(0.0, busy[r] - compute[r] - exposed[r]) for r in firsts]),
         "idle (bubble)": ("idle", [max(0.0, forecast.step_seconds - busy[r]) for r in firsts]),
     }
     names = [row_name(ranks) for ranks in columns]

@@ -184,7 +184,7 @@ class Page:
         return {
             "step": f"<b>{format_si(found.step_seconds, 's')}</b>",
             "FLOP/s over all ranks": format_si(rate, "FLOP/s"),
-            "bubble": f"{found.bubble:.1%} of the step, mean rank",
+            "bubble": f"{max(0.0, found.bubble):.1%} of the step, mean rank",
             "exposed communication": f"{format_si(exposed, 's')} ({share:.1%}) on the rank that waits most",
             "peak memory of a rank": format_bytes(found.peak_memory),
             "does it fit": fits if self.subject.cluster is not None else "not asked",

@@ -26,7 +26,8 @@ class Segment:
     Attributes:
         row: number of the column of the timeline (a group of ranks that do the same).
         lane: "compute" or "communicate".
-        kind: kind of the task; "op", "wait" inside one; "collective", "send" beside it; "idle" between tasks.
+        kind: kind of the task; "op", "wait" (for communication), "host" (for the host to issue ops) inside
+            one; "collective", "send" beside it; "idle" between tasks.
         task: name; "" where idle.
         micro: number of the micro-batch; -1 where idle.
         start, seconds: from the start of the step.
@@ -65,18 +66,24 @@ def inner_segments(forecast: Forecast, row: int, *, ops: bool = True) -> Iterato
 
 
 def inside(time: TaskTime, run: Interval, row: int, *, ops: bool = True) -> Iterator[Segment]:
-    """The spans of one run of a task, and the gaps of its computing stream: there it waits."""
+    """The spans of one run of a task, and the gaps of its computing stream: there it waits, for
+    communication or for the host."""
     clock, least = 0.0, _NOTHING * max(time.seconds, 0.0)
     for span in time.spans:
         if span.stream == "compute":
             if span.start - clock > least:
-                yield _wait(run, row, clock, span.start)
+                yield _gap("wait", run, row, clock, span.start)
             clock = span.start + span.seconds
             if not ops:
                 continue
         yield _of_span(span, run, row)
-    if time.spans and time.seconds - clock > least:
-        yield _wait(run, row, clock, time.seconds)
+    if not time.spans:
+        return
+    device_done = max(clock, time.compute + time.exposed)  # the host is behind the device only at the end
+    if device_done - clock > least:
+        yield _gap("wait", run, row, clock, device_done)
+    if time.seconds - device_done > least:
+        yield _gap("host", run, row, device_done, time.seconds)
 
 
 def task_time(forecast: Forecast, run: Interval) -> TaskTime:
@@ -107,8 +114,8 @@ def row_name(ranks: tuple[int, ...]) -> str:
     return f"ranks {shown}" + (f", ... ({len(ranks)} ranks)" if len(ranks) > 4 else "")
 
 
-def _wait(run: Interval, row: int, start: float, end: float) -> Segment:
-    return Segment(row, "compute", "wait", run.task, run.micro, run.start + start, end - start)
+def _gap(kind: str, run: Interval, row: int, start: float, end: float) -> Segment:
+    return Segment(row, "compute", kind, run.task, run.micro, run.start + start, end - start)
 
 
 def _of_span(span: Span, run: Interval, row: int) -> Segment:

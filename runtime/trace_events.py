@@ -82,7 +82,9 @@ def _messages(row: int, segments: list[Segment]) -> Iterator[dict[str, Any]]:
 
 
 def _event(segment: Segment, thread: int) -> dict[str, Any]:
-    name = segment.op or ("wait" if segment.kind == "wait" else f"{segment.task} {segment.micro}")
+    name = segment.op or (
+        segment.kind if segment.kind in ("wait", "host") else f"{segment.task} {segment.micro}"
+    )
     args: dict[str, Any] = {"task": segment.task, "micro_batch": segment.micro}
     if segment.scope:
         args["scope"] = segment.scope

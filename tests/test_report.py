@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from clusters import cluster_of
 from forecasts import chain, document, machines
 from typer.testing import CliRunner
 
@@ -26,6 +27,7 @@ from distgraph.engine.forecasting import forecast_training, training_of
 from distgraph.engine.plan import Plan
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.mesh import ProcessMesh
+from distgraph.resources.cluster import Cluster
 from distgraph.runtime import figures, report, trace_events
 from distgraph.runtime.build import Build
 from distgraph.runtime.exchanged import by_machine, exchanged_bytes
@@ -50,6 +52,14 @@ def traced(build: Build, *sizes: int) -> Forecast:
     return forecast(build, machines(*sizes), trace=True)
 
 
+def behind(issue: str | None) -> Cluster:
+    """Two machines of six devices, whose hosts take so long to issue an op."""
+    described = document(6, 6)
+    for entry in described["machines"]:
+        entry["devices"]["compute"] |= {} if issue is None else {"issue": issue}
+    return cluster_of(described)
+
+
 def test_every_row_is_covered_by_tasks_and_idle_time():
     found = traced(pipe(), 6, 6)
     for row, ranks in enumerate(found.timeline.columns):
@@ -63,8 +73,9 @@ def test_every_row_is_covered_by_tasks_and_idle_time():
         assert idle > 0
 
 
-def test_waiting_and_computing_are_those_of_the_forecast():
-    found = traced(pipe(), 6, 6)
+@pytest.mark.parametrize("issue", [None, "30 us"])
+def test_waiting_and_computing_are_those_of_the_forecast(issue: str | None):
+    found = forecast(pipe(), behind(issue), trace=True)
     for row, ranks in enumerate(found.timeline.columns):
         segments = list(inner_segments(found, row))
         waits = sum(s.seconds for s in segments if s.kind == "wait")
@@ -72,6 +83,9 @@ def test_waiting_and_computing_are_those_of_the_forecast():
         assert waits == pytest.approx(found.exposed_seconds[ranks[0]])
         assert works == pytest.approx(found.compute_seconds[ranks[0]])
         assert waits > 0
+        host = sum(s.seconds for s in segments if s.kind == "host")
+        assert works + waits + host == pytest.approx(found.timeline.busy()[ranks[0]])
+        assert (host > 0) == (issue is not None)
 
 
 def test_the_timeline_has_every_task_and_says_so_on_hovering():
@@ -125,8 +139,9 @@ def test_without_spans_there_are_tasks():
     assert "op" not in {trace["name"] for trace in figure["data"]}
 
 
-def test_parts_add_up_to_the_step():
-    found = traced(pipe(), 6, 6)
+@pytest.mark.parametrize("issue", [None, "30 us"])
+def test_parts_add_up_to_the_step(issue: str | None):
+    found = forecast(pipe(), behind(issue))
     figure = figures.parts_figure(found)
     scale = 1e-3 if "(ms)" in figure["layout"]["xaxis"]["title"]["text"] else 1e-6
     for values in zip(*(trace["x"] for trace in figure["data"]), strict=True):
