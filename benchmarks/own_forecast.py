@@ -9,8 +9,8 @@ micro-batches serial, data parallel and as a pipeline of two stages. Measured is
 rounds, of the slower rank.
 
 Memory is compared with the same programs made larger (wider GPT, more images), so that tensors and not
-Python's objects decide: peak resident size of a fresh process during steps, less that after compiling, where a
-small program of the same kind has loaded the kernels before. The largest rank counts.
+Python's objects decide: peak resident size of a fresh process during steps, less that after compiling, where
+a small program of the same kind has loaded the kernels before. The largest rank counts.
 
 Keys of the result: mean_error, max_error (of seconds, relative to the measured ones), memory_mean_error,
 memory_max_error, and load_mean, the mean load average: on a machine that others use, seconds say little.

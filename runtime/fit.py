@@ -29,7 +29,6 @@ from distgraph.resources.cluster import Compute, MatmulRate, OpTable
 from distgraph.runtime.cost import Work
 
 Vector = np.ndarray
-cp: Any = import_module("cvxpy")  # its names have no types
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
 _CONTRACTIONS: Final = ("matmul", "einsum", "linear")  # priced by shape; others have tables
@@ -92,6 +91,7 @@ def robust(rows: Vector, seconds: Vector, prior: Vector | None = None) -> Vector
     """
     if not len(rows):
         raise ResourceError("fit: there is no measurement; give the profile more seconds")
+    cp: Any = import_module("cvxpy")  # a second of start-up time: only for those who fit
     relative = rows / seconds[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
