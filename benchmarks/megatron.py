@@ -1,15 +1,16 @@
 """What one step of Megatron-DeepSpeed's GPT training does, as counted in graphs of distgraph.
 
-*In:* a configuration (hidden, heads, sequence, micro-batch, tensor parallelism). *Out:* `Bill`s: how often every work
-and every collective occurs in one block, in what is before the blocks and in what is after them.
-*Invariant:* nothing is derived by hand: models with one and with two blocks are traced, completed and partitioned,
-and what one rank of them runs is priced op by op as in a forecast; a block is the difference of the two. So the
-bill of a model with any number of layers on any number of stages costs two small graphs.
+*In:* a configuration (hidden, heads, sequence, micro-batch, tensor parallelism). *Out:* `Bill`s: how often
+every work and every collective occurs in one block, in what is before the blocks and in what is after them.
+*Invariant:* nothing is derived by hand: models with one and with two blocks are traced, completed and
+partitioned, and what one rank of them runs is priced op by op as in a forecast; a block is the difference
+of the two. So the bill of a model with any number of layers on any number of stages costs two small graphs.
 
-Gradients are reduced tensor by tensor after the last micro-batch, the vocabulary of 50,257 is padded to a multiple of
-128 a tensor parallel rank. On a pipeline the first and the last stage both hold the table of tokens. Checkpointing runs
-the whole forward part of a block again, also what distgraph would leave out because nobody reads it; so backward is
-that of a graph without recomputation and the forward part once more.
+Gradients are reduced tensor by tensor after the last micro-batch, the vocabulary of 50,257 is padded to a
+multiple of 128 a tensor parallel rank. On a pipeline the first and the last stage both hold the table of
+tokens. Checkpointing runs the whole forward part of a block again, also what distgraph would leave out
+because nobody reads it; so backward is that of a graph without recomputation and the forward part once
+more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import distgraph as dg
 from distgraph import models, optim
 from distgraph.engine.program import Recipe
+from distgraph.errors import ResourceError
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.load import load_cluster
@@ -37,7 +39,8 @@ VOCABULARY = 50257
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measured iteration: layout, sizes and seconds. batch: samples a step; micro: of one replica at a time."""
+    """One measured iteration: layout, sizes and seconds. batch: samples a step; micro: of one replica at a
+    time."""
 
     gpus: int
     batch: int
@@ -63,14 +66,27 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Rows of a file of vTrain, of one machine or of several (a leading column with the billions of parameters)."""
+    """Rows of a file of vTrain, of one machine or of several (a leading column with the billions of
+    parameters)."""
     with path.open(newline="") as file:
         names, *rows = [row for row in csv.reader(file) if row]
     skipped = int(names[0].strip().lower().startswith("parameters"))
     found = []
-    for row in rows:
-        *sizes, milliseconds = row[skipped:]
-        found.append(Run(*(int(float(size)) for size in sizes), float(milliseconds) / 1e3))
+    for number, row in enumerate(rows, 2):
+        try:
+            *sizes, milliseconds = row[skipped:]
+            run = Run(*(int(float(size)) for size in sizes), float(milliseconds) / 1e3)
+        except (TypeError, ValueError):
+            raise ResourceError(
+                f"{path}, line {number}: expected 10 numbers and milliseconds, got {','.join(row)}; see "
+                "benchmarks/data/vtrain"
+            ) from None
+        if run.tp * run.dp * run.pp != run.gpus or run.batch % (run.dp * run.micro):
+            raise ResourceError(
+                f"{path}, line {number}: tp {run.tp} x dp {run.dp} x pp {run.pp} on {run.gpus} GPUs, batch "
+                f"{run.batch} in micro-batches of {run.micro}: they do not divide; correct the row"
+            )
+        found.append(run)
     return found
 
 
@@ -104,7 +120,8 @@ Bills = dict[str, Bill]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Bills by kind of task: of one block, and of what else a stage has: the first, one between, the last, an only one."""
+    """Bills by kind of task: of one block, and of what else a stage has: the first, one between, the last,
+    an only one."""
 
     block: Bills
     first: Bills
@@ -115,7 +132,8 @@ class Model:
 
 @cache
 def model_bills(shape: Shape, plain: bool = False) -> Model:
-    """Bills of a GPT of this shape, from three small graphs; `plain` as distgraph runs it, without checkpointing."""
+    """Bills of a GPT of this shape, from three small graphs; `plain` as distgraph runs it, without
+    checkpointing."""
     (one,), (two,) = (_stage_bills(gpt_build(shape, [n], 2, 2)) for n in (1, 2))
     block = _less(two, one)
     stages = _stage_bills(gpt_build(shape, [1, 1, 1], 2, 2))
@@ -129,8 +147,8 @@ def model_bills(shape: Shape, plain: bool = False) -> Model:
 
 
 def _unfuse(block: Bills, shape: Shape) -> None:
-    """Megatron's fused softmax takes matrices by fours; others go op by op: to f32, scale, make the mask (3 ops), fill,
-    softmax, back to f16, and in backward four of these."""
+    """Megatron's fused softmax takes matrices by fours; others go op by op: to f32, scale, make the mask (3
+    ops), fill, softmax, back to f16, and in backward four of these."""
     elements = shape.micro * shape.heads // shape.tp * shape.sequence**2
     over = Work("memory", nbytes=8 * elements, dtype="f32")
     block["forward"] += Counter({over: 4, Work("launch"): 3})
@@ -189,7 +207,9 @@ def _stage_bills(built: Build) -> list[Bills]:
                 if local.mode.startswith("comm.") and is_started(local):
                     if len(local.attrs["group"]) > 1:
                         kind = local.mode.removeprefix("comm.")
-                        before, after = (nbytes(program, v.name) for v in (local.op.operands[0], local.op.result))
+                        before, after = (
+                            nbytes(program, v.name) for v in (local.op.operands[0], local.op.result)
+                        )
                         size = after if kind in ("all_reduce", "all_gather") else before
                         bill[Message("_".join(local.op.attrs["axes"]), kind, size)] += 1
                     continue

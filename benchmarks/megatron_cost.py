@@ -1,13 +1,13 @@
 """Seconds of steps of Megatron-DeepSpeed on a machine described by a few numbers, all measured runs at once.
 
 *In:* runs, their bills. *Out:* `Costs.seconds(values)`: seconds of every run for values of the parameters.
-*Invariant:* the forecast of distgraph without overlap, in closed form: an op costs what `ComputeCost` says, a
-collective what `CollectiveCost` says (the same algorithms on the same links, their loads counted once, because only
-bandwidths and latencies change while calibrating), a task the sum of its ops, a step the last task of the schedule one
-forward, one backward. tests/test_calibrate.py holds both against each other.
+*Invariant:* the forecast of distgraph without overlap, in closed form: an op costs what `ComputeCost` says,
+a collective what `CollectiveCost` says (the same algorithms on the same links, their loads counted once,
+because only bandwidths and latencies change while calibrating), a task the sum of its ops, a step the last
+task of the schedule one forward, one backward. tests/test_calibrate.py holds both against each other.
 
-What is in a task twice is summed once: all runs together are one sparse matrix (tasks of stages x distinct ops), so that
-one evaluation of some hundred runs takes milliseconds.
+What is in a task twice is summed once: all runs together are one sparse matrix (tasks of stages x distinct
+ops), so that one evaluation of some hundred runs takes milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LINKS = ("nvlink", "infiniband")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One algorithm: by stage of it steps x hops on each kind of link, and the most bytes on one link of a kind."""
+    """One algorithm: by stage of it steps x hops on each kind of link, and the most bytes on one link of a
+    kind."""
 
     hops: Array
     load: Array
@@ -158,7 +159,7 @@ class Costs:
                 at, sizes = zip(*found, strict=True)
                 self._by_form[form] = (np.array(at), np.array(sizes, float))
         self._measured: dict[int, Array] = {}
-        for form, (columns, sizes) in self._by_form.items():
+        for form, (_, sizes) in self._by_form.items():
             if form >= 0:
                 kind, group = self._groups[form]
                 found = [self._traffic.estimate(kind, group, size) for size in sizes]
@@ -198,8 +199,8 @@ class Costs:
         return price, issued
 
     def tasks(self, values: Values) -> Array:
-        """Seconds of every task [run, stage, kind]: at least as long as the host needs to issue it; of tail what it
-        adds to backward.
+        """Seconds of every task [run, stage, kind]: at least as long as the host needs to issue it; of tail
+        what it adds to backward.
         """
         price, issued = self.prices(values)
         shape = (len(self.runs), len(STAGES), len(KINDS))
@@ -237,12 +238,13 @@ class Costs:
 
 
 def one_forward_one_backward(stages: int, micro: int, times: Array, transfer: Array) -> float:
-    """End of a step: tasks in the order of the schedule one forward, one backward, each as early as its data allows.
+    """End of a step: tasks in the order of the schedule one forward, one backward, each as early as its
+    data allows.
 
     Args:
         stages, micro: numbers of stages and of micro-batches.
-        times: seconds [5, 3] on the first, on a middle and on the last stage: loading, forward, backward, what comes
-            on top of the last backward before its result is sent on, what comes after it.
+        times: seconds [5, 3] on the first, on a middle and on the last stage: loading, forward, backward,
+            what comes on top of the last backward before its result is sent on, what comes after it.
         transfer: seconds [stages - 1] of a message between neighbours.
     """
     if stages == 1:

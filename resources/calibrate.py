@@ -1,15 +1,17 @@
-"""Parameters of a model of costs from measured seconds: robust, bounded, and checked on rows that were not used.
+"""Parameters of a model of costs from measured seconds: robust, bounded, checked on rows that were not used.
 
-*In:* measured seconds, a function from values of the parameters to forecast seconds, what is known of the parameters
-beforehand. *Out:* a `Fit`: values, and how well each is known.
+*In:* measured seconds, a function from values of the parameters to forecast seconds, what is known of the
+parameters beforehand. *Out:* a `Fit`: values, and how well each is known.
 
 The fit minimises, over the logarithms of the parameters,
 
-    sum over rows of rho(log(forecast / measured) / scale) + sum over parameters of (log(value / start) / spread) ** 2
+    sum over rows of rho(log(forecast / measured) / scale)
+    + sum over parameters of (log(value / start) / log(spread)) ** 2
 
-with rho(x) = 2 (sqrt(1 + x ** 2) - 1), quadratic for small deviations and linear for large ones, so that a run in
-which something else went wrong does not bend the rest. The second sum keeps a parameter of which the rows say nothing
-(the width of a matrix where all have one width) at what the data sheet says instead of at a bound.
+with rho(x) = 2 (sqrt(1 + x ** 2) - 1), quadratic for small deviations and linear for large ones, so that a
+run in which something else went wrong does not bend the rest. The second sum keeps a parameter of which the
+rows say nothing (the width of a matrix where all have one width) at what the data sheet says instead of at
+a bound.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Values by name, and the relative standard error of each; `deviation` is the mean |forecast / measured - 1|."""
+    """Values and their relative standard errors by name; deviation: mean |forecast / measured - 1|."""
 
     values: Mapping[str, float]
     errors: Mapping[str, float]
@@ -103,8 +105,11 @@ def fit(
         robust = np.sign(rest) * np.sqrt(2.0 * (np.sqrt(1.0 + size**2) - 1.0))
         return np.concatenate([robust, (point - start) / spread])
 
-    solved = least_squares(residuals, start, bounds=(low, high), x_scale="jac", diff_step=1e-4, max_nfev=200)
-    covariance = np.linalg.pinv(solved.jac.T @ solved.jac)
+    solved = least_squares(
+        residuals, start, bounds=(low, high), x_scale="jac", diff_step=[1e-4], max_nfev=200
+    )
+    slopes: Array = np.asarray(solved.jac, float)
+    covariance = np.linalg.pinv(slopes.T @ slopes)
     freedom = max(1, len(chosen) - len(parameters))
     noise = float(np.sum(residuals(solved.x)[: len(chosen)] ** 2)) / freedom
     spreads = np.sqrt(np.diag(covariance) * max(noise, 1e-12))
@@ -156,8 +161,8 @@ def cross_validate(
     count = len(measured)
     if len(folds) < 2 or sorted(int(row) for fold in folds for row in fold) != list(range(count)):
         raise ResourceError(
-            f"cross-validation: {len(folds)} folds of {sum(map(len, folds))} rows for {count}; every row lies in "
-            "one fold of two or more"
+            f"cross-validation: {len(folds)} folds of {sum(map(len, folds))} rows for {count}; every row "
+            "lies in one fold of two or more"
         )
     result = np.empty(count)
     for fold, outside in splits(count, folds):
@@ -173,9 +178,7 @@ def splits(count: int, folds: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
 
 
 def regret(forecast: Array, measured: Array, groups: Sequence[Hashable]) -> Array:
-    """For each group of two or more rows: how much slower the row with the least forecast is than the fastest."""
-    found = []
-    for rows in by_group(groups):
-        if len(rows) > 1:
-            found.append(measured[rows[np.argmin(forecast[rows])]] / measured[rows].min() - 1.0)
-    return np.array(found)
+    """Of each group of two and more rows: how much slower the row forecast best is than the fastest."""
+    choices = [rows for rows in by_group(groups) if len(rows) > 1]
+    chosen = [measured[rows[np.argmin(forecast[rows])]] for rows in choices]
+    return np.array([first / measured[rows].min() - 1.0 for first, rows in zip(chosen, choices, strict=True)])

@@ -1,4 +1,4 @@
-"""Calibration: known parameters come back, rows are not used for their own forecast, the closed form is the forecast."""
+"""Calibration: known parameters come back, no row has a part in its own forecast."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from distgraph.runtime.forecast import forecast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from megatron import Run, Shape, gpt_build, read_runs  # noqa: E402
-from megatron_cost import Costs  # noqa: E402
+from megatron import Run, Shape, gpt_build, read_runs
+from megatron_cost import Costs
 
 SIZES = np.array([1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0])
 LINE = (Parameter("start", 1.0, 1e-3, 1e3, 30.0), Parameter("rate", 1.0, 1e-3, 1e3, 30.0))
@@ -153,7 +153,8 @@ def test_the_closed_form_is_the_forecast(sizes, issue):
     cluster = dataclasses.replace(
         cluster,
         devices=tuple(
-            dataclasses.replace(d, compute=dataclasses.replace(d.compute, issue=issue)) for d in cluster.devices
+            dataclasses.replace(d, compute=dataclasses.replace(d.compute, issue=issue))
+            for d in cluster.devices
         ),
     )
     run = run_of(*sizes)
@@ -185,7 +186,9 @@ def test_known_numbers_of_a_cluster_come_back_from_steps(grid):
         Parameter("issue", 50e-6, 1e-6, 1e-3, 3.0),
         Parameter("network_bandwidth", 25e9, 1e9, 1e11, 3.0),
     )
-    found = fit(parameters, lambda values: grid.seconds(known | dict(values)), grid.seconds(known), scale=0.01)
+    found = fit(
+        parameters, lambda values: grid.seconds(known | dict(values)), grid.seconds(known), scale=0.01
+    )
     assert found.values == pytest.approx({p.name: known[p.name] for p in parameters}, rel=0.02)
 
 
@@ -221,3 +224,18 @@ def test_both_kinds_of_files_are_read():
     assert multi[0] == Run(64, 512, 8, 3072, 32, 30, 2048, 1, 64, 1, 3.5665)
     assert all(run.tp * run.dp * run.pp == run.gpus for run in (*single, *multi))
     assert multi[0].micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("8,32,4,1024,16,24,1024,2,2,2", "line 2: expected 10 numbers and milliseconds"),
+        ("8,32,4,1024,16,24,1024,2,2,x,200", "line 2: expected 10 numbers"),
+        ("8,32,4,1024,16,24,1024,2,3,2,200", "tp 2 x dp 3 x pp 2 on 8 GPUs"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path, row, words):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"# GPUs,...\n{row}\n")
+    with pytest.raises(ResourceError, match=words):
+        read_runs(file)

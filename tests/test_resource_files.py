@@ -38,6 +38,8 @@ DOCUMENT = {
     [
         ("p3_16xlarge_x8", 8, 64, "V100-SXM2-16GB", 16 * 2**30),
         ("dgx_a100_pod", 20, 160, "A100-SXM4-80GB", 80 * 2**30),
+        ("vtrain_a100", 1, 8, "A100-SXM4-80GB", 80 * 2**30),
+        ("vtrain_a100_pod", 64, 512, "A100-SXM4-80GB", 80 * 2**30),
         ("dgx_h100_pod", 32, 256, "H100-SXM5-80GB", 80 * 2**30),
         ("dgx_h200_pod", 32, 256, "H200-SXM5-141GB", 141e9),
         ("tpu_v4_16x16", 64, 256, "TPU-v4", 32 * 2**30),
@@ -57,7 +59,7 @@ def test_shipped_files(name, machines, devices, model, memory):
 
 
 def test_every_shipped_file_is_tested_here():
-    assert len(shipped_clusters()) == 8
+    assert len(shipped_clusters()) == 10
 
 
 def test_a_file_by_path(tmp_path):
