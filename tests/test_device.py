@@ -86,7 +86,7 @@ def test_numbers_that_are_broadcast(gpu: fake_device.Hardware) -> None:
 
 
 LARGE = [
-    Case(model, next(each for each in (*layouts(model), *GPT_LAYOUTS) if each.name == name), micro, dtype="f32")
+    Case(model, {x.name: x for x in (*layouts(model), *GPT_LAYOUTS)}[name], micro, dtype="f32")
     for model, name, micro in (
         ("gpt", "dp2_tp2", 1), ("gpt", "zero3", 2), ("gpt", "sequence_tp", 1), ("gpt", "tied_1_3", 4),
         ("gpt", "vocab", 1), ("conv", "dp2_tp2", 2), ("conv", "stages_3_1", 4),
