@@ -119,7 +119,9 @@ def profile(request: Request) -> int:
         )
     if code == 130 and request.store_path.is_file():
         Console(stderr=True).print(
-            f"profile: kept in {request.store_path}; the same command goes on from there"
+            f"profile: kept in {request.store_path}; the same command goes on from there",
+            highlight=False,
+            soft_wrap=True,
         )
     return code
 
@@ -143,7 +145,9 @@ def _rank(request: Request) -> int:
     if transport is None or transport.rank == 0:
         found = evaluate(cluster, store.runs)
         write_measured(request.output, request.source, request.ranks, found)
-        Console(stderr=True).print(f"profile: {request.output} written; {found.summary()}", highlight=False)
+        Console(stderr=True).print(
+            f"profile: {request.output} written; {found.summary()}", highlight=False, soft_wrap=True
+        )
     return 0
 
 
