@@ -58,8 +58,8 @@ class Compute:
 
     Attributes:
         launch: seconds that starting one op costs.
-        issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None where
-            that never decides.
+        issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None
+            where that never decides.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
         matmul: by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.

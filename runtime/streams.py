@@ -4,8 +4,8 @@
 *Out:* `TaskTime`: seconds of one run of a task.
 *Invariant:* a collective starts where the generated program starts it, once those of its group before it
 are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
-the computing stream stand still, but a task ends no earlier than the host has issued its ops (`Compute.issue`).
-Collectives of two groups over one kind of link at the same time get half of it each.
+the computing stream stand still, but a task ends no earlier than the host has issued its ops
+(`Compute.issue`). Collectives of two groups over one kind of link at the same time get half of it each.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
