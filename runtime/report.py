@@ -235,8 +235,9 @@ class Page:
             return ""
         traffic = TrafficCost(build.lowered, cluster, forecast.devices)
         many = len(build.ranks) > _MANY
-        covers = forecast.ranks if many else _all_ranks(forecast, build)
-        matrix = exchanged_bytes(build, covers, traffic)
+        columns = {ranks[0]: ranks for ranks in forecast.timeline.columns}
+        each = {rank: (rank,) for rank in build.ranks}
+        matrix = exchanged_bytes(build, columns if many or forecast.exact else each, traffic)
         if not matrix:
             return _section("communication", "Communication", "Ranks send each other nothing.", "")
         place = {rank: cluster.devices[forecast.devices[rank]] for rank in build.ranks}
@@ -246,6 +247,8 @@ class Page:
             names = {number: cluster.machines[number].name for number in machines}
             figure = matrix_figure(matrix, names)
             said = "Bytes of a step between machines; inside of them on the diagonal."
+            if not forecast.exact:
+                said += " Blocks differ in size: those of the first rank of a stage stand for all."
         else:
             order = sorted(build.ranks, key=lambda rank: place[rank].index)
             borders = [
@@ -280,11 +283,6 @@ class Page:
             return ""
         text = html.escape(describe(self.subject.cluster))
         return _section("cluster", "Cluster", "", f"<pre>{text}</pre>")
-
-
-def _all_ranks(forecast: Forecast, build: Build) -> Mapping[int, tuple[int, ...]]:
-    """Ranks to look at: the representatives where those stand for all exactly."""
-    return forecast.ranks if forecast.exact else {rank: (rank,) for rank in build.ranks}
 
 
 def _narrowest(traffic: TrafficCost, source: int, target: int) -> str:

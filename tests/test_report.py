@@ -153,7 +153,8 @@ def test_the_matrix_has_what_every_rank_sends(rows: int, inner: int, exact: bool
     build, cluster = pipe(3, rows, inner), machines(6, 6)
     found = forecast(build, cluster)
     assert found.exact is exact
-    covers = found.ranks if exact else {rank: (rank,) for rank in build.ranks}
+    columns = {ranks[0]: ranks for ranks in found.timeline.columns}
+    covers = columns if exact else {rank: (rank,) for rank in build.ranks}
     matrix = exchanged_bytes(build, covers, TrafficCost(build.lowered, cluster, found.devices))
     for rank in build.ranks:
         sent = sum(size for (a, _), size in matrix.items() if a == rank)
@@ -299,6 +300,22 @@ def test_the_page_loads_nothing(tmp_path):
     assert "layers.0.weight" in shown
     assert "user forecasts.py" in shown
     assert "forward.s1, micro-batch 4" in text
+
+
+@PLOTLY
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_ranks_are_shown_by_machine(tmp_path, monkeypatch, exact):
+    """All ranks count, though two of them are looked at."""
+    monkeypatch.setattr(report, "_MANY", 11)
+    shown = {}
+    monkeypatch.setattr(report, "matrix_figure", lambda matrix, names: shown.update(matrix) or {"data": []})
+    build, cluster = pipe(3, 12, 60 if exact else 61), machines(6, 6)
+    found = forecast(build, cluster)
+    assert found.exact is exact
+    report.report(found, tmp_path / "r.html", report.Subject("many", build, cluster))
+    sent = sum(build.program(rank).bytes_sent() for rank in build.ranks)
+    assert sum(shown.values()) == pytest.approx(sent, rel=1e-9 if exact else 0.2)
+    assert ("Blocks differ in size" in (tmp_path / "r.html").read_text()) is not exact
 
 
 @PLOTLY
