@@ -51,8 +51,8 @@ from distgraph.errors import DistGraphError
 from distgraph.graph import Graph
 from distgraph.interpret import interpret
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.complete import complete
 from distgraph.passes.arrange import arrange
+from distgraph.passes.complete import complete
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.inprocess import run_ranks
 from distgraph.runtime.worker import Worker

@@ -1,13 +1,13 @@
-"""Seconds to compile a GPT's training graph for a mesh: trace, complete, reshard, lower, phases, partition, plan
-storage, generate code.
+"""Seconds to compile a GPT's training graph for a mesh: trace, complete, reshard, lower, phases, partition,
+plan storage, generate code.
 
     python benchmarks/compile.py [--quick] [--json FILE]
 
-The model has hidden 256, 8 heads and sequence 128, annotated as Megatron-LM does (attention and feed-forward split by
-columns, then by rows) on a mesh of dp=2 x tp=2; only its number of layers grows. The times do not depend on the
-widths, because nothing is allocated: the code of rank 0 is generated over arrays that are never touched. Each number is
-the least of three runs (one with `--quick`). Beside it: XLA needs over 200 s to compile a train graph of 48 layers on
-such a machine, 1.1 s of that for the propagation of shardings.
+The model has hidden 256, 8 heads and sequence 128, annotated as Megatron-LM does (attention and feed-forward
+split by columns, then by rows) on a mesh of dp=2 x tp=2; only its number of layers grows. The times do not
+depend on the widths, because nothing is allocated: the code of rank 0 is generated over arrays that are
+never touched. Each number is the least of three runs (one with `--quick`). Beside it: XLA needs over 200 s
+to compile a train graph of 48 layers on such a machine, 1.1 s of that for the propagation of shardings.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def compiled(layers: int) -> dict[str, float]:
     lowered = timed("lower", lower, resharded)
     parts = timed("phases", phases, lowered)
     build = Build(completed, lowered, parts, "1f1b")
-    programs: list[RankProgram] = timed("partition", lambda: [partition(parts, rank) for rank in mesh.members])
+    programs: list[RankProgram] = timed(
+        "partition", lambda: [partition(parts, rank) for rank in mesh.members]
+    )
     timed("schedule", lambda: build.schedule)
     timed("codegen", generate, build, programs[0])
     return {"ops": len(lowered.ops), **found}
@@ -96,7 +98,9 @@ def generate(build: Build, program: RankProgram) -> Worker:
     for op in program.graph.sources("param", "state"):
         shape, dtype = program.types[op.name]
         blocks[op.name] = np.empty(shape, "f4" if dtype == "f32" else dtype)
-    return Worker(program, build.schedule, connect(program.parts.tasks[0].mesh.size)[program.rank], np, blocks)
+    return Worker(
+        program, build.schedule, connect(program.parts.tasks[0].mesh.size)[program.rank], np, blocks
+    )
 
 
 def least(layers: int, runs: int) -> dict[str, float]:
@@ -111,7 +115,9 @@ def total(times: dict[str, float]) -> float:
 
 def main() -> None:
     """Measure, print the table and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one run of each size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
 """distgraph: a serial model, a few annotations and a cluster become a distributed training program.
 
-The front door loads lazily (PEP 562), so that importing the graph never imports MPI, a solver or a GPU library.
+The front door loads lazily (PEP 562), so that importing the graph never imports MPI, a solver or a GPU
+library.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MODULES = (
     "schedules",
 )  # fmt: skip
 
-__all__ = [*_HOMES, *_MODULES, "__version__"]
+__all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 (names of the two tables)
 
 
 def __getattr__(name: str) -> Any:

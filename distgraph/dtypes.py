@@ -77,7 +77,7 @@ def promote(left: str, right: str) -> str:
 
 def epsilon(name: str) -> float:
     """Distance from 1 to the next number; 0 for types that are exact."""
-    return float(ml_dtypes.finfo(to_numpy(name)).eps) if is_float(name) else 0.0
+    return float(ml_dtypes.finfo(to_numpy(name)).eps) if is_float(name) else 0.0  # type: ignore[no-untyped-call]
 
 
 def is_integer(number: object) -> bool:

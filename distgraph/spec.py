@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from distgraph.errors import ShardingError
 from distgraph.mesh import ProcessMesh
@@ -86,9 +87,10 @@ class ShardSpec:
 
     def check_axes(self) -> None:
         """Raises ShardingError when an axis is used twice, is no identifier, or a reduction is unknown."""
-        used = [axis for dim in self.dims for axis in dim] + [axis for axis, _ in self.partial]
+        used: list[Any] = [axis for dim in self.dims for axis in dim]  # users may pass anything
+        used += [axis for axis, _ in self.partial]
         for axis in used:
-            if not isinstance(axis, str) or not axis.isidentifier() or axis == "_":
+            if not (isinstance(axis, str) and axis.isidentifier()) or axis == "_":
                 raise ShardingError(f"spec {self}: {axis!r} is no axis name")
             if used.count(axis) > 1:
                 raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")

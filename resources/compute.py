@@ -14,9 +14,9 @@ in which a device computes wastes the rest of them, and a short sum does not hid
 pipeline. In a batch of matrices every matrix has edges of its own, so m, n and k are those of one matrix; the
 batch only shares the launch. All numbers come from `machines[].devices.compute` of the resource file.
 
-Where that has a measured table for the kind of op and the dtype (`ops`), the table wins: between its entries the
-time is linear in the work, below the first it falls to `launch`, above the last it rises with the work. An op
-that only takes longer to start than others has a `launch` of its own there.
+Where that has a measured table for the kind of op and the dtype (`ops`), the table wins: between its entries
+the time is linear in the work, below the first it falls to `launch`, above the last it rises with the work.
+An op that only takes longer to start than others has a `launch` of its own there.
 """
 
 from __future__ import annotations

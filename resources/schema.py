@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -72,7 +73,7 @@ class OpEntry(Entry):
         work = self.bytes or self.flops or []
         if len(work) != len(self.times):
             raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")
-        if any(later <= earlier for earlier, later in zip(work, work[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(work)):
             raise ValueError("amounts of work in increasing order")
         return self
 

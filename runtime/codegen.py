@@ -6,7 +6,8 @@
         ...
         work_14.wait()
 
-The source is kept on the compiled task (`CompiledTask.source`), so that it can be read, dumped and stepped through.
+The source is kept on the compiled task (`CompiledTask.source`), so that it can be read, dumped and stepped
+through.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import keyword
 import linecache
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,8 +56,8 @@ class Arena:
     """Memory of one rank: arrays by value name, and what runs are fed and leave behind.
 
     Attributes:
-        fixed: value name -> array that never moves (sources in memory, kept and scratch buffers, views of them).
-        rings: root name -> buffers, one a micro-batch in flight.
+        fixed: value name -> array that never moves (sources in memory, kept and scratch buffers, views of
+        them). rings: root name -> buffers, one a micro-batch in flight.
         feeds: input name -> one array a micro-batch, or a scalar.
         pending: results of collectives that another task waits for: (value, micro-batch) -> handle.
         sends: (op, ring position) -> send under way.
@@ -81,7 +83,12 @@ class _Writer:
         for local in (local for task in program.tasks for local in task.ops if local.mode != "send"):
             for value in local.op.results:
                 self.makers.setdefault(value.name, local)
-        self.bound: dict[str, Any] = {"comm": transport, "xp": xp, "feeds": arena.feeds, "pending": arena.pending}
+        self.bound: dict[str, Any] = {
+            "comm": transport,
+            "xp": xp,
+            "feeds": arena.feeds,
+            "pending": arena.pending,
+        }
         self.bound["copyto"] = xp.copyto
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the thing) -> name
         self.numbers: dict[str, int] = {}  # hint -> number of the last name made of it
@@ -108,7 +115,7 @@ class _Writer:
         if known is not None and self.bound.get(known) is thing:
             return known
         name = hint
-        while name in self.taken or name in self.bound and self.bound[name] is not thing:
+        while name in self.taken or (name in self.bound and self.bound[name] is not thing):
             self.numbers[hint] = self.numbers.get(hint, 0) + 1
             name = f"{hint}_{self.numbers[hint]}"
         self.bound[name] = thing
@@ -149,7 +156,9 @@ class _Writer:
         if op.kind == "constant":
             payload = self.program.constant(value)
             dtype = to_numpy(op.result.dtype)
-            self.bound[name] = self.xp.asarray(payload, dtype) if isinstance(payload, np.ndarray) else dtype.type(payload)
+            self.bound[name] = (
+                self.xp.asarray(payload, dtype) if isinstance(payload, np.ndarray) else dtype.type(payload)
+            )
         elif op.result.shape == ():
             self.line(f"{name} = feeds[{op.attrs['name']!r}]")
         else:
@@ -170,8 +179,9 @@ class _Writer:
         """Bind or compute a view."""
         op = local.op
         if local.mode == "comm.slice":
-            slices = self.bind(f"slices_{name}", local.attrs["slices"])
-            expression, apply = f"{source}[{slices}]", lambda x: x[local.attrs["slices"]]
+            where = local.attrs["slices"]
+            expression = f"{source}[{self.bind(f'slices_{name}', where)}]"
+            apply: Callable[[Any], Any] = operator.itemgetter(where)
         elif local.mode == "compute" and lookup(op.kind).view:
             kernel = functools.partial(lookup(op.kind).kernel, self.xp, **local.attrs)
             expression, apply = f"{self.bind(op.kind, kernel)}({source})", kernel
@@ -233,7 +243,9 @@ class _Writer:
             kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
             source = operands[0]
             if op.operands[0].shape == () and self.storage.slots[op.operands[0].name].kind == "source":
-                source = f"{self.bind('asarray', self.xp.asarray)}({source})"  # a number of the host is no array
+                source = (
+                    f"{self.bind('asarray', self.xp.asarray)}({source})"  # a number of the host is no array
+                )
             self.line(f"copyto({targets[0]}, {kernel}({source}))", op)
             return
         outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
@@ -245,7 +257,9 @@ class _Writer:
         if declared.ufunc:
             function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
         else:
-            function = self.bind(op.kind.replace(".", "_"), functools.partial(declared.kernel, self.xp, **local.attrs))
+            function = self.bind(
+                op.kind.replace(".", "_"), functools.partial(declared.kernel, self.xp, **local.attrs)
+            )
         extra = ", micro=m" if declared.micro else ""
         self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
 
@@ -299,7 +313,9 @@ class _Writer:
             rank = self.program.rank
             sends = (*attrs["sends"], *((rank, s) for s, _ in attrs["copies"]))
             recvs = (*attrs["recvs"], *((rank, t) for _, t in attrs["copies"]))
-            arguments = f"{self.bind('sends', sends)}, {self.bind('recvs', recvs)}, {target}, {self.tag(attrs)}"
+            arguments = (
+                f"{self.bind('sends', sends)}, {self.bind('recvs', recvs)}, {target}, {self.tag(attrs)}"
+            )
             function = "exchange"
         else:
             function = local.mode.removeprefix("comm.")
@@ -336,7 +352,8 @@ class _Writer:
         slot = self.storage.slots[op.operands[0].name]
         depth = self.storage.rings.get(slot.root, 1)
         start = self.bind("exchange_start", collectives.exchange_start)
-        self.line(f"{under_way}[{op.name!r}, m % {depth}] = {start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})", op)
+        call = f"{start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})"
+        self.line(f"{under_way}[{op.name!r}, m % {depth}] = {call}", op)
 
     def free_for_sending(self, op: Op) -> None:
         """Before a task writes a buffer again, what was sent from it must have left."""
@@ -365,12 +382,11 @@ class _Writer:
         self.lines, self.ready = [], set()
         self.foreign = self.late_elsewhere(task)
         started: set[str] = set()
-        for local in task.ops:
-            if local.mode == "send" and local.attrs["sends"] and (last or not local.tail):
+        ops = [(number, local) for number, local in enumerate(task.ops) if last or not local.tail]
+        for _, local in ops:
+            if local.mode == "send" and local.attrs["sends"]:
                 self.free_for_sending(local.op)
-        for number, local in enumerate(task.ops):
-            if local.tail and not last:
-                continue
+        for number, local in ops:
             for value in self.storage.waits.get((task.name, number), ()):
                 if value in started:
                     self.wait(value)
@@ -381,6 +397,11 @@ class _Writer:
             self.emit(local, last=last)
             if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
                 started.add(local.op.result.name)
+        self.hand_over(task, started)
+        return self.lines or ["    pass"]
+
+    def hand_over(self, task: LocalTask, started: set[str]) -> None:
+        """At the end of a task: wait for what nobody reads, leave the rest to the tasks that read it."""
         for value in self.storage.waits.get((task.name, len(task.ops)), ()):
             if value in started:
                 self.wait(value)
@@ -388,10 +409,10 @@ class _Writer:
             if value in started:
                 at = "m" if self.program.parts.phase[value] == 1 else "0"
                 self.line(f"pending[{value!r}, {at}] = work_{self.name(value)}")
-        return self.lines or ["    pass"]
 
     def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
-        """Results of other tasks' collectives that this op reads (directly or through a view) for the first time."""
+        """Results of other tasks' collectives that this op reads (directly or through a view) for the first
+        time."""
         found = []
         roots = dict.fromkeys(
             self.storage.slots[v.name].root
@@ -424,12 +445,18 @@ class _Writer:
             if local.mode == "recv" and local.attrs["recvs"]:
                 name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
                 target = self.target(name)
-                self.line(f"pending[{name!r}, m] = {start}(comm, None, (), {recvs}, {target}, {self.tag(local.attrs)})")
+                call = f"{start}(comm, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
+                self.line(f"pending[{name!r}, m] = {call}")
         return self.lines or ["    pass"]
 
 
 def compile_task(
-    task: LocalTask, program: RankProgram, storage: Storage, arena: Arena, transport: Transport | None, xp: Any
+    task: LocalTask,
+    program: RankProgram,
+    storage: Storage,
+    arena: Arena,
+    transport: Transport | None,
+    xp: Any,
 ) -> CompiledTask:
     """Generate and compile the three functions of a task."""
     writer = _Writer(program, storage, arena, transport, xp)
@@ -444,10 +471,17 @@ def compile_task(
         parts.append(f"def {base}_{suffix}(m):\n" + "\n".join(lines))
     source = "\n\n\n".join(parts) + "\n"
     filename = f"<distgraph rank {program.rank} {task.name}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # tracebacks show the line
+    linecache.cache[filename] = (
+        len(source),
+        None,
+        source.splitlines(True),
+        filename,
+    )  # tracebacks show the line
     exec(compile(source, filename, "exec"), writer.bound)
     last = writer.bound[f"{base}_last"]
-    return CompiledTask(task.name, writer.bound[f"{base}_post"], writer.bound.get(f"{base}_body", last), last, source)
+    return CompiledTask(
+        task.name, writer.bound[f"{base}_post"], writer.bound.get(f"{base}_body", last), last, source
+    )
 
 
 def sources_of(program: RankProgram) -> tuple[Op, ...]:

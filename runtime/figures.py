@@ -49,7 +49,8 @@ def timeline_figure(forecast: Forecast) -> tuple[Figure, str]:
     drawn where there is room for all of them, tasks always.
     """
     columns = forecast.timeline.columns
-    rows, bars = [], 0
+    rows: list[Any] = []
+    bars = 0
     for row, ranks in enumerate(columns):
         bars += 2 * len(forecast.timeline.of_rank(ranks[0]))
         if bars > MOST_BARS and rows:

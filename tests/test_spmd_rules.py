@@ -41,9 +41,7 @@ _MASK = "upstream gathers what the op cuts; ours masks by global position"
 _HALO = "upstream gathers the dim that is cut; ours fetches from the neighbours what a rank lacks"
 _COMPOSED = "composed of reshape and broadcast: the first of them reads the dim as it lies"
 _LOOKUP = "upstream gathers the table; ours looks up what a rank holds and sums"
-_CONFLICT = (
-    "two dims want one axis: ours leaves it to the first claim in order, upstream to the other"
-)
+_CONFLICT = "two dims want one axis: ours leaves it to the first claim in order, upstream to the other"
 DEVIATIONS = {
     **dict.fromkeys((2, 9, 14, 15, 16, 17, 18, 24, 28, 29), _UNEVEN),
     **dict.fromkeys((83, 125, 126, 127, 129, 130, 134), _WHOLE),
