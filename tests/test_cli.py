@@ -196,3 +196,39 @@ def test_a_mistake_is_no_traceback(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("error: inspect: ")
     assert "Traceback" not in done.stderr
+
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "no ranks": (["run", "-n", "0", "x.py"], "run: 0 ranks asked for; it takes at least 1"),
+    "no script": (["run", "nosuch.py"], "run: script 'nosuch.py' does not exist"),
+    "no cluster": (["cluster", "nosuch"], "nosuch: neither a file nor a shipped cluster"),
+    "garbage": (["inspect", "garbage.dg"], "graph text, line 1, column 1: found"),
+    "no graph": (["inspect", "nosuch.dg"], "inspect: nosuch.dg cannot be read"),
+    "check without engine": (
+        ["check", "idle.py"],
+        "ends without a training step; there is nothing to compare",
+    ),
+    "check of an exit": (["check", "exits.py"], "exits (0) before its first training step"),
+    "check of what raises": (
+        ["check", "raises.py"],
+        "raised ValueError: torn before its first training step",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", COMMANDS)
+def test_mistake_on_the_command_line(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, message = COMMANDS[mistake]
+    files = {"garbage.dg": "?? 12", "idle.py": "", "exits.py": "raise SystemExit(0)", "x.py": "",
+             "raises.py": "raise ValueError('torn')"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["distgraph", *args])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    err = capsys.readouterr().err
+    assert err.rpartition("error: ")[2].startswith(message) or message in err.splitlines()[-1]
