@@ -321,6 +321,11 @@ def study(rows: Iterable[Row], console: Console) -> dict[str, Any]:
             left.append(f"{row.table} {row.system} {row.gpus}")
             continue
         shown.append(entry(row, found))
+        r = shown[-1]
+        made = "OOM" if r["forecast"] is None else f"{r['forecast']:.2f}"
+        console.print(
+            f"{row.table} {row.system} {row.gpus}: published {row.published or 'OOM'}, forecast {made}"
+        )
     show(shown, console)
     return summary(shown, left, factor, console)
 
