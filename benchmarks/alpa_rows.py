@@ -134,7 +134,11 @@ def plans_of(table: str, system: str, gpus: int) -> tuple[bool, tuple[Plan, ...]
     if table.startswith("inter_"):
         return system == "dp", _cuts(table, system, gpus)
     family = {"gpt": _gpt, "moe": _moe, "wresnet": _wide}[table]
-    return family(system, gpus)
+    recorded, plans = family(system, gpus)
+    if system == "alpa":
+        # Alpa makes all-reduces of gradients reduce-scatters: states are split over dp.
+        plans = tuple(replace(p, zero=2) if any(s.dp > 1 for s in p.stages) else p for p in plans)
+    return recorded, plans
 
 
 def weights(config: Config) -> tuple[float, ...]:
@@ -350,10 +354,9 @@ def _ablation(table: str, system: str, gpus: int) -> tuple[Plan, ...]:
 
 
 def _cuts(table: str, system: str, gpus: int) -> tuple[Plan, ...]:
-    family = _gpt if "gpt" in table else _wide
     if system == "equal_operator":
         return ()  # cuts inside blocks: which operators is not recorded
-    plans = family("alpa", gpus)[1]
+    plans = plans_of(table.split("_")[1], "alpa", gpus)[1]
     if system == "dp":
         return plans
     return tuple(

@@ -16,6 +16,10 @@ Mixed precision is in the graph: parameters, activations and gradients are f16, 
 master copy and both moments in f32. The MoE rows of Alpa leave no room for those, so theirs have f16 moments
 and no master copy: concluded from which of these rows ran out of memory, not recorded. DeepSpeed's have both.
 Memory is that of our rank programs less what `unfused` and `gathered` say; `RESERVED` of a GPU is taken.
+
+Measured so far, mean error by table: intra_gpt 6.7 %, all memory right; intra_wresnet
+11.0 %, three rows that ran are said not to fit; intra_moe 18.1 %, three too. The whole tables gpt, moe and
+wresnet were not run to their end: the aim, 12 % over all and memory right, is not shown.
 """
 
 from __future__ import annotations
