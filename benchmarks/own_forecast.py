@@ -148,12 +148,13 @@ def rank_main(arguments: list[str]) -> None:
 def _seconds(layout: Layout, transport: Any) -> list[float]:
     """Seconds of steps, after some that warm up."""
     engine, batch = small(layout)
+    # ranks must agree on the number, so under MPI the clock does not decide
     begin, seconds = time.perf_counter(), []
-    while len(seconds) < 5 or (time.perf_counter() - begin < 4.0 and len(seconds) < 60 and transport is None):
+    while (
+        len(seconds) < 40 if transport is not None else len(seconds) < 12 or time.perf_counter() - begin < 4.0
+    ):
         seconds.append(_step(engine, batch, transport))
-        if transport is not None and len(seconds) == 40:
-            break
-    return seconds[3:]
+    return seconds[8:]
 
 
 def _step(engine: dg.Engine, batch: Any, transport: Any) -> float:
