@@ -1,0 +1,1 @@
+"""The search for a plan: layouts, stages, devices, recomputation and schedule of a training step."""

@@ -1,0 +1,1 @@
+"""The solver of the intra-operator problem: `solve` is its one entry."""
