@@ -17,6 +17,8 @@ _CACHE_COLUMNS = 1 << 18
 _DEVICE_COLUMNS = 1 << 28
 """The same on a GPU: 1 GiB of float32."""
 
+ALL = slice(None)
+
 Pads = tuple[tuple[int, int], ...]
 
 
@@ -80,6 +82,22 @@ def padded(xp: Namespace, x: Array, window: _Window, value: float = 0.0) -> Arra
     return xp.pad(x, ((0, 0), (0, 0), *window.padding), constant_values=value)
 
 
+def spread(xp: Namespace, dx: Array, window: _Window) -> Array:
+    """Zeros of the shape of a block of inputs with its padding: ``dx`` itself where there is none."""
+    if any(a or b for a, b in window.padding):
+        wide = [i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True)]
+        return xp.zeros((*dx.shape[:2], *wide), dx.dtype)
+    dx[...] = 0
+    return dx
+
+
+def gather(dx: Array, wide: Array, window: _Window) -> None:
+    """dx = ``wide``, made by `spread`, without its padding."""
+    if wide is not dx:
+        inner = (slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
+        dx[...] = wide[(ALL, ALL, *inner)]
+
+
 def positions(window: _Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """Each place in the window, with the slices of the padded input that it meets over all outputs."""
     for place in product(*(range(k) for k in window.kernel)):
@@ -101,9 +119,14 @@ def _columns(xp: Namespace, x: Array, window: _Window) -> Array:
     return xp.lib.stride_tricks.as_strided(x, shape, (*outer, *along, *across))
 
 
-def _blocks(xp: Namespace, samples: int, area: int) -> Iterator[slice]:
-    """Blocks of samples whose columns fit the budget; ``area`` elements each."""
-    step = max(1, (_CACHE_COLUMNS if xp is np else _DEVICE_COLUMNS) // max(1, area))
+def block_samples(samples: int, area: int, budget: int = _CACHE_COLUMNS) -> int:
+    """Samples of a block whose temporaries, ``area`` elements a sample, fit the budget; at least one."""
+    return max(1, min(samples, budget // max(1, area)))
+
+
+def blocks(xp: Namespace, samples: int, area: int) -> Iterator[slice]:
+    """Blocks of samples, see `block_samples`: only they are padded, spread out and multiplied at once."""
+    step = block_samples(samples, area, _CACHE_COLUMNS if xp is np else _DEVICE_COLUMNS)
     for n in range(0, samples, step):
         yield slice(n, min(n + step, samples))
 
@@ -150,9 +173,9 @@ def conv(
     depth = w.shape[1] * prod(window.kernel)
     weights = w.reshape(groups, made // groups, depth)
     target = y.reshape(samples, groups, made // groups, area)
-    wide = padded(xp, x, window)
-    for n in _blocks(xp, samples, groups * depth * area):
-        columns = wide[n] if window.plain else _columns(xp, wide[n], window)
+    for n in blocks(xp, samples, groups * depth * area):
+        wide = padded(xp, x[n], window)
+        columns = wide if window.plain else _columns(xp, wide, window)
         xp.matmul(weights, columns.reshape(-1, groups, depth, area), out=target[n])
     return store(xp, y, out)
 
@@ -182,16 +205,16 @@ def conv_grad_input(
     samples, made, area = dy.shape[0], w.shape[0], prod(window.output)
     depth = w.shape[1] * prod(window.kernel)
     weights = w.reshape(groups, made // groups, depth).swapaxes(1, 2)
-    spread = [i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True)]
-    dx = xp.zeros((samples, input_shape[1], *spread), dy.dtype)
+    dx = empty(xp, out, input_shape, dy.dtype)
     channels = input_shape[1]
-    for n in _blocks(xp, samples, groups * depth * area):
+    for n in blocks(xp, samples, groups * depth * area):
         columns = xp.matmul(weights, dy[n].reshape(-1, groups, made // groups, area))
         columns = columns.reshape(-1, channels, *window.kernel, *window.output)
+        wide = spread(xp, dx[n], window)
         for place, where in positions(window):
-            dx[(n, slice(None), *where)] += columns[(slice(None), slice(None), *place)]
-    inner = tuple(slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
-    return store(xp, xp.ascontiguousarray(dx[(slice(None), slice(None), *inner)]), out)
+            wide[(ALL, ALL, *where)] += columns[(ALL, ALL, *place)]
+        gather(dx[n], wide, window)
+    return store(xp, dx, out)
 
 
 @computed_in_f32(0)
@@ -220,9 +243,9 @@ def conv_grad_weight(
     made, area, dims = kernel_shape[0], prod(window.output), len(window.kernel)
     depth = kernel_shape[1] * prod(window.kernel)
     dw = xp.zeros((groups, made // groups, depth), x.dtype)
-    wide = padded(xp, x, window)
-    for n in _blocks(xp, x.shape[0], groups * depth * area):
-        columns = _columns(xp, wide[n], window)  # [n, c, *kernel, *output] -> [c, *kernel, n, *output]
+    for n in blocks(xp, x.shape[0], groups * depth * area):
+        columns = _columns(xp, padded(xp, x[n], window), window)
+        # [n, c, *kernel, *output] -> [c, *kernel, n, *output]
         order = (*range(1, 2 + dims), 0, *range(2 + dims, 2 + 2 * dims))
         columns = columns.transpose(order).reshape(groups, depth, -1)
         changes = dy[n].reshape(-1, made, area).swapaxes(0, 1).reshape(groups, made // groups, -1)

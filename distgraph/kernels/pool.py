@@ -8,9 +8,7 @@ from math import prod
 import numpy as np
 
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
-from distgraph.kernels.conv import padded, positions, window_of
-
-_ALL = slice(None)
+from distgraph.kernels.conv import ALL, blocks, gather, padded, positions, spread, window_of
 
 
 def _lowest(dtype: np.dtype) -> float:
@@ -40,14 +38,15 @@ def max_pool(
         GraphError: the window does not fit.
     """
     over = window_of("max_pool", x.shape[2:], window, window if stride is None else stride, padding)
-    wide = padded(xp, x, over, _lowest(x.dtype))
     y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
-    for i, (_, where) in enumerate(positions(over)):
-        part = wide[(_ALL, _ALL, *where)]
-        if i == 0:
-            y[...] = part
-        else:
-            xp.maximum(y, part, out=y)
+    for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
+        wide, block = padded(xp, x[n], over, _lowest(x.dtype)), y[n]
+        for i, (_, where) in enumerate(positions(over)):
+            part = wide[(ALL, ALL, *where)]
+            if i == 0:
+                block[...] = part
+            else:
+                xp.maximum(block, part, out=block)
     return store(xp, y, out)
 
 
@@ -66,16 +65,18 @@ def max_pool_grad(
     """dx: each dy goes to the first place (row-major) of its window where x equals y, the result of
     `max_pool`."""
     over = window_of("max_pool_grad", x.shape[2:], window, window if stride is None else stride, padding)
-    wide = padded(xp, x, over, _lowest(x.dtype))
-    dx = xp.zeros(wide.shape, dy.dtype)
-    free = xp.ones(y.shape, bool)
-    for _, where in positions(over):
-        place = (_ALL, _ALL, *where)
-        chosen = free & (wide[place] == y)
-        dx[place] += dy * chosen
-        free &= ~chosen
-    inner = tuple(slice(a, a + i) for i, (a, _) in zip(over.input, over.padding, strict=True))
-    return store(xp, xp.ascontiguousarray(dx[(_ALL, _ALL, *inner)]), out)
+    dx = empty(xp, out, x.shape, dy.dtype)
+    for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
+        wide, best, change = padded(xp, x[n], over, _lowest(x.dtype)), y[n], dy[n]
+        grown = spread(xp, dx[n], over)
+        free = xp.ones(best.shape, bool)
+        for _, where in positions(over):
+            place = (ALL, ALL, *where)
+            chosen = free & (wide[place] == best)
+            grown[place] += change * chosen
+            free &= ~chosen
+        gather(dx[n], grown, over)
+    return store(xp, dx, out)
 
 
 @computed_in_f32(0)
@@ -93,15 +94,16 @@ def avg_pool(
     Arguments as `max_pool`.
     """
     over = window_of("avg_pool", x.shape[2:], window, window if stride is None else stride, padding)
-    wide = padded(xp, x, over)
     y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
-    for i, (_, where) in enumerate(positions(over)):
-        part = wide[(_ALL, _ALL, *where)]
-        if i == 0:
-            y[...] = part
-        else:
-            y += part
-    y *= x.dtype.type(1 / prod(over.kernel))
+    for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
+        wide, block = padded(xp, x[n], over), y[n]
+        for i, (_, where) in enumerate(positions(over)):
+            part = wide[(ALL, ALL, *where)]
+            if i == 0:
+                block[...] = part
+            else:
+                block += part
+        block *= x.dtype.type(1 / prod(over.kernel))
     return store(xp, y, out)
 
 
@@ -118,10 +120,11 @@ def avg_pool_grad(
 ) -> Array:
     """dx: each dy spread evenly over its window. ``input_shape`` is that of x and of the result."""
     over = window_of("avg_pool_grad", input_shape[2:], window, window if stride is None else stride, padding)
-    spread = [i + a + b for i, (a, b) in zip(over.input, over.padding, strict=True)]
-    dx = xp.zeros((*input_shape[:2], *spread), dy.dtype)
-    share = dy * dy.dtype.type(1 / prod(over.kernel))
-    for _, where in positions(over):
-        dx[(_ALL, _ALL, *where)] += share
-    inner = tuple(slice(a, a + i) for i, (a, _) in zip(over.input, over.padding, strict=True))
-    return store(xp, xp.ascontiguousarray(dx[(_ALL, _ALL, *inner)]), out)
+    dx = empty(xp, out, input_shape, dy.dtype)
+    for n in blocks(xp, dy.shape[0], prod(input_shape[1:])):
+        share = dy[n] * dy.dtype.type(1 / prod(over.kernel))
+        grown = spread(xp, dx[n], over)
+        for _, where in positions(over):
+            grown[(ALL, ALL, *where)] += share
+        gather(dx[n], grown, over)
+    return store(xp, dx, out)
