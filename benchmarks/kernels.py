@@ -1,6 +1,6 @@
 """Milliseconds per kernel at the sizes of a small GPT, beside PyTorch eager on one thread.
 
-    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/kernels.py
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/kernels.py [--quick] [--json FILE]
 
 Sizes: 4 layers, hidden 256, 8 heads of 32, sequence 128, batch 16 (2048 tokens), vocabulary 4096, float32.
 Columns: ours with compiled loops (extra ``fast``), ours in plain NumPy, PyTorch, and ours / PyTorch. Each is
@@ -26,10 +26,13 @@ stay in the
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,7 +82,7 @@ def once(call: Call) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measure(ours: Call, other: Call, repeats: int = 9) -> tuple[float, float, float]:
+def measure(ours: Call, other: Call, repeats: int) -> tuple[float, float, float]:
     """Least milliseconds of our compiled path, our plain path, and the other."""
     times: list[tuple[float, float, float]] = []
     for _ in range(repeats + 1):  # the first round warms up
@@ -225,12 +228,22 @@ def lookup_kernels() -> Iterator[tuple[str, Call, Call]]:
 
 
 def main() -> None:
+    """Measure, print the table and write the figures."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there (milliseconds)")
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    figures: dict[str, dict[str, float]] = {}
     print(f"{'kernel':32} {'compiled':>9} {'NumPy':>9} {'PyTorch':>9} {'ratio':>6}")
     for family in (row_kernels, element_kernels, contraction_kernels, lookup_kernels):
         for name, ours, other in family():
-            fast, plain, eager = measure(ours, other)
+            fast, plain, eager = measure(ours, other, 3 if options.quick else 9)
             print(f"{name:32} {fast:9.3f} {plain:9.3f} {eager:9.3f} {fast / eager:6.2f}")
+            figures[name] = {"compiled": fast, "numpy": plain, "torch": eager}
+    if options.json is not None:
+        options.json.write_text(json.dumps({"kernels": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ nothing below the public front is touched but the initial values, which come fro
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from benchmarks.peers import (
     Array,
     GptSizes,
     MlpSizes,
+    Report,
     gpt_batch,
     gpt_parameters,
     merge,
@@ -154,32 +154,41 @@ def start_from(engine: dg.Engine, initial: Mapping[str, Array]) -> None:
     engine.memory.reader = read
 
 
-def step_of(arguments: argparse.Namespace) -> Callable[[], float]:
-    """One training step of the program named on the command line; returns the global loss."""
-    sizes = mlp_sizes(arguments)
-    serial = arguments.name == "gpt_serial"
-    engine = gpt_engine(GptSizes()) if serial else mlp_engine(arguments.name, sizes)
-    batch: Any = gpt_batch(GptSizes()) if serial else mlp_batch(sizes)
+def engine_of(name: str, sizes: MlpSizes) -> tuple[dg.Engine, Any]:
+    """The engine of a program, and the batch that it trains on."""
+    if name == "gpt_serial":
+        return gpt_engine(GptSizes()), gpt_batch(GptSizes())
+    return mlp_engine(name, sizes), mlp_batch(sizes)
+
+
+def run(name: str, sizes: MlpSizes, steps: int, warmup: int) -> Report | None:
+    """Run a program; its report on rank 0, None elsewhere. Raises ValueError on a wrong number of ranks."""
+    transport = current_transport()
+    ranks = 1 if transport is None else transport.size
+    needed = 2 if name.endswith("2") else 1
+    if ranks != needed:
+        raise ValueError(f"{name} needs {needed} MPI ranks but has {ranks}; use mpiexec -n {needed}")
+    engine, batch = engine_of(name, sizes)
     engine.prepare(batch)
-    return lambda: engine.run(batch)["loss"]
+    barrier = (lambda: None) if transport is None else transport.barrier
+    seconds, losses = timed_steps(lambda: engine.run(batch)["loss"], barrier, steps, warmup)
+    engine.close()
+    shares = [loss / ranks for loss in losses]  # every rank has the whole loss
+    timed = [(seconds, shares)] if transport is None else transport.gather_objects((seconds, shares))
+    return None if timed is None else merge(timed)
 
 
 def main() -> None:
-    """Run the program named on the command line; rank 0 prints the report."""
+    """Run the programs named on the command line; rank 0 prints their reports."""
     parser = program_arguments(__doc__, PROGRAMS)
     arguments = parser.parse_args()
-    transport = current_transport()
-    ranks = 1 if transport is None else transport.size
-    needed = 2 if arguments.name.endswith("2") else 1
-    if ranks != needed:
-        parser.error(f"{arguments.name} needs {needed} MPI ranks but has {ranks}; use mpiexec -n {needed}")
-    step = step_of(arguments)
-    barrier = (lambda: None) if transport is None else transport.barrier
-    seconds, losses = timed_steps(step, barrier, arguments.steps, arguments.warmup)
-    shares = [loss / ranks for loss in losses]  # every rank has the whole loss
-    timed = [(seconds, shares)] if transport is None else transport.gather_objects((seconds, shares))
-    if timed is not None:
-        merge(timed).print()
+    for name in arguments.names:
+        try:
+            report = run(name, mlp_sizes(arguments), arguments.steps, arguments.warmup)
+        except ValueError as error:
+            parser.error(str(error))
+        if report is not None:
+            report.print()
 
 
 if __name__ == "__main__":

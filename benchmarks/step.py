@@ -13,9 +13,10 @@ over the rounds of (our median step) / (the other's median step) of the same rou
 the other. `--peers` leaves ours out and compares the hand-written programs with PyTorch. Other load on the
 machine is printed: with more than a little of it, ratios mean nothing.
 
-The program of each side is `python -m MODULE NAME --steps N --warmup K` (`MODULES` below; ours and the
-hand-written ones of two ranks under `mpiexec -n 2 python -m mpi4py`); its rank 0 prints the report that
-`benchmarks/peers/__init__.py` describes.
+The programs of each side are `python -m MODULE NAME... --steps N --warmup K` (`MODULES` below; ours and the
+hand-written ones of two ranks under `mpiexec -n 2 python -m mpi4py`); rank 0 prints the reports that
+`benchmarks/peers/__init__.py` describes. With `--quick` all programs of one side and number of ranks share
+one start, so that pairs lie further apart in time; otherwise every program has its own.
 
 Changes tried on the hand-written side, since the comparison is only as good as its best (milliseconds a
 step, two Zen 5 cores): ways to exchange gradients, predicted 1.5 times from overlap, found 3 % (121 to 135,
@@ -42,6 +43,8 @@ hides it:
 * shards of a new parameter gathered where the old one lies: predicted 3 % of zero2, not told apart from the
 load;
 * all_reduce of two ranks in one exchange of everything instead of two of halves, tp2: found 0, taken out.
+* --quick in 5 starts of processes instead of 14 and 4 steps instead of 5: 151 s to 56 s, both with one of the
+two cores busy with other work.
 * the machine to itself (load 0.8), 3 rounds of --quick: gpt_serial 0.78 of torch; dp2 1.009, tp2 1.008, pp2
 1.003, zero2
   1.016 of hand-written; dp2 0.76, tp2 0.65, pp2 0.75, zero2 0.43 of torch. What read 1.17 for dp2 before was
@@ -56,6 +59,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,26 +103,30 @@ class Measured:
     losses: list[float]
 
 
-def command(side: str, case: Case, steps: int, warmup: int) -> list[str]:
-    """The command line that runs one side of a case."""
-    program = [MODULES[side], case.name, "--steps", str(steps), "--warmup", str(warmup)]
-    if side == "torch" or case.ranks == 1:
+def command(side: str, cases: Sequence[Case], steps: int, warmup: int) -> list[str]:
+    """The command line that runs one side of cases with the same number of ranks."""
+    names, ranks = [case.name for case in cases], cases[0].ranks
+    program = [MODULES[side], *names, "--steps", str(steps), "--warmup", str(warmup)]
+    if side == "torch" or ranks == 1:
         return [sys.executable, "-m", *program]
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         raise SystemExit("mpiexec is not on the path; install distgraph[mpi] or an MPI")
     # the runner of mpi4py ends all ranks when one raises
-    return [mpiexec, "-n", str(case.ranks), sys.executable, "-m", "mpi4py", "-m", *program]
+    return [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", *program]
 
 
-def measure(side: str, case: Case, steps: int, warmup: int) -> Measured:
-    """Run one side of a case in processes of its own, all ended when this returns.
+def measure(side: str, cases: Sequence[Case], steps: int, warmup: int) -> dict[str, Measured]:
+    """Run one side of cases in processes of their own, all ended when this returns.
+
+    Returns:
+        case name -> what was measured.
 
     Raises:
-        SystemExit: the program failed, took longer than the limit, or printed no report.
+        SystemExit: a program failed, took longer than the limit, or printed no report.
     """
-    words = command(side, case, steps, warmup)
+    words, limit = command(side, cases, steps, warmup), TIME_LIMIT * len(cases)
     environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
     process = subprocess.Popen(
         words,
@@ -130,18 +138,31 @@ def measure(side: str, case: Case, steps: int, warmup: int) -> Measured:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=TIME_LIMIT)
+        output, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"{' '.join(words)} took longer than {TIME_LIMIT:.0f} s") from None
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        said = said_by(output, errors)
+        raise SystemExit(f"{' '.join(words)} took longer than {limit:.0f} s and said\n{said}") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in output.splitlines() if line.startswith('{"seconds"')]
-    if process.returncode or not lines:
-        raise SystemExit(f"{' '.join(words)} failed with exit code {process.returncode}:\n{errors[-3000:]}")
-    report = json.loads(lines[-1])
-    return Measured(statistics.median(report["seconds"]), report["losses"])
+    if process.returncode or len(lines) != len(cases):
+        ended = f"ended with exit code {process.returncode} and {len(lines)} of {len(cases)} reports"
+        raise SystemExit(f"{' '.join(words)} {ended} and said\n{said_by(output, errors)}")
+    reports = [json.loads(line) for line in lines]
+    return {
+        case.name: Measured(statistics.median(report["seconds"]), report["losses"])
+        for case, report in zip(cases, reports, strict=True)
+    }
+
+
+def said_by(output: str, errors: str) -> str:
+    """The end of what a program wrote to both streams, for people."""
+    parts = {"stderr": errors, "stdout": output}
+    return "\n".join(f"{name}: {text.strip()[-3000:] or '(nothing)'}" for name, text in parts.items())
 
 
 def check_losses(case: Case, results: dict[str, Measured]) -> None:
@@ -155,18 +176,36 @@ def check_losses(case: Case, results: dict[str, Measured]) -> None:
 
 
 def run_rounds(
-    case: Case, sides: list[str], rounds: int, steps: int, warmup: int, console: Console
-) -> dict[str, list[float]]:
-    """Seconds of each side of a case, one entry a round; the sides take turns."""
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    cases: Sequence[Case], peers: bool, rounds: int, steps: int, warmup: int, console: Console
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each side of cases that start together, one entry a round; the sides take turns."""
+    sides = {case.name: sides_of(case, peers) for case in cases}
+    seconds = {name: {side: list[float]() for side in found} for name, found in sides.items()}
+    names = ", ".join(sides)
     for number in range(rounds):
-        results: dict[str, Measured] = {}
-        for side in sides:
-            console.print(f"[dim]{case.name} {side}, round {number + 1} of {rounds}", highlight=False)
-            results[side] = measure(side, case, steps, warmup)
-            seconds[side].append(results[side].seconds)
-        check_losses(case, results)
+        results: dict[str, dict[str, Measured]] = {name: {} for name in sides}
+        for side in dict.fromkeys(side for found in sides.values() for side in found):
+            console.print(f"[dim]{names} {side}, round {number + 1} of {rounds}", highlight=False)
+            run = [case for case in cases if side in sides[case.name]]
+            for name, measured in measure(side, run, steps, warmup).items():
+                results[name][side] = measured
+                seconds[name][side].append(measured.seconds)
+        for case in cases:
+            check_losses(case, results[case.name])
     return seconds
+
+
+def sides_of(case: Case, peers: bool) -> list[str]:
+    """The sides that run a case, in the order of their turns."""
+    wanted = ("handwritten", "ours", "torch")
+    return [side for side in wanted if side in case.keys or (side == "ours" and not peers)]
+
+
+def starts(cases: Sequence[Case], together: bool) -> list[list[Case]]:
+    """Cases that share a start: those of one number of ranks, or each its own."""
+    if not together:
+        return [[case] for case in cases]
+    return [[c for c in cases if c.ranks == ranks] for ranks in dict.fromkeys(c.ranks for c in cases)]
 
 
 def ratio(seconds: dict[str, list[float]], side: str, other: str) -> float:
@@ -199,7 +238,7 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--quick", action="store_true", help="one round of few steps, under a minute")
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, few starts, under a minute")
     parser.add_argument("--only", choices=[case.name for case in CASES], help="one case")
     parser.add_argument(
         "--peers", action="store_true", help="without distgraph: hand-written against PyTorch"
@@ -213,21 +252,19 @@ def main(words: list[str] | None = None) -> None:
     """Measure, print the table and write the figures."""
     arguments = arguments_of(words)
     rounds = arguments.rounds or (1 if arguments.quick else 5)
-    steps, warmup = (4, 1) if arguments.quick else (12, 3)
+    steps, warmup = (3, 1) if arguments.quick else (12, 3)
     console = Console(stderr=True)
     load = os.getloadavg()[0]
     if load > 0.3:
         console.print(
             f"load average is {load:.2f} before starting: other work is running, ratios are doubtful"
         )
+    cases = [case for case in CASES if arguments.only in (None, case.name)]
     seconds: dict[str, dict[str, list[float]]] = {}
+    for group in starts(cases, arguments.quick):
+        seconds |= run_rounds(group, arguments.peers, rounds, steps, warmup, console)
     figures: dict[str, float] = {}
-    for case in CASES:
-        if arguments.only not in (None, case.name):
-            continue
-        sides = ["handwritten", "ours", "torch"]
-        sides = [side for side in sides if side in case.keys or (side == "ours" and not arguments.peers)]
-        seconds[case.name] = run_rounds(case, sides, rounds, steps, warmup, console)
+    for case in cases:
         figures |= ratios(case, seconds[case.name])
     Console().print(table_of(seconds, figures))
     if arguments.json is not None:

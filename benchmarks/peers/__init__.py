@@ -1,11 +1,11 @@
 """What every program that is timed has in common: sizes, initial numbers, data, the clock and the report.
 
-A program is started as `python -m benchmarks.peers.FILE NAME --steps N --warmup K`, an MPI one as `mpiexec
--n 2 python -m mpi4py -m benchmarks.peers.FILE ...` (so that an error on one rank ends both). Its rank 0
-prints one line of JSON, the last of its output: `{"seconds": [...], "losses": [...]}`. `seconds` has one
-entry per timed step: the slowest rank's, ranks being lined up by a barrier before each step. `losses` has
-one entry per step from the very first, warm-up included, so that programs can be compared from the same
-start.
+Programs are started as `python -m benchmarks.peers.FILE NAME... --steps N --warmup K`, MPI ones as `mpiexec
+-n 2 python -m mpi4py -m benchmarks.peers.FILE ...` (so that an error on one rank ends both); several names
+run one after the other in the same processes. For each, rank 0 prints one line of JSON: `{"seconds": [...],
+"losses": [...]}`. `seconds` has one entry per timed step: the slowest rank's, ranks being lined up by a
+barrier before each step. `losses` has one entry per step from the very first, warm-up included, so that
+programs can be compared from the same start.
 
 The models, the same for everyone:
 * MLP: `layers` x (linear with bias, then ReLU, but no ReLU after the last); loss = mean over batch and
@@ -155,10 +155,10 @@ def merge(ranks: Sequence[tuple[list[float], list[float]]]) -> Report:
 
 
 def program_arguments(description: str | None, names: Sequence[str]) -> argparse.ArgumentParser:
-    """The command line that every timed program has: NAME, --steps, --warmup and the MLP's sizes."""
+    """The command line that all timed programs have: NAME..., --steps, --warmup and the MLP's sizes."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
-    parser.add_argument("name", choices=list(names))
+    parser.add_argument("names", nargs="+", choices=list(names), metavar="NAME", help=", ".join(names))
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     for field, value in (("layers", 8), ("width", 1024), ("batch", 512), ("microbatches", 4)):

@@ -396,16 +396,17 @@ def run(comm: MPI.Comm, name: str, sizes: MlpSizes, steps: int, warmup: int) -> 
 
 
 def main() -> None:
-    """Run the program named on the command line."""
+    """Run the programs named on the command line."""
     parser = program_arguments(__doc__, list(PROGRAMS))
     arguments = parser.parse_args()
     sizes = mlp_sizes(arguments)
-    try:
-        report = run(MPI.COMM_WORLD, arguments.name, sizes, arguments.steps, arguments.warmup)
-    except ValueError as error:
-        parser.error(str(error))
-    if report is not None:
-        report.print()
+    for name in arguments.names:
+        try:
+            report = run(MPI.COMM_WORLD, name, sizes, arguments.steps, arguments.warmup)
+        except ValueError as error:
+            parser.error(str(error))
+        if report is not None:
+            report.print()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from benchmarks.peers import (
 )
 
 Step = Callable[[], float]
+END_LIMIT = 30.0  # seconds that rank 1 may take to end after rank 0
 
 
 def adam(parameters: Iterable[nn.Parameter], fused: bool = True) -> torch.optim.Adam:
@@ -230,21 +231,22 @@ MLP_PROGRAMS: dict[str, Callable[[MlpSizes], Step]] = {
 }
 
 
-def run_serial(arguments: argparse.Namespace) -> None:
+def run_serial(name: str, arguments: argparse.Namespace) -> None:
     """Run a program of one rank."""
-    step = gpt_serial(GptSizes()) if arguments.name == "gpt_serial" else mlp_serial(mlp_sizes(arguments))
+    step = gpt_serial(GptSizes()) if name == "gpt_serial" else mlp_serial(mlp_sizes(arguments))
     merge([timed_steps(step, lambda: None, arguments.steps, arguments.warmup)]).print()
 
 
 def run_rank(arguments: argparse.Namespace, store: TCPStore, rank: int) -> None:
-    """Run one rank of a program of two; rank 0 prints the report."""
+    """Run one rank of programs of two; rank 0 prints the reports."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    step = MLP_PROGRAMS[arguments.name](mlp_sizes(arguments))
-    timed = timed_steps(step, dist.barrier, arguments.steps, arguments.warmup)
-    ranks: list[tuple[list[float], list[float]] | None] = [None, None]
-    dist.all_gather_object(ranks, timed)
-    if rank == 0:
-        merge([one for one in ranks if one is not None]).print()
+    for name in arguments.names:
+        step = MLP_PROGRAMS[name](mlp_sizes(arguments))
+        timed = timed_steps(step, dist.barrier, arguments.steps, arguments.warmup)
+        ranks: list[tuple[list[float], list[float]] | None] = [None, None]
+        dist.all_gather_object(ranks, timed)
+        if rank == 0:
+            merge([one for one in ranks if one is not None]).print()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -260,7 +262,7 @@ def run_child(arguments: argparse.Namespace, port: Connection) -> None:
 
 
 def run_pair(arguments: argparse.Namespace) -> int:
-    """Run rank 0 here and rank 1 in a child, which never outlives this call."""
+    """Run rank 0 here and rank 1 in a child, which never outlives this call; says why where it fails."""
     # forked before any thread exists: saves the seconds of a second import of torch
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -270,21 +272,28 @@ def run_pair(arguments: argparse.Namespace) -> int:
         store = make_store(0, master=True)
         sender.send(store.port)
         run_rank(arguments, store, 0)
-        child.join(timeout=30)
-        return child.exitcode if child.exitcode is not None else 1
+        child.join(timeout=END_LIMIT)
+        if child.exitcode:
+            print(f"rank 1 ended with exit code {child.exitcode}; rank 0 is done", file=sys.stderr)
+        elif child.exitcode is None:
+            print(f"rank 1 did not end within {END_LIMIT:.0f} s of rank 0", file=sys.stderr)
+        return 0 if child.exitcode == 0 else 1
     finally:
         child.kill()
         child.join()
 
 
 def main() -> int:
-    """Run the program named on the command line."""
+    """Run the programs named on the command line."""
     torch.set_num_threads(1)
-    arguments = program_arguments(__doc__, ["gpt_serial", "mlp_serial", *MLP_PROGRAMS]).parse_args()
-    if arguments.name not in MLP_PROGRAMS:
-        run_serial(arguments)
-        return 0
-    return run_pair(arguments)
+    parser = program_arguments(__doc__, ["gpt_serial", "mlp_serial", *MLP_PROGRAMS])
+    arguments = parser.parse_args()
+    alone = [name for name in arguments.names if name not in MLP_PROGRAMS]
+    if alone and len(alone) < len(arguments.names):
+        parser.error(f"{', '.join(alone)} run on one rank, the others on two; start them apart")
+    for name in alone:
+        run_serial(name, arguments)
+    return 0 if alone else run_pair(arguments)
 
 
 if __name__ == "__main__":

@@ -165,3 +165,23 @@ def test_a_ratio_is_the_median_of_the_pairs(driver: ModuleType) -> None:
     assert driver.ratios(case, seconds) == {"mlp_pp2_over_handwritten": 0.5, "mlp_pp2_over_torch": 0.5}
     del seconds["ours"]
     assert driver.ratios(case, seconds) == {"handwritten_mlp_pp2_over_torch": 1.0}
+
+
+def test_programs_that_share_a_start_have_one_number_of_ranks(driver: ModuleType) -> None:
+    names = [[case.name for case in group] for group in driver.starts(driver.CASES, True)]
+    assert names == [["gpt_serial"], ["mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2"]]
+    assert [len(group) for group in driver.starts(driver.CASES, False)] == [1] * 5
+
+
+@pytest.mark.parametrize("reports", [0, 1, 3])
+def test_a_program_that_fails_is_quoted(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, reports: int
+) -> None:
+    """Also where it ends with exit code 0 but has too few or too many reports."""
+    code = f"""import sys
+for _ in range({reports}): print('{{"seconds": [1.0], "losses": [1.0]}}')
+print("the disk is full", file=sys.stderr)
+sys.exit({0 if reports else 1})"""
+    monkeypatch.setattr(driver, "command", lambda *_: [sys.executable, "-c", code])
+    with pytest.raises(SystemExit, match=rf"(?s)exit code . and {reports} of 2 reports.*the disk is full"):
+        driver.measure("torch", driver.CASES[1:3], 1, 0)
