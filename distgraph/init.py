@@ -3,6 +3,7 @@
     ("normal", 0.02)   normal with this standard deviation
     ("uniform", 0.1)   uniform in [-0.1, 0.1)
     ("zeros",) ("ones",) ("constant", 3.0)
+    ("like", "fc1.weight", "normal", 0.02)   the numbers of another parameter, which starts from the rest
 
 A block is computed from the seed, the parameter's name and its own global positions alone: no rank ever holds
 the whole, and the numbers are the same under every layout.
@@ -27,10 +28,12 @@ _ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0}
 
 def check_init(init: Init) -> None:
     """Raises GraphError when an initialisation is malformed."""
+    if init and init[0] == "like":
+        init = init[2:]
     if not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
         raise GraphError(
             f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), '
-            '("zeros",) or ("ones",)'
+            '("zeros",) or ("ones",), behind "like" and the name of a parameter to start from its numbers'
         )
 
 
@@ -60,6 +63,8 @@ def materialize(
         GraphError: malformed init.
     """
     check_init(init)
+    if init[0] == "like":
+        name, init = init[1], init[2:]
     whole = tuple(shape)
     local = whole if local_shape is None else tuple(local_shape)
     kind, numpy_dtype = init[0], to_numpy(dtype)

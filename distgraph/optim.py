@@ -1,21 +1,28 @@
 """Optimisers: they append the update of every parameter, and of their own states, to the graph.
 
 The states are sources of the graph named after their parameter ("fc1.weight.adam_m"), so their layout may be
-annotated,
-completed and searched like that of anything else: states split over the data-parallel axis are ZeRO.
+annotated, completed and searched like that of anything else: states split over the data-parallel axis are ZeRO.
+
+Mixed precision (Micikevicius et al., 2018): a model whose parameters are `f16` computes in that dtype; with
+`master="f32"` the optimiser keeps a copy of each parameter in f32, updates that, and rounds it to the parameter.
+Its states are f32 too. Gradients are widened once a step, after any accumulation.
+
+    optim.AdamW(lr=1e-3, master="f32")
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from distgraph import ops
+from distgraph.dtypes import itemsize
 from distgraph.errors import GraphError
 from distgraph.graph import Op
+from distgraph.init import Init
 from distgraph.mesh import ProcessMesh
 from distgraph.schedules import Schedule
 from distgraph.spec import DistAttr, Origin, ShardSpec
@@ -44,6 +51,7 @@ class Optimizer:
         weight_decay: see each optimiser.
         decays: (name, shape) -> whether weight decay applies to a parameter; by default to all.
         state_spec: layouts of states; see `shard_states`.
+        master: dtype of a copy of every narrower parameter that is updated in its place; None for none.
     """
 
     lr: float | Schedule = field(default=1e-3, kw_only=False)
@@ -51,8 +59,13 @@ class Optimizer:
     weight_decay: float = 0.0
     decays: Callable[[str, tuple[int, ...]], bool] = field(default=lambda name, shape: True)
     state_spec: StateSpec | None = None
+    master: str | None = None
 
     def __post_init__(self) -> None:
+        if self.master not in (None, "f32", "f64"):
+            raise GraphError(
+                f'master of {type(self).__name__} is {self.master!r} but must be "f32", "f64" or None'
+            )
         for name, number in (("lr", self.lr), ("clip_norm", self.clip_norm)):
             if not (callable(number) or number is None or _is_rate(number)):
                 raise GraphError(f"{name} of {type(self).__name__} is {number!r} but must be 0 or more")
@@ -95,7 +108,10 @@ class Optimizer:
             for p, g in pairs:
                 op = sources[p.value.name]
                 with trace.on_behalf_of(op.name, op.scope, op.source):
-                    self._apply(_Slot(trace, op, p, self.state_spec, stages.get(op.name)), g, lr, step)
+                    slot = _Slot(trace, op, p, self.state_spec, stages.get(op.name))
+                    if self.master is not None and itemsize(p.dtype) < itemsize(self.master):
+                        slot, g = slot.widened(self.master), g.astype(self.master)
+                    self._apply(slot, g, lr, step)
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         raise NotImplementedError
@@ -117,25 +133,40 @@ def _stages(trace: Trace) -> dict[str, ProcessMesh]:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One parameter with its states, while its update is written."""
+    """One parameter with its states, while its update is written.
+
+    Attributes:
+        p: what is updated: the parameter, or its master copy.
+        rounded: the parameter, where `p` is its master copy.
+    """
 
     trace: Trace
     op: Op
     p: Tensor
     state_spec: StateSpec | None
     stage: ProcessMesh | None
+    rounded: Tensor | None = None
 
     @property
     def name(self) -> str:
         return str(self.op.attrs["name"])
 
-    def state(self, kind: str, shape: Sequence[int] | None = None, dtype: str | None = None) -> Tensor:
+    def widened(self, dtype: str) -> _Slot:
+        """The slot of the parameter's master copy, which starts from the same numbers."""
+        init = ("like", self.name, *self.op.attrs.get("init", ("zeros",)))
+        return replace(self, p=self.state("master", dtype=dtype, init=init), rounded=self.p)
+
+    def state(
+        self,
+        kind: str,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+        init: Init = ("zeros",),
+    ) -> Tensor:
         """A state of this parameter, zero at first."""
         shape = self.p.shape if shape is None else tuple(shape)
-        state = self.trace.source(
-            "state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=("zeros",)
-        )
-        held = self.trace.attrs.get(self.p.value.name)
+        state = self.trace.source("state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=init)
+        held = self.trace.attrs.get(self.op.name)
         mesh = self.stage if held is None else held.mesh
         if mesh is not None and (held is None or shape != self.p.shape):
             origin = Origin("user", "the stage of its parameter")
@@ -149,6 +180,8 @@ class _Slot:
         """`old` becomes `new` at the end of the step."""
         new = new if new.dtype == old.dtype else new.astype(old.dtype)
         self.trace.updates.append((old.value.name, new.value))
+        if self.rounded is not None and old is self.p:
+            self.trace.updates.append((self.rounded.value.name, new.astype(self.rounded.dtype).value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ writes is alive until it has been waited for.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -390,13 +391,23 @@ class _Planner:
 
 
 def _window(intervals: list[tuple[int, int]]) -> int:
-    """Largest (newest - oldest + 1) micro-batch alive at any time."""
+    """Largest (newest - oldest + 1) micro-batch alive at any time: a sweep over starts and ends.
+
+    Args:
+        intervals: of every micro-batch, first and last place in the order at which it is alive.
+    """
+    starting = sorted(range(len(intervals)), key=lambda m: intervals[m])
+    oldest: list[tuple[int, int]] = []  # (micro-batch, end) of what has started, heap by micro-batch
+    newest: list[tuple[int, int]] = []  # the same by minus the micro-batch
     widest = 1
-    for newest, (start, _) in enumerate(intervals):
-        alive = [m for m, (begin, end) in enumerate(intervals) if begin <= start <= end]
-        widest = max(
-            widest, max(alive) - min(alive) + 1 if alive else 1, newest - min(alive, default=newest) + 1
-        )
+    for m in starting:
+        start, end = intervals[m]
+        heapq.heappush(oldest, (m, end))
+        heapq.heappush(newest, (-m, end))
+        for heap in (oldest, newest):
+            while heap[0][1] < start:
+                heapq.heappop(heap)
+        widest = max(widest, -newest[0][0] - oldest[0][0] + 1)
     return widest
 
 

@@ -183,3 +183,60 @@ def test_the_optimiser_feeds_rate_and_step_number() -> None:
     optimizer = optim.Adam(lr=schedules.linear(1.0, steps=4))
     assert optimizer.inputs(0) == {"lr": 1.0, "step": 1.0}
     assert optimizer.inputs(2) == {"lr": 0.5, "step": 3.0}
+
+
+class Narrow(nn.Module):
+    """An affine map in a dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.w = nn.Parameter((4, 3), dtype, ("normal", 0.5))
+
+    def forward(self, x: Any) -> Any:
+        return ops.matmul(x, self.w)
+
+
+def narrow(dtype: str, optimizer: optim.Optimizer, data: list[tuple[Any, Any]]) -> tuple[Any, Any, Any]:
+    """Start, end, and the data in the dtype's precision."""
+    wide = {"f16": np.float16, "f32": np.float32}[dtype]
+    cast = [(x.astype(wide), y.astype(wide)) for x, y in data]
+    step = step_of(Narrow(dtype), squared, optimizer, cast[0])
+    return step.start, step.train(cast)[1], step
+
+
+OPTIMIZERS = {
+    "adamw": lambda **k: optim.AdamW(1e-5, **k),
+    "momentum": lambda **k: optim.SGD(1e-5, momentum=0.9, **k),
+    "sgd": lambda **k: optim.SGD(1e-5, **k),
+    "adafactor": lambda **k: optim.Adafactor(1e-5, **k),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_master_copy_keeps_what_a_narrow_parameter_rounds_away(name: str, rng: np.random.Generator) -> None:
+    make, data = OPTIMIZERS[name], batches(rng) * 6
+    start, wide, _ = narrow("f32", make(), data)
+    _, found, _ = narrow("f16", make(master="f32"), data)
+    assert found["w.master"].dtype == np.float32
+    np.testing.assert_array_equal(found["w"], found["w.master"].astype(np.float16))
+    # Gradients carry the rounding of f16, some 2^-11 in every operand; the path they make is as exact.
+    moved = np.abs(wide["w"] - start["w"]).max()
+    np.testing.assert_allclose(found["w.master"], wide["w"], rtol=0, atol=0.02 * moved)
+    # Steps of 1e-5 are below half a unit of f16 at the parameters' size: without the copy most are lost.
+    _, lost, _ = narrow("f16", make(), data)
+    assert np.abs(lost["w"].astype(np.float32) - wide["w"]).max() > 0.2 * moved
+
+
+def test_a_master_copy_starts_from_the_numbers_of_its_parameter(rng: np.random.Generator) -> None:
+    start, _, _ = narrow("f16", optim.AdamW(master="f32"), batches(rng))
+    np.testing.assert_array_equal(start["w"], start["w.master"].astype(np.float16))
+    assert np.abs(start["w.master"]).max() > 0.1
+
+
+def test_parameters_as_wide_as_the_master_have_no_copy(rng: np.random.Generator) -> None:
+    start, _, _ = narrow("f32", optim.AdamW(master="f32"), batches(rng))
+    assert "w.master" not in start
+
+
+def test_a_master_of_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(GraphError, match='master of AdamW is \'f16\' but must be "f32", "f64" or None'):
+        optim.AdamW(master="f16")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
 from distgraph.graph import Graph
 from distgraph.init import Init, materialize
@@ -101,12 +102,7 @@ class Memory:
         device = self._device(rank)
         for name, block in self._blocks.get(rank, {}).items():
             record = self.records[name]
-            found = reader(
-                name,
-                record.shape,
-                record.dtype,
-                record.attr.spec.slices(record.shape, record.attr.mesh, rank),
-            )
+            found = self._stored(reader, name, record, rank)
             with device.working():
                 block[...] = self._initial(name, record, rank) if found is None else device.asarray(found)
 
@@ -115,11 +111,18 @@ class Memory:
 
     def _make(self, name: str, record: Record, rank: int) -> Any:
         if self.reader is not None:
-            where = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
-            found = self.reader(name, record.shape, record.dtype, where)
+            found = self._stored(self.reader, name, record, rank)
             if found is not None:
                 return self._device(rank).asarray(found)
         return self._initial(name, record, rank)
+
+    def _stored(self, reader: Reader, name: str, record: Record, rank: int) -> np.ndarray | None:
+        """What a checkpoint has; a master copy that it lacks is that of the parameter there."""
+        where = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+        found = reader(name, record.shape, record.dtype, where)
+        if found is None and record.init[0] == "like":
+            found = reader(record.init[1], record.shape, self.records[record.init[1]].dtype, where)
+        return None if found is None else found.astype(to_numpy(record.dtype), copy=False)
 
     def _initial(self, name: str, record: Record, rank: int) -> Any:
         bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)
