@@ -19,6 +19,7 @@ from importlib import import_module
 from itertools import zip_longest
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distgraph.errors import ResourceError
 from distgraph.resources.algorithms import KINDS, Flow, Group, Stages, algorithms
@@ -142,6 +143,24 @@ class CollectiveCost:
         return Estimate(
             kind, members, nbytes, best.alpha + best.beta * nbytes, best.algorithm, best.bottleneck
         )
+
+    def times(
+        self,
+        kind: str,
+        group: Iterable[int],
+        sizes: NDArray[np.float64],
+        concurrent: Iterable[Sequence[int]] = (),
+    ) -> NDArray[np.float64]:
+        """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
+        members = self.cluster.check_group(group)
+        others = tuple(self.cluster.check_group(other) for other in concurrent)
+        if len(members) == 1 or not sizes.size or self._table(kind, members) is not None:
+            return np.array(
+                [self.time(kind, members, float(size), others) for size in sizes.ravel()]
+            ).reshape(sizes.shape)
+        lines = self.lines(kind, members, others)
+        best: NDArray[np.float64] = np.min([line.alpha + line.beta * sizes for line in lines], axis=0)
+        return best
 
     def exchange(self, flows: Mapping[tuple[int, int], float]) -> float:
         """Seconds of messages between pairs of devices that all start together.

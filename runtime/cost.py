@@ -1,7 +1,7 @@
 """What one op of a rank program costs: FLOPs and bytes from its local shapes, seconds from the cluster.
 
 *In:* local ops, their storage, a cluster.
-*Out:* `Work` (what there is to do) and seconds.
+*Out:* `Work` (see `passes.work`) and seconds.
 *Invariant:* an
 op costs what the generated program does for it: a view costs nothing, what is computed into the sum over
 micro-batches reads that sum, a broadcast operand is read at its own size. Seconds are remembered by kind
@@ -12,39 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distgraph.dtypes import itemsize
 from distgraph.graph import Op, Value
-from distgraph.ops.registry import flops, freeze, lookup, rule_of
+from distgraph.ops.registry import freeze, lookup
 from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.passes.work import NOTHING, Work, work_of
 from distgraph.resources import ComputeCost
-from distgraph.resources.compute import Dims
 from distgraph.runtime.storage import Storage, nbytes
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an op does on one rank.
-
-    Attributes:
-        kind: matmul, memory, lookup, launch; "none" for what is only a name for memory.
-        flops: floating point operations.
-        nbytes: bytes read and written.
-        dtype: of the first operand.
-        dims: (batch, m, n, k) of a matmul, else ones.
-        op: kind of the op; "" for a copy.
-    """
-
-    kind: str
-    flops: float = 0.0
-    nbytes: float = 0.0
-    dtype: str = "f32"
-    dims: Dims = (1, 1, 1, 1)
-    op: str = ""
-
-
-NOTHING = Work("none")
+__all__ = ["NOTHING", "OpCost", "Work"]
 
 
 class OpCost:
@@ -146,7 +124,7 @@ class OpCost:
         if declared.cost in ("matmul", "lookup"):
             key = (key, freeze(local.attrs))
         if key not in self._known:
-            self._known[key] = (_work_of(local, types, read, adds), 0.0)
+            self._known[key] = (work_of(_localized(local, types), read, adds), 0.0)
         return self._known[key][0]
 
     def _read(self, name: str) -> int:
@@ -154,27 +132,6 @@ class OpCost:
         root = self.storage.slots[name].root
         own = nbytes(self.program, name)
         return own if root == name else min(own, nbytes(self.program, root))
-
-
-def _work_of(
-    local: LocalOp, types: Mapping[str, tuple[tuple[int, ...], str]], read: tuple[int, ...], adds: bool
-) -> Work:
-    op = _localized(local, types)
-    declared = lookup(op.kind)
-    written = sum(v.nbytes for v in op.results)
-    dtype = op.operands[0].dtype if op.operands else op.results[0].dtype
-    if declared.cost == "launch" or written == 0:
-        return Work("launch", dtype=dtype, op=op.kind)
-    if declared.cost == "lookup":
-        read = tuple(
-            min(size, written) if _is_located(op, i) else size for i, size in enumerate(read)
-        )  # rows that nobody asks for are not read
-    total = sum(read) + written * (2 if adds else 1)
-    if declared.cost != "matmul" or len(op.operands) == 1:
-        kind = "lookup" if declared.cost == "lookup" else "memory"
-        return Work(kind, 0.0, total, dtype, op=op.kind)
-    count = flops(op)
-    return Work("matmul", count, total, dtype, _dims(op, count), op.kind)
 
 
 def _localized(local: LocalOp, types: Mapping[str, tuple[tuple[int, ...], str]]) -> Op:
@@ -191,39 +148,3 @@ def _localized(local: LocalOp, types: Mapping[str, tuple[tuple[int, ...], str]])
         attrs=local.attrs,
         layout=None,
     )
-
-
-def _is_located(op: Op, operand: int) -> bool:
-    rule = rule_of(op)
-    return any(index in rule.located for dim in rule.operands[operand] for index in dim)
-
-
-def _dims(op: Op, count: int) -> Dims:
-    """(batch, m, n, k) of a contraction."""
-    if op.kind.startswith("conv"):
-        return _convolution(op, count)
-    if op.kind.startswith("attention"):
-        q, k = (
-            (op.operands[1], op.operands[2])
-            if op.kind == "attention_grad"
-            else (op.operands[0], op.operands[1])
-        )
-        return math.prod(q.shape[:2]), q.shape[2], k.shape[2], q.shape[3]
-    rule = rule_of(op)
-    left, right = ({i for dim in rule.operands[side] for i in dim} for side in (0, 1))
-    result = {i for dim in rule.results[0] for i in dim}
-
-    def size(indices: set[str]) -> int:
-        return math.prod(rule.sizes[i] for i in indices)
-
-    batch, m, n = size(left & right & result), size((left & result) - right), size((right & result) - left)
-    return batch, m, n, max(1, size(left | right)) // max(1, batch * m * n)
-
-
-def _convolution(op: Op, count: int) -> Dims:
-    """A convolution as the matmul of its patches."""
-    if op.kind == "conv_grad_weight":
-        m, n = op.result.shape[0], math.prod(op.result.shape[1:])
-    else:
-        m, n = op.result.shape[0] * math.prod(op.result.shape[2:]), op.result.shape[1]
-    return 1, m, n, max(1, round(count / (2 * max(1, m * n))))

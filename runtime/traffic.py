@@ -4,8 +4,7 @@
 *Out:* `Message`: seconds, bytes and the link that
 decides.
 *Invariant:* all groups of a collective run at the same time and their loads add up; the slowest
-group decides. Groups that share no machine do not meet, and machines of one kind behind a non-blocking
-network are the same, so that each pattern of groups is priced once however large the mesh is.
+group decides. Each pattern of groups (`resources.patterns`) is priced once however large the mesh is.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from distgraph.passes.halo import halo_tiles
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.tiles import crossing_tiles, exchange_tiles
 from distgraph.resources import Cluster, CollectiveCost
+from distgraph.resources.patterns import Groups, patterns
 from distgraph.runtime.storage import nbytes
 
-Groups = tuple[tuple[int, ...], ...]
 Flows = dict[tuple[int, int], int]
 
 
@@ -125,54 +124,5 @@ class TrafficCost:
         key = (mesh, axes)
         if key not in self._patterns:
             placed = [tuple(self.devices[rank] for rank in group) for group in mesh.groups(axes)]
-            together = self._meeting(placed)
-            if self.cluster.network.topology in ("none", "switch"):
-                together = [self._moved(groups) for groups in together]
-            ordered = [tuple(sorted(groups, key=lambda g: (-self._spread(g), g))) for groups in together]
-            self._patterns[key] = tuple(dict.fromkeys(ordered))
+            self._patterns[key] = patterns(self.cluster, placed)
         return self._patterns[key]
-
-    def _spread(self, group: tuple[int, ...]) -> int:
-        return len({self.cluster.devices[device].machine for device in group})
-
-    def _meeting(self, placed: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """Groups joined when they share a machine; all of them unless the network is one switch."""
-        if self.cluster.network.topology not in ("none", "switch"):
-            return [placed]
-        parent = list(range(len(placed)))
-
-        def root(i: int) -> int:
-            while parent[i] != i:
-                parent[i] = parent[parent[i]]
-                i = parent[i]
-            return i
-
-        owner: dict[int, int] = {}
-        for number, group in enumerate(placed):
-            for device in group:
-                first = owner.setdefault(self.cluster.devices[device].machine, number)
-                parent[root(number)] = root(first)
-        found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for number, group in enumerate(placed):
-            found[root(number)].append(group)
-        return list(found.values())
-
-    def _moved(self, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The same pattern on the first machines of each kind."""
-        template: dict[int, list[int]] = defaultdict(list)
-        for machine in self.cluster.machines:
-            template[machine.template].append(machine.index)
-        stands: dict[int, int] = {}
-        used: dict[int, int] = defaultdict(int)
-        moved = []
-        for group in groups:
-            new = []
-            for device in group:
-                found = self.cluster.devices[device]
-                kind = self.cluster.machines[found.machine].template
-                if found.machine not in stands:
-                    stands[found.machine] = template[kind][used[kind]]
-                    used[kind] += 1
-                new.append(self.cluster.machines[stands[found.machine]].devices[found.local])
-            moved.append(tuple(new))
-        return moved
