@@ -28,6 +28,7 @@ _HOMES = {
     "complete": "distgraph.passes.complete",
     "Cluster": "distgraph.resources",
     "load_cluster": "distgraph.resources",
+    "Plan": "distgraph.plan",
     "Engine": "distgraph.engine",
     "Strategy": "distgraph.strategy",
 }

@@ -1,0 +1,263 @@
+"""Plans as files: what is written is read again, stays small, and what is malformed is told by path."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import distgraph as dg
+from distgraph.errors import GraphError
+from distgraph.folding import fold, parse_spans, spans, unfold
+from distgraph.plan import (
+    Computed,
+    Decision,
+    Estimate,
+    Found,
+    Layer,
+    LayerOps,
+    Plan,
+    Program,
+    Stage,
+    Stored,
+)
+from distgraph.spec import ShardSpec
+
+AXES = st.lists(st.sampled_from(["dp", "tp", "ep"]), unique=True, min_size=1, max_size=2).map(tuple)
+SPECS = st.builds(
+    lambda dims, pending: ShardSpec(tuple(dims), pending),
+    st.sampled_from([[], [()], [("dp",), ()], [(), ("tp", "dp")]]),
+    st.sampled_from([(), (("ep", "sum"),), (("ep", "max"),)]),
+)
+COMPUTED = st.builds(
+    Computed,
+    st.sampled_from(["matmul", "add", "comm.slice"]),
+    st.lists(st.tuples(st.sampled_from("mnk"), AXES), max_size=2).map(tuple),
+    st.lists(st.tuples(st.sampled_from(["tp", "ep"]), st.integers(0, 2)), max_size=1).map(tuple),
+    st.lists(SPECS, min_size=1, max_size=3).map(tuple),
+    st.none() | st.integers(0, 20),
+    st.none() | st.integers(0, 20),
+)
+
+
+def plan_of(layers: int = 6, **changes: Any) -> Plan:
+    """Two stages, every layer with the same ops and two parameters."""
+    half = layers // 2
+    mesh = dg.ProcessMesh.grid(dp=2, tp=2)
+    ops = LayerOps(
+        ("1", "1.3"),
+        (
+            Computed("matmul", (("m", ("dp",)), ("n", ("tp",))), (), (ShardSpec.of(["dp", "tp"]),)),
+            Computed("add", (), (("tp", 0),), (ShardSpec.of([None], {"tp": "sum"}),), 1, 0),
+        ),
+    )
+    tensors = {"x": Stored("input", 0, ShardSpec.of(["dp", None]))}
+    for i in range(layers):
+        tensors[f"blocks.{i}.weight"] = Stored("param", int(i >= half), ShardSpec.of([None, "tp"]))
+        tensors[f"blocks.{i}.weight.m"] = Stored("state", int(i >= half), ShardSpec.of([("dp", "tp"), None]))
+    made = Plan(
+        program=Program(name="Net", fingerprint="0af3", parameters=100, inputs={"x": "f32[4, 8]"}),
+        cluster="pod",
+        batch=16,
+        micro_batches=4,
+        schedule="1f1b",
+        layers=tuple(Layer(first=str(10 * i), scope=f"blocks.{i}") for i in range(layers)),
+        stages=(
+            Stage(mesh=mesh, first=0, last=half, devices=(3, 2, 1, 0)),
+            Stage(mesh=dg.ProcessMesh.grid(4, dp=2, tp=2), first=half, last=layers, devices=(4, 5, 6, 7)),
+        ),
+        recompute=(0, 1, 4),
+        tensors=tensors,
+        ops=(ops,) * layers,
+        rest={"7": Computed("constant", results=(ShardSpec(()),))},
+        forecast=Estimate(seconds=0.25, memory=(1 << 30, 1 << 29)),
+        baselines={"dp=8": 0.5, "tp=8": "too large"},
+        search=Found(
+            mode="auto", status="feasible", bound=0.2, gap=0.25, seconds=3.0, settings={"seconds": 30.0}
+        ),
+        decisions={
+            f"blocks.{{0..{layers - 1}}}.weight": Decision(
+                chosen="[_, tp]",
+                terms={"compute": 0.1, "all_reduce": 0.02},
+                runner_up="[tp, _]",
+                runner_up_seconds=0.3,
+                note="a note",
+            ),
+            "micro_batches": Decision(chosen="4", runner_up="8", note="not forecast: out of time"),
+        },
+    )
+    return replace(made, **changes)
+
+
+def saved(tmp_path: Path, change: Any = None) -> Path:
+    """A plan file, changed by `change(document)`."""
+    path = tmp_path / "plan.json"
+    document = json.loads(plan_of().text())
+    if change is not None:
+        change(document)
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    plan = plan_of()
+    plan.save(tmp_path / "plan.json")
+    again = dg.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert list(again.tensors) == [
+        "x", *(f"blocks.{i}.weight" for i in range(6)), *(f"blocks.{i}.weight.m" for i in range(6))
+    ]  # fmt: skip
+    assert again.text() == plan.text() == (tmp_path / "plan.json").read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]  # nothing temporary is left
+
+
+@given(COMPUTED)
+def test_ops_read_as_they_print(op: Computed) -> None:
+    assert Computed.parse(str(op)) == op
+
+
+@given(st.lists(st.integers(0, 30)))
+def test_spans_are_read_as_written(numbers: list[int]) -> None:
+    assert parse_spans(spans(numbers)) == tuple(numbers)
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"(a|b\.[0-3]|b\.[0-9]{1,2}\.c\.[0-2]|[0-2]\.w|12)", fullmatch=True), st.integers(0, 2)
+    )
+)
+def test_folded_names_unfold(table: dict[str, int]) -> None:
+    folded = fold(table)
+    assert {name: item for pattern, item in folded.items() for name in unfold(pattern)} == table
+    assert sum(len(unfold(pattern)) for pattern in folded) == len(table)
+
+
+def test_more_layers_are_not_more_lines_of_ops() -> None:
+    """Only the list of layers grows with them."""
+    few, many = plan_of(6).text().splitlines(), plan_of(96).text().splitlines()
+    assert len(many) - len(few) == 90
+
+
+def test_one_changed_layout_is_one_changed_line() -> None:
+    plan = plan_of()
+    tensors = {**plan.tensors, "x": Stored("input", 0, ShardSpec.of([None, None]))}
+    before, after = plan.text().splitlines(), replace(plan, tensors=tensors).text().splitlines()
+    assert [(a, b) for a, b in zip(before, after, strict=True) if a != b] == [
+        ('   "x": "[dp, _] @0"', '   "x": "[_, _] @0"')
+    ]
+
+
+def test_explain_names_choice_terms_and_runner_up() -> None:
+    text = plan_of().explain("blocks.4.weight").splitlines()
+    assert text == [
+        "blocks.4.weight (param): [_, tp] on stage 1, mesh(dp=2, tp=2; 4..7)",
+        "  chosen: [_, tp] (compute 100 ms, all_reduce 20 ms)",
+        "  runner-up: [tp, _], a step of 300 ms in place of 250 ms (+20.00%)",
+        "  a note",
+    ]
+    assert "not forecast: out of time" in plan_of().explain("micro_batches")
+    assert "weighed none" in plan_of().explain("x")
+    with pytest.raises(GraphError, match=r"nothing named 'nowhere'; it has .*blocks.\{0..5\}.weight"):
+        plan_of().explain("nowhere")
+
+
+def test_compare_lists_what_differs_and_nothing_else() -> None:
+    plan = plan_of()
+    assert not plan.compare(plan_of())
+    assert str(plan.compare(plan_of())) == "no difference"
+    swapped = replace(plan.ops[0], ops=plan.ops[0].ops[::-1])
+    other = replace(
+        plan,
+        micro_batches=8,
+        stages=(replace(plan.stages[0], last=2), replace(plan.stages[1], first=2)),
+        tensors={**plan.tensors, "blocks.1.weight": Stored("param", 0, ShardSpec.of(["tp", None]))},
+        ops=(swapped, *plan.ops[1:]),
+        forecast=Estimate(seconds=0.2, memory=(1 << 30, 1 << 28)),
+    )
+    assert plan.compare(other).rows == (
+        ("micro_batches", "4", "8"),
+        ("stage 0", "layers 0-2 on (dp=2, tp=2) ranks 0-3", "layers 0-1 on (dp=2, tp=2) ranks 0-3"),
+        ("stage 1", "layers 3-5 on (dp=2, tp=2) ranks 4-7", "layers 2-5 on (dp=2, tp=2) ranks 4-7"),
+        ("blocks.1.weight", "[_, tp] @0", "[tp, _] @0"),
+        ("ops of layers 0, first of 2", str(plan.ops[0].ops[0]), str(plan.ops[0].ops[1])),
+        ("forecast", "250 ms", "200 ms"),
+        ("memory of stage 1", "512 MiB", "256 MiB"),
+    )
+
+
+def test_print_shows_stages_tensors_and_baselines() -> None:
+    text = str(plan_of())
+    assert "plan of Net on pod: 8 ranks, batch 16 in 4 micro-batches, 1f1b" in text
+    assert re.search(r"0  layers 0-2  mesh\(dp=2, tp=2\) +devices 3, 2, 1, 0  1 GiB", text)
+    assert re.search(r"blocks\.\{0\.\.2\}\.weight  \[_, tp\] @0", text)
+    assert re.search(r"dp=8 +500 ms", text)
+    assert "at most 25.00% above the bound" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format="x"), "expected a plan"),
+        (
+            lambda d: d.update(version=99),
+            r"plan has version 99 but this distgraph reads version 1; search again",
+        ),
+        (lambda d: d.pop("batch"), r"plan.json: expected a field 'batch', found format, version"),
+        (lambda d: d.update(batch=0), r"plan.json: batch: expected a whole number from 1 up, found 0"),
+        (lambda d: d.update(batch="many"), r'batch: expected a whole number from 1 up, found "many"'),
+        (lambda d: d.update(colour=1), "colour: expected one of format, version"),
+        (
+            lambda d: d["stages"][1].update(layers="4-5"),
+            r"stages\[1\].layers: expected consecutive layers from 3 on",
+        ),
+        (lambda d: d["stages"].pop(), r"stages: expected stages that compute all 6 layers"),
+        (
+            lambda d: d["stages"][0].update(mesh="dp=two"),
+            r'stages\[0\].mesh: expected a mesh such as "dp=2, tp=4"',
+        ),
+        (lambda d: d["stages"][0].update(ranks="0-2"), r"stages\[0\].ranks: expected 4 ranks"),
+        (lambda d: d["stages"][0].update(ranks="0, 0, 1, 2"), r"stages\[0\].ranks: expected distinct ranks"),
+        (lambda d: d["stages"][0].update(devices="1"), r"stages\[0\].devices: expected 4 devices"),
+        (lambda d: d.update(recompute="0-6"), r"recompute: expected numbers below 6"),
+        (lambda d: d["tensors"]["input"].update(x="dp"), r"tensors.input\['x'\]: expected a layout such as"),
+        (
+            lambda d: d["tensors"]["input"].update(x="[dp] @2"),
+            r"tensors.input\['x'\]: expected a stage below 2",
+        ),
+        (lambda d: d["ops"][0]["ops"].append("matmul"), r"ops\[0\].ops\[2\]: expected an op such as"),
+        (lambda d: d["ops"][0].update(layers="0-3"), r"ops: expected the ops of all 6 layers"),
+        (
+            lambda d: d.update(forecast={"seconds": "fast", "memory": []}),
+            r"forecast.seconds: expected a number",
+        ),
+        (lambda d: d["program"].update(inputs=[]), r"program.inputs: expected an object"),
+    ],
+)
+def test_malformed_files_are_told_by_path(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        Plan.load(saved(tmp_path, change))
+
+
+def test_files_that_are_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match=r"nowhere.json: cannot be read"):
+        Plan.load(tmp_path / "nowhere.json")
+    (tmp_path / "half.json").write_text(plan_of().text()[:200])
+    with pytest.raises(GraphError, match=r"half.json:\d+:\d+: not JSON"):
+        Plan.load(tmp_path / "half.json")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(GraphError, match=r"list.json: expected an object"):
+        Plan.load(tmp_path / "list.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(GraphError, match=r"binary.json: cannot be read"):
+        Plan.load(tmp_path / "binary.json")
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match="cannot be written"):
+        plan_of().save(tmp_path / "missing" / "plan.json")
