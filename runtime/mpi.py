@@ -45,6 +45,7 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
 from distgraph.runtime.job import LAST_WORDS_SECONDS, recorded_death
+from distgraph.runtime.rollcall import LISTEN_SECONDS, RollCall
 from distgraph.runtime.transport import (
     Array,
     Group,
@@ -124,6 +125,8 @@ class MpiTransport:
         self._limit = time_limit(limit)
         world = self._mpi.COMM_WORLD if comm is None else comm
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
+        self._calls = world.Dup()
+        self._roll = RollCall(self._mpi, self._calls)
         self._status = self._mpi.Status()  # of the probe that every start makes
         self._exchange = Exchange(self._collectives)
         self._rank, self._size = int(world.Get_rank()), int(world.Get_size())
@@ -240,6 +243,10 @@ class MpiTransport:
                 self._send_object(obj, rank)
         return obj
 
+    def enter(self, call: str) -> None:
+        """Note a call that all ranks must make, such as "engine.save()"; see `RollCall`."""
+        self._roll.enter(call)
+
     # -- progress, failure, end --------------------------------------------------------------------
 
     def progress(self) -> None:
@@ -281,14 +288,21 @@ class MpiTransport:
             if polls % 16 == 0:
                 self.progress()
                 now = time.monotonic()
+                if now - begun > LISTEN_SECONDS:
+                    self._roll.attend(now - begun)
                 if now - max(begun, self._last_progress) > self._limit:
-                    raise RuntimeFault(
-                        f"rank {self.rank}: {what} made no progress in {self._limit:g} s; look for a rank "
-                        "that does not take part, or raise DISTGRAPH_TIMEOUT"
-                    )
+                    raise RuntimeFault(self._no_progress(what))
                 if now - begun > self._patience:
                     time.sleep(1e-4)
             os.sched_yield()
+
+    def _no_progress(self, what: str) -> str:
+        missing = ", ".join(map(str, self._roll.missing))
+        absent = f"; not come to {self._roll.call}: rank {missing}" if missing else ""
+        return (
+            f"rank {self.rank}: {what} made no progress in {self._limit:g} s{absent}; look for a rank that "
+            "does not take part, or raise DISTGRAPH_TIMEOUT"
+        )
 
     def test_all(self, requests: list[Any], what: str) -> bool:
         """Whether all MPI requests are complete; a failure of MPI becomes a `RuntimeFault`."""
@@ -344,7 +358,7 @@ class MpiTransport:
             for request in operation.requests:
                 (request.request if isinstance(request, _WithStatus) else request).Cancel()
         self._pending.clear()
-        for comm in (self._messages, self._collectives, self._control):
+        for comm in (self._messages, self._collectives, self._control, self._calls):
             if comm != self._mpi.COMM_NULL:
                 comm.Free()
 

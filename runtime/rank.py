@@ -14,6 +14,7 @@ from types import TracebackType
 from distgraph.errors import DistGraphError, RuntimeFault
 from distgraph.runtime.job import job_directory, ranks_of_job, record_failure
 from distgraph.runtime.mpi import MpiTransport
+from distgraph.runtime.rollcall import END
 
 __all__ = ["current_transport", "fail", "ranks_of_job", "run_script"]
 
@@ -120,6 +121,7 @@ def _from_the_script(error: BaseException) -> TracebackType | None:
 def _leave() -> None:
     """At exit: wait for the others within reach of their failures, of which MPI_Finalize would not hear."""
     try:
+        _current[0].enter(END)
         _current[0].barrier()
     except RuntimeFault as error:
         fail(error)

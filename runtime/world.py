@@ -212,6 +212,17 @@ def is_chief() -> bool:
     return transport is None or transport.rank == 0
 
 
+def enter(call: str) -> None:
+    """Note a call that every process must make, such as "engine.save()"; see `distgraph.runtime.rollcall`.
+
+    One process drives all ranks, or every process makes the same calls: one that waits long and learns that
+    another is in a different call raises RuntimeFault.
+    """
+    transport = current_transport() if ranks_of_job() > 1 else None
+    if transport is not None:
+        transport.enter(call)
+
+
 def make_world(ranks: int, meshes: str) -> World:
     """The world of this process: MPI where a launcher started several, else threads.
 

@@ -307,12 +307,15 @@ def test_mistake_in_one_process(mistake: str) -> None:
         call()
 
 
-def test_what_is_no_mistake() -> None:
+def test_what_is_no_mistake(tmp_path: Path) -> None:
     """Predicting before fitting, no epochs, a large batch, a shared parameter: all of it has a meaning."""
     engine = dg.Engine(nn.Linear(6, 3), nn.CrossEntropy(), optim.Adam(1e-3))
     assert engine.predict(X).shape == (20, 3)
     assert engine.fit((X, Y), epochs=0, progress=False).losses == []
     assert len(engine.fit((X, Y), batch_size=64, progress=False).losses) == 1
+    if engine.is_chief:  # one process drives all ranks: what it calls, all of them do
+        engine.save(tmp_path)
+    assert Checkpoint.open(tmp_path).index["step"] == 1
     tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
     tied.steps[1].weight = tied.steps[0].weight  # type: ignore[attr-defined]
     assert len([name for name in train(tied).memory.records if name.endswith("weight")]) == 2
@@ -435,6 +438,18 @@ SCRIPTS: dict[str, tuple[str, str]] = {
     ),
     "labels out of range": ("train(y=y + 1)", "label 3 is outside the 3 classes 0..2; check the data"),
     "loss is nan": ("train(x * np.nan)", "loss is nan in step 1 (epoch 0, samples from 0)"),
+    "save on one rank, at the end": (
+        'engine = train()\nif engine.is_chief: engine.save("saved")',
+        "engine.save() on rank 0 but the end of the script on rank 1; calls of the engine are collective",
+    ),
+    "save on one rank, between steps": (
+        'engine = train()\nif rank == 1: engine.save("saved")\nengine.run((x[:10], y[:10]))',
+        "engine.run() on rank 0 but engine.save() on rank 1; calls of the engine are collective",
+    ),
+    "a step on one rank": (
+        "engine = train()\nif rank == 1: engine.run((x[:10], y[:10]))\nengine.predict(x)",
+        "engine.predict() on rank 0 but engine.run() on rank 1; calls of the engine are collective",
+    ),
 }
 
 

@@ -28,7 +28,7 @@ from distgraph.optim import Optimizer
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
 from distgraph.runtime.forecast import Forecast
-from distgraph.runtime.world import is_chief
+from distgraph.runtime.world import enter, is_chief
 from distgraph.strategy import Strategy
 
 
@@ -133,6 +133,7 @@ class Engine:
                 fit the ranks.
             RuntimeFault: an argument makes no sense, a rank failed, or the loss is not a number.
         """
+        enter("engine.fit()")
         check_training(epochs, batch_size, self.recipe.strategy.micro_batches, callbacks)
         source = as_source(train)
         watchers = [*callbacks, *([ProgressBar()] if progress else [])]
@@ -153,6 +154,7 @@ class Engine:
 
     def run(self, batch: Any) -> dict[str, float]:
         """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
+        enter("engine.run()")
         given, batch = batch, whole(batch)
         offer(self.recipe, self.memory, batch, self._scalars())
         propose(training_of(self.recipe, "train", batch, self.memory.layouts), self.cluster)
@@ -171,6 +173,7 @@ class Engine:
             data: as in `fit`.
             batch_size: samples at a time; 256, or all there are, by default.
         """
+        enter("engine.evaluate()")
         source = as_source(data)
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         means = Means()
@@ -190,6 +193,7 @@ class Engine:
         Returns:
             an array, or a dict of arrays where the model returns several.
         """
+        enter("engine.predict()")
         source = as_source(x)
         loader = DataLoader(source, batch_size or min(256, len(source)), shuffle=False)
         parts: dict[str, list[np.ndarray]] = {}
@@ -221,6 +225,7 @@ class Engine:
             RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
                 whole.
         """
+        enter("engine.save()")
         if not self.memory.records:
             raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
         placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
@@ -243,6 +248,7 @@ class Engine:
         Raises:
             RuntimeFault: there is no checkpoint, it is damaged, or of another model; or it lacks a state.
         """
+        enter("engine.load()")
         checkpoint = Checkpoint.open(path)
         expected = self._expected()
         if expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.inprocess import run_ranks
 from distgraph.runtime.launch import current_transport
 from distgraph.runtime.mpi import MpiTransport
+from distgraph.runtime.rollcall import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, RollCall
 from distgraph.runtime.transport import Transport
 
 pytestmark = pytest.mark.mpi
@@ -72,3 +74,44 @@ def test_a_wait_without_progress_ends(transport: MpiTransport) -> None:
     if other.rank != other.size - 1:
         with pytest.raises(RuntimeFault, match=r"made no progress in 0.2 s"):
             other.recv(np.zeros(4), other.size - 1, 5).wait()
+
+
+def parting(transport: MpiTransport, calls: list[str], early: int = 0) -> str:
+    """What the roll call of this rank says where every rank makes its own call, all of them in a long wait.
+
+    The first `early` ranks have asked before the others come to the call.
+    """
+    comm = transport._calls.Dup()
+    roll = RollCall(transport._mpi, comm)
+    roll.enter("engine.fit()")
+    if transport.rank < early:
+        roll.enter(calls[transport.rank])
+        roll.attend(ASK_SECONDS + 1)
+    transport.barrier()
+    if transport.rank >= early:
+        roll.attend(LISTEN_SECONDS)  # it has not come to what the others ask for
+        roll.enter(calls[transport.rank])
+    message, begun = "", time.monotonic()
+    try:
+        while time.monotonic() < begun + 3 * GRACE_SECONDS:
+            roll.attend(ASK_SECONDS + 1)
+    except RuntimeFault as error:
+        message = str(error)
+    while time.monotonic() < begun + 3 * GRACE_SECONDS:
+        roll._receive()  # those that ask later still get their answers
+    comm.Free()
+    return message
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_in_different_calls_are_told(transport: MpiTransport, early: int) -> None:
+    others = range(1, transport.size)
+    calls = ["engine.save()", *("engine.run()" for _ in others)]
+    wanted = f"engine.save() on rank 0 but engine.run() on rank{'s' * (len(others) > 1)} "
+    wanted += ", ".join(map(str, others))
+    assert wanted in parting(transport, calls, early)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_in_one_call_wait_for_each_other(transport: MpiTransport, early: int) -> None:
+    assert parting(transport, ["engine.save()"] * transport.size, early) == ""
