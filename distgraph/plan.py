@@ -29,22 +29,22 @@ from distgraph.plan_parts import (
     Layer,
     LayerOps,
     Program,
+    Rest,
     Stage,
     Stored,
     mesh_text,
-    read_computed,
 )
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
-    "Decision", "Found", "VERSION",
+    "Decision", "Found", "Rest", "VERSION",
 ]  # fmt: skip
 
 FORMAT = "distgraph plan"
 VERSION = 1
 _FIELDS = (
     "format", "version", "program", "cluster", "batch", "micro_batches", "schedule", "stages", "recompute",
-    "forecast", "baselines", "search", "decisions", "layers", "tensors", "ops", "rest", "rest_decomposed",
+    "forecast", "baselines", "search", "decisions", "layers", "tensors", "ops", "rest",
 )  # fmt: skip
 
 
@@ -63,8 +63,7 @@ class Plan:
         recompute: numbers of layers that are computed again in the backward part.
         tensors: name -> where an input, parameter or state lies.
         ops: per layer how its ops are computed.
-        rest: op name -> how it is computed, for ops that belong to no layer.
-        rest_decomposed: names of such ops that are replaced by simpler ones.
+        rest: the same for ops that belong to no layer.
         forecast: of a step; None where there is no cluster.
         baselines: name -> seconds of a step of a plan to compare with, or why it has none.
         search: how the plan was found.
@@ -96,8 +95,7 @@ class Plan:
     recompute: tuple[int, ...] = ()
     tensors: Mapping[str, Stored]
     ops: tuple[LayerOps, ...]
-    rest: Mapping[str, Computed] = field(default_factory=dict)
-    rest_decomposed: tuple[str, ...] = ()
+    rest: Rest = field(default_factory=Rest)
     forecast: Estimate | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     search: Found = field(default_factory=Found)
@@ -158,8 +156,7 @@ class Plan:
                 "layers": [str(layer) for layer in self.layers],
                 "tensors": tensors,
                 "ops": [ops.document(tuple(numbers)) for ops, numbers in groups.items()],
-                "rest": {name: str(op) for name, op in self.rest.items()},
-                "rest_decomposed": list(self.rest_decomposed),
+                "rest": self.rest.document(),
             }
         )
 
@@ -288,8 +285,7 @@ def _read(node: Node) -> Plan:
         recompute=recompute,
         tensors=_read_tensors(node["tensors"], stages),
         ops=_read_ops(node["ops"], len(layers)),
-        rest={name: read_computed(entry) for name, entry in node["rest"].items()},
-        rest_decomposed=tuple(entry.text() for entry in node["rest_decomposed"].list()),
+        rest=Rest.read(node["rest"]),
         forecast=None if node["forecast"].value is None else Estimate.read(node["forecast"]),
         baselines={name: _seconds_or_reason(entry) for name, entry in node["baselines"].items()},
         search=Found.read(node["search"]),

@@ -152,7 +152,7 @@ class Computed:
         axes: index of the op's rule -> axes that split it.
         partial: axis -> linear group whose operands are partial over it.
         results: a layout each.
-        stage: whose mesh computes it; None for that of its layer.
+        stage: whose mesh computes it, for ops of no layer; None for those of a layer, see `LayerOps.placed`.
         stored: stage on whose mesh the results lie; None for that which computes them.
     """
 
@@ -200,27 +200,62 @@ class LayerOps:
     Attributes:
         decomposed: fused ops that are replaced by simpler ones, by position in the serial layer; "12.3" is
             part 3 of what op 12 is replaced by.
+        placed: position in the serial layer -> stage, of ops whose stage is not that of the layer.
         ops: after that, without inputs, parameters and states.
     """
 
-    decomposed: tuple[str, ...]
-    ops: tuple[Computed, ...]
+    decomposed: tuple[str, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+    ops: tuple[Computed, ...] = ()
 
     def document(self, layers: tuple[int, ...]) -> dict[str, Any]:
         """The form in a file, for all layers that have it."""
         return {
             "layers": spans(layers),
             "decomposed": ", ".join(self.decomposed),
+            "placed": ", ".join(f"{op}@{stage}" for op, stage in self.placed),
             "ops": [str(op) for op in self.ops],
         }
 
     @classmethod
     def read(cls, node: Node) -> tuple[tuple[int, ...], LayerOps]:
         """From a file: the layers, and what they have."""
-        node.only("layers", "decomposed", "ops")
+        node.only("layers", "decomposed", "placed", "ops")
         layers = node["layers"].read(parse_spans, 'numbers such as "0-11"')
-        decomposed = tuple(filter(None, map(str.strip, node["decomposed"].text().split(","))))
-        return layers, cls(decomposed, tuple(read_computed(entry) for entry in node["ops"].list()))
+        placed = node["placed"].read(_parse_placed, 'positions and stages such as "57@1, 60@1"')
+        ops = tuple(read_computed(entry) for entry in node["ops"].list())
+        return layers, cls(_listed(node["decomposed"].text()), placed, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The ops that belong to no layer, by name.
+
+    Attributes:
+        decomposed: fused ops that are replaced by simpler ones.
+        placed: op -> stage, of ops that are not among `ops` since completion replaced them.
+        ops: after that, without inputs, parameters and states; each says its stage.
+    """
+
+    decomposed: tuple[str, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+    ops: tuple[tuple[str, Computed], ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """The form in a file."""
+        return {
+            "decomposed": ", ".join(self.decomposed),
+            "placed": ", ".join(f"{op}@{stage}" for op, stage in self.placed),
+            "ops": {name: str(op) for name, op in self.ops},
+        }
+
+    @classmethod
+    def read(cls, node: Node) -> Rest:
+        """From a file."""
+        node.only("decomposed", "placed", "ops")
+        placed = node["placed"].read(_parse_placed, 'ops and stages such as "57@1, 60@1"')
+        ops = tuple((name, read_computed(entry)) for name, entry in node["ops"].items())
+        return cls(_listed(node["decomposed"].text()), placed, ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +364,15 @@ class Found:
 def read_computed(node: Node) -> Computed:
     """A line of a layer."""
     return node.read(Computed.parse, 'an op such as "matmul {m:dp, n:tp} -> [dp, tp]"')
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _parse_placed(text: str) -> tuple[tuple[str, int], ...]:
+    pairs = (part.rpartition("@") for part in _listed(text))
+    return tuple((op, int(stage)) for op, _, stage in pairs)
 
 
 def optional(node: Node) -> float | None:

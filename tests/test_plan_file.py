@@ -24,6 +24,7 @@ from distgraph.plan import (
     LayerOps,
     Plan,
     Program,
+    Rest,
     Stage,
     Stored,
 )
@@ -52,6 +53,7 @@ def plan_of(layers: int = 6, **changes: Any) -> Plan:
     mesh = dg.ProcessMesh.grid(dp=2, tp=2)
     ops = LayerOps(
         ("1", "1.3"),
+        (("1.2", 0), ("4", 1)),
         (
             Computed("matmul", (("m", ("dp",)), ("n", ("tp",))), (), (ShardSpec.of(["dp", "tp"]),)),
             Computed("add", (), (("tp", 0),), (ShardSpec.of([None], {"tp": "sum"}),), 1, 0),
@@ -75,7 +77,7 @@ def plan_of(layers: int = 6, **changes: Any) -> Plan:
         recompute=(0, 1, 4),
         tensors=tensors,
         ops=(ops,) * layers,
-        rest={"7": Computed("constant", results=(ShardSpec(()),))},
+        rest=Rest(("9",), (("8", 0),), (("7", Computed("constant", results=(ShardSpec(()),), stage=1)),)),
         forecast=Estimate(seconds=0.25, memory=(1 << 30, 1 << 29)),
         baselines={"dp=8": 0.5, "tp=8": "too large"},
         search=Found(
