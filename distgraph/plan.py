@@ -19,6 +19,7 @@ from typing import Any
 
 from distgraph.documents import Node, dumps, write_atomically
 from distgraph.errors import GraphError
+from distgraph.export import Export, Surface, export
 from distgraph.folding import fold, parse_spans, spans, unfold
 from distgraph.plan_parts import (
     KINDS,
@@ -44,7 +45,7 @@ FORMAT = "distgraph plan"
 VERSION = 1
 _FIELDS = (
     "format", "version", "program", "cluster", "batch", "micro_batches", "schedule", "stages", "recompute",
-    "forecast", "baselines", "search", "decisions", "layers", "tensors", "ops", "rest",
+    "forecast", "baselines", "search", "decisions", "layers", "tensors", "ops", "rest", "surface",
 )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ class Plan:
         tensors: name -> where an input, parameter or state lies.
         ops: per layer how its ops are computed.
         rest: the same for ops that belong to no layer.
+        surface: shapes, and borders of modules, which `export` needs; None where nobody looked.
         forecast: of a step; None where there is no cluster.
         baselines: name -> seconds of a step of a plan to compare with, or why it has none.
         search: how the plan was found.
@@ -96,6 +98,7 @@ class Plan:
     tensors: Mapping[str, Stored]
     ops: tuple[LayerOps, ...]
     rest: Rest = field(default_factory=Rest)
+    surface: Surface | None = None
     forecast: Estimate | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     search: Found = field(default_factory=Found)
@@ -157,8 +160,21 @@ class Plan:
                 "tensors": tensors,
                 "ops": [ops.document(tuple(numbers)) for ops, numbers in groups.items()],
                 "rest": self.rest.document(),
+                "surface": None if self.surface is None else self.surface.document(),
             }
         )
+
+    def export(self, framework: str) -> Export:
+        """The plan in the terms of another framework: docs/export.md.
+
+        Args:
+            framework: "jax", "torch" or "megatron".
+
+        Raises:
+            GraphError: the framework is unknown, or the plan has no surface.
+            ShardingError: the framework has no way to do what the plan says; the message lists why.
+        """
+        return export(self, framework)
 
     # Questions
 
@@ -286,6 +302,7 @@ def _read(node: Node) -> Plan:
         tensors=_read_tensors(node["tensors"], stages),
         ops=_read_ops(node["ops"], len(layers)),
         rest=Rest.read(node["rest"]),
+        surface=None if node["surface"].value is None else Surface.read(node["surface"]),
         forecast=None if node["forecast"].value is None else Estimate.read(node["forecast"]),
         baselines={name: _seconds_or_reason(entry) for name, entry in node["baselines"].items()},
         search=Found.read(node["search"]),

@@ -1,0 +1,297 @@
+"""What another framework needs to know of a program: what is stored, and what passes between its modules.
+
+Frameworks name a tensor by its parameter's path and an activation by the module that makes it; a graph names
+values. `surface_of` reads the first from the second: the ops that carry a module's path as their scope are
+that module, what they read from outside enters it, and what others read of theirs leaves it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distgraph.documents import Node
+from distgraph.errors import GraphError
+from distgraph.folding import fold, unfold
+from distgraph.graph import Graph, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import operand_layout
+from distgraph.spec import ShardSpec
+
+_WORDS = ("inherited", "joined", "loose")
+_HELD = ("param", "state", "constant")
+_READ = re.compile(r"^(\w+)(\[[^\]]*\]) as (\[.*\](?: partial\(.*\))?) by (\w*) ?(\d*)$")
+_FLOW = re.compile(r"^(\[[^\]]*\]) (\[.*?\](?: partial\([^)]*\))?) as (\[.*?\](?: partial\([^)]*\))?)( .*)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """How an input or a parameter is read first.
+
+    Attributes:
+        dtype, shape: of the whole tensor; of an input, of one micro-batch.
+        used: layout in which its first reader computes with it; it may be stored otherwise.
+        reader: kind of that op; empty where nothing reads it.
+        operand: number of the tensor among the op's operands.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    used: ShardSpec
+    reader: str = ""
+    operand: int = 0
+
+    def __str__(self) -> str:
+        by = f"{self.reader} {self.operand}" if self.reader else ""
+        return f"{self.dtype}{list(self.shape)} as {self.used} by {by}"
+
+    @classmethod
+    def parse(cls, text: str) -> Read:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        match = _READ.match(text)
+        if match is None:
+            raise ValueError(text)
+        dtype, shape, used, reader, operand = match.groups()
+        return cls(dtype, _shape(shape), ShardSpec.parse(used), reader, int(operand or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """An activation that crosses the border of a module.
+
+    Attributes:
+        shape: of one micro-batch.
+        spec: how it is stored.
+        used: how the first reader behind the border computes with it.
+        inherited: of one that enters: it enters the enclosing module too, unchanged.
+        joined: on its way between two modules it passes code of no module, which reads a parameter itself.
+        loose: of one that leaves: its first reader is no module but the code around.
+    """
+
+    shape: tuple[int, ...]
+    spec: ShardSpec
+    used: ShardSpec
+    inherited: bool = False
+    joined: bool = False
+    loose: bool = False
+
+    def __str__(self) -> str:
+        words = " inherited" * self.inherited + " joined" * self.joined + " loose" * self.loose
+        return f"{list(self.shape)} {self.spec} as {self.used}{words}"
+
+    @classmethod
+    def parse(cls, text: str) -> Flow:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        match = _FLOW.match(text)
+        if match is None:
+            raise ValueError(text)
+        shape, spec, used, words = match.groups()
+        known = (words or "").split()
+        specs = ShardSpec.parse(spec), ShardSpec.parse(used)
+        return cls(_shape(shape), *specs, *(word in known for word in _WORDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module.
+
+    Attributes:
+        stage: number of the stage that computes its first op.
+        enters, leaves: activations, in the order of their first readers.
+        again: whether it, and not only some module inside, is computed again in the backward part.
+    """
+
+    stage: int
+    enters: tuple[Flow, ...]
+    leaves: tuple[Flow, ...]
+    again: bool = False
+
+    def __str__(self) -> str:
+        enters, leaves = ("; ".join(map(str, flows)) for flows in (self.enters, self.leaves))
+        return f"@{self.stage}{' again' * self.again} in: {enters} out: {leaves}"
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        match = re.match(r"^@(\d+)( again)? in: (.*?) ?out: (.*)$", text)
+        if match is None:
+            raise ValueError(text)
+        enters, leaves = (
+            tuple(Flow.parse(flow.strip()) for flow in match[group].split(";") if flow.strip())
+            for group in (3, 4)
+        )
+        return cls(int(match[1]), enters, leaves, bool(match[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What of a program has a name outside of it.
+
+    Attributes:
+        tensors: name of an input or parameter -> how it is read first, in program order; states lie in the
+            shape of their parameter.
+        modules: path -> its borders, in program order; a module stands before those inside it.
+    """
+
+    tensors: Mapping[str, Read] = field(default_factory=dict)
+    modules: Mapping[str, Part] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The form in a plan file, equal layers in one entry."""
+        return {
+            "tensors": fold({name: str(read) for name, read in self.tensors.items()}),
+            "modules": fold({path: str(part) for path, part in self.modules.items()}),
+        }
+
+    @classmethod
+    def read(cls, node: Node) -> Surface:
+        """From a plan file. Raises what the node raises, with file and path."""
+        node.only("tensors", "modules")
+        tensors: dict[str, Read] = {}
+        for pattern, entry in node["tensors"].items():
+            read = entry.read(Read.parse, 'a tensor such as "f32[8, 4] as [_, tp] by matmul 1"')
+            tensors |= dict.fromkeys(unfold(pattern), read)
+        modules: dict[str, Part] = {}
+        for pattern, entry in node["modules"].items():
+            part = entry.read(Part.parse, 'a module such as "@0 in: [2, 4] [dp, _] as [dp, _] out: ..."')
+            modules |= dict.fromkeys(unfold(pattern), part)
+        return cls(tensors, modules)
+
+
+def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
+    """The surface of a completed training graph.
+
+    Args:
+        graph: every value has a layout.
+        meshes: those of the stages.
+
+    Raises:
+        GraphError: a value has no layout.
+    """
+    missing = next((name for name in graph.values if name not in graph.attrs), None)
+    if missing is not None:
+        raise GraphError(
+            f"%{missing} of @{graph.name} has no layout but only a completed graph has a surface; complete "
+            "it first"
+        )
+    tensors = {
+        str(op.attrs["name"]): _read(graph, op) for op in graph.sources("input", "param") if op.result.shape
+    }
+    return Surface(tensors, dict(_Borders(graph, meshes).parts()))
+
+
+def _read(graph: Graph, op: Op) -> Read:
+    value = op.result
+    user = next((user for user in graph.users[op.name] if user.kind != "reshard"), None)
+    if user is None:
+        return Read(value.dtype, value.shape, graph.attrs[op.name].spec)
+    operand = next(i for i, v in enumerate(user.operands) if v.name == value.name)
+    used = _used(user, operand, graph.attrs[op.name].spec)
+    return Read(value.dtype, value.shape, used, user.kind, operand)
+
+
+def _used(op: Op, operand: int, stored: ShardSpec) -> ShardSpec:
+    return stored if op.layout is None else operand_layout(op, operand)
+
+
+class _Borders:
+    """The search for what crosses the borders of modules: value -> flow, for every module."""
+
+    def __init__(self, graph: Graph, meshes: Sequence[ProcessMesh]) -> None:
+        self.graph = graph
+        self.forward = [op for op in graph.ops if op.role == "forward" and op.operands and op.layout]
+        self.scopes = {op.scope for op in self.forward}
+        self.stage = {mesh: number for number, mesh in reversed([*enumerate(meshes)])}
+        self.enters: dict[str, dict[str, Flow]] = {}
+        self.leaves: dict[str, dict[str, Flow]] = {}
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """(path, module) in program order."""
+        stages: dict[str, int] = {}
+        for op in self.forward:
+            assert op.layout is not None
+            for path in self._modules(op.scope):
+                stages.setdefault(path, self.stage[op.layout.mesh])
+            for operand in range(len(op.operands)):
+                self._cross(op, operand)
+        again = self._again()
+        for path, stage in stages.items():
+            enters, leaves = self.enters.get(path, {}), self.leaves.get(path, {})
+            yield path, Part(stage, (*enters.values(),), (*leaves.values(),), path in again)
+
+    def _again(self) -> frozenset[str]:
+        """Outermost modules of which some op is computed again, and nothing that stays inside is kept."""
+        copied, kept = set[str](), set[str]()
+        makers = {value.name: op for op in self.forward for value in op.results}
+        stands_for: dict[str, str] = {}
+        for op in self.graph.ops:
+            if op.role != "backward":
+                continue
+            original = makers.get(op.link)
+            if original is not None and _is_copy(op, original, stands_for):
+                stands_for |= {a.name: b.name for a, b in zip(op.results, original.results, strict=True)}
+                copied |= set(self._modules(original.scope))
+            for name in (v.name for v in op.operands if v.name in makers):
+                inside = self._modules(makers[name].scope)
+                kept |= {path for path in inside if name not in self.leaves.get(path, {})}
+        again = copied - kept
+        return frozenset(path for path in again if not again & set(prefixes(path)[:-1]))
+
+    def _modules(self, scope: str) -> list[str]:
+        return [path for path in prefixes(scope) if path in self.scopes]
+
+    def _cross(self, op: Op, operand: int) -> None:
+        """Note one read where it crosses borders, the value followed back through explicit reshards."""
+        name = self._unmoved(op.operands[operand].name)
+        maker = self.graph.producers[name]
+        if maker.kind in _HELD or op.kind == "reshard":
+            return
+        stored = self.graph.attrs[name].spec
+        value = self.graph.values[name]
+        flow = Flow(value.shape, stored, _used(op, operand, stored))
+        inside, outside = self._modules(op.scope), self._modules(maker.scope)
+        for path in inside:
+            if path not in outside:
+                joined = not maker.scope and self._reads_parameter(maker)
+                inherited = any(name in self.enters.get(around, {}) for around in prefixes(path)[:-1])
+                entered = replace(flow, joined=joined, inherited=inherited)
+                self.enters.setdefault(path, {}).setdefault(name, entered)
+        for path in outside:
+            if path not in inside:
+                joined = not op.scope and self._reads_parameter(op)
+                loose = all(around in outside for around in inside)
+                left = replace(flow, joined=joined, loose=loose)
+                self.leaves.setdefault(path, {}).setdefault(name, left)
+
+    def _unmoved(self, name: str) -> str:
+        maker = self.graph.producers[name]
+        while maker.kind == "reshard":
+            name = maker.operands[0].name
+            maker = self.graph.producers[name]
+        return name
+
+    def _reads_parameter(self, op: Op) -> bool:
+        return any(self.graph.producers[self._unmoved(v.name)].kind == "param" for v in op.operands)
+
+
+def _is_copy(op: Op, original: Op, stands_for: Mapping[str, str]) -> bool:
+    """Whether an op of the backward part is a forward op again, on its operands or copies of them."""
+    names = [stands_for.get(value.name, value.name) for value in op.operands]
+    return op.kind == original.kind and names == [value.name for value in original.operands]
+
+
+def prefixes(path: str) -> list[str]:
+    """Modules around a module, itself last.
+
+    Example:
+        >>> prefixes("blocks.0.attn")
+        ['blocks', 'blocks.0', 'blocks.0.attn']
+    """
+    names = path.split(".") if path else []
+    return [".".join(names[: i + 1]) for i in range(len(names))]
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.strip("[]").split(",") if n.strip())
