@@ -1,0 +1,212 @@
+"""The shortest row of stages under a limit on the slowest: one table, filled from the last layer back.
+
+With F(s, k, d) the least sum of seconds when layers k.. make s stages on d devices and no stage is above the
+limit (Zheng et al., Alpa, OSDI 2022, section 5.2),
+
+    F(0, K, 0) = 0
+    F(s, k, d) = min over i > k and sub-meshes n of
+                     t(k..i - 1 on n, s) + x(i, n, first sub-mesh behind) + F(s - 1, i, d - size(n)),
+
+where t takes the best config that fits into memory at position s from the end and keeps the limit, and x is
+the border between the stages. d counts the devices of every pool. Where x depends on both sub-meshes, the
+first sub-mesh of the rest is part of the state.
+
+Memory is the only reason to count s. So a table without s comes first, with t as on the last stage; it bounds
+the other from below, and where its stages fit where they lie it is the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Times = Callable[[int], Floats]
+"""Position from the end (1 is the last stage) -> seconds [first, stop - 1, sub-mesh], inf above the limit."""
+
+Index = tuple[int | slice, ...]
+Row = tuple[tuple[int, int, int], ...]
+"""Stages from the first to the last: (first layer, stop, sub-mesh)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices in units in which all sub-meshes are whole.
+
+    Attributes:
+        shape: units of each pool, plus one.
+        sizes: units of each pool that each sub-mesh takes.
+        whole: whether all devices must be used.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    whole: bool
+
+    @staticmethod
+    def of(pools: tuple[int, ...], sizes: tuple[tuple[int, ...], ...], whole: bool) -> Devices | None:
+        """From devices of each pool and sub-mesh; None where units cannot use all that must be."""
+        units = [math.gcd(*column) or 1 for column in zip(*sizes, strict=True)]
+        if whole and any(n % unit for n, unit in zip(pools, units, strict=True)):
+            return None
+        shape = tuple(n // unit + 1 for n, unit in zip(pools, units, strict=True))
+        scaled = tuple(tuple(n // unit for n, unit in zip(row, units, strict=True)) for row in sizes)
+        return Devices(shape, scaled, whole)
+
+    def taken(self, submesh: int) -> tuple[slice, ...]:
+        """States that are left when a sub-mesh is taken of `room`."""
+        return tuple(slice(n, None) for n in self.sizes[submesh])
+
+    def room(self, submesh: int) -> tuple[slice, ...]:
+        """States to which a sub-mesh can be added."""
+        return tuple(slice(0, max(0, m - n)) for m, n in zip(self.shape, self.sizes[submesh], strict=True))
+
+
+class StageTable:
+    """Rows of stages under a limit.
+
+    Args:
+        layers: K.
+        devices: see there.
+        borders: x, [layers - 1, sub-mesh before, sub-mesh behind]; inf above the limit; None for no borders.
+    """
+
+    def __init__(self, layers: int, devices: Devices, borders: Floats | None) -> None:
+        self.layers, self.devices = layers, devices
+        self.count = len(devices.sizes)
+        self.borders = None if borders is None or not borders.size else borders
+        pairs = self.borders is not None and bool((self.borders != self.borders[:, :, :1]).any())
+        self.firsts = self.count if pairs else 1  # what the state knows of the first sub-mesh of the rest
+        self.before = 1 if self.borders is None else self.count
+
+    def shortest(self, times: Times, most: int, budget: float, exact: bool) -> tuple[float, Row] | None:
+        """The row of stages with the least sum of seconds.
+
+        Args:
+            times: see `Times`.
+            most: stages at most.
+            budget: rows with a larger sum are not looked for.
+            exact: count the stages; otherwise every stage costs what `times(1)` says and any number will do.
+
+        Returns:
+            sum and row, or None.
+        """
+        if exact:
+            return self._counted(times, most, budget)
+        reach = self._empty()
+        self._start(reach)
+        best = np.full((self.layers, *self.devices.shape), np.inf)
+        table = times(1)
+        for first in range(self.layers - 1, -1, -1):
+            found = self._extend(table, reach, first, budget)
+            best[first] = found.min(axis=-1)
+            self._join(reach, first, found)
+        end = self._end(best[0])
+        return None if end is None else (end[0], self._back(lambda _: table, lambda _: reach, end[1], 0))
+
+    def _counted(self, times: Times, most: int, budget: float) -> tuple[float, Row] | None:
+        reach = self._empty()
+        self._start(reach)
+        levels, best = [reach], None
+        for position in range(1, most + 1):
+            table, before, reach = times(position), levels[-1], self._empty()
+            first_found = None
+            for first in range(self.layers - position, -1, -1):
+                found = self._extend(table, before, first, budget)
+                if first:
+                    self._join(reach, first, found)
+                else:
+                    first_found = found.min(axis=-1)
+            end = None if first_found is None else self._end(first_found)
+            if end is not None and (best is None or end[0] < best[0]):
+                best = end[0], end[1], position
+            if not np.isfinite(reach).any():
+                break
+            levels.append(reach)
+        if best is None:
+            return None
+        return best[0], self._back(times, lambda position: levels[position - 1], best[1], best[2])
+
+    def _empty(self) -> Floats:
+        """[sub-mesh before, layer, units]: least sum from a border on, the border included."""
+        return np.full((self.before, self.layers + 1, *self.devices.shape), np.inf)
+
+    def _start(self, reach: Floats) -> None:
+        end: Index = (slice(None), self.layers, *(0,) * len(self.devices.shape))
+        reach[end] = 0.0
+
+    def _extend(self, table: Floats, reach: Floats, first: int, budget: float) -> Floats:
+        """Least sums of the rows that start at a layer, [units, first sub-mesh]."""
+        found = np.full((*self.devices.shape, self.firsts), np.inf)
+        for submesh in range(self.count):
+            seconds = table[first, first:, submesh]
+            stops = np.flatnonzero(np.isfinite(seconds))
+            room = self.devices.room(submesh)
+            if not len(stops) or any(part.stop == 0 for part in room):
+                continue
+            low, high = int(stops[0]), int(stops[-1]) + 1
+            own = submesh if self.before > 1 else 0
+            rest: Index = (own, slice(first + low + 1, first + high + 1), *room)
+            sums = reach[rest] + seconds[low:high].reshape(-1, *[1] * len(room))
+            least = sums.min(axis=0)
+            least[least > budget] = np.inf
+            at: Index = (*self.devices.taken(submesh), submesh if self.firsts > 1 else 0)
+            found[at] = np.minimum(found[at], least)
+        return found
+
+    def _join(self, reach: Floats, first: int, found: Floats) -> None:
+        """Add the border before a layer to the rows that start at it."""
+        if self.borders is None:
+            reach[0, first] = found.min(axis=-1)
+            return
+        if first:
+            for before in range(self.count):
+                reach[before, first] = (found + self.borders[first - 1, before, : self.firsts]).min(axis=-1)
+
+    def _end(self, sums: Floats) -> tuple[float, tuple[int, ...]] | None:
+        """The best state in which all layers are covered."""
+        if self.devices.whole:
+            at = tuple(n - 1 for n in self.devices.shape)
+        else:
+            at = tuple(int(i) for i in np.unravel_index(int(sums.argmin()), sums.shape))
+        return (float(sums[at]), at) if np.isfinite(sums[at]) else None
+
+    def _back(
+        self, times: Times, reach: Callable[[int], Floats], units: tuple[int, ...], position: int
+    ) -> Row:
+        """The stages of the best row, found again from the table."""
+        row: list[tuple[int, int, int]] = []
+        first = 0
+        while first < self.layers:
+            stop, submesh = self._best_stage(times(position), reach(position), row, first, units)
+            row.append((first, stop, submesh))
+            units = tuple(a - b for a, b in zip(units, self.devices.sizes[submesh], strict=True))
+            first, position = stop, position - 1
+        return tuple(row)
+
+    def _best_stage(
+        self,
+        table: Floats,
+        reach: Floats,
+        row: list[tuple[int, int, int]],
+        first: int,
+        units: tuple[int, ...],
+    ) -> tuple[int, int]:
+        """Stop and sub-mesh of the stage that starts at a layer with so many units left."""
+        best, found = np.inf, (0, 0)
+        for submesh, sizes in enumerate(self.devices.sizes):
+            left = tuple(a - b for a, b in zip(units, sizes, strict=True))
+            if min(left) < 0:
+                continue
+            rest: Index = (submesh if self.before > 1 else 0, slice(first + 1, None), *left)
+            sums = table[first, first:, submesh] + reach[rest]
+            if row and self.borders is not None:
+                sums = sums + self.borders[first - 1, row[-1][2], submesh]
+            at = int(sums.argmin())
+            if sums[at] < best:
+                best, found = float(sums[at]), (first + 1 + at, submesh)
+        return found

@@ -1,0 +1,389 @@
+"""Stages of a pipeline: which layers, on which devices, in which way, so that a training step is shortest.
+
+*In:* costs of every run of layers on every sub-mesh under every config, devices in pools of equal machines,
+the number of micro-batches, a schedule, what passes between stages. *Out:* stages with their devices, the
+seconds, a bound, and the best row without its slowest stage.
+*Invariant:* the stages cover the layers in order, their devices are distinct, every stage fits into memory
+with the micro-batches that the schedule keeps in flight on it.
+
+With t_i the seconds of stage i for one micro-batch, x_i those of the border behind it, s_i what it does
+once a step, m micro-batches, and `fill` (1 for GPipe and 1F1B),
+
+    minimise  fill (sum_i t_i + sum_i x_i) + max(max_i (m - fill) t_i + s_i, max_i (m - fill) x_i).
+
+Without borders and s this is equation 2 of Alpa (Zheng et al., OSDI 2022). As there, the maximum is
+enumerated: for a limit U on it, a dynamic programme (`stage_dp`) gives the least sum f(U). f falls with U,
+so for all limits in [a, b] the objective is at least fill f(b) + a. Limits are the values that the maximum
+can take; they are halved, the interval with the least bound first, and intervals whose bound is not below
+the incumbent are dropped. That prunes more than stopping at m U >= incumbent, the paper's early pruning.
+
+Stages may lie in different pools, and their order in the pipeline is free: mixed clusters need nothing else.
+Sizes that do not divide one another need not fit into machines side by side even where their sum does. If
+the best row cannot be placed, the best of the rows whose sizes divide one another is returned, and the bound
+keeps the value of the first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.errors import InfeasibleError
+from distgraph.passes.search.costs import IntervalCosts, Restricted, StageCosts
+from distgraph.passes.search.placing import Pool, SubMesh, chains, place
+from distgraph.passes.search.schedules import SchedulePolicy, makespan
+from distgraph.passes.search.stage_dp import Devices, Row, StageTable, Times
+
+__all__ = ["Stage", "StageProblem", "Stages", "find_stages"]
+
+Floats = NDArray[np.float64]
+
+_EQUAL = 1e-12  # relative difference below which two times are one
+
+
+@dataclass(frozen=True, slots=True)
+class StageProblem:
+    """Which stages are possible, and what they cost.
+
+    Attributes:
+        costs: of every run of layers.
+        pools: the devices.
+        submeshes: what a stage may take of them, in the order of `costs`.
+        micro_batches: m.
+        schedule: what is in flight, and how a step adds up.
+        transfer: seconds of one micro-batch, both ways, between a stage that ends with a layer and the next
+            one, [layers - 1, sub-mesh before, sub-mesh behind]; None for none.
+        whole: whether every device must be used.
+        most: stages at most; None for any number.
+    """
+
+    costs: IntervalCosts
+    pools: tuple[Pool, ...]
+    submeshes: tuple[SubMesh, ...]
+    micro_batches: int
+    schedule: SchedulePolicy
+    transfer: Floats | None = None
+    whole: bool = True
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        layers, submeshes, _ = self.costs.shape
+        if submeshes != len(self.submeshes):
+            raise InfeasibleError(
+                f"costs of stages are for {submeshes} sub-meshes but {len(self.submeshes)} are given"
+            )
+        if any(len(s.sizes) != len(self.pools) for s in self.submeshes):
+            raise InfeasibleError(f"sub-meshes must say what they take of each of {len(self.pools)} pools")
+        shape = (layers - 1, submeshes, submeshes)
+        if self.transfer is not None and self.transfer.shape != shape:
+            raise InfeasibleError(f"transfers have shape {self.transfer.shape} but must have {shape}")
+        if self.micro_batches < 1:
+            raise InfeasibleError(f"{self.micro_batches} micro-batches make no step; take one or more")
+
+    @property
+    def stages(self) -> int:
+        """Stages at most."""
+        return min(self.costs.shape[0], self.most or self.costs.shape[0], sum(p.size for p in self.pools))
+
+    def live(self, position: int) -> int:
+        """Micro-batches in flight on a stage; position 1 is the last stage."""
+        return self.schedule.live(0, position, self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        first, stop: its layers.
+        submesh, config: numbers of the problem.
+        devices: device numbers.
+        seconds: of one micro-batch, forward and backward.
+        step: seconds once a step.
+        live: micro-batches in flight.
+        recomputed: layers that are computed again in the backward part.
+    """
+
+    first: int
+    stop: int
+    submesh: int
+    config: int
+    devices: tuple[int, ...]
+    seconds: float
+    step: float
+    live: int
+    recomputed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A row of stages.
+
+    Attributes:
+        stages: from the first to the last.
+        seconds: the objective.
+        bound: no row of the problem takes less; equal to `seconds` unless the best row could not be placed.
+        limits: how many limits were solved.
+        runner_up: the best row without the slowest stage of this one; None where there is none, or it was not
+            asked for.
+    """
+
+    stages: tuple[Stage, ...]
+    seconds: float
+    bound: float
+    limits: int
+    runner_up: Stages | None = None
+
+
+def find_stages(problem: StageProblem, *, runner_up: bool = True) -> Stages:
+    """The best stages.
+
+    Raises:
+        InfeasibleError: no row of stages fits.
+    """
+    best = _placed(problem)
+    if best is None:
+        raise InfeasibleError(_nothing_fits(problem))
+    return replace(best, runner_up=_runner_up(problem, best)) if runner_up else best
+
+
+def _runner_up(problem: StageProblem, best: Stages) -> Stages | None:
+    rounds = problem.micro_batches - problem.schedule.fill
+    slowest = max(best.stages, key=lambda s: rounds * s.seconds + s.step)
+    forbidden = np.zeros((problem.costs.shape[0],) * 2 + (problem.costs.shape[1],), dtype=bool)
+    forbidden[slowest.first, slowest.stop - 1, slowest.submesh] = True
+    return _placed(replace(problem, costs=Restricted(problem.costs, forbidden)))
+
+
+def _placed(problem: StageProblem) -> Stages | None:
+    """The best row that can be placed, among those whose sizes divide one another if the best cannot."""
+    found = _Search(problem).run()
+    if found is None or found[0] is not None:
+        return None if found is None else found[0]
+    _, bound = found
+    rows = []
+    for allowed in _chained(problem):
+        row = _Search(replace(problem, costs=Restricted(problem.costs, ~allowed))).run()
+        if row is not None and row[0] is not None:
+            rows.append(row[0])
+    if not rows:
+        return None
+    return replace(min(rows, key=lambda row: row.seconds), bound=bound)
+
+
+def _chained(problem: StageProblem) -> Iterator[NDArray[np.bool_]]:
+    """Which sub-meshes to allow so that sizes divide one another in every pool."""
+    by_pool = [chains({s.sizes[p] for s in problem.submeshes} - {0}) for p in range(len(problem.pools))]
+    for chosen in product(*by_pool):
+        yield np.array(
+            [
+                all(size == 0 or size in chain for size, chain in zip(s.sizes, chosen, strict=True))
+                for s in problem.submeshes
+            ]
+        )
+
+
+class _Search:
+    """Limits on the slowest stage, halved until none can be better."""
+
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        self.layers = problem.costs.shape[0]
+        self.fill = problem.schedule.fill
+        self.rounds = problem.micro_batches - self.fill
+        self.devices = Devices.of(
+            tuple(p.size for p in problem.pools), tuple(s.sizes for s in problem.submeshes), problem.whole
+        )
+        self.costs: dict[int, StageCosts] = {}
+        self.limits = 0
+        self.best: tuple[float, Row, list[int]] | None = None
+
+    def run(self) -> tuple[Stages | None, float] | None:
+        """The best row (None where it cannot be placed) and its seconds; None where nothing fits."""
+        if self.devices is None:
+            return None
+        total = self.solve(np.inf, np.inf)
+        if total is None or self.best is None:
+            return None
+        limits = self.candidates(total)
+        queue = [(self.fill * total + limits[0], total, 0, len(limits) - 1)] if len(limits) else []
+        while queue:
+            bound, total, low, high = heapq.heappop(queue)
+            if bound >= self.best[0] * (1 - _EQUAL):
+                break
+            middle = (low + high) // 2
+            budget = (self.best[0] - limits[low]) / self.fill
+            below = self.solve(float(limits[middle]), budget)
+            if middle < high:
+                heapq.heappush(queue, (self.fill * total + limits[middle + 1], total, middle + 1, high))
+            if below is not None and low < middle:
+                heapq.heappush(queue, (self.fill * below + limits[low], below, low, middle - 1))
+        seconds, row, configs = self.best
+        stages = self.placed(row, configs)
+        return (None if stages is None else Stages(stages, seconds, seconds, self.limits)), seconds
+
+    def at(self, position: int) -> StageCosts:
+        """Costs of a stage at a position from the end."""
+        live = self.problem.live(position)
+        if live not in self.costs:
+            self.costs[live] = self.problem.costs.at(live)
+        return self.costs[live]
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether the position of a stage makes no difference to its costs."""
+        last, first = self.at(1), self.at(self.problem.stages)
+        return first is last or bool((first.seconds == last.seconds).all())
+
+    def candidates(self, total: float) -> Floats:
+        """Values that the slowest stage or border can take in a row better than the incumbent."""
+        assert self.best is not None
+        low, high = self.least_limit(), self.best[0] - self.fill * total
+        seen: dict[int, StageCosts] = {}
+        for position in range(1, 2 if self.uniform else self.problem.stages + 1):
+            seen.setdefault(id(self.at(position)), self.at(position))
+        parts = []
+        for costs in seen.values():
+            values = self.slowest(costs)
+            parts.append(np.unique(values[(values >= low * (1 - _EQUAL)) & (values <= high)]))
+        if self.problem.transfer is not None:
+            values = self.rounds * self.problem.transfer
+            parts.append(np.unique(values[(values >= low) & (values <= high)]))
+        every = np.unique(np.concatenate(parts))
+        if not len(every):
+            return every
+        last = np.append(
+            every[1:] > every[:-1] * (1 + _EQUAL), True
+        )  # of values that are equal but for rounding
+        return np.asarray(every[last])
+
+    def least_limit(self) -> float:
+        """No row has a slowest stage below this: every layer is in some stage."""
+        least = self.slowest(self.at(1)).min(axis=(2, 3))
+        # least[k, i] -> over all runs first <= k, last >= i
+        around = np.minimum.accumulate(np.minimum.accumulate(least, axis=0)[:, ::-1], axis=1)[:, ::-1]
+        return float(np.diagonal(around).max())
+
+    def solve(self, limit: float, budget: float) -> float | None:
+        """f(limit), and a better incumbent if there is one; None where the sum is above the budget."""
+        assert self.devices is not None
+        self.limits += 1
+        borders = self.problem.transfer
+        if borders is not None:
+            borders = np.where(self.rounds * borders <= limit, borders, np.inf)
+        table = StageTable(self.layers, self.devices, borders)
+        known: dict[int, Floats] = {}
+
+        def times(position: int) -> Floats:
+            live = self.problem.live(position)
+            if live not in known:
+                known[live] = self.within(position, limit).min(axis=-1)
+            return known[live]
+
+        found = table.shortest(times, self.problem.stages, budget, exact=False)
+        if found is None:
+            return None
+        if not self.holds(found[1], times):
+            found = table.shortest(times, self.problem.stages, budget, exact=True)
+        if found is None:
+            return None
+        row = found[1]
+        configs = self.configs(row, limit)
+        seconds = self.makespan(row, configs)
+        if self.best is None or seconds < self.best[0]:
+            self.best = seconds, row, configs
+        return found[0]
+
+    def within(self, position: int, limit: float) -> Floats:
+        """Seconds of one micro-batch under every config, inf above the limit."""
+        costs = self.at(position)
+        if limit == np.inf:
+            return costs.seconds
+        return np.where(self.slowest(costs) <= limit, costs.seconds, np.inf)
+
+    def slowest(self, costs: StageCosts) -> Floats:
+        """What the maximum of the objective is at least with a stage in the row."""
+        found = np.full_like(costs.seconds, np.inf)
+        fits = np.isfinite(costs.seconds)
+        found[fits] = self.rounds * costs.seconds[fits] + costs.step[fits]
+        return found
+
+    def holds(self, row: Row, times: Times) -> bool:
+        """Whether the stages of a row cost where they lie what they would cost at the end."""
+        if len(row) > self.problem.stages:
+            return False
+        return all(
+            times(len(row) - i)[first, stop - 1, n] == times(1)[first, stop - 1, n]
+            for i, (first, stop, n) in enumerate(row)
+        )
+
+    def configs(self, row: Row, limit: float) -> list[int]:
+        """Fastest config of every stage."""
+        return [
+            int(self.within(len(row) - i, limit)[first, stop - 1, n].argmin())
+            for i, (first, stop, n) in enumerate(row)
+        ]
+
+    def makespan(self, row: Row, configs: Sequence[int]) -> float:
+        """Seconds of a step."""
+        placed = [self.stage(row, i, config, ()) for i, config in enumerate(configs)]
+        transfer = self.problem.transfer
+        passed = []
+        if transfer is not None:
+            passed = [float(transfer[a[1] - 1, a[2], b[2]]) for a, b in pairwise(row)]
+        seconds, step = [s.seconds for s in placed], [s.step for s in placed]
+        policy, micro_batches = self.problem.schedule, self.problem.micro_batches
+        return makespan(policy, seconds, [0.0] * len(row), micro_batches, passed, step)
+
+    def stage(self, row: Row, number: int, config: int, devices: tuple[int, ...]) -> Stage:
+        """One stage of a row."""
+        (first, stop, submesh), position = row[number], len(row) - number
+        costs, live = self.at(position), self.problem.live(position)
+        at = (first, stop - 1, submesh, config)
+        again = self.problem.costs.recomputed(*at, live)
+        seconds, step = float(costs.seconds[at]), float(costs.step[at])
+        return Stage(first, stop, submesh, config, devices, seconds, step, live, again)
+
+    def placed(self, row: Row, configs: Sequence[int]) -> tuple[Stage, ...] | None:
+        """The stages of a row with their devices; None where they cannot be placed."""
+        devices = place(self.problem.pools, [self.problem.submeshes[n] for _, _, n in row])
+        if devices is None:
+            return None
+        return tuple(
+            self.stage(row, i, c, own) for i, (c, own) in enumerate(zip(configs, devices, strict=True))
+        )
+
+
+def _nothing_fits(problem: StageProblem) -> str:
+    """Why no row of stages exists, and what would change that."""
+    layers = problem.costs.shape[0]
+    devices = sum(pool.size for pool in problem.pools)
+    subject = f"{layers} layers on {devices} devices with {problem.micro_batches} micro-batches"
+    live = problem.live(1)
+    fits = np.isfinite(problem.costs.at(live).seconds)
+    for layer in range(layers):
+        if not fits[: layer + 1, layer:].any():
+            missing = problem.costs.missing(live)[layer, layer].min(axis=-1)
+            submesh = int(missing.argmin())
+            return (
+                f"{subject}: no stage with layer {layer} fits into memory; alone on "
+                f"{problem.submeshes[submesh]} with {live} micro-batches in flight it lacks "
+                f"{missing[submesh]:,.0f} bytes a device; take smaller micro-batches, larger sub-meshes, "
+                f"recomputation or layouts that split more"
+            )
+    if problem.whole and _Search(replace(problem, whole=False)).run() is not None:
+        return (
+            f"{subject}: no row of stages uses every device, but some use fewer; allow that, or sub-meshes "
+            f"of other sizes"
+        )
+    return (
+        f"{subject}: no row of stages fits under schedule {problem.schedule.name}, which keeps up to "
+        f"{problem.live(problem.stages)} micro-batches in flight; take smaller micro-batches, recomputation, "
+        f"or more devices"
+    )
