@@ -151,9 +151,28 @@ class ProcessMesh:
             return ProcessMesh(part.reshape(1), (axis,))
         return ProcessMesh(part, names)
 
+    @cached_property
+    def rank_set(self) -> frozenset[int]:
+        """The ranks without their order."""
+        return frozenset(self.members)
+
     def contains(self, other: ProcessMesh) -> bool:
         """True when every rank of `other` is in this mesh."""
-        return set(other.members) <= set(self.members)
+        return other.rank_set <= self.rank_set
+
+    def reordered(self, axes: Sequence[str], order: Sequence[int]) -> ProcessMesh:
+        """The same ranks and axes; position p along `axes` (major first) gets what was at `order[p]`.
+
+        Example:
+            >>> ProcessMesh.grid(x=2, y=3).reordered(("y",), (2, 1, 0)).ranks.tolist()
+            [[2, 1, 0], [5, 4, 3]]
+        """
+        if sorted(order) != list(range(self.count(axes))):
+            raise ShardingError(f"order {list(order)} of {self} along {', '.join(axes)} is no permutation")
+        where, front = [self.axes.index(axis) for axis in axes], list(range(len(axes)))
+        moved = np.moveaxis(self.ranks, where, front)
+        picked = moved.reshape(len(order), -1)[list(order)].reshape(moved.shape)
+        return ProcessMesh(np.moveaxis(picked, front, where), self.axes)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._coordinates

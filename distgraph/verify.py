@@ -445,14 +445,18 @@ def _check_comm(graph: Graph, op: Op) -> None:
 
 
 def _check_halo(graph: Graph, op: Op) -> None:
-    """A halo lengthens blocks: the layout stays, every part of a dim gets a window no longer than the dim."""
+    """A halo lengthens blocks: every part of a dim gets a window no longer than the dim.
+
+    The layout stays, or is that of a mesh with the same ranks in another order.
+    """
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
-    if source != target:
+    same = source.mesh.rank_set == target.mesh.rank_set and source.spec.partial == target.spec.partial
+    if source != target and (not same or source.mesh == target.mesh):
         _fault(
             graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}"
         )
     for dim, read in op.attrs["windows"]:
-        parts, length = source.mesh.count(source.spec.dims[dim]), op.result.shape[dim]
+        parts, length = target.mesh.count(target.spec.dims[dim]), op.result.shape[dim]
         if len(read) != parts:
             _fault(graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(read)} windows")
         for start, stop in read:

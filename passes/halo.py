@@ -7,6 +7,13 @@ a position that it holds already comes from itself.
     [x] on x=2, shape (8,), windows 0:5, 3:8     1->0 [4:5]; 0->1 [3:4]; the rest is copied
 
 A window may reach below 0 or past the end of the dim: it wraps around, and is never longer than the dim.
+
+Where the windows are other ranks' blocks (a reversal, a shift by whole blocks) the op had better be computed
+on a mesh with its ranks in another order, under which every rank reads what it holds: `nearest`. The windows
+are then fetched straight from where the tensor lies, on the same ranks in the old order.
+
+    [x] on mesh(x=2; 0,1), windows 4:8, 0:4      0->1 [0:4]; 1->0 [4:8]
+    the same on mesh(x=2; 1,0), fetched from [x] on mesh(x=2; 0,1)     nothing is sent
 """
 
 from __future__ import annotations
@@ -16,17 +23,32 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from distgraph.graph import Op
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import Windows, window_bounds
+from distgraph.ops.registry import Windows, operand_layout, operand_windows, window_bounds
 from distgraph.passes.tiles import Bounds, Need, Tile, assign, holders, without_unit_axes
-from distgraph.spec import ShardSpec
+from distgraph.rule import OpLayout
+from distgraph.spec import DistAttr, ShardSpec
 
 
 @lru_cache(maxsize=4096)
 def halo_tiles(
-    shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, windows: Windows
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    spec: ShardSpec,
+    windows: Windows,
+    held: DistAttr | None = None,
 ) -> tuple[Tile, ...]:
     """Tiles that bring every rank's windows together, in global positions; pending reductions stay.
+
+    Args:
+        shape: of the tensor.
+        mesh, spec: layout that the windows belong to.
+        windows: see `operand_windows`.
+        held: where the tensor lies, if not there; on the same ranks, with the same pending reductions.
 
     Example:
         >>> mesh = ProcessMesh.grid(x=2)
@@ -34,9 +56,10 @@ def halo_tiles(
         >>> [str(tile) for tile in tiles if not tile.local]
         ['1->0 [4:5]', '0->1 [3:4]']
     """
-    plain = without_unit_axes(spec, mesh)
-    blocks = [-(-size // mesh.count(axes)) for size, axes in zip(shape, plain.dims, strict=True)]
-    found = []
+    source = mesh if held is None else held.mesh
+    plain = without_unit_axes(spec if held is None else held.spec, source)
+    blocks = [-(-size // source.count(axes)) for size, axes in zip(shape, plain.dims, strict=True)]
+    held_by, found = holders(source, plain), []
     for rank in mesh.members:
         bounds = window_bounds(shape, mesh, spec, windows, rank)
         pending = tuple(mesh.index(rank, (axis,)) for axis, _ in plain.partial)
@@ -46,7 +69,7 @@ def halo_tiles(
         )
         for piece in itertools.product(*pieces):
             at = tuple(part for part, _ in piece) + pending
-            found.append(Need(rank, tuple(where for _, where in piece), holders(mesh, plain)[at]))
+            found.append(Need(rank, tuple(where for _, where in piece), held_by[at]))
     return assign(found)
 
 
@@ -100,3 +123,39 @@ def _traffic(size: int, read: tuple[tuple[int, int], ...]) -> list[tuple[int, in
             given[owner] += last - first
             kept[part] += (last - first) * (owner == part)
     return list(zip((stop - start for start, stop in read), given, kept, strict=True))
+
+
+def nearest(op: Op, layout: OpLayout) -> ProcessMesh:
+    """The mesh with its ranks in the order in which they hold most of what an op reads under a layout.
+
+    The mesh itself where no order is better.
+    """
+    mesh, orders = layout.mesh, dict[tuple[str, ...], tuple[int, ...]]()
+    for position, value in enumerate(op.operands):
+        spec = operand_layout(op, position, layout)
+        for dim, read in operand_windows(op, position, layout):
+            orders.setdefault(spec.dims[dim], _order(value.shape[dim], read))
+    for axes, order in orders.items():
+        if order != tuple(range(len(order))):
+            mesh = mesh.reordered(axes, order)
+    return mesh
+
+
+@lru_cache(maxsize=4096)
+def _order(size: int, read: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """For every window the part whose holder should read it, so that most positions stay where they are.
+
+    An assignment problem; its answer is taken where it beats every part reading its own window.
+
+    Example:
+        >>> _order(8, ((6, 8), (4, 6), (2, 4), (0, 2))), _order(8, ((-1, 5), (3, 9)))
+        ((3, 2, 1, 0), (0, 1))
+    """
+    block, parts = -(-size // len(read)), len(read)
+    kept = np.zeros((parts, parts), np.int64)
+    for part, (start, stop) in enumerate(read):
+        for owner, (first, last) in _pieces(start, stop, size, block):
+            kept[part, owner] += last - first
+    rows, owners = linear_sum_assignment(kept, maximize=True)
+    better = kept[rows, owners].sum() > kept.trace()
+    return tuple(int(owner) for owner in owners) if better else tuple(range(parts))

@@ -163,7 +163,7 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
         tiles = exchange_tiles(shape, mesh, source.spec, target.spec)
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
     elif kind == "halo":
-        return "exchange", _halo(op, source, rank, itemsize, number)
+        return "exchange", _halo(op, source, target, rank, itemsize, number)
     elif kind == "slice":
         outer, inner = source.spec.bounds(shape, mesh, rank), target.spec.bounds(shape, mesh, rank)
         where = tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))
@@ -173,12 +173,14 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     return f"comm.{kind}", attrs
 
 
-def _halo(op: Op, source: DistAttr, rank: int, itemsize: int, number: int) -> dict[str, Any]:
+def _halo(
+    op: Op, source: DistAttr, target: DistAttr, rank: int, itemsize: int, number: int
+) -> dict[str, Any]:
     """An exchange after which every rank holds its window."""
-    shape, mesh, windows = op.result.shape, source.mesh, op.attrs["windows"]
-    tiles = halo_tiles(shape, mesh, source.spec, windows)
-    want = window_bounds(shape, mesh, source.spec, windows, rank)
-    attrs = _exchange(tiles, source, source, shape, rank, itemsize, number)
+    shape, windows = op.result.shape, op.attrs["windows"]
+    tiles = halo_tiles(shape, target.mesh, target.spec, windows, source)
+    want = window_bounds(shape, target.mesh, target.spec, windows, rank)
+    attrs = _exchange(tiles, source, target, shape, rank, itemsize, number)
     landing = [(tile, inside_window(tile, want, shape)) for tile in tiles if tile.target_rank == rank]
     recvs = tuple((tile.source_rank, where) for tile, where in landing if not tile.local)
     kept = tuple(where for tile, where in landing if tile.local)
@@ -187,13 +189,18 @@ def _halo(op: Op, source: DistAttr, rank: int, itemsize: int, number: int) -> di
 
 
 def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -> tuple[str, dict[str, Any]]:
-    """A rank's part of a move between meshes, in the task of one of them: its sends, or its receives."""
+    """A rank's part of a move between meshes, in the task of one of them: its sends, or its receives.
+
+    Where both have the same ranks, one task does both.
+    """
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     shape = op.result.shape
     tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
     itemsize = op.result.nbytes // max(1, op.result.size)
     attrs = _exchange(tiles, source, target, shape, rank, itemsize, number)
-    if mesh == target.mesh:
+    if source.mesh.rank_set == target.mesh.rank_set:
+        return "exchange", attrs
+    if mesh.rank_set == target.mesh.rank_set:
         return "recv", {**attrs, "sends": (), "wire": 0.0}
     return "send", {**attrs, "recvs": (), "copies": ()}
 

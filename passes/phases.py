@@ -3,9 +3,10 @@ after them.
 
 In:   a lowered graph (layouts known, changes of layout are `comm.*` ops).
 Out:  tasks, each a run of ops on one mesh with one role, and the edges between them.
-Invariant: an edge between tasks of different meshes is a transfer; the tasks form a DAG; together they hold
+Invariant: an edge between tasks of different ranks is a transfer; the tasks form a DAG; together they hold
       every op that is not a source exactly once (a transfer twice: its send with the producer, its receive
-      with the consumer).
+      with the consumer). Meshes that name the same ranks in another order or shape are one place: the first
+      of them stands for all, and a transfer between them is an op like any other.
 
 An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch,
 *forward* or *backward* when it does, *optimize* once it follows an `accumulate`. Inside a part, the *level*
@@ -33,7 +34,7 @@ class Part:
     Attributes:
         name: unique, such as "forward.s1".
         kind: load, forward, backward or optimize.
-        mesh: ranks that run it together.
+        mesh: ranks that run it together, under the first mesh that has just these.
         stage: position of its mesh in the pipeline.
         per_micro: once a micro-batch, or once a step.
         body: ops in program order; `comm.transfer` appears as the send in its source's task, as the receive
@@ -69,7 +70,7 @@ class Parts:
 @dataclass(slots=True)
 class _State:
     graph: Graph
-    mesh: dict[str, ProcessMesh] = field(default_factory=dict)  # value -> mesh it lies on
+    mesh: dict[str, ProcessMesh] = field(default_factory=dict)  # value -> the place where it lies
     phase: dict[str, int] = field(default_factory=dict)
     level: dict[str, int] = field(default_factory=dict)  # op name -> level
     kind: dict[str, str] = field(default_factory=dict)  # op name -> kind of task
@@ -78,7 +79,10 @@ class _State:
 
 def phases(graph: Graph) -> Parts:
     """Tasks of a lowered graph."""
-    state = _State(graph, {name: attr.mesh for name, attr in graph.attrs.items()})
+    places: dict[frozenset[int], ProcessMesh] = {}
+    for attr in graph.attrs.values():
+        places.setdefault(attr.mesh.rank_set, attr.mesh)
+    state = _State(graph, {name: places[attr.mesh.rank_set] for name, attr in graph.attrs.items()})
     for op in graph.ops:
         _classify(state, op)
     _sink(state)
@@ -155,7 +159,7 @@ def _collect(state: _State) -> Parts:
             home[value.name] = key
         for value in op.operands:
             source = home.get(value.name)
-            if op.kind == "comm.transfer":
+            if op.kind == "comm.transfer" and state.mesh[value.name] != key[1]:
                 source = source or (key[0], state.mesh[value.name], state.level[op.name] - 1)
                 if source != key:
                     bodies.setdefault(source, []).append(op)

@@ -7,14 +7,15 @@ Invariant: annotations stay; no contraction is computed with fewer parts than co
       deterministic.
 
 Completion decides by priority, one axis at a time, and so leaves borders where two claims meet. Here the
-borders move. With P(v) the layout in which a value is made, R(v) those in which it is read and S(v) the one
-in which it is kept,
+borders move. With P(v) the layout in which a value is made, R(v) those in which it is read (with the windows
+that ops read of it) and S(v) the one in which it is kept,
 
     cost = sum over values of times(v) * (min over S of  wire(P -> S) + sum over distinct R of wire(S -> R))
-         + sum over ops of times(op) * wire of the halos that it reads
          + epsilon * bytes touched per rank,
 
-where times is the number of micro-batches for values inside the micro-batch part. Moves: best response of
+where times is the number of micro-batches for values inside the micro-batch part. An op may also be computed
+on its ranks in another order, where an op that slides reads less from others under it (`halo.nearest`): a
+reversal of a split dim leaves its result on the ranks reversed, and sends nothing. Moves: best response of
 one op, and flood moves in the manner of Kernighan and Lin (1970): give an op another layout, let the
 neighbours follow one by one whatever it costs, keep the best prefix. Situations that look alike (repeated
 layers) are tried once when they fail.
@@ -22,6 +23,7 @@ layers) are tried once when they fail.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -29,9 +31,11 @@ from dataclasses import dataclass, replace
 from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import linear_groups, lookup, operand_layout, operand_windows, rule_of
-from distgraph.passes.halo import halo_volume
+from distgraph.ops.registry import Windows, linear_groups, lookup, operand_windows, rule_of
+from distgraph.passes.halo import halo_tiles, halo_volume, nearest
 from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
+from distgraph.passes.reshard import fetches
+from distgraph.passes.tiles import busiest
 from distgraph.passes.transfer import transfer_cost
 from distgraph.rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.spec import DistAttr, Origin, ShardSpec
@@ -39,8 +43,12 @@ from distgraph.spec import DistAttr, Origin, ShardSpec
 _TOUCH = 1e-4  # cost of a byte touched locally, in bytes on the wire
 _GAIN = 0.5  # a move must save at least half a byte
 _FLOOD = 40  # ops that one move may carry along
-_OPTIONS = 64  # layouts of one op that are looked at
+_OPTIONS = 64  # layouts of one op that are looked at, on its ranks in one order
+_ORDERS = 4  # other orders of the ranks of one mesh that are looked at
 _ROUNDS = 6
+
+
+Read = tuple[DistAttr, Windows]
 
 
 @dataclass(slots=True)
@@ -57,7 +65,6 @@ class _Node:
     around: tuple[int, ...] = ()
     neighbours: tuple[int, ...] = ()
     kind: tuple[object, ...] = ()
-    halo: tuple[float, ...] = ()  # price of the halos that each option reads; empty where no option reads any
 
 
 @dataclass(slots=True)
@@ -80,14 +87,14 @@ class _Refiner:
     def __init__(self, graph: Graph, times: dict[str, int], price: Price) -> None:
         self.graph = graph
         self.price = price
-        self.times = times
-        self.attrs: list[DistAttr] = []
-        self.number: dict[DistAttr, int] = {}
+        self.reads: list[Read] = []
+        self.number: dict[Read, int] = {}
         self.split: list[int] = []
         self.kinds: dict[tuple[object, ...], int] = {}
         self.kind_list: list[tuple[tuple[int, ...], int, DistAttr | None, bool, bool]] = []
         self.cache: dict[tuple[int, int, tuple[int, ...]], tuple[float, int]] = {}
         self.failed: set[object] = set()
+        self.orders = _orders(graph)
         position = {name: i for i, name in enumerate(graph.values)}
         self.nodes = [self._node(op, position) for op in graph.ops]
         self.choice = [node.options.index(op.layout) for node, op in zip(self.nodes, graph.ops, strict=True)]  # type: ignore[arg-type]
@@ -97,12 +104,13 @@ class _Refiner:
 
     # ------------------------------------------------------------------ tables
 
-    def _attr(self, attr: DistAttr) -> int:
-        if attr not in self.number:
-            self.number[attr] = len(self.attrs)
-            self.attrs.append(attr)
+    def _attr(self, attr: DistAttr, windows: Windows = ()) -> int:
+        read = attr, windows
+        if read not in self.number:
+            self.number[read] = len(self.reads)
+            self.reads.append(read)
             self.split.append(attr.mesh.count(a for dim in attr.spec.dims for a in dim))
-        return self.number[attr]
+        return self.number[read]
 
     def _node(self, op: Op, position: dict[str, int]) -> _Node:
         layout = op.layout
@@ -110,21 +118,20 @@ class _Refiner:
         rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
         fixed = op.kind == "reshard" or (op.kind in SOURCES and self.graph.attrs[op.name].pinned)
         options = [layout] if fixed else self._options(op, layout)
-        mesh = layout.mesh
         if fixed:
             made = [tuple(self._attr(self.graph.attrs[v.name]) for v in op.results)]
             need = [made[0] * len(op.operands)]
         else:
             made = [
                 tuple(
-                    self._attr(DistAttr(mesh, result_spec(rule, i, o, reduction)))
+                    self._attr(DistAttr(o.mesh, result_spec(rule, i, o, reduction)))
                     for i in range(len(op.results))
                 )
                 for o in options
             ]
             need = [
                 tuple(
-                    self._attr(DistAttr(mesh, operand_spec(rule, i, o, linear)))
+                    self._attr(DistAttr(o.mesh, operand_spec(rule, i, o, linear)), operand_windows(op, i, o))
                     for i in range(len(op.operands))
                 )
                 for o in options
@@ -132,20 +139,7 @@ class _Refiner:
         shapes = tuple(v.shape for v in op.operands)
         operands = tuple(position[v.name] for v in op.operands)
         results = tuple(position[v.name] for v in op.results)
-        halo = tuple(self._halo(op, o) for o in options) if rule.sliding else ()
-        return _Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes), halo=halo)
-
-    def _halo(self, op: Op, layout: OpLayout) -> float:
-        """Price of what an op reads beyond its blocks."""
-        mesh, total = layout.mesh, 0.0
-        for position, value in enumerate(op.operands):
-            spec, windows = operand_layout(op, position, layout), operand_windows(op, position, layout)
-            if not windows:
-                continue
-            sent = float(itemsize(value.dtype) * halo_volume(value.shape, mesh, spec, windows))
-            axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
-            total += self.price("permute", sent, mesh.count(axes), mesh, axes) if sent else 0.0
-        return self.times[op.results[0].name] * total
+        return _Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes))
 
     def _options(self, op: Op, completed: OpLayout) -> list[OpLayout]:
         costly = lookup(op.kind).cost == "matmul"
@@ -156,7 +150,9 @@ class _Refiner:
         )  # the user wants it whole in many places
         if (costly and not asked) or op.kind in ("param", "state"):
             found = [o for o in found if _parts(o) >= _parts(completed)]
-        return [completed, *found[: _OPTIONS - 1]]
+        found = [completed, *found[: _OPTIONS - 1]]
+        others = self.orders.get(completed.mesh, ()) if op.operands else ()
+        return found + [replace(option, mesh=mesh) for mesh in others for option in found]
 
     def _edges(self, position: dict[str, int], times: dict[str, int]) -> list[_Edge]:
         graph = self.graph
@@ -240,33 +236,30 @@ class _Refiner:
 
     def _cheapest(self, kind: int, made: int, wanted: tuple[int, ...]) -> tuple[float, int]:
         shape, size, pinned, leaves, source = self.kind_list[kind]
-        here = self.attrs[made]
+        here = self.reads[made][0]
+        reads = [self.reads[w] for w in wanted]
         if pinned is not None:
             candidates = [pinned]
         elif source:
             candidates = [here]  # what comes from outside is kept as it is loaded
         else:
             candidates = [here, DistAttr(here.mesh, here.spec.without_partial())]
-            candidates += [self.attrs[w] for w in wanted if self.attrs[w].mesh == here.mesh]
+            candidates += [attr for attr, _ in reads if attr.mesh == here.mesh]
             if leaves:
                 candidates += [DistAttr(here.mesh, s) for s in _scattered(here.spec, shape, here.mesh)]
                 candidates = [c for c in candidates if not c.spec.partial]
         best: tuple[float, str, DistAttr] | None = None
         for kept in dict.fromkeys(candidates):
             total = move_cost(shape, size, here, kept, self.price)
-            total += sum(move_cost(shape, size, kept, self.attrs[w], self.price) for w in wanted)
+            total += read_cost(shape, size, kept, reads, self.price)
             if best is None or (total, str(kept)) < best[:2]:
                 best = (total, str(kept), kept)
         assert best is not None
         return best[0], self._attr(best[2])
 
-    def halo(self, number: int, option: int) -> float:
-        """Cost of an option of an op itself."""
-        return self.nodes[number].halo[option] if self.nodes[number].halo else 0.0
-
     def set(self, node: int, option: int) -> float:
         """Give an op another option; returns the change of the total."""
-        change = self.halo(node, option) - self.halo(node, self.choice[node])
+        change = 0.0
         self.choice[node] = option
         for value in self.nodes[node].around:
             cost = self.cost(value)
@@ -282,14 +275,14 @@ class _Refiner:
         `through`: only options under which this value costs nothing to move between `moved` ops and this one.
         """
         node, present = self.nodes[number], self.choice[number]
-        before = sum(self.costs[v] for v in node.around) + self.halo(number, present)
+        before = sum(self.costs[v] for v in node.around)
         best, best_option = 0.0, present
         found = through < 0
         for option in range(len(node.options)):
             self.choice[number] = option
             if through >= 0 and not self.agrees(through, number, moved):
                 continue
-            total = sum(map(self.cost, node.around)) + self.halo(number, option) - before
+            total = sum(map(self.cost, node.around)) - before
             if not found or total < best - 1e-9:
                 best, best_option, found = total, option, True
         self.choice[number] = present
@@ -314,8 +307,7 @@ class _Refiner:
             number = queue.popleft()
             queued.discard(number)
             node = self.nodes[number]
-            costs = self.halo(number, self.choice[number]) > _GAIN or any(self.moves(v) for v in node.around)
-            if len(node.options) < 2 or not costs:
+            if len(node.options) < 2 or not any(self.moves(v) for v in node.around):
                 continue
             gain, option = self.best_response(number)
             if gain < -_GAIN and option != self.choice[number]:
@@ -414,12 +406,11 @@ def refined(graph: Graph, price: Price = wire_price) -> tuple[float, Graph]:
     ]
     attrs = {}
     for number, (name, attr) in enumerate((e.name, graph.attrs[e.name]) for e in refiner.edges):
-        kept = refiner.attrs[refiner.entry(number)[1]]
+        kept = refiner.reads[refiner.entry(number)[1]][0]
         attrs[name] = (
             attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
         )
-    halos = sum(refiner.halo(number, option) for number, option in enumerate(refiner.choice))
-    return sum(refiner.costs) + halos, graph.with_ops(ops, attrs=attrs)
+    return sum(refiner.costs), graph.with_ops(ops, attrs=attrs)
 
 
 def multiplicity(graph: Graph) -> dict[str, int]:
@@ -443,6 +434,36 @@ def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistA
     if source.mesh == target.mesh:
         return redistribute_cost(shape, size, source.mesh, source.spec, target.spec, price)
     return transfer_cost(shape, size, source, target, price=price)
+
+
+def read_cost(shape: tuple[int, ...], size: int, held: DistAttr, reads: list[Read], price: Price) -> float:
+    """Price of all that is read of a value: layouts that it is moved to once each, and windows of them."""
+    total, moved = 0.0, dict[DistAttr, None]()
+    for attr, windows in reads:
+        if not windows:
+            moved[attr] = None
+            continue
+        mesh, spec = attr.mesh, attr.spec
+        if fetches(held, attr):
+            volume = busiest(halo_tiles(shape, mesh, spec, windows, held))
+            total += _TOUCH * size * math.prod(spec.local_shape(shape, mesh, mesh.members[0]))
+        else:
+            moved[attr] = None
+            volume = halo_volume(shape, mesh, spec, windows)
+        axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
+        total += price("permute", float(size * volume), mesh.count(axes), mesh, axes) if volume else 0.0
+    return total + sum(move_cost(shape, size, held, attr, price) for attr in moved)
+
+
+def _orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
+    """For every mesh those with its ranks in another order under which some op reads less from others."""
+    found: dict[ProcessMesh, dict[ProcessMesh, None]] = {}
+    for op in graph.ops:
+        if op.layout is not None and rule_of(op).sliding:
+            mesh = nearest(op, op.layout)
+            if mesh != op.layout.mesh:
+                found.setdefault(op.layout.mesh, {})[mesh] = None
+    return {mesh: tuple(others)[:_ORDERS] for mesh, others in found.items()}
 
 
 def _parts(layout: OpLayout) -> int:

@@ -8,7 +8,7 @@ Invariant: same program; a new value of a param lies as the old one; users that 
       value share one reshard; a result is resharded right where it is made (so that communication can start
       early), an operand right before its first reader. Where an op reads neighbours' positions of a split
       dim (see `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the
-      same layout, blocks that overlap.
+      same layout, blocks that overlap; or in the layout of a mesh with the same ranks in another order.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -77,24 +77,36 @@ def _as_replaced(
 
 
 def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:
-    value = _operand(op, position, ops, attrs, shared)
     windows = operand_windows(op, position)
     if not windows:
-        return value
-    key = (value.name, attrs[value.name], windows)
+        return _operand(op, position, ops, attrs, shared)
+    value, wanted = op.operands[position], _wanted(op, position)
+    if not fetches(attrs[value.name], wanted):
+        value = _operand(op, position, ops, attrs, shared)
+    key = (value.name, wanted, windows)
     if key not in shared:
         shared[key] = replace(value, name=f"{value.name}.h{len(shared)}")
-        attrs[shared[key].name] = replace(attrs[value.name], origin=Origin("op", f"%{op.name} {op.kind}"))
-        made = _reshard_op(op, value, shared[key], attrs[value.name])
-        axes = tuple(axis for dim, _ in windows for axis in attrs[value.name].spec.dims[dim])
+        attrs[shared[key].name] = wanted
+        made = _reshard_op(op, value, shared[key], wanted)
+        axes = tuple(axis for dim, _ in windows for axis in wanted.spec.dims[dim])
         ops.append(replace(made, kind="comm.halo", attrs={"axes": axes, "windows": windows}))
     return shared[key]
 
 
+def fetches(held: DistAttr, wanted: DistAttr) -> bool:
+    """Whether windows of a layout are fetched straight from another one: the same ranks in another order."""
+    same = held.mesh.rank_set == wanted.mesh.rank_set and held.spec.partial == wanted.spec.partial
+    return same and held.mesh != wanted.mesh
+
+
+def _wanted(op: Op, position: int) -> DistAttr:
+    """Layout in which an op reads an operand, or the blocks that its windows belong to."""
+    assert op.layout is not None
+    return DistAttr(op.layout.mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+
+
 def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:
-    value, layout = op.operands[position], op.layout
-    assert layout is not None
-    wanted = DistAttr(layout.mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+    value, wanted = op.operands[position], _wanted(op, position)
     if attrs[value.name] == wanted:
         return value
     key = (value.name, wanted)

@@ -252,3 +252,14 @@ def link_bytes(tiles: Iterable[Tile], itemsize: int) -> dict[tuple[int, int], in
         if not tile.local:
             found[tile.source_rank, tile.target_rank] += tile.volume * itemsize
     return dict(found)
+
+
+def busiest(tiles: Iterable[Tile]) -> int:
+    """Most elements that one rank sends or receives."""
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    for tile in tiles:
+        if not tile.local:
+            sent[tile.source_rank] += tile.volume
+            received[tile.target_rank] += tile.volume
+    return max((*sent.values(), *received.values()), default=0)

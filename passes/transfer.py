@@ -16,7 +16,6 @@ all_gather at the far side: Zheng et al., "Alpa", OSDI 2022, cross-mesh reshardi
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +27,7 @@ from distgraph.passes.tiles import (
     MachineOf,
     Tile,
     assign,
+    busiest,
     exchange_tiles,
     link_bytes,
     moved,
@@ -151,9 +151,9 @@ def _plan(
         for landing in _landings(target):
             tiles = assign(needs(shape, source.mesh, start, target.mesh, landing), machine_of)
             after = redistribute_cost(shape, itemsize, target.mesh, landing, target.spec, price)
-            busiest = itemsize * _busiest(tiles)
+            most = itemsize * busiest(tiles)
             ranks = len({*source.mesh.members, *target.mesh.members})
-            hop = price("permute", float(busiest), ranks, target.mesh, target.mesh.axes) if busiest else 0.0
+            hop = price("permute", float(most), ranks, target.mesh, target.mesh.axes) if most else 0.0
             crossing = _crossing(shape, tiles, landing, target, machine_of)
             cost = (crossing, before + hop + after, sum(not tile.local for tile in tiles))
             if best is None or cost < best[0]:
@@ -198,17 +198,6 @@ def _spreads(dims: Dims, axes: tuple[str, ...]) -> Iterator[Dims]:
     for dim, others in enumerate(dims):
         for more in selections(axes):
             yield (*dims[:dim], others + more, *dims[dim + 1 :])
-
-
-def _busiest(tiles: Iterable[Tile]) -> int:
-    """Most elements that one rank sends or receives."""
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
-    for tile in tiles:
-        if not tile.local:
-            sent[tile.source_rank] += tile.volume
-            received[tile.target_rank] += tile.volume
-    return max((*sent.values(), *received.values()), default=0)
 
 
 def _crossing(

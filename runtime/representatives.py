@@ -72,7 +72,7 @@ def representatives(
         device = cluster.devices[devices[rank]]
         kinds.setdefault((device.model, device.origin), rank)
     chosen, members = dict.fromkeys(kinds.values()), set(ranks)
-    odd = {part.mesh for part in build.parts.tasks if ranks[0] in part.mesh and part.mesh in uneven}
+    odd = [mesh for mesh in uneven if ranks[0] in mesh]
     for mesh in odd:
         chosen.update((rank, None) for rank in corners(mesh) if rank in members)
     return tuple(chosen), not odd

@@ -92,7 +92,7 @@ class TrafficCost:
         source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
         shape, size = op.result.shape, itemsize(op.result.dtype)
         if op.kind == "comm.halo":
-            tiles = halo_tiles(shape, source.mesh, source.spec, op.attrs["windows"])
+            tiles = halo_tiles(shape, target.mesh, target.spec, op.attrs["windows"], source)
         elif op.kind == "comm.permute":
             tiles = exchange_tiles(shape, source.mesh, source.spec, target.spec)
         else:
