@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from distgraph.plan import Plan
 
 _TABLES = ("parameters", "states", "inputs", "activations")
-_HEAD = """
-import jax
+_HEAD = """import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -122,7 +121,7 @@ def _even(
 
 def _source(plan: Plan, data: Mapping[str, Any], notes: list[str]) -> str:
     several = len(data["stages"]) > 1
-    parts = [header(plan, "Shardings", notes), _HEAD.lstrip("\n")]
+    parts = [header(plan, "Shardings", notes), _HEAD]
     if several:
         parts.insert(1, "from types import SimpleNamespace\n")
         stages = "".join(_namespace(stage) for stage in data["stages"])
@@ -147,7 +146,8 @@ def _namespace(stage: Mapping[str, Any]) -> str:
 
 def _mesh(mesh: Mapping[str, Any]) -> str:
     axes = ", ".join(json.dumps(axis) for axis in mesh["axes"])
-    return f"Mesh(np.asarray(jax.devices())[np.array({mesh['ranks']})], ({axes},))"
+    comma = "," * (len(mesh["axes"]) == 1)
+    return f"Mesh(np.asarray(jax.devices())[np.array({mesh['ranks']})], ({axes}{comma}))"
 
 
 def _specs(table: Mapping[str, list[Any]]) -> list[tuple[str, str]]:

@@ -90,7 +90,7 @@ def header(plan: Plan, what: str, notes: Sequence[str]) -> str:
     lines += ["", "Not expressed:"] if notes else []
     lines += [line for note in notes for line in textwrap.wrap(f"- {note}", 100, subsequent_indent="  ")]
     body = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
-    return f'"""{body}\n"""\n'
+    return f'"""{body}\n"""\n\n'
 
 
 def literal(name: str, items: Iterable[tuple[str, str]], indent: str = "") -> str:

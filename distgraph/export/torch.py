@@ -439,8 +439,7 @@ def _stage_source(stage: Mapping[str, Any]) -> str:
     )
 
 
-_IMPORTS = """
-from types import SimpleNamespace
+_IMPORTS = """from types import SimpleNamespace
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
