@@ -1,23 +1,29 @@
-"""The command line: `distgraph run`, `check`, `forecast`, `inspect`, `profile`, `cluster`."""
+"""The command line: `distgraph run`, `check`, `plan`, `forecast`, `inspect`, `profile`, `cluster`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from distgraph.engine.forecasting import forecast_script
+from distgraph.engine.given import VARIABLE, giving
 from distgraph.engine.inspection import check_script
+from distgraph.engine.planning import Progress, SearchOptions
+from distgraph.engine.proposing import forecast_script, plan_script
 from distgraph.errors import DistGraphError, GraphError
 from distgraph.graph import Graph
 from distgraph.passes.conflicts import conflicts, explain
 from distgraph.passes.pipeline import PASSES, Ran, run_passes
+from distgraph.plan import Plan
 from distgraph.resources import describe, load_cluster, shipped_clusters
 from distgraph.runtime.launch import launch
 from distgraph.runtime.profile import Request
 from distgraph.runtime.profile import profile as run_profile
+from distgraph.strategy import MODES
 from distgraph.text import parse_graph, print_graph
 
 app = typer.Typer(
@@ -27,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_PLAN = typer.Option("--plan", help="Plan file, see distgraph plan.")
 _PASS_ON = {"allow_interspersed_args": False}  # options after the script are the script's
 
 
@@ -34,10 +41,20 @@ _PASS_ON = {"allow_interspersed_args": False}  # options after the script are th
 def run(
     script: Annotated[str, typer.Argument(help="Python script.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    ranks: Annotated[int, typer.Option("-n", help="How many ranks.")] = 1,
+    ranks: Annotated[
+        int | None, typer.Option("-n", help="How many ranks; 1, or as many as the plan has, by default.")
+    ] = None,
+    plan: Annotated[str, _PLAN] = "",
 ) -> None:
     """Run a script on N MPI ranks of this machine."""
-    raise typer.Exit(launch(ranks, [script, *(args or ())]))
+    command = [script, *(args or ())]
+    if not plan:
+        raise typer.Exit(launch(1 if ranks is None else ranks, command))
+    needed = max(Plan.load(plan).ranks) + 1
+    if ranks is not None and ranks < needed:
+        raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
+    env = {**os.environ, VARIABLE: str(Path(plan).resolve())}
+    raise typer.Exit(launch(needed if ranks is None else ranks, command, env=env))
 
 
 @app.command(context_settings=_PASS_ON)
@@ -45,11 +62,47 @@ def check(
     script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="At most so many samples; 0: a whole micro-batch.")] = 0,
+    plan: Annotated[str, _PLAN] = "",
 ) -> None:
     """Compare partitioned with serial on the first batch of a script, value by value."""
-    report = check_script(script, args or (), samples)
+    with giving(Plan.load(plan) if plan else None):
+        report = check_script(script, args or (), samples)
     typer.echo(report)
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def plan(
+    script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- all of them.")] = None,
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
+    ] = "",
+    output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
+    mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
+    seconds: Annotated[float, typer.Option("--seconds", help="Search so long at most.")] = 60.0,
+    about: Annotated[
+        str, typer.Option("--explain", help="A tensor or decision: why, and what else it could be.")
+    ] = "",
+    other: Annotated[str, typer.Option("--compare", help="Another plan file: what differs.")] = "",
+) -> None:
+    """Search the best plan for a script on a cluster that need not be there; Ctrl-C keeps the best so far."""
+    beside = Plan.load(other) if other else None
+    with Console(stderr=True).status("tracing") as status:
+
+        def watch(progress: Progress) -> None:
+            status.update(str(progress))
+
+        options = SearchOptions(mode=mode, seconds=seconds, watch=watch)
+        found = plan_script(script, args or (), cluster or None, options)
+    if output:
+        found.save(output)
+    typer.echo(found)
+    if about:
+        typer.echo(found.explain(about))
+    if beside is not None:
+        typer.echo(found.compare(beside))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -60,11 +113,13 @@ def forecast(
         str,
         typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
     ] = "",
+    plan: Annotated[str, _PLAN] = "",
     html: Annotated[str, typer.Option("--html", help="Write a report: one page, no network.")] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
 ) -> None:
     """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
-    found = forecast_script(script, args or (), cluster or None)
+    with giving(Plan.load(plan) if plan else None):
+        found = forecast_script(script, args or (), cluster or None)
     typer.echo(found)
     found.write(html or None, trace or None)
 

@@ -41,13 +41,18 @@ class Node:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as reason:
             raise error(f"{path}: cannot be read: {reason}; give the path of a file") from None
+        return cls.parse(text, str(path), error)
+
+    @classmethod
+    def parse(cls, text: str, file: str, error: type[DistGraphError]) -> Node:
+        """The whole of a text. Raises `error` when it is no JSON object."""
         try:
             value = json.loads(text)
         except json.JSONDecodeError as reason:
             raise error(
-                f"{path}:{reason.lineno}:{reason.colno}: not JSON: {reason.msg}; mend the line"
+                f"{file}:{reason.lineno}:{reason.colno}: not JSON: {reason.msg}; mend the line"
             ) from None
-        node = cls(value, str(path), "", error)
+        node = cls(value, file, "", error)
         node._mapping()
         return node
 

@@ -132,6 +132,11 @@ class Plan:
         """
         return _read(Node.load(path, GraphError))
 
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Inverse of `text`. Raises GraphError: as `load`."""
+        return _read(Node.parse(text, "plan", GraphError))
+
     def text(self) -> str:
         """The plan as JSON; equal plans have equal text."""
         groups: dict[LayerOps, list[int]] = {}

@@ -9,7 +9,8 @@ from distgraph.dtypes import is_integer
 from distgraph.errors import ShardingError
 from distgraph.mesh import ProcessMesh, check_mesh
 
-MODES = ("manual", "semi")
+SEARCHED = ("sharding_propagation", "recursive", "auto")
+MODES = ("manual", "semi", *SEARCHED)
 SCHEDULES = ("1f1b", "gpipe")
 REFINE = ("conflicts", "always", "never")
 DEVICES = ("cpu", "gpu")
@@ -21,7 +22,10 @@ class Strategy:
 
     Attributes:
         mode: "semi" completes the annotations of the program; "manual" does too, but refuses a program in
-            which a parameter of two dims or more has no annotation of its own.
+            which a parameter of two dims or more has no annotation of its own. The others search a plan when
+            the training program is first compiled, for the cluster of the engine, and keep to the
+            annotations: "sharding_propagation" spreads layouts from annotated ops breadth first, "recursive"
+            halves the devices again and again, "auto" searches everything and takes the best forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
         schedule: order of the micro-batches in a pipeline, "1f1b" or "gpipe".

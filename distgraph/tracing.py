@@ -103,6 +103,14 @@ class Trace:
         finally:
             self.block = before
 
+    def recompute(self, blocks: Sequence[Sequence[str]]) -> None:
+        """Compute ops of this trace again in the backward part, those of a block together; ops that are in a
+        block already stay in it."""
+        for names in blocks:
+            self.blocks += 1
+            for name in names:
+                self.recomputed.setdefault(name, self.blocks)
+
     @contextmanager
     def on(self, mesh: ProcessMesh) -> Iterator[None]:
         """Ops emitted inside are computed on this mesh."""

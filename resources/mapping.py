@@ -30,6 +30,9 @@ from distgraph.resources.units import format_bytes, format_si
 
 Objective = Literal["bytes", "seconds"]
 
+GIVEN = "given"
+"""`RankMapping.start` of a mapping that nobody searched."""
+
 _GREEDY_STARTS = 16  # first ranks that the greedy is tried from; fewer where there are many ranks
 _GREEDY_WORK = 4096
 _RELAXATION_LIMIT = 128
@@ -68,7 +71,7 @@ class RankMapping:
         objective: "bytes" that cross machines, or "seconds" of link time.
         cost: of this mapping. identity_cost: of rank i on device i, None where that is not allowed.
         greedy_cost: of the greedy alone (from rank 0), None where the greedy got stuck.
-        start: which start the refinement began from.
+        start: which start the refinement began from, or `GIVEN`.
     """
 
     cluster: Cluster
@@ -122,6 +125,8 @@ class RankMapping:
     def _title(self) -> str:
         show = format_bytes if self.objective == "bytes" else (lambda value: format_si(value, "s"))
         what = "across machines" if self.objective == "bytes" else "of link time"
+        if self.start == GIVEN:
+            return f"{show(self.cost)} {what} (given)"
         identity = "not allowed" if self.identity_cost is None else show(self.identity_cost)
         greedy = "stuck" if self.greedy_cost is None else show(self.greedy_cost)
         return f"{show(self.cost)} {what} (identity {identity}, greedy {greedy}; refined from {self.start})"

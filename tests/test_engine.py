@@ -352,9 +352,9 @@ def test_bad_data(change: Any, error: type[Exception], message: str) -> None:
 
 def test_bad_settings() -> None:
     with pytest.raises(
-        ShardingError, match="mode 'auto' of Strategy does not exist; the modes are manual, semi"
+        ShardingError, match="mode 'magic' of Strategy does not exist; the modes are manual, semi, "
     ):
-        dg.Strategy(mode="auto")
+        dg.Strategy(mode="magic")
     with pytest.raises(ShardingError, match="axis 'tp' is not in mesh"):
         dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="tp")
     with pytest.raises(GraphError, match="batch_size is 10 but micro_batches of the strategy is 4"):

@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 import distgraph as dg
 from distgraph import cli
 from distgraph.data import whole
-from distgraph.engine.forecasting import forecast_training, training_of
-from distgraph.engine.plan import Plan
+from distgraph.engine.forecasting import forecast_training
+from distgraph.engine.training import Training
+from distgraph.engine.view import PlanView
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.mesh import ProcessMesh
 from distgraph.resources.cluster import Cluster
@@ -278,7 +279,7 @@ def page(tmp_path: Path, **fields) -> str:
     build = pipe()
     cluster = machines(6, 6)
     found = forecast(build, cluster, trace=True)
-    subject = report.Subject("a < b", build, cluster, Plan(build).tensors, **fields)
+    subject = report.Subject("a < b", build, cluster, PlanView(build).tensors, **fields)
     path = tmp_path / "report.html"
     report.report(found, path, subject)
     return path.read_text()
@@ -510,17 +511,21 @@ def test_engine_forecast(rng):
     assert trained.step == 1
 
 
+def training_of(trained, batch):
+    return Training(trained.recipe, "train", len(batch), batch.fields(), {})
+
+
 def test_plain_data_parallelism_is_the_engine_s_own():
     """What stands beside a plan that is plain data parallelism takes as long as the plan."""
     x = np.zeros((12, 6), "f4")
     trained = engine(grid(dp=3))
     batch = whole((x, x[:, :1]))
-    found = forecast_training(training_of(trained.recipe, "train", batch, {}), machines(3))
+    found = forecast_training(training_of(trained, batch), machines(3))
     ((name, other),) = found.beside().items()
     assert name == "plain data parallel (dp=3)"
     assert isinstance(other, Forecast)
     assert other.step_seconds == pytest.approx(found.forecast.step_seconds)
     few = whole((x[:2], x[:2, :1]))
-    short = forecast_training(training_of(trained.recipe, "train", few, {}), machines(3))
+    short = forecast_training(training_of(trained, few), machines(3))
     ((_, said),) = short.beside().items()
     assert said == "there is none: the batch has 2 samples, fewer than ranks"

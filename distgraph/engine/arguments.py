@@ -15,6 +15,7 @@ from distgraph.dtypes import is_integer
 from distgraph.errors import GraphError, ResourceError, RuntimeFault
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
+from distgraph.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.strategy import Strategy
 
@@ -23,13 +24,13 @@ _OTHERS = ("torch", "flax", "keras", "tensorflow")
 
 
 def check_parts(
-    model: Any, loss: Any, optimizer: Any, metrics: Any, strategy: Any, cluster: Any, seed: Any
+    model: Any, loss: Any, optimizer: Any, metrics: Any, strategy: Any, cluster: Any, seed: Any, plan: Any
 ) -> None:
     """The parts of an engine.
 
     Raises:
-        GraphError: model, loss, optimizer, metrics or strategy are of another kind, or a class in place of an
-            object.
+        GraphError: model, loss, optimizer, metrics, strategy or plan are of another kind, or a class in place
+            of an object.
         ResourceError: likewise cluster.
     """
     _check_model(model)
@@ -46,6 +47,8 @@ def check_parts(
         raise ResourceError(
             f"cluster is {_shown(cluster)} but must be a Cluster, or the path or name of a resource file"
         )
+    if plan is not None and not isinstance(plan, (Plan, str, Path)):
+        raise GraphError(f"plan is {_shown(plan)} but must be a distgraph.Plan, or the path of a plan file")
     if not is_integer(seed):
         raise GraphError(f"seed is {_shown(seed)} but must be an integer")
 

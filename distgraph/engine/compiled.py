@@ -11,6 +11,7 @@ import numpy as np
 from distgraph.data import Batch
 from distgraph.dtypes import short, to_numpy
 from distgraph.engine.memory import Memory
+from distgraph.engine.training import Training
 from distgraph.errors import RuntimeFault
 from distgraph.resources import RankMapping
 from distgraph.runtime.build import Build
@@ -60,9 +61,8 @@ class Compiled:
     """One program of an engine.
 
     Attributes:
-        mode: train, evaluate or predict.
+        training: what was compiled.
         build: the compiled program for all ranks.
-        size: samples of a batch.
         fields: name of a graph's input -> field of the batch.
         mapping: device of every rank, where a cluster is given.
         ready: whether every local rank is prepared.
@@ -70,15 +70,19 @@ class Compiled:
         feeds: what each of them reads of a batch, with the way of every block to its device.
     """
 
-    mode: str
+    training: Training
     build: Build
-    size: int
     fields: dict[str, str]
     mapping: RankMapping | None = None
     ready: bool = False
     workers: dict[int, Worker] = field(default_factory=dict)
     feeds: dict[int, list[tuple[Feed, list[Inlet]]]] = field(default_factory=dict)
     _devices: dict[int, Device] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        """Train, evaluate or predict."""
+        return self.training.mode
 
     @property
     def micro_batches(self) -> int:
@@ -133,7 +137,7 @@ class Compiled:
             return device.fetch(worker.step(feeds))
 
     def _plan_feeds(self, rank: int) -> list[Feed]:
-        graph, per = self.build.lowered, self.size // self.micro_batches
+        graph, per = self.build.lowered, self.training.size // self.micro_batches
         planned: dict[str, Feed] = {}
         for op in graph.sources("input"):
             value, attr = op.result, graph.attrs[op.name]

@@ -3,13 +3,12 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.data import Field
+from distgraph.engine.applying import apply, devices_of, follow_plan, reference_of
 from distgraph.engine.dump import dump_directory, dump_stage, write
-from distgraph.engine.price import place_ranks, price_on
-from distgraph.engine.program import Recipe
+from distgraph.engine.price import place_ranks, placed_on, price_on
+from distgraph.engine.training import Training
 from distgraph.errors import ResourceError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
@@ -18,53 +17,55 @@ from distgraph.passes.complete import complete
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.world import is_chief
-from distgraph.spec import DistAttr
 
 
 def compile_program(
-    recipe: Recipe,
-    mode: str,
-    fields: Mapping[str, Field],
-    micro_batches: int,
-    layouts: Mapping[str, DistAttr],
-    cluster: Cluster | None,
+    training: Training, cluster: Cluster | None, reference: Graph | None = None
 ) -> tuple[Build, RankMapping | None]:
     """The program of one mode for batches of one size.
 
     Args:
-        recipe: model, loss, optimiser, strategy.
-        mode: train, evaluate or predict.
-        fields: shape and dtype of one micro-batch.
-        micro_batches: how many follow each other in a step.
-        layouts: where parameters lie already.
+        training: what is to be compiled.
         cluster: prices the collectives; None for bytes on the wire.
+        reference: the planned training program, completed, where there is a plan and it is known already.
 
     Returns:
         the program, and where there is a cluster the device of every rank.
 
     Raises:
-        GraphError, ShardingError: the program or its annotations do not fit.
+        GraphError, ShardingError: the program or its annotations do not fit, or not the plan.
         ResourceError: the meshes need more devices than the cluster has.
     """
-    serial = recipe.trace(mode, fields, layouts)
-    dump_stage(mode, "serial", serial)
-    default = recipe.strategy.mesh or ProcessMesh.grid(serial=1)
-    completed = lay_out(replace(serial, micro_batches=micro_batches), default, recipe.strategy.refine)
-    dump_stage(mode, "completed", completed)
-    policy = recipe.strategy.schedule
+    serial, completed = complete_program(training, reference)
+    dump_stage(training.mode, "serial", serial)
+    dump_stage(training.mode, "completed", completed)
+    micro_batches, policy = training.micro_batches, training.recipe.strategy.schedule
     if cluster is not None:
         check_cluster(completed.meshes, cluster)
     built, mapping = build(completed, micro_batches=micro_batches, policy=policy), None
     if (
         cluster is not None
     ):  # placed by what it exchanges, then its changes of layout priced where it is placed
-        mapping = place_ranks(built, cluster)
+        devices = devices_of(training.plan, cluster)
+        mapping = place_ranks(built, cluster) if devices is None else placed_on(built, cluster, devices)
         price = price_on(cluster, mapping.devices)
         built = build(completed, micro_batches=micro_batches, policy=policy, price=price)
-    dump_stage(mode, "lowered", built.lowered)
+    dump_stage(training.mode, "lowered", built.lowered)
     if dump_directory() is not None and is_chief():
-        write(f"{mode}.schedule.txt", built.schedule)
+        write(f"{training.mode}.schedule.txt", built.schedule)
     return built, mapping
+
+
+def complete_program(training: Training, reference: Graph | None = None) -> tuple[Graph, Graph]:
+    """The serial graph of a program, and the completed one; see `compile_program`."""
+    strategy, plan = training.recipe.strategy, training.plan
+    if plan is None:
+        serial = replace(training.trace(), micro_batches=training.micro_batches)
+        default = strategy.mesh or ProcessMesh.grid(serial=1)
+        return serial, lay_out(serial, default, strategy.refine)
+    if training.planned:
+        return apply(training, plan)
+    return follow_plan(training, reference or reference_of(training, plan), plan)
 
 
 def lay_out(serial: Graph, default: ProcessMesh, refine: str) -> Graph:

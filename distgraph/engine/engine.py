@@ -12,19 +12,25 @@ import numpy as np
 import distgraph
 from distgraph.callbacks import Callback, ProgressBar
 from distgraph.data import DataLoader, as_source, stand_ins, whole
+from distgraph.dtypes import is_integer
+from distgraph.engine.applying import check_batch
 from distgraph.engine.arguments import check_parts, check_training
 from distgraph.engine.compiled import Compiled, scalar
-from distgraph.engine.forecasting import Training, cluster_for, forecast_training, propose, training_of
+from distgraph.engine.extracting import extract
+from distgraph.engine.forecasting import cluster_for, forecast_training
+from distgraph.engine.given import plan_for
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
-from distgraph.engine.plan import Plan
 from distgraph.engine.program import Recipe, metric_names
+from distgraph.engine.proposing import propose
 from distgraph.engine.session import Session
+from distgraph.engine.view import PlanView
 from distgraph.errors import RuntimeFault
 from distgraph.history import History, Means
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
+from distgraph.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
 from distgraph.runtime.forecast import Forecast
@@ -47,6 +53,8 @@ class Engine:
         cluster: a Cluster, or the path or name of a resource file; prices the collectives. By default they
             cost what they put on the wire.
         seed: of initial values, of shuffling and of dropout.
+        plan: what is decided about the training program, or the path of a plan file: see docs/plan.md. It
+            takes the place of what the strategy says about meshes, micro-batches and schedule.
 
     Example:
         >>> import numpy as np, distgraph as dg
@@ -66,9 +74,10 @@ class Engine:
         strategy: Strategy | None = None,
         cluster: Cluster | str | Path | None = None,
         seed: int = 0,
+        plan: Plan | str | Path | None = None,
     ) -> None:
-        check_parts(model, loss, optimizer, metrics, strategy, cluster, seed)
-        self.recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
+        check_parts(model, loss, optimizer, metrics, strategy, cluster, seed, plan)
+        recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
         self.cluster = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         self.seed = seed
         self.step = 0
@@ -78,11 +87,16 @@ class Engine:
         self.should_stop = False
         self._means = Means()  # of the epoch under way
         self.memory = Memory(seed)
-        self._session = Session(self.recipe, self.cluster, self.memory)
+        self._session = Session(recipe, self.cluster, self.memory, plan_for(recipe, plan))
+
+    @property
+    def recipe(self) -> Recipe:
+        """Model, loss, optimiser, metrics and strategy; what a plan decides is taken out of the strategy."""
+        return self._session.recipe
 
     # What the user does
 
-    def prepare(self, batch: Any) -> Plan:
+    def prepare(self, batch: Any) -> PlanView:
         """Trace, plan and compile the training program, without running it or making a parameter.
 
         Args:
@@ -94,7 +108,7 @@ class Engine:
         """
         mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
         batch = whole(stand_ins(batch))
-        propose(training_of(self.recipe, mode, batch, self.memory.layouts), self.cluster)
+        propose(self._session.training(mode, batch), self.cluster)
         self._session.program(mode, batch)
         return self.plan
 
@@ -134,6 +148,8 @@ class Engine:
             RuntimeFault: an argument makes no sense, a rank failed, or the loss is not a number.
         """
         enter("engine.fit()")
+        if self._session.plan is not None and is_integer(batch_size):
+            check_batch(self._session.plan, batch_size)
         check_training(epochs, batch_size, self.recipe.strategy.micro_batches, callbacks)
         source = as_source(train)
         watchers = [*callbacks, *([ProgressBar()] if progress else [])]
@@ -156,8 +172,9 @@ class Engine:
         """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
         enter("engine.run()")
         given, batch = batch, whole(batch)
-        offer(self.recipe, self.memory, batch, self._scalars())
-        propose(training_of(self.recipe, "train", batch, self.memory.layouts), self.cluster)
+        training = self._session.training("train", batch)
+        offer(training, self.cluster, self.memory, batch, self._scalars())
+        propose(training, self.cluster)
         compiled = self._session.program("train", batch)
         logs = self._session.numbers(compiled, batch, self._scalars())
         self.step += 1
@@ -264,11 +281,16 @@ class Engine:
         self._means = Means(*index["means"])
 
     @property
-    def plan(self) -> Plan:
-        """What lies where and why, and what crosses the network. Raises RuntimeFault before the first
-        program."""
-        compiled, _ = self._compiled("plan")
-        return Plan(compiled.build, compiled.mode, compiled.mapping)
+    def plan(self) -> PlanView:
+        """What lies where and why, and what crosses the network; `save` writes it as a plan file. Raises
+        RuntimeFault before the first program."""
+        compiled = self._compiled("plan")
+        build, mapping = compiled.build, compiled.mapping
+
+        def portable() -> Plan:
+            return extract(compiled.training, build, mapping, self.cluster)
+
+        return PlanView(build, compiled.mode, mapping, portable)
 
     def forecast(
         self,
@@ -288,11 +310,11 @@ class Engine:
             RuntimeFault: there is no program yet; plotly is not installed; a file cannot be written.
             ResourceError: there is no cluster, it has too few devices, or lacks a number that a cost needs.
         """
-        compiled, training = self._compiled("forecast")
+        compiled = self._compiled("forecast")
         chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
         built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
-        found = forecast_training(training, chosen, built)
+        found = forecast_training(compiled.training, chosen, built)
         found.write(html, trace)
         return found.forecast
 
@@ -307,13 +329,12 @@ class Engine:
 
     # How it is done
 
-    def _compiled(self, wanted: str) -> tuple[Compiled, Training]:
-        """The first program, that of training before others, and what it was compiled from."""
+    def _compiled(self, wanted: str) -> Compiled:
+        """The first program, that of training before others."""
         for mode in ("train", "evaluate", "predict"):
-            for (known, size, fields), compiled in self._session.programs.items():
-                if known == mode:
-                    layouts = self.memory.layouts
-                    return compiled, Training(self.recipe, mode, size, dict(fields), layouts)
+            for compiled in self._session.programs.values():
+                if compiled.mode == mode:
+                    return compiled
         raise RuntimeFault(f"engine has no {wanted} yet; call prepare(batch) or fit first")
 
     def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distgraph.data import Batch
-from distgraph.engine.compiler import lay_out
+from distgraph.engine.compiler import complete_program
 from distgraph.engine.memory import Memory
-from distgraph.engine.program import Recipe
+from distgraph.engine.planning import settled
 from distgraph.engine.script import Seen, run_until_seen
+from distgraph.engine.training import Training
+from distgraph.errors import GraphError
 from distgraph.kernels.random import random_key
-from distgraph.mesh import ProcessMesh
+from distgraph.resources import Cluster
 from distgraph.runtime.check import Report, check
 
 _VARIED = 0.1  # how far constant parameters and states are moved: zeros would hide what is done with them
@@ -25,36 +28,44 @@ SAMPLES: ContextVar[int | None] = ContextVar("distgraph_check_samples", default=
 """Set while a script is being checked: most samples of a batch to look at, 0 for a whole micro-batch."""
 
 
-def offer(recipe: Recipe, memory: Memory, batch: Batch, scalars: Mapping[str, Any]) -> None:
+def offer(
+    training: Training, cluster: Cluster | None, memory: Memory, batch: Batch, scalars: Mapping[str, Any]
+) -> None:
     """Called by an engine before each training step: does nothing unless a script is being checked."""
     samples = SAMPLES.get()
     if samples is not None:
-        raise Seen(check_step(recipe, memory, batch, scalars, samples))
+        raise Seen(check_step(settled(training, cluster), memory, batch, scalars, samples))
 
 
 def check_step(
-    recipe: Recipe, memory: Memory, batch: Batch, scalars: Mapping[str, Any], samples: int = 0
+    training: Training, memory: Memory, batch: Batch, scalars: Mapping[str, Any], samples: int = 0
 ) -> Report:
     """Compare one training step with its serial meaning, value by value.
 
     Args:
-        recipe: model, loss, optimiser and strategy.
+        training: the program.
         memory: of the engine; parameters are made in it.
         batch: the first micro-batch is taken.
         scalars: inputs that are single numbers.
         samples: how many of its samples at most; 0 for all.
 
     Raises:
-        GraphError, ShardingError: the program or its annotations do not fit.
+        GraphError, ShardingError: the program or its annotations do not fit, or not the plan; there is a plan
+            but fewer samples are asked for than its micro-batches have.
     """
-    strategy, fields = recipe.strategy, batch.fields()
-    size = max(1, len(batch) // strategy.micro_batches)
-    size = min(size, samples) if samples else size
-    shapes = {name: ((size, *shape), dtype) for name, (shape, dtype) in fields.items()}
-    serial = recipe.trace("train", shapes, memory.layouts)
-    completed = lay_out(serial, strategy.mesh or ProcessMesh.grid(serial=1), strategy.refine)
+    recipe, size = training.recipe, training.size // training.micro_batches
+    if samples and samples < size:
+        if training.plan is not None:
+            raise GraphError(
+                f"check: {samples} samples are asked for but the plan is for micro-batches of {size}; leave "
+                f"out --samples"
+            )
+        recipe, size = replace(recipe, strategy=replace(recipe.strategy, micro_batches=1)), samples
+        training = replace(training, recipe=recipe, size=samples)
+    serial, completed = complete_program(training)
+    serial, completed = replace(serial, micro_batches=1), replace(completed, micro_batches=1)
     memory.adopt(completed)
-    names = recipe.names(tuple(fields), "train")
+    names = recipe.names(tuple(training.fields), "train")
     inputs = {names[field]: np.asarray(array) for field, array in batch.block(0, size).items()}
     params = {name: _varied(name, _whole(memory, name)) for name in memory.records}
     return check(completed, {**scalars, **inputs}, params, serial)

@@ -10,6 +10,7 @@ from distgraph.dtypes import itemsize
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.redistribute import STEP_PRICES, Price
 from distgraph.resources import Cluster, CollectiveCost, RankMapping, Requirement, map_ranks
+from distgraph.resources.mapping import GIVEN
 from distgraph.runtime.build import Build
 
 
@@ -51,6 +52,15 @@ def place_ranks(build: Build, cluster: Cluster) -> RankMapping:
     volume = exchanged(build)
     needs = [Requirement(memory=_resident(build, rank)) for rank in range(ranks)]
     return map_ranks(ranks, volume, cluster, needs)
+
+
+def placed_on(build: Build, cluster: Cluster, devices: Sequence[int]) -> RankMapping:
+    """A mapping that is decided already: the device of every rank, with what crosses machines under it."""
+    volume = exchanged(build)
+    machine = [cluster.devices[device].machine for device in devices]
+    crossing = sum(sent for (a, b), sent in volume.items() if machine[a] != machine[b])
+    needs = tuple(Requirement(memory=_resident(build, rank)) for rank in range(len(devices)))
+    return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, volume, needs)
 
 
 def exchanged(build: Build) -> dict[tuple[int, int], float]:

@@ -48,7 +48,12 @@ class Recipe:
     strategy: Strategy
 
     def trace(
-        self, mode: str, fields: Mapping[str, Field], layouts: Mapping[str, DistAttr], pruned: bool = True
+        self,
+        mode: str,
+        fields: Mapping[str, Field],
+        layouts: Mapping[str, DistAttr],
+        pruned: bool = True,
+        recompute: Sequence[Sequence[str]] = (),
     ) -> Graph:
         """The serial graph of one micro-batch.
 
@@ -57,6 +62,8 @@ class Recipe:
             fields: name -> shape and dtype of one micro-batch.
             layouts: parameters and states that already lie somewhere.
             pruned: leave out what nothing needs.
+            recompute: names of forward ops that the backward part computes again, a sequence for each block,
+                as `dg.recompute` does; blocks of the model itself stay.
 
         Raises:
             GraphError: shapes or dtypes do not fit; there is no loss or no optimiser but the mode needs it.
@@ -75,6 +82,7 @@ class Recipe:
             outputs = _labelled(output) if mode == "predict" else self._measure(trace, output, targets)
             if mode == "train":
                 assert self.optimizer is not None
+                trace.recompute(recompute)
                 pairs = _gradients(trace, outputs["loss"], layouts)
                 self.optimizer.update(trace, pairs)
             if mode != "predict":

@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 
 from distgraph.data import Batch, Field
+from distgraph.engine.applying import check_batch, layouts_of, planned, reference_of
 from distgraph.engine.compiled import Compiled
 from distgraph.engine.compiler import compile_program
 from distgraph.engine.dump import write
 from distgraph.engine.memory import Memory
+from distgraph.engine.planning import settled
 from distgraph.engine.program import Recipe
+from distgraph.engine.training import Training
 from distgraph.errors import RuntimeFault
+from distgraph.graph import Graph
+from distgraph.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.device import array_namespace, take_device
 from distgraph.runtime.world import World, make_world
@@ -32,6 +37,7 @@ class Session:
         recipe: model, loss, optimiser, strategy.
         cluster: prices collectives; None for bytes on the wire.
         memory: blocks of parameters and states.
+        plan: of the training program, given or searched.
         programs: what has been compiled.
         world: the ranks, once something has run.
     """
@@ -39,29 +45,59 @@ class Session:
     recipe: Recipe
     cluster: Cluster | None
     memory: Memory
+    plan: Plan | None = None
     programs: dict[Key, Compiled] = field(default_factory=dict)
     world: World | None = None
+    _reference: Graph | None = None  # the planned training program, completed
+
+    def __post_init__(self) -> None:
+        if self.plan is not None:
+            self.recipe = planned(self.recipe, self.plan)
+
+    def training(self, mode: str, batch: Batch) -> Training:
+        """What a batch would be given to."""
+        layouts = self.memory.layouts
+        if self.plan is not None:
+            layouts = layouts_of(self.plan) | layouts
+        return Training(self.recipe, mode, len(batch), batch.fields(), layouts, self.plan)
 
     def program(self, mode: str, batch: Batch) -> Compiled:
         """The program for batches like this one, compiled at first use.
 
         Raises:
             RuntimeFault: the batch is empty.
-            GraphError, ShardingError, ResourceError: as `compile_program`.
+            GraphError, ShardingError, ResourceError: as `compile_program`; there is a plan for training
+                batches of another size; a plan is to be searched but there is no cluster.
+            InfeasibleError: no plan fits the cluster.
         """
         if len(batch) == 0:
             raise RuntimeFault("batch has 0 samples; there is nothing to do")
         fields = batch.fields()
         key = (mode, len(batch), tuple(fields.items()))
         if key not in self.programs:
-            micro = equal_parts(len(batch), self.recipe.strategy.micro_batches)
-            shapes = {name: ((len(batch) // micro, *shape), dtype) for name, (shape, dtype) in fields.items()}
-            layouts = self.memory.layouts
-            build, mapping = compile_program(self.recipe, mode, shapes, micro, layouts, self.cluster)
+            training = self._settled(self.training(mode, batch))
+            build, mapping = compile_program(training, self.cluster, self._reference_of(training))
             self.memory.adopt(build.completed)
-            names = {name: field for field, name in self.recipe.names(tuple(shapes), mode).items()}
-            self.programs[key] = Compiled(mode, build, len(batch), names, mapping)
+            if training.planned:
+                self._reference = build.completed
+            names = {name: field for field, name in self.recipe.names(tuple(fields), mode).items()}
+            self.programs[key] = Compiled(training, build, names, mapping)
         return self.programs[key]
+
+    def _settled(self, training: Training) -> Training:
+        """With the plan that the strategy's mode asks for, searched at first use."""
+        found = settled(training, self.cluster)
+        self.plan, self.recipe = found.plan, found.recipe
+        whole = self._reference is not None and self.plan is not None and training.size < self.plan.batch
+        if found.mode == "train" and not whole and found.plan is not None:
+            check_batch(found.plan, found.size)
+        return found
+
+    def _reference_of(self, training: Training) -> Graph | None:
+        """The planned program, for those that follow it."""
+        if training.plan is not None and not training.planned and self._reference is None:
+            self._reference = reference_of(training, training.plan)
+        return self._reference
 
     def ranks(self) -> World:
         """The world, with enough ranks for every program so far.
@@ -139,13 +175,3 @@ class Session:
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)
         return world
-
-
-def equal_parts(size: int, wanted: int) -> int:
-    """The largest number of equal parts of a batch, at most `wanted`.
-
-    Example:
-        >>> equal_parts(12, 8), equal_parts(7, 4)
-        (6, 1)
-    """
-    return max(parts for parts in range(1, min(size, wanted) + 1) if size % parts == 0)

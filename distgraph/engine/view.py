@@ -1,13 +1,12 @@
-"""Plan: what a compiled program does, for people: which tensor lies where and why, stages, collectives and
-their bytes."""
+"""PlanView: what a compiled program does, for people: which tensor lies where and why, stages, collectives
+and their bytes. The plan as data, apart from the program, is `distgraph.plan`."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.partition import RankProgram
+from distgraph.plan import Plan
 from distgraph.resources import RankMapping
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.build import Build
@@ -56,19 +56,27 @@ class Collective:
     nbytes: float
 
 
-class Plan:
+class PlanView:
     """What lies where and why, and what crosses the network in a step. Print it.
 
     Args:
         build: a compiled program.
         title: what the program is.
         mapping: device of every rank, where a cluster is given.
+        portable: the plan of the program, made when asked for.
     """
 
-    def __init__(self, build: Build, title: str = "step", mapping: RankMapping | None = None) -> None:
+    def __init__(
+        self,
+        build: Build,
+        title: str = "step",
+        mapping: RankMapping | None = None,
+        portable: Callable[[], Plan] | None = None,
+    ) -> None:
         self.build = build
         self.mapping = mapping
         self.title = title
+        self._portable = portable
         self._programs: dict[int, RankProgram] = {}
 
     @property
@@ -153,19 +161,24 @@ class Plan:
             )
         return "\n".join(lines)
 
+    @cached_property
+    def portable(self) -> Plan:
+        """The plan as data: any engine that trains the same program takes it, and other frameworks do.
+
+        Raises:
+            GraphError: the program does not train, or is the short last batch of an epoch.
+        """
+        if self._portable is None:
+            raise GraphError(f"plan of {self.title}: it was not compiled by an engine; use Engine.plan")
+        return self._portable()
+
     def save(self, path: str | Path) -> None:
-        """Write tensors, collectives and bytes per rank as JSON."""
-        content = {
-            "program": self.title,
-            "meshes": [str(mesh) for mesh in self.meshes],
-            "micro_batches": self.build.lowered.micro_batches,
-            "schedule": self.build.policy,
-            "tensors": [asdict(line) for line in self.tensors],
-            "collectives": [asdict(each) for each in self.collectives],
-            "bytes_per_rank": self.bytes_per_rank,
-            "devices": None if self.mapping is None else list(self.mapping.devices),
-        }
-        Path(path).write_text(json.dumps(content, indent=1))
+        """Write the plan as data (`portable`) to a file that `Engine(plan=path)` takes.
+
+        Raises:
+            GraphError: as `portable`, or the file cannot be written.
+        """
+        self.portable.save(path)
 
     def __str__(self) -> str:
         micro = self.build.lowered.micro_batches

@@ -1,0 +1,259 @@
+"""From a compiled program to its plan: the inverse of `distgraph.engine.applying`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from distgraph.engine.fingerprint import program_of
+from distgraph.engine.positions import Positions, decomposed, is_named
+from distgraph.engine.training import Training
+from distgraph.errors import GraphError
+from distgraph.export import surface_of
+from distgraph.graph import Graph, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import lookup
+from distgraph.passes.place import place
+from distgraph.passes.search.layers import REST, cluster_layers
+from distgraph.passes.search.layers import Layer as Run
+from distgraph.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
+from distgraph.plan_parts import KINDS
+from distgraph.resources import Cluster, RankMapping
+from distgraph.runtime.build import Build
+from distgraph.runtime.forecast import Forecast
+
+
+def extract(training: Training, build: Build, mapping: RankMapping | None, cluster: Cluster | None) -> Plan:
+    """The plan of a program that was compiled from annotations and completion, or from a plan.
+
+    Args:
+        training: what was compiled.
+        build: what it was compiled to.
+        mapping: device of every rank, where there is a cluster.
+        cluster: it was compiled for.
+
+    Raises:
+        GraphError: the program does not train.
+    """
+    if training.mode != "train":
+        raise GraphError(
+            f"plan: the program is one to {training.mode} but a plan is for training; give the engine a loss "
+            f"and an optimizer, and call prepare(batch) or fit first"
+        )
+    if training.planned:
+        assert training.plan is not None
+        return training.plan
+    serial = training.trace()
+    layers = cluster_layers(serial)
+    return describe(
+        serial,
+        build.completed,
+        layers,
+        program=program_of(training.recipe.model, serial),
+        batch=training.size,
+        schedule=build.policy,
+        cluster="" if cluster is None else cluster.name,
+        devices=() if mapping is None else mapping.devices,
+    )
+
+
+def describe(
+    serial: Graph,
+    completed: Graph,
+    layers: Sequence[Run],
+    *,
+    program: Program,
+    batch: int,
+    schedule: str,
+    cluster: str = "",
+    devices: Sequence[int] = (),
+    recompute: Sequence[int] = (),
+    placements: Mapping[str, ProcessMesh] | None = None,
+) -> Plan:
+    """The plan of a completed graph.
+
+    Args:
+        serial: the graph that was completed, with the layers of `recompute` computed again.
+        completed: with all layouts; its `micro_batches` are those of the plan.
+        layers: runs of its forward ops, together all of them.
+        program: what it was traced from (see `program_of`), without `recompute`.
+        batch: samples of a step.
+        schedule: name.
+        cluster: name of the cluster.
+        devices: of every rank of it.
+        recompute: numbers of layers.
+        placements: mesh of every op of the serial graph; by default what `place` finds.
+    """
+    broken = _decomposed(serial, completed)
+    whole = decomposed(serial, broken)
+    homes = dict(placements) if placements is not None else _homes(whole, completed)
+    for op in whole.ops:
+        if op.name not in homes:  # a part of a fused op
+            homes[op.name] = _mesh(completed.producers[op.name])
+    stages = _stages(layers, homes, completed, devices)
+    describer = _Describer(Positions(serial, layers), stages, homes, completed)
+    ops, rest = describer.ops(whole, broken)
+    return Plan(
+        program=program,
+        cluster=cluster,
+        batch=batch,
+        micro_batches=completed.micro_batches,
+        schedule=schedule,
+        layers=tuple(Layer(first=run.ops[0], scope=serial.producers[run.ops[0]].scope) for run in layers),
+        stages=stages,
+        recompute=tuple(recompute),
+        tensors=describer.tensors(),
+        ops=ops,
+        rest=rest,
+        surface=surface_of(completed, [stage.mesh for stage in stages]),
+    )
+
+
+def estimate(plan: Plan, found: Forecast) -> Estimate:
+    """A forecast of a plan's program in short."""
+    peaks = {rank: memory.total for first, memory in found.memory.items() for rank in found.ranks[first]}
+    return Estimate(
+        seconds=found.step_seconds,
+        memory=tuple(max(peaks[rank] for rank in stage.mesh.members) for stage in plan.stages),
+    )
+
+
+@dataclass(frozen=True)
+class _Describer:
+    """What the lines of a plan are written from.
+
+    Attributes:
+        positions: of the ops of the serial graph.
+        stages: of the plan.
+        homes: mesh of every op of the serial graph, fused ones decomposed where the completed graph has them
+            so.
+        completed: the completed graph.
+    """
+
+    positions: Positions
+    stages: tuple[Stage, ...]
+    homes: Mapping[str, ProcessMesh]
+    completed: Graph
+
+    @cached_property
+    def number(self) -> dict[ProcessMesh, int]:
+        """Mesh -> first stage on it."""
+        return {stage.mesh: number for number, stage in reversed(list(enumerate(self.stages)))}
+
+    def tensors(self) -> dict[str, Stored]:
+        """Where everything with a name lies."""
+        graph, found = self.completed, {}
+        for kind in KINDS:
+            for op in filter(is_named, graph.sources(kind)):
+                attr = graph.attrs[op.name]
+                found[str(op.attrs["name"])] = Stored(kind, self.number[attr.mesh], attr.spec)
+        return found
+
+    def ops(self, whole: Graph, broken: Sequence[str]) -> tuple[tuple[LayerOps, ...], Rest]:
+        """How all ops are computed: of every layer, and of none."""
+        fused = self._by_layer(broken)
+        before = self._by_layer(op.name for op in whole.ops if not is_named(op))
+        after = self._by_layer(op.name for op in self.completed.ops if not is_named(op))
+        layers = []
+        for stage in self.stages:
+            for layer in range(stage.first, stage.last):
+                home = self.number[stage.mesh]
+                placed = ((at, self.number[self.homes[name]]) for name, at in before.get(layer, ()))
+                layers.append(
+                    LayerOps(
+                        tuple(at for _, at in fused.get(layer, ())),
+                        tuple((at, number) for at, number in placed if number != home),
+                        tuple(self._line(name) for name, _ in after.get(layer, ())),
+                    )
+                )
+        rest = Rest(
+            tuple(at for _, at in fused.get(REST, ())),
+            tuple(
+                (name, self.number[self.homes[name]])
+                for name, _ in before.get(REST, ())
+                if name not in self.completed.producers
+            ),
+            tuple(
+                (name, replace(self._line(name), stage=self._stage_of(name)))
+                for name, _ in after.get(REST, ())
+            ),
+        )
+        return tuple(layers), rest
+
+    def _by_layer(self, names: Iterable[str]) -> dict[int, list[tuple[str, str]]]:
+        """Layer -> (name, position there) of ops."""
+        found: dict[int, list[tuple[str, str]]] = {}
+        for name in names:
+            layer, position = self.positions.of(name)
+            found.setdefault(layer, []).append((name, position))
+        return found
+
+    def _stage_of(self, name: str) -> int:
+        return self.number[_mesh(self.completed.producers[name])]
+
+    def _line(self, name: str) -> Computed:
+        op = self.completed.producers[name]
+        assert op.layout is not None
+        attrs = [self.completed.attrs[value.name] for value in op.results]
+        stored = attrs[0].mesh
+        return Computed(
+            op.kind,
+            op.layout.axes,
+            op.layout.partial,
+            tuple(attr.spec for attr in attrs),
+            None,
+            None if stored == op.layout.mesh else self.number[stored],
+        )
+
+
+def _decomposed(serial: Graph, completed: Graph) -> list[str]:
+    """Names of fused ops that completion replaced by simpler ones, and of parts of them."""
+    found: list[str] = []
+    while True:
+        broken = [
+            op.name
+            for op in serial.ops
+            if lookup(op.kind).decompose is not None
+            and (op.name not in completed.producers or completed.producers[op.name].kind != op.kind)
+        ]
+        if not broken:
+            return found
+        found += broken
+        serial = decomposed(serial, broken)
+
+
+def _homes(whole: Graph, completed: Graph) -> dict[str, ProcessMesh]:
+    """Mesh of every op as completion found it."""
+    meshes = tuple(dict.fromkeys(_mesh(op) for op in completed.ops))
+    if len(meshes) == 1:
+        return dict.fromkeys((op.name for op in whole.ops), meshes[0])
+    return place(whole)[1]
+
+
+def _mesh(op: Op) -> ProcessMesh:
+    assert op.layout is not None  # the graph is completed
+    return op.layout.mesh
+
+
+def _stages(
+    layers: Sequence[Run], homes: Mapping[str, ProcessMesh], completed: Graph, devices: Sequence[int]
+) -> tuple[Stage, ...]:
+    """Runs of layers whose ops lie mostly on one mesh; then the meshes that have no layer."""
+    found: list[Stage] = []
+
+    def stage(mesh: ProcessMesh, first: int, last: int) -> Stage:
+        placed = tuple(devices[rank] for rank in mesh.members) if devices else ()
+        return Stage(mesh=mesh, first=first, last=last, devices=placed)
+
+    for number, run in enumerate(layers):
+        ((mesh, _),) = Counter(homes[name] for name in run.ops if name in homes).most_common(1)
+        if found and found[-1].mesh == mesh:
+            found[-1] = replace(found[-1], last=number + 1)
+        else:
+            found.append(stage(mesh, number, number + 1))
+    used = dict.fromkeys(_mesh(op) for op in completed.ops)
+    used |= dict.fromkeys(attr.mesh for attr in completed.attrs.values())
+    known = {each.mesh for each in found}
+    return (*found, *(stage(mesh, len(layers), len(layers)) for mesh in used if mesh not in known))

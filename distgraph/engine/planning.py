@@ -1,0 +1,160 @@
+"""The search for a plan: candidates, the forecast of each, the best.
+
+plan = search(training, load_cluster("dgx_a100_pod"), SearchOptions(seconds=30))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from distgraph.engine.applying import planned
+from distgraph.engine.extracting import estimate, extract
+from distgraph.engine.forecasting import forecast_training
+from distgraph.engine.training import Training
+from distgraph.errors import DistGraphError, GraphError, ResourceError
+from distgraph.plan import Found, Plan
+from distgraph.resources import Cluster
+from distgraph.runtime.rank import current_transport, ranks_of_job
+from distgraph.strategy import MODES, SEARCHED
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search stands. Print it.
+
+    Attributes:
+        phase: what it is at.
+        seconds: since it began.
+        incumbent: seconds of a step of the best plan so far, by forecast; None while there is none.
+        bound: seconds of a step that no plan of the searched space goes below, where that is known.
+    """
+
+    phase: str
+    seconds: float
+    incumbent: float | None = None
+    bound: float | None = None
+
+    def __str__(self) -> str:
+        found = "no plan yet" if self.incumbent is None else f"best {self.incumbent * 1e3:.4g} ms a step"
+        bound = "" if self.bound is None else f", none below {self.bound * 1e3:.4g} ms"
+        return f"{self.phase}: {found}{bound} ({self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What is searched, and for how long.
+
+    Attributes:
+        mode: "semi" and "manual" keep to annotations and completion; "sharding_propagation", "recursive" and
+            "auto" search, see docs/plan.md.
+        seconds: after which the best so far is taken.
+        watch: told where the search stands.
+
+    Raises:
+        GraphError: an unknown mode, or seconds are negative.
+    """
+
+    mode: str = "auto"
+    seconds: float = 60.0
+    watch: Callable[[Progress], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise GraphError(
+                f"mode {self.mode!r} of the search does not exist; the modes are {', '.join(MODES)}"
+            )
+        if not self.seconds >= 0:
+            raise GraphError(f"seconds of the search is {self.seconds} but must be a number from 0 up")
+
+    def settings(self) -> dict[str, str | int | float | bool | None]:
+        """What was asked for, to be kept in the plan."""
+        return {name: value for name, value in asdict(self).items() if name != "watch"}
+
+
+def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan:
+    """The best plan found; Ctrl-C ends the search with the best so far.
+
+    Args:
+        training: the program, with the annotations that a plan keeps to.
+        cluster: what it is to run on.
+        options: see `SearchOptions`.
+
+    Raises:
+        GraphError: the program does not train.
+        ResourceError: the cluster is too small, or lacks a number that a cost needs.
+        InfeasibleError: no plan fits the cluster.
+        KeyboardInterrupt: Ctrl-C before there was any plan.
+    """
+    start = time.monotonic()
+    best: Plan | None = None
+    try:
+        for found in _improved(training, cluster, options):
+            best = found
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        best = replace(best, search=replace(best.search, status="interrupted"))
+    assert best is not None  # a search without any plan raises
+    return replace(best, search=replace(best.search, seconds=time.monotonic() - start))
+
+
+def settled(training: Training, cluster: Cluster | None) -> Training:
+    """A program with the plan that the mode of its strategy asks for; itself where that asks for none.
+
+    Raises:
+        ResourceError: a search is asked for but there is no cluster.
+        GraphError: a search is asked for by a program that does not train.
+        Others: as `search`.
+    """
+    mode = training.recipe.strategy.mode
+    if training.plan is not None or mode not in SEARCHED:
+        return training
+    if cluster is None:
+        raise ResourceError(
+            f"mode {mode!r} of Strategy searches a plan for a cluster but the engine has none; give it one "
+            f'with Engine(cluster=...), a plan with Engine(plan=...), or take mode "semi"'
+        )
+    if training.mode != "train":
+        raise GraphError(
+            f"mode {mode!r} of Strategy searches a plan for training but the first program is one to "
+            f"{training.mode}; call prepare(batch) or fit before, or give the engine a plan"
+        )
+    plan = _alike(lambda: search(training, cluster, SearchOptions(mode=mode)))
+    return replace(training, recipe=planned(training.recipe, plan), plan=plan)
+
+
+def _improved(training: Training, cluster: Cluster, options: SearchOptions) -> Iterator[Plan]:
+    """Plans, each better than those before."""
+    if options.mode in SEARCHED:
+        raise GraphError(f'mode {options.mode!r} of the search is not there yet; take mode "semi"')
+    forecasted = forecast_training(training, cluster)
+    plan = extract(training, forecasted.build, forecasted.mapping, cluster)
+    baselines = {
+        name: found if isinstance(found, str) else found.step_seconds
+        for name, found in forecasted.beside().items()
+    }
+    yield replace(
+        plan,
+        forecast=estimate(plan, forecasted.forecast),
+        baselines=baselines,
+        search=Found(mode=options.mode, status="not searched", settings=options.settings()),
+    )
+
+
+def _alike(make: Callable[[], Plan]) -> Plan:
+    """The same plan on every process of a job: rank 0 makes it. Collective."""
+    transport = current_transport() if ranks_of_job() > 1 else None
+    if transport is None:
+        return make()
+    told: tuple[str, DistGraphError | None] = "", None
+    if transport.rank == 0:
+        try:
+            told = make().text(), None
+        except DistGraphError as error:
+            told = "", error
+    text, failure = transport.broadcast_object(told, 0)
+    if failure is not None:
+        raise failure
+    return Plan.parse(text)

@@ -1,0 +1,1 @@
+"""The search behind `Strategy(mode="auto")` and `distgraph plan`: see `searcher`."""

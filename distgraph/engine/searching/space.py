@@ -1,0 +1,116 @@
+"""What may be chosen on a cluster: pools of equal machines, shapes of a stage's mesh, micro-batch counts.
+
+*In:* a cluster, the size of a batch. *Out:* `Pool`s, `Shape`s, numbers. *Invariant:* deterministic; the whole
+cluster is always among the sub-meshes, one device too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.search.placing import Pool, SubMesh, place, submeshes
+from distgraph.resources import Cluster
+
+_WIDEST = 8
+"""Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
+_MOST_SHARES = 16
+"""Numbers of machines of a stage that are tried; of a cluster of many machines those are its divisors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A logical mesh for a stage.
+
+    Attributes:
+        axes: name and size of every axis, major to minor; the minor one lies inside machines where it fits.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return int(np.prod([size for _, size in self.axes]))
+
+    def mesh(self, start: int = 0) -> ProcessMesh:
+        """A mesh of this shape on consecutive ranks."""
+        names = [name for name, _ in self.axes]
+        ranks = np.arange(start, start + self.size).reshape([size for _, size in self.axes])
+        return ProcessMesh(ranks, names)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def pools_of(cluster: Cluster) -> tuple[Pool, ...]:
+    """Devices of one type and model in machines that have equally many of them.
+
+    Args:
+        cluster: any, also one whose machines hold devices of different types.
+    """
+    found: dict[tuple[str, str, float, int], list[tuple[int, ...]]] = {}
+    for machine in cluster.machines:
+        kinds: dict[tuple[str, str, float], list[int]] = {}
+        for device in (cluster.devices[number] for number in machine.devices):
+            kinds.setdefault((device.type, device.model, device.memory), []).append(device.index)
+        for kind, devices in kinds.items():
+            found.setdefault((*kind, len(devices)), []).append(tuple(devices))
+    return tuple(Pool(key[1] or key[0], tuple(machines)) for key, machines in found.items())
+
+
+def submeshes_of(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
+    """What a stage may take: divisors of a machine, and numbers of machines."""
+    counts: set[int] = set()
+    for pool in pools:
+        machines = len(pool.machines)
+        every = range(2, machines + 1)
+        counts |= set(every) if machines <= _MOST_SHARES else {n for n in every if machines % n == 0}
+    return submeshes(pools, sorted(counts))
+
+
+def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
+    """Logical meshes of one and two axes for `size` devices of a pool.
+
+    One axis is one that any op may use for anything. Of two, the major one is called dp and the minor one tp,
+    after what they mostly turn out to be; no op is bound by these names.
+
+    Example:
+        >>> [str(shape) for shape in shapes_of(Pool.grid("a", 2, 4), 8)]
+        ['dp=8', 'dp=2 x tp=4', 'dp=4 x tp=2']
+    """
+    inner = min(size, pool.machine)
+    minors = [n for n in range(2, min(inner, max(_WIDEST, 1)) + 1) if size % n == 0 and inner % n == 0 and n < size]
+    one = Shape((("dp", size),))
+    return (one, *(Shape((("dp", size // n), ("tp", n))) for n in reversed(minors)))
+
+
+def devices_for(pools: Sequence[Pool], submesh: SubMesh) -> tuple[int, ...]:
+    """Devices that a stage of this size would have, were it alone."""
+    found = place(pools, [submesh])
+    assert found is not None  # sub-meshes come from the pools
+    return found[0]
+
+
+def micro_batch_counts(size: int, most: int | None = None) -> tuple[int, ...]:
+    """Numbers of micro-batches that divide a batch: all of few, of many those about twice apart; falling.
+
+    Example:
+        >>> micro_batch_counts(12), micro_batch_counts(1024)[:4]
+        ((12, 6, 4, 3, 2, 1), (1024, 512, 256, 128))
+    """
+    divisors = [n for n in range(size, 0, -1) if size % n == 0 and (most is None or n <= most)]
+    if len(divisors) <= 8:
+        return tuple(divisors)
+    return tuple(_spread(divisors))
+
+
+def _spread(falling: Iterable[int]) -> Iterable[int]:
+    last = 0
+    for number in falling:
+        if not last or number * 2 <= last or number == 1:
+            last = number
+            yield number
