@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -98,9 +99,29 @@ def computed_in_f32(*follows: int) -> Callable[[Callable[..., Any]], Callable[..
             outs = outputs(out, len(results))
             return tuple(store(xp, r, o, dtypes[f]) for r, o, f in zip(results, outs, follows, strict=True))
 
-        return run
+        return widening(run)
 
     return decorate
+
+
+def widening(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a kernel that makes float32 copies of half-precision operands and results."""
+    vars(kernel)["widens"] = True
+    return kernel
+
+
+def widened(operands: Iterable[Array], results: Iterable[tuple[Sequence[int], Any]]) -> int:
+    """float32 copies of half-precision operands, and of results (shape, dtype): see `computed_in_f32`."""
+    sizes = [4 * a.size for a in operands if is_half(a.dtype)]
+    return sum(sizes) + (4 * sum(prod(s) for s, dtype in results if is_half(dtype)) if sizes else 0)
+
+
+def in_f32(x: Array) -> Array:
+    """A half-precision array as `widen` would leave it, as to its shape and strides; others as they are."""
+    if not is_half(x.dtype):
+        return x
+    strides = [2 * stride for stride in x.strides]
+    return np.lib.stride_tricks.as_strided(np.empty(1, np.float32), x.shape, strides, writeable=False)
 
 
 def rows(x: Array) -> Array:

@@ -158,6 +158,12 @@ def sigmoid(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
 
 
 @computed_in_f32(0)
+def sigmoid_grad(xp: Namespace, y: Array, dy: Array, *, out: Array | None = None) -> Array:
+    """dx = dy * y * (1 - y) with y = sigmoid(x)."""
+    return _blocked(lambda a, da: a * (1 - a) * da, xp, (y, dy), out)
+
+
+@computed_in_f32(0)
 def erf(xp: Namespace, x: Array, *, out: Array | None = None) -> Array:
     """y = 2 / sqrt(pi) * integral of exp(-t^2) from 0 to x."""
     done = _one_pass("erf", xp, (x,), out)

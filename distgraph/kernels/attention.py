@@ -54,6 +54,20 @@ def _tiles(sizes: tuple[int, int, int, int, int], causal: bool, budget: int) -> 
                 yield slice(n, n + per_batch), slice(g, g + per_group), slice(i, stop), seen, first
 
 
+def largest_tile(
+    q: Array, k: Array, v: Array, *, causal: bool, gradient: bool = False
+) -> tuple[int, int, int]:
+    """The tile with most scores on a CPU: (rows of scores, keys that they see, pairs of batch and group)."""
+    sizes = batch, groups, heads, _, _ = _split(q, k, v)
+    budget = _CACHE_SCORES // (2 if gradient else 1)
+    found = (0, 0, 0)
+    for n, g, i, seen, _ in _tiles(sizes, causal, budget):
+        pairs = (min(n.stop, batch) - n.start) * (min(g.stop, groups) - g.start)
+        rows = pairs * heads * (i.stop - i.start)
+        found = max(found, (rows, seen, pairs), key=lambda tile: tile[0] * tile[1])
+    return found
+
+
 def _split(q: Array, k: Array, v: Array) -> tuple[int, int, int, int, int]:
     """(batch, groups, heads per group, queries, keys), after checking that the shapes fit."""
     fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
@@ -154,6 +168,7 @@ def attention(
         scores = xp.matmul(q[n, g, :, i], k[n, g, :, :, :seen])
         grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, loops)
         multiply_into(xp, scores, v[n, g, :, :seen], grouped_o[n, g, :, i])
+        del scores  # before those of the next tile are made
     return store(xp, o, out_o), store(xp, lse, out_lse)
 
 
@@ -261,6 +276,7 @@ def _attention_grad(
         dv[n, g, :seen] += _over_heads(xp, p, change)
         dk[n, g, :seen] += _over_heads(xp, ds, queries)
         multiply_into(xp, ds, near[0], grouped_dq[n, g, :, i])
+        del p, ds  # before those of the next tile are made
     return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
 
 

@@ -177,6 +177,7 @@ def conv(
         wide = padded(xp, x[n], window)
         columns = wide if window.plain else _columns(xp, wide, window)
         xp.matmul(weights, columns.reshape(-1, groups, depth, area), out=target[n])
+        del wide, columns  # before the next block is made
     return store(xp, y, out)
 
 
@@ -214,6 +215,7 @@ def conv_grad_input(
         for place, where in positions(window):
             wide[(ALL, ALL, *where)] += columns[(ALL, ALL, *place)]
         gather(dx[n], wide, window)
+        del wide, columns  # before the next block is made
     return store(xp, dx, out)
 
 
@@ -250,4 +252,5 @@ def conv_grad_weight(
         columns = columns.transpose(order).reshape(groups, depth, -1)
         changes = dy[n].reshape(-1, made, area).swapaxes(0, 1).reshape(groups, made // groups, -1)
         dw += xp.matmul(changes, columns.swapaxes(1, 2))
+        del columns, changes  # before the next block is made
     return store(xp, dw.reshape(tuple(kernel_shape)), out)

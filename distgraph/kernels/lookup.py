@@ -31,8 +31,12 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
         np.take(table, at, axis=0, out=y, mode="clip")  # "clip" writes to out directly; "raise" would buffer
         return store(xp, y, out)
     inside = (at >= 0) & (at < size)
-    y[...] = table[xp.where(inside, at, 0)]
-    y *= inside.reshape(inside.shape + (1,) * (table.ndim - 1)).astype(table.dtype)
+    near = xp.where(inside, at, 0)
+    if xp is np and y.flags.c_contiguous:
+        np.take(table, near, axis=0, out=y, mode="clip")
+    else:
+        y[...] = table[near]
+    y[~inside] = 0
     return store(xp, y, out)
 
 

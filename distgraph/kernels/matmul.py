@@ -21,8 +21,13 @@ def blas_ready(x: Array) -> Array:
 
     NumPy multiplies other layouts element by element, far slower than this copy.
     """
+    return x if is_blas_ready(x) else np.ascontiguousarray(x)
+
+
+def is_blas_ready(x: Array) -> bool:
+    """Whether `blas_ready` leaves ``x`` as it is; looks at shape and strides alone."""
     if not isinstance(x, np.ndarray) or x.ndim < 2 or x.dtype.kind not in "fc":
-        return x
+        return True
     (rows, columns), (down, across), item = x.shape[-2:], x.strides[-2:], x.itemsize
     row_major = (across == item or columns == 1) and (
         rows == 1 or (down >= columns * item and down % item == 0)
@@ -30,7 +35,7 @@ def blas_ready(x: Array) -> Array:
     column_major = (down == item or rows == 1) and (
         columns == 1 or (across >= rows * item and across % item == 0)
     )
-    return x if row_major or column_major else np.ascontiguousarray(x)
+    return row_major or column_major
 
 
 def multiply_into(xp: Namespace, a: Array, b: Array, out: Array) -> None:
@@ -252,3 +257,67 @@ def _general(xp: Namespace, terms: tuple[Names, ...], result: Names, operands: t
     letters = dict(zip(sorted({n for t in terms for n in t}), ascii_letters, strict=False))
     plain = ",".join("".join(letters[n] for n in t) for t in terms)
     return xp.einsum(plain + "->" + "".join(letters[n] for n in result), *operands)
+
+
+def matmul_workspace(a: Array, b: Array) -> int:
+    """Bytes that `matmul` allocates on NumPy: copies of what BLAS cannot read."""
+    return sum(x.nbytes for x in (a, b) if not is_blas_ready(x))
+
+
+def einsum_workspace(*operands: Array, spec: str, adds: bool = False) -> int:
+    """Bytes that `einsum`, or `einsum_add`, allocates on NumPy: copies, and products between two steps."""
+    terms, result = _parse(spec)
+    if len(operands) == 1:
+        return _single_workspace(operands[0], terms[0], result)
+    names, shells = list(terms), list(operands)
+    shapes = tuple(tuple(o.shape) for o in operands)
+    alive = most = 0
+    for i, j in ((0, 1),) if len(shells) == 2 else _path(spec, shapes):
+        b, a = shells.pop(j), shells.pop(i)
+        names_b, names_a = names.pop(j), names.pop(i)
+        wanted = {n for t in (*names, result) for n in t}
+        kept = tuple(dict.fromkeys(n for n in names_a + names_b if n in wanted)) if shells else result
+        plan = _plan_pair(names_a, names_b, kept, tuple(a.shape), tuple(b.shape))
+        made = _shell(plan.shape_out, a.dtype)
+        direct = len(plan.shape) == 2 and not plan.sum_a and not plan.sum_b
+        own = made.nbytes if shells or (adds and not direct) else 0
+        most = max(most, alive + own + _pair_workspace(a, b, plan, made))
+        alive += own - sum(x.nbytes for x in (a, b) if not any(x is o for o in operands))
+        shells.append(made)
+        names.append(kept)
+    return most
+
+
+def _pair_workspace(a: Array, b: Array, plan: _Pair, made: Array) -> int:
+    """Bytes that one contraction allocates beside its operands and result."""
+    found = 0
+    for x, gone, order, shape in (
+        (a, plan.sum_a, plan.order_a, plan.shape_a),
+        (b, plan.sum_b, plan.order_b, plan.shape_b),
+    ):
+        if gone:
+            x = _shell(tuple(n for d, n in enumerate(x.shape) if d not in gone), x.dtype)
+            found += x.nbytes
+        merged = _merged(x.transpose(order), shape)
+        found += x.nbytes if merged is None or not is_blas_ready(merged) else 0
+    return found + (made.nbytes if _merged(made.transpose(plan.order_out), plan.shape) is None else 0)
+
+
+def _single_workspace(x: Array, names: Names, result: Names) -> int:
+    summed = prod(n for n, name in zip(x.shape, names, strict=True) if name in result) * x.itemsize
+    kept = tuple(n for n in names if n in result)
+    return summed * ((len(kept) < len(names)) + (kept != result))
+
+
+def _shell(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """A contiguous array as to its shape and strides, with no memory behind."""
+    strides = [dtype.itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
+
+
+def _merged(x: Array, shape: tuple[int, ...]) -> Array | None:
+    """``x`` in another shape where that is a view, else None."""
+    try:
+        return x.reshape(shape, copy=False)
+    except ValueError:
+        return None

@@ -47,6 +47,7 @@ def max_pool(
                 block[...] = part
             else:
                 xp.maximum(block, part, out=block)
+        del wide, part  # before the next block is made
     return store(xp, y, out)
 
 
@@ -76,6 +77,7 @@ def max_pool_grad(
             grown[place] += change * chosen
             free &= ~chosen
         gather(dx[n], grown, over)
+        del wide, grown, free, chosen  # before the next block is made
     return store(xp, dx, out)
 
 
@@ -104,6 +106,7 @@ def avg_pool(
             else:
                 block += part
         block *= x.dtype.type(1 / prod(over.kernel))
+        del wide, part  # before the next block is made
     return store(xp, y, out)
 
 
@@ -127,4 +130,5 @@ def avg_pool_grad(
         for _, where in positions(over):
             grown[(ALL, ALL, *where)] += share
         gather(dx[n], grown, over)
+        del share, grown  # before the next block is made
     return store(xp, dx, out)

@@ -207,7 +207,7 @@ def random_normal(
     uniform += 0.5
     uniform *= 2.0**-52
     special = import_module("scipy.special" if xp is np else "cupyx.scipy.special")
-    return store(xp, special.ndtri(uniform), out, np.dtype(dtype if out is None else out.dtype))
+    return store(xp, special.ndtri(uniform, out=uniform), out, np.dtype(dtype if out is None else out.dtype))
 
 
 @computed_in_f32(0)

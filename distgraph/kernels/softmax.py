@@ -50,7 +50,9 @@ def softmax_grad(xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Arr
     if done is not None:
         return done
     total = (y * dy).sum(axis=axis, keepdims=True)
-    return store(xp, y * (dy - total), out)
+    dx = empty(xp, out, y.shape, y.dtype)
+    xp.multiply(y, dy - total, out=dx)
+    return store(xp, dx, out)
 
 
 @computed_in_f32(0)

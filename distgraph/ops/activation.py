@@ -12,6 +12,7 @@ import numpy as np
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import activation as kernels
+from distgraph.kernels import workspace
 from distgraph.ops.normalize import per_element, require_float
 from distgraph.ops.registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
 from distgraph.tensor import Tensor, emit_one
@@ -59,6 +60,7 @@ def _activation(name: str, kernel: Any, *, of_result: bool, flops: int, numpy: s
         flops=per_element(flops),
         inplace=(0,),
         ufunc=numpy,
+        workspace=None if numpy or name == "relu" else workspace.contiguous,
     )
 
 
@@ -71,12 +73,8 @@ def _gradient_op(name: str, kernel: Any, flops: int) -> None:
         flops=per_element(flops),
         linear=((1,),),
         inplace=(0, 1),
+        workspace=workspace.contiguous,
     )
-
-
-def _sigmoid_grad_kernel(xp: Any, y: Any, dy: Any, out: Any = None) -> Any:
-    slope = y * (1 - y)
-    return xp.multiply(slope, dy, out=out)
 
 
 def _erf_gradient(c: GradientContext) -> Grads:
@@ -92,7 +90,7 @@ _activation("tanh", ufunc("tanh"), of_result=True, flops=6, numpy="tanh")
 _gradient_op("relu_grad", kernels.relu_grad, 1)
 _gradient_op("gelu_grad", kernels.gelu_grad, 20)
 _gradient_op("silu_grad", kernels.silu_grad, 8)
-_gradient_op("sigmoid_grad", _sigmoid_grad_kernel, 3)
+_gradient_op("sigmoid_grad", kernels.sigmoid_grad, 3)
 _gradient_op("tanh_grad", kernels.tanh_grad, 3)
 
 define(
@@ -103,6 +101,7 @@ define(
     gradient=_erf_gradient,
     flops=per_element(12),
     inplace=(0,),
+    workspace=workspace.contiguous,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.kernels import attention as kernels
+from distgraph.kernels import workspace
 from distgraph.ops.normalize import require_float
 from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.rule import Rule, bind
@@ -140,6 +141,7 @@ define(
     flops=_flops,
     localize=_visible,
     cost="matmul",
+    workspace=workspace.attention,
 )
 define(
     "attention_grad",
@@ -149,6 +151,7 @@ define(
     flops=_grad_flops,
     localize=_visible,
     cost="matmul",
+    workspace=workspace.attention_grad,
 )
 
 

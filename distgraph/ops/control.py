@@ -56,7 +56,13 @@ def _flops(op: Op, rule: Rule) -> int:
     )
 
 
-define("while_loop", _rule, _kernel, infer=_infer, flops=_flops, cost="launch")
+def _workspace(*arrays: Any, condition: Graph, body: Graph) -> int:
+    """Everything that one turn makes, and the state before it."""
+    made = sum(v.nbytes for graph in (condition, body) for op in graph.ops for v in op.results if op.operands)
+    return made + sum(value.nbytes for _, value in body.outputs)
+
+
+define("while_loop", _rule, _kernel, infer=_infer, flops=_flops, cost="launch", workspace=_workspace)
 
 
 def while_loop(

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.kernels import conv as kernels
-from distgraph.kernels import pool
+from distgraph.kernels import pool, workspace
 from distgraph.ops.linear import as_tensors
 from distgraph.ops.normalize import require_float
 from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
@@ -196,6 +197,7 @@ def _conv_gradient(c: GradientContext) -> Grads:
 def _guarded(kernel: Any, empty: Any, fill: float = 0.0) -> Any:
     """A kernel that also takes the empty blocks of an uneven split, and blocks that read padding only."""
 
+    @wraps(kernel)
     def run(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
         if all(a.size for a in arrays):
             return kernel(xp, *arrays, out=out, **attrs)
@@ -228,6 +230,7 @@ define(
     reads=_reads_conv,
     localize=_local_conv,
     cost="matmul",
+    workspace=workspace.conv,
 )
 define(
     "conv_grad_input",
@@ -239,6 +242,7 @@ define(
     reads=_reads_grad_input,
     localize=_local_input,
     cost="matmul",
+    workspace=workspace.conv_grad_input,
 )
 define(
     "conv_grad_weight",
@@ -250,6 +254,7 @@ define(
     reads=_reads_grad_weight,
     localize=_local_kernel,
     cost="matmul",
+    workspace=workspace.conv_grad_weight,
 )
 
 
@@ -363,6 +368,7 @@ define(
     flops=_window_flops,
     reads=_reads_pool,
     localize=_local_pool,
+    workspace=workspace.padding,
 )
 define(
     "max_pool_grad",
@@ -373,6 +379,7 @@ define(
     linear=((2,),),
     reads=_reads_pool_grad,
     localize=_local_max_grad,
+    workspace=workspace.max_pool_grad,
 )
 define(
     "avg_pool",
@@ -384,6 +391,7 @@ define(
     linear=((0,),),
     reads=_reads_pool,
     localize=_local_pool,
+    workspace=workspace.padding,
 )
 define(
     "avg_pool_grad",
@@ -394,6 +402,7 @@ define(
     linear=((0,),),
     reads=_reads_pool_grad,
     localize=_local_avg_grad,
+    workspace=workspace.avg_pool_grad,
 )
 
 

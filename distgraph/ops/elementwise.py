@@ -275,10 +275,10 @@ define(
 
 
 def _where_kernel(xp: Any, condition: Any, x: Any, y: Any, out: Any = None) -> Any:
-    result = xp.where(condition, x, y)
     if out is None:
-        return result
-    out[...] = result
+        return xp.where(condition, x, y)
+    out[...] = y
+    xp.copyto(out, x, where=condition)
     return out
 
 

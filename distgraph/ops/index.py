@@ -15,7 +15,8 @@ from distgraph.dtypes import is_float, short, to_numpy
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.graph import Op, Value
 from distgraph.kernels import lookup as rows
-from distgraph.kernels import loss
+from distgraph.kernels import loss, workspace
+from distgraph.kernels._common import widening
 from distgraph.ops.linear import as_tensors
 from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
@@ -121,6 +122,7 @@ define(
     linear=((0,),),
     localize=_localize_take,
     cost="lookup",
+    workspace=workspace.take,
 )
 define(
     "embedding",
@@ -132,6 +134,7 @@ define(
     linear=((0,),),
     localize=_localize_take,
     cost="lookup",
+    workspace=workspace.embedding,
 )
 
 
@@ -194,6 +197,7 @@ def _infer_scatter(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape,
     return [(x.shape, x.dtype)]
 
 
+@widening
 def _scatter_kernel(
     xp: Any, x: Any, ids: Any, updates: Any, out: Any = None, *, offset: int = 0, length: int | None = None
 ) -> Any:
@@ -237,6 +241,7 @@ def _localize_pick(attrs: Attrs, local: Local) -> Attrs:
     return {**attrs, "offset": local.bounds(index)[0], "length": local.rule.sizes[index]}
 
 
+@widening
 def _pick_kernel(
     xp: Any, x: Any, labels: Any, out: Any = None, *, offset: int = 0, length: int | None = None
 ) -> Any:
@@ -254,6 +259,7 @@ define(
     linear=((0,),),
     localize=_localize_pick,
     cost="lookup",
+    workspace=workspace.pick,
 )
 
 
@@ -281,6 +287,7 @@ define(
     linear=((0,),),
     localize=_localize_pick_grad,
     cost="lookup",
+    workspace=workspace.pick_grad,
 )
 
 
@@ -351,6 +358,7 @@ define(
     linear=((0,),),
     localize=_localize_along,
     cost="lookup",
+    workspace=workspace.take_along,
 )
 
 
@@ -407,6 +415,7 @@ define(
     linear=((0,),),
     localize=_localize_put_along,
     cost="lookup",
+    workspace=workspace.put_along,
 )
 
 
@@ -446,6 +455,7 @@ define(
     gradient=lambda c: [None],
     flops=_no_flops,
     localize=_localize_one_hot,
+    workspace=workspace.one_hot,
 )
 
 

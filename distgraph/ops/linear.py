@@ -11,6 +11,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.kernels import matmul as kernels
+from distgraph.kernels import workspace
 from distgraph.ops.registry import Attrs, GradientContext, Groups, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
 from distgraph.tensor import Tensor, current_trace, emit_one
@@ -134,6 +135,7 @@ define(
     linear=_each_alone,
     cost="matmul",
     adds=kernels.einsum_add,
+    workspace=workspace.einsum_workspace,
 )
 
 
@@ -189,6 +191,7 @@ define(
     flops=_contraction_flops,
     linear=((0,), (1,)),
     cost="matmul",
+    workspace=workspace.matmul_workspace,
 )
 
 

@@ -13,6 +13,7 @@ from distgraph.dtypes import is_float
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import loss as kernels
+from distgraph.kernels import workspace
 from distgraph.ops.normalize import expand, narrowed, per_element, require_float, squeeze, total, widened
 from distgraph.ops.registry import Attrs, GradientContext, Shape, define
 from distgraph.tensor import Tensor, emit, emit_one
@@ -69,6 +70,7 @@ define(
     gradient=_loss_gradient,
     flops=per_element(4),
     decompose=_split_loss,
+    workspace=workspace.contiguous,
 )
 define(
     "cross_entropy_grad",
@@ -79,6 +81,7 @@ define(
     linear=((3,),),
     decompose=_split_loss_grad,
     inplace=(0,),
+    workspace=workspace.contiguous,
 )
 
 

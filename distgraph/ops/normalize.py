@@ -15,6 +15,7 @@ from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
 from distgraph.kernels import norm as kernels
 from distgraph.kernels import softmax as softmax_kernels
+from distgraph.kernels import workspace
 from distgraph.ops.registry import Attrs, GradientContext, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
 from distgraph.tensor import Tensor, emit, emit_one
@@ -127,6 +128,7 @@ def _define_softmax(name: str, forward: Any, backward: Any) -> None:
         flops=per_element(5),
         decompose=forward,
         inplace=(0,),
+        workspace=workspace.contiguous if name == "softmax" else workspace.logarithmic_softmax,
     )
     define(
         f"{name}_grad",
@@ -137,6 +139,7 @@ def _define_softmax(name: str, forward: Any, backward: Any) -> None:
         linear=((1,),),
         decompose=backward,
         inplace=(0, 1),
+        workspace=workspace.softmax_grad if name == "softmax" else workspace.logarithmic_softmax,
     )
 
 
@@ -225,6 +228,7 @@ define(
     flops=per_element(8),
     decompose=_split_layer_norm,
     inplace=(0,),
+    workspace=workspace.contiguous,
 )
 define(
     "layer_norm_grad",
@@ -235,6 +239,7 @@ define(
     linear=((0,),),
     decompose=_split_layer_norm_grad,
     inplace=(0, 1),
+    workspace=workspace.contiguous,
 )
 
 
@@ -274,6 +279,7 @@ define(
     flops=per_element(5),
     decompose=_split_rms_norm,
     inplace=(0,),
+    workspace=workspace.contiguous,
 )
 define(
     "rms_norm_grad",
@@ -284,6 +290,7 @@ define(
     linear=((0,),),
     decompose=_split_rms_norm_grad,
     inplace=(0, 1),
+    workspace=workspace.contiguous,
 )
 
 

@@ -17,6 +17,8 @@ from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import random as kernels
+from distgraph.kernels import workspace
+from distgraph.kernels._common import widening
 from distgraph.ops.normalize import per_element, require_float
 from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
 from distgraph.rule import Rule, make_rule
@@ -70,6 +72,7 @@ def _random_kernel(
     return out
 
 
+@widening
 def _dropout_kernel(
     xp: Any,
     x: Any,
@@ -140,7 +143,7 @@ def _dropout_gradient(c: GradientContext) -> Sequence[Tensor | None]:
     return [emit_one("dropout", c.grad, c.operands[1], **c.attrs), None]
 
 
-for _name, _flops in (("random_uniform", 6), ("random_normal", 20)):
+for _name, _flops, _bytes in (("random_uniform", 6, 20), ("random_normal", 20, 24)):
     define(
         _name,
         _random_rule,
@@ -149,6 +152,7 @@ for _name, _flops in (("random_uniform", 6), ("random_normal", 20)):
         flops=per_element(_flops),
         localize=_local_block,
         micro=True,
+        workspace=partial(workspace.random, bytes_each=_bytes),
     )
 
 define(
@@ -162,6 +166,7 @@ define(
     localize=_local_mask,
     inplace=(0,),
     micro=True,
+    workspace=workspace.dropout,
 )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from distgraph.dtypes import is_float, to_numpy
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
+from distgraph.kernels import workspace
 from distgraph.ops.linear import as_tensors, reshape_to
 from distgraph.ops.registry import Attrs, GradientContext, Shape, Shapes, define
 from distgraph.rule import Rule, make_rule
@@ -246,9 +247,15 @@ define(
     infer=_infer_cumulative,
     gradient=_cumsum_gradient,
     linear=((0,),),
+    workspace=workspace.cumulative,
 )
 define(
-    "cumprod", along_rule, _cumulative_kernel("cumprod"), infer=_infer_cumulative, gradient=_cumprod_gradient
+    "cumprod",
+    along_rule,
+    _cumulative_kernel("cumprod"),
+    infer=_infer_cumulative,
+    gradient=_cumprod_gradient,
+    workspace=workspace.cumulative,
 )
 
 

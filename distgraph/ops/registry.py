@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distgraph.dtypes import promote
+from distgraph.dtypes import promote, to_numpy
 from distgraph.errors import GraphError
 from distgraph.graph import SOURCES, Graph, Op, Value
+from distgraph.kernels._common import in_f32, widened
 from distgraph.mesh import ProcessMesh
 from distgraph.rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
 from distgraph.spec import ShardSpec, shard_bounds
@@ -135,6 +136,9 @@ class OpDef:
         ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
         cost: matmul, memory, lookup or launch: which cost model applies.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
+        workspace: `workspace(*arrays, **attrs)`: bytes that the NumPy kernel allocates beside operands and
+            results; of the arrays it reads shape, dtype and strides. None: none that grows with them. With
+            `adds` it takes `adds=True` for what that needs. See `distgraph.kernels.workspace`.
         adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: out = scale * result where `fresh`, else
             out + scale * result; for what is summed over micro-batches, if it costs less than a sum behind.
     """
@@ -156,6 +160,7 @@ class OpDef:
     cost: str = "memory"
     micro: bool = False
     adds: Kernel | None = None
+    workspace: Callable[..., int] | None = None
 
 
 REGISTRY: dict[str, OpDef] = {}
@@ -350,6 +355,26 @@ def local_attrs(op: Op, rank: int) -> Attrs:
         result_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.results)
     )
     return declared.localize(op.attrs, Local(op, rule, layout, rank, operand_shapes, result_shapes))
+
+
+def workspace(kind: str, arrays: Sequence[Any], attrs: Attrs, results: Sequence[Value], *, adds: bool) -> int:
+    """Bytes that the NumPy kernel of an op allocates at most beside operands and results.
+
+    Args:
+        kind: of the op.
+        arrays: its operands on one rank; shape, dtype and strides are read and nothing else.
+        attrs, results: of the op on that rank.
+        adds: whether it is computed into a sum over micro-batches, by `OpDef.adds`.
+    """
+    declared = lookup(kind)
+    halves = widened(arrays, [(v.shape, to_numpy(v.dtype)) for v in results])
+    if halves and getattr(declared.kernel, "widens", False):
+        arrays = [in_f32(x) for x in arrays]
+    else:
+        halves = 0
+    if declared.workspace is None:
+        return halves
+    return halves + declared.workspace(*arrays, **attrs, **({"adds": True} if adds else {}))
 
 
 def ufunc(name: str) -> Kernel:

@@ -10,6 +10,7 @@ import numpy as np
 from distgraph.dtypes import is_float
 from distgraph.errors import GraphError
 from distgraph.graph import Op, Value
+from distgraph.kernels import workspace
 from distgraph.ops.linear import as_tensors, reshape_to
 from distgraph.ops.reduction import along_rule, dims_of
 from distgraph.ops.registry import Attrs, GradientContext, Shape, Shapes, define
@@ -78,6 +79,7 @@ for _name in ("argmax", "argmin"):
         gradient=lambda c: [None],
         flops=_operand_size,
         decompose=_arg_decompose(f"reduce_{_name[3:]}"),
+        workspace=workspace.argument,
     )
 
 
@@ -118,6 +120,7 @@ define(
     infer=lambda operands, attrs: [(operands[0].shape, "i64")],
     gradient=lambda c: [None],
     flops=_sort_flops,
+    workspace=workspace.order,
 )
 
 
@@ -161,7 +164,15 @@ def _top_k_gradient(c: GradientContext) -> Grads:
     return [emit_one("put_along", c.grad, c.results[1], dim=x.ndim - 1, size=x.shape[-1])]
 
 
-define("top_k", _top_k_rule, _top_k_kernel, infer=_infer_top_k, gradient=_top_k_gradient, flops=_operand_size)
+define(
+    "top_k",
+    _top_k_rule,
+    _top_k_kernel,
+    infer=_infer_top_k,
+    gradient=_top_k_gradient,
+    flops=_operand_size,
+    workspace=workspace.top_k,
+)
 
 
 def _argument(kind: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from distgraph.errors import GraphError
 from distgraph.graph import Value
 from distgraph.kernels import optimizer as kernels
+from distgraph.kernels import workspace
 from distgraph.ops.normalize import per_element, require_float
 from distgraph.ops.registry import Attrs, Shape, Shapes, broadcast_rule, define
 from distgraph.rule import Rule
@@ -50,6 +51,7 @@ define(
     infer=_infer(("parameter", "gradient", "first moment", "second moment"), (0, 2, 3)),
     flops=per_element(14),
     inplace=(0, 2, 3),
+    workspace=workspace.contiguous,
 )
 define(
     "momentum",
@@ -58,4 +60,5 @@ define(
     infer=_infer(("parameter", "gradient", "velocity"), (0, 2)),
     flops=per_element(6),
     inplace=(0, 2),
+    workspace=workspace.contiguous,
 )

@@ -1,0 +1,212 @@
+"""Workspaces: bytes that the NumPy kernels allocate beside their operands and results while they run.
+
+A workspace is declared with the op (`OpDef.workspace`) and called like its kernel,
+
+    workspace(*arrays, **attrs) -> bytes
+
+with arrays of which shape, dtype and strides are read and nothing else: there need be no memory behind them.
+Declared is what grows with the operands. Temporaries of a few times `FUSED_MIN_SIZE` elements, which fit a
+cache, are not; nor is what kernels take in plain NumPy, without the compiled loops of the extra ``fast``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from distgraph.kernels._common import FUSED_MIN_SIZE, Array, is_half
+from distgraph.kernels.attention import largest_tile
+from distgraph.kernels.conv import block_samples, window_of
+from distgraph.kernels.matmul import einsum_workspace, is_blas_ready, matmul_workspace
+
+__all__ = [
+    "argument", "attention", "attention_grad", "avg_pool_grad", "contiguous", "conv", "conv_grad_input",
+    "conv_grad_weight", "dropout", "einsum_workspace", "embedding", "logarithmic_softmax", "matmul_workspace",
+    "max_pool_grad", "one_hot", "order", "padding", "pick", "pick_grad", "put_along", "random",
+    "softmax_grad", "take", "take_along", "top_k",
+]  # fmt: skip
+
+_INDEX = 8  # bytes of a position
+_WORD = 8  # bytes of a random word
+_Conv = dict[str, Any]
+
+
+def contiguous(*arrays: Array, **attrs: Any) -> int:
+    """Copies of operands that are not C-contiguous: kernels that go over vectors or rows."""
+    return sum(a.nbytes for a in arrays if a.size >= FUSED_MIN_SIZE and not a.flags.c_contiguous)
+
+
+# along a dim
+
+
+def softmax_grad(y: Array, dy: Array, *, axis: int = -1) -> int:
+    """Products with y, where the dim is not the last one."""
+    return contiguous(y, dy) if _is_last(y, axis) else y.nbytes
+
+
+def logarithmic_softmax(x: Array, *others: Array, axis: int = -1) -> int:
+    """Exponentials and their shifted arguments, where the dim is not the last one."""
+    return contiguous(x, *others) if _is_last(x, axis) else 2 * x.nbytes
+
+
+def _is_last(x: Array, axis: int) -> bool:
+    return axis in (-1, x.ndim - 1)
+
+
+def argument(x: Array, *, dim: int) -> int:
+    """NumPy brings the dim to the end."""
+    return 0 if _is_last(x, dim) and x.flags.c_contiguous else x.nbytes
+
+
+def order(x: Array, *, dim: int) -> int:
+    """Positions, before they go to the result."""
+    return _INDEX * x.size
+
+
+def cumulative(x: Array, *, dim: int) -> int:
+    """Half-precision operand and result in float32."""
+    return 8 * x.size if is_half(x.dtype) else 0
+
+
+def top_k(x: Array, *, k: int) -> int:
+    """Keys to sort by, their order, and what is taken of it."""
+    rows = x.size // x.shape[-1] if x.shape[-1] else 0
+    return x.nbytes + _INDEX * x.size + rows * k * x.itemsize
+
+
+# by position
+
+
+def embedding(table: Array, ids: Array, *, offset: int = 0, length: int | None = None) -> int:
+    """Positions in this shard and whether they are there."""
+    return (2 * _INDEX + 2) * ids.size if offset or length is not None else 0
+
+
+def take(x: Array, ids: Array, *, dim: int, offset: int = 0, length: int | None = None) -> int:
+    """The table with the dim in front, and what is taken of that."""
+    if not dim:
+        return embedding(x, ids, offset=offset, length=length)
+    taken = x.nbytes // x.shape[dim] * ids.size if x.shape[dim] else 0
+    return x.nbytes + taken + embedding(x, ids, offset=offset, length=length)
+
+
+def pick(x: Array, labels: Array, **attrs: Any) -> int:
+    """Positions, twice, whether they are in this shard, and what is there."""
+    return (2 * _INDEX + 1 + x.itemsize) * labels.size
+
+
+def pick_grad(dy: Array, labels: Array, **attrs: Any) -> int:
+    """As `pick`, with the gradients that belong here."""
+    return pick(dy, labels)
+
+
+def take_along(x: Array, ids: Array, **attrs: Any) -> int:
+    """As `pick`, for every position."""
+    return pick(x, ids)
+
+
+def put_along(x: Array, ids: Array, *, dim: int, size: int, offset: int = 0) -> int:
+    """The sum, positions, and the elements that are in this shard."""
+    wide = max(4, x.itemsize)
+    lines = x.size // x.shape[dim] if x.shape[dim] else 0
+    return lines * size * wide + (2 * _INDEX + 1 + x.itemsize + wide) * ids.size
+
+
+def one_hot(ids: Array, *, classes: int, dtype: str, offset: int = 0) -> int:
+    """A truth value for every element of the result."""
+    return ids.size * classes
+
+
+# contractions
+
+
+def attention(q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None) -> int:
+    """The scores of a tile and their statistics."""
+    copied = sum(x.nbytes for x in (q, k, v) if not is_blas_ready(x))
+    rows, keys, _ = largest_tile(q, k, v, causal=causal)
+    return copied + q.itemsize * rows * (keys + 2)
+
+
+def attention_grad(
+    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, *, causal: bool, scale: float | None = None
+) -> int:
+    """Scores of a tile and their gradient, and one product with them that is to be added."""
+    copied = sum(x.nbytes for x in (do, q, k, v) if not is_blas_ready(x))
+    rows, keys, groups = largest_tile(q, k, v, causal=causal, gradient=True)
+    width = max(q.shape[3], v.shape[3])
+    return copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows))
+
+
+# spatial
+
+
+def conv(x: Array, w: Array, **attrs: Any) -> int:
+    """A block of samples with its padding, and its columns (im2col)."""
+    window = window_of("conv", x.shape[2:], w.shape[2:], attrs["stride"], attrs["padding"], attrs["dilation"])
+    columns = x.shape[1] * prod(window.kernel) * prod(window.output)
+    samples = block_samples(x.shape[0], columns)
+    wide = _padded(x.shape, attrs["padding"])
+    return x.itemsize * samples * ((0 if window.plain else columns) + wide)
+
+
+def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], **attrs: Any) -> int:
+    """Columns of a block of samples, and the block with its padding."""
+    window = window_of(
+        "conv", input_shape[2:], w.shape[2:], attrs["stride"], attrs["padding"], attrs["dilation"]
+    )
+    columns = input_shape[1] * prod(window.kernel) * prod(window.output)
+    samples = block_samples(dy.shape[0], columns)
+    return dy.itemsize * samples * (columns + _padded(input_shape, attrs["padding"]))
+
+
+def conv_grad_weight(x: Array, dy: Array, *, kernel_shape: Sequence[int], **attrs: Any) -> int:
+    """A block with its padding, its columns, the gradients in the order of these, sum and term."""
+    window = window_of(
+        "conv", x.shape[2:], kernel_shape[2:], attrs["stride"], attrs["padding"], attrs["dilation"]
+    )
+    columns = x.shape[1] * prod(window.kernel) * prod(window.output)
+    samples = block_samples(x.shape[0], columns)
+    changes = kernel_shape[0] * prod(window.output)
+    block = samples * (columns + changes + _padded(x.shape, attrs["padding"]))
+    return x.itemsize * (block + 2 * prod(kernel_shape))
+
+
+def padding(x: Array, *, padding: Sequence[Sequence[int]], **attrs: Any) -> int:
+    """A block of samples with its padding."""
+    return x.itemsize * block_samples(x.shape[0], prod(x.shape[1:])) * _padded(x.shape, padding)
+
+
+def max_pool_grad(x: Array, y: Array, dy: Array, *, padding: Sequence[Sequence[int]], **attrs: Any) -> int:
+    """A block of inputs and of their gradient with their padding; three truth values and a term an output."""
+    samples = block_samples(x.shape[0], prod(x.shape[1:]))
+    return samples * (2 * x.itemsize * _padded(x.shape, padding) + prod(y.shape[1:]) * (3 + dy.itemsize))
+
+
+def avg_pool_grad(
+    dy: Array, *, input_shape: Sequence[int], padding: Sequence[Sequence[int]], **attrs: Any
+) -> int:
+    """The shares of a block, and its gradient with its padding."""
+    samples = block_samples(dy.shape[0], prod(input_shape[1:]))
+    return dy.itemsize * samples * (_padded(input_shape, padding) + prod(dy.shape[1:]))
+
+
+def _padded(shape: Sequence[int], padding: Sequence[Sequence[int]]) -> int:
+    """Elements of a sample with its padding; none where the sample itself is read."""
+    if not any(low or high for low, high in padding):
+        return 0
+    return shape[1] * prod(n + low + high for n, (low, high) in zip(shape[2:], padding, strict=True))
+
+
+# random
+
+
+def random(key: Array, *, shape: Sequence[int], bytes_each: int, **attrs: Any) -> int:
+    """Words and what is made of them, ``bytes_each`` an element at most."""
+    local = attrs.get("local_shape")
+    return bytes_each * prod(shape if local is None else local)
+
+
+def dropout(x: Array, key: Array, *, batch_dim: int | None = 0, **attrs: Any) -> int:
+    """Operand and result with the batch in front, where it is not."""
+    return 2 * x.nbytes if batch_dim else contiguous(x)
