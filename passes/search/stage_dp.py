@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+_CACHED = 1 << 16  # numbers added at a time
+
 Floats = NDArray[np.float64]
 Times = Callable[[int], Floats]
 """Position from the end (1 is the last stage) -> seconds [first, stop - 1, sub-mesh], inf above the limit."""
@@ -83,53 +85,72 @@ class StageTable:
         self.firsts = self.count if pairs else 1  # what the state knows of the first sub-mesh of the rest
         self.before = 1 if self.borders is None else self.count
 
-    def shortest(self, times: Times, most: int, budget: float, exact: bool) -> tuple[float, Row] | None:
-        """The row of stages with the least sum of seconds.
+    def shortest(self, times: Times, budget: float) -> tuple[float, Row] | None:
+        """The row of any number of stages with the least sum, were each stage the last.
 
         Args:
             times: see `Times`.
-            most: stages at most.
             budget: rows with a larger sum are not looked for.
-            exact: count the stages; otherwise every stage costs what `times(1)` says and any number will do.
 
         Returns:
             sum and row, or None.
         """
-        if exact:
-            return self._counted(times, most, budget)
-        reach = self._empty()
-        self._start(reach)
-        best = np.full((self.layers, *self.devices.shape), np.inf)
         table = times(1)
-        for first in range(self.layers - 1, -1, -1):
-            found = self._extend(table, reach, first, budget)
-            best[first] = found.min(axis=-1)
-            self._join(reach, first, found)
+        best, reach = self._suffixes(table, budget)
         end = self._end(best[0])
         return None if end is None else (end[0], self._back(lambda _: table, lambda _: reach, end[1], 0))
 
-    def _counted(self, times: Times, most: int, budget: float) -> tuple[float, Row] | None:
+    def counted(self, times: Times, most: int, budget: float) -> tuple[float, Row] | None:
+        """The row of at most `most` stages with the least sum; other arguments as of `shortest`."""
+        ahead = self._prefixes(times(1), budget)
         reach = self._empty()
         self._start(reach)
-        levels, best = [reach], None
+        levels = [reach]
+        best: tuple[float, tuple[int, ...], int] | None = None
         for position in range(1, most + 1):
-            table, before, reach = times(position), levels[-1], self._empty()
-            first_found = None
-            for first in range(self.layers - position, -1, -1):
-                found = self._extend(table, before, first, budget)
-                if first:
-                    self._join(reach, first, found)
-                else:
-                    first_found = found.min(axis=-1)
-            end = None if first_found is None else self._end(first_found)
+            found = self._extend_all(times(position), levels[-1])
+            found[found + ahead[..., None] > budget] = np.inf
+            end = self._end(found[0].min(axis=-1))
             if end is not None and (best is None or end[0] < best[0]):
                 best = end[0], end[1], position
+            reach = self._joined(found)
             if not np.isfinite(reach).any():
                 break
             levels.append(reach)
         if best is None:
             return None
         return best[0], self._back(times, lambda position: levels[position - 1], best[1], best[2])
+
+    def _suffixes(self, table: Floats, budget: float) -> tuple[Floats, Floats]:
+        """Least sums of the rows that start at each layer [layer, units], and with the border before it."""
+        reach = self._empty()
+        self._start(reach)
+        best = np.full((self.layers, *self.devices.shape), np.inf)
+        for first in range(self.layers - 1, -1, -1):
+            found = self._extend(table, reach, first, budget)
+            best[first] = found.min(axis=-1)
+            self._join(reach, first, found)
+        return best, reach
+
+    def _prefixes(self, table: Floats, budget: float) -> Floats:
+        """No row whose rest starts at a layer on so many units takes less before it, [layer, units].
+
+        The suffixes of the row read backwards.
+        """
+        borders = None if self.borders is None else self.borders[::-1].transpose(0, 2, 1)
+        mirror = StageTable(self.layers, self.devices, borders)
+        best, _ = mirror._suffixes(table[::-1, ::-1].transpose(1, 0, 2), budget)
+        axes = tuple(range(1, best.ndim))
+        if not self.devices.whole:
+            for axis in axes:
+                best = np.minimum.accumulate(best, axis=axis)
+        before = np.full_like(best, np.inf)
+        before[1:] = np.flip(best[1:], axis=(0, *axes))
+        nothing: Index = (0, *(n - 1 for n in self.devices.shape))
+        before[nothing] = 0.0
+        if not self.devices.whole:
+            before[0] = 0.0
+        return before
 
     def _empty(self) -> Floats:
         """[sub-mesh before, layer, units]: least sum from a border on, the border included."""
@@ -157,6 +178,41 @@ class StageTable:
             at: Index = (*self.devices.taken(submesh), submesh if self.firsts > 1 else 0)
             found[at] = np.minimum(found[at], least)
         return found
+
+    def _extend_all(self, table: Floats, reach: Floats) -> Floats:
+        """Least sums of the rows that start at every layer, [layer, units, first sub-mesh]."""
+        found = np.full((self.layers, *self.devices.shape, self.firsts), np.inf)
+        for submesh in range(self.count):
+            room = self.devices.room(submesh)
+            if any(part.stop == 0 for part in room):
+                continue
+            at: Index = (submesh if self.before > 1 else 0, slice(1, None), *room)
+            rest = reach[at]
+            flat = rest.reshape(self.layers, -1)
+            finite = np.isfinite(flat)
+            stops, units = np.flatnonzero(finite.any(axis=1)), np.flatnonzero(finite.any(axis=0))
+            own = table[:, stops, submesh]
+            firsts = np.flatnonzero(np.isfinite(own).any(axis=1))
+            if not len(stops) or not len(firsts):
+                continue
+            least = np.full((self.layers, flat.shape[1]), np.inf)
+            least[np.ix_(firsts, units)] = _least_sums(own[firsts], flat[np.ix_(stops, units)])
+            least = least.reshape(self.layers, *rest.shape[1:])
+            to: Index = (slice(None), *self.devices.taken(submesh), submesh if self.firsts > 1 else 0)
+            found[to] = np.minimum(found[to], least)
+        return found
+
+    def _joined(self, found: Floats) -> Floats:
+        """Rows that start at every layer, with the border before them."""
+        reach = self._empty()
+        if self.borders is None:
+            reach[0, 1 : self.layers] = found[1:].min(axis=-1)
+            return reach
+        ones = (1,) * len(self.devices.shape)
+        for before in range(self.count):
+            border = self.borders[:, before, : self.firsts].reshape(-1, *ones, self.firsts)
+            reach[before, 1 : self.layers] = (found[1:] + border).min(axis=-1)
+        return reach
 
     def _join(self, reach: Floats, first: int, found: Floats) -> None:
         """Add the border before a layer to the rows that start at it."""
@@ -210,3 +266,13 @@ class StageTable:
             if sums[at] < best:
                 best, found = float(sums[at]), (first + 1 + at, submesh)
         return found
+
+
+def _least_sums(seconds: Floats, rest: Floats) -> Floats:
+    """min over stops of seconds [first, stop] + rest [stop, units], in pieces that stay in the cache."""
+    found = np.empty((len(seconds), rest.shape[1]))
+    piece = max(1, _CACHED // rest.size)
+    for start in range(0, len(seconds), piece):
+        stop = start + piece
+        np.min(seconds[start:stop, :, None] + rest[None], axis=1, out=found[start:stop])
+    return found

@@ -208,18 +208,20 @@ class _Search:
         """The best row (None where it cannot be placed) and its seconds; None where nothing fits."""
         if self.devices is None:
             return None
-        total = self.solve(np.inf, np.inf)
-        if total is None or self.best is None:
+        least = self.least_limit()
+        total = self.solve(np.inf, least) if least < np.inf else None
+        if self.best is None:
             return None
-        limits = self.candidates(total)
-        queue = [(self.fill * total + limits[0], total, 0, len(limits) - 1)] if len(limits) else []
+        limits = np.empty(0) if total is None else self.candidates(least, total)
+        queue: list[tuple[float, float, int, int]] = []
+        if total is not None and len(limits):
+            queue.append((self.fill * total + limits[0], total, 0, len(limits) - 1))
         while queue:
             bound, total, low, high = heapq.heappop(queue)
             if bound >= self.best[0] * (1 - _EQUAL):
                 break
             middle = (low + high) // 2
-            budget = (self.best[0] - limits[low]) / self.fill
-            below = self.solve(float(limits[middle]), budget)
+            below = self.solve(float(limits[middle]), float(limits[low]))
             if middle < high:
                 heapq.heappush(queue, (self.fill * total + limits[middle + 1], total, middle + 1, high))
             if below is not None and low < middle:
@@ -241,10 +243,10 @@ class _Search:
         last, first = self.at(1), self.at(self.problem.stages)
         return first is last or bool((first.seconds == last.seconds).all())
 
-    def candidates(self, total: float) -> Floats:
+    def candidates(self, low: float, total: float) -> Floats:
         """Values that the slowest stage or border can take in a row better than the incumbent."""
         assert self.best is not None
-        low, high = self.least_limit(), self.best[0] - self.fill * total
+        high = self.best[0] - self.fill * total
         seen: dict[int, StageCosts] = {}
         for position in range(1, 2 if self.uniform else self.problem.stages + 1):
             seen.setdefault(id(self.at(position)), self.at(position))
@@ -270,8 +272,11 @@ class _Search:
         around = np.minimum.accumulate(np.minimum.accumulate(least, axis=0)[:, ::-1], axis=1)[:, ::-1]
         return float(np.diagonal(around).max())
 
-    def solve(self, limit: float, budget: float) -> float | None:
-        """f(limit), and a better incumbent if there is one; None where the sum is above the budget."""
+    def solve(self, limit: float, least: float) -> float | None:
+        """f(limit), and a better incumbent if there is one.
+
+        None where no row with a maximum from `least` to `limit` is better than the incumbent.
+        """
         assert self.devices is not None
         self.limits += 1
         borders = self.problem.transfer
@@ -286,19 +291,28 @@ class _Search:
                 known[live] = self.within(position, limit).min(axis=-1)
             return known[live]
 
-        found = table.shortest(times, self.problem.stages, budget, exact=False)
+        found = table.shortest(times, self.budget(least))
+        if found is not None:
+            self.offer(found[1], limit)
+            if not self.holds(found[1], times):
+                found = table.counted(times, self.problem.stages, self.budget(least))
         if found is None:
             return None
-        if not self.holds(found[1], times):
-            found = table.shortest(times, self.problem.stages, budget, exact=True)
-        if found is None:
-            return None
-        row = found[1]
+        self.offer(found[1], limit)
+        return found[0]
+
+    def budget(self, least: float) -> float:
+        """Sum above which a row is no better than the incumbent."""
+        return np.inf if self.best is None else (self.best[0] - least) / self.fill
+
+    def offer(self, row: Row, limit: float) -> None:
+        """Make a row the incumbent where it fits and is better."""
+        if len(row) > self.problem.stages:
+            return
         configs = self.configs(row, limit)
         seconds = self.makespan(row, configs)
-        if self.best is None or seconds < self.best[0]:
+        if seconds < np.inf and (self.best is None or seconds < self.best[0]):
             self.best = seconds, row, configs
-        return found[0]
 
     def within(self, position: int, limit: float) -> Floats:
         """Seconds of one micro-batch under every config, inf above the limit."""
