@@ -161,6 +161,16 @@ class Thin(nn.Module):
         return self.dropout(self.flatten(x))
 
 
+class Turned(nn.Module):
+    """A layer whose samples come in reverse order: what is split over ranks comes from others."""
+
+    def __init__(self, inputs: int, dtype: str) -> None:
+        self.flatten, self.linear = nn.Flatten(), nn.Linear(inputs, WIDTH, dtype=dtype)
+
+    def forward(self, x: Any) -> Any:
+        return ops.tanh(ops.flip(self.linear(self.flatten(x)), 0))
+
+
 def gpt(layout: Layout, dtype: str, dropout: float = 0.1) -> Parts:
     """Two layers, dropout on."""
     blocks = [nn.TransformerBlock(WIDTH, layout.heads, dropout=dropout, dtype=dtype) for _ in range(2)]
@@ -174,7 +184,14 @@ def conv(layout: Layout, dtype: str) -> Parts:
     return Parts(layout, Stem(dtype), Body(dtype), Thin(), nn.Linear(features, CLASSES, dtype=dtype))
 
 
-MODELS = {"gpt": gpt, "conv": conv}
+def mirror(layout: Layout, dtype: str) -> Parts:
+    """Linear layers with the batch turned around behind each: under refine, on the ranks in reverse order."""
+    inputs = [CHANNELS[0] * IMAGE**2, WIDTH, WIDTH]
+    turned = [Turned(n, dtype) for n in inputs]
+    return Parts(layout, *turned, nn.Linear(WIDTH, CLASSES, dtype=dtype))
+
+
+MODELS = {"gpt": gpt, "conv": conv, "mirror": mirror}
 
 
 @cache
@@ -376,8 +393,8 @@ GPT_LAYOUTS = [
 
 def cases() -> list[Case]:
     """What the tests train, in-process and under MPI: every layout, both schedules, 1 to 4 micro-batches."""
-    found = []
-    for model in MODELS:
+    found = mirrored()
+    for model in ("gpt", "conv"):
         known = {
             layout.name: layout for layout in [*layouts(model), *(GPT_LAYOUTS if model == "gpt" else [])]
         }
@@ -401,3 +418,14 @@ def cases() -> list[Case]:
         found += [Case(model, known[name], 2, dtype="f32", refine="never") for name in single]
         found += [Case(model, known[name], refine="always") for name in ("tp4", "stages_tp3_dp1")]
     return found
+
+
+def mirrored() -> list[Case]:
+    """Reversals along the split batch, with blocks of one length and uneven ones."""
+    pair, four, square = (grid(dp=2),), (grid(dp=4),), (grid(dp=2, tp=2),)
+    stages = Layout("stages_2_2", (grid(0, dp=2), grid(2, dp=2)), rows="dp")
+    flat = [Layout("dp2", pair, rows="dp"), Layout("dp4", four, rows="dp")]
+    both = Layout("rows_dp_tp", square, rows=("dp", "tp"))
+    made = [Case("mirror", layout, refine="always") for layout in (*flat, both, stages)]
+    made += [Case("mirror", flat[1], micro, size=size, refine="always") for micro, size in ((2, 20), (1, 10))]
+    return [*made, Case("mirror", stages, 4, refine="always")]
