@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distgraph.export.result import Export, dims, header, listed, literal, mesh_data, owner, surface
+from distgraph.export.surface import in_order
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
 
@@ -79,7 +80,8 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
     mesh, known = plan.stages[number].mesh, surface(plan)
     shapes: dict[str, tuple[int, ...]] = {name: read.shape for name, read in known.tensors.items()}
     tables: dict[str, dict[str, tuple[ShardSpec, tuple[int, ...] | None]]] = {t: {} for t in _TABLES}
-    for name, tensor in plan.tensors.items():
+    for name in in_order(plan.tensors):
+        tensor = plan.tensors[name]
         if tensor.stage == number:
             table = {"param": "parameters", "state": "states", "input": "inputs"}[tensor.kind]
             shape = shapes.get(name, shapes.get(owner(name)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from distgraph.errors import ShardingError
 from distgraph.export.result import Export, data_axes, listed, owner, surface
-from distgraph.export.surface import Read
+from distgraph.export.surface import Read, in_order
 from distgraph.spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def export_megatron(plan: Plan) -> Export:
 
 
 def _blocks(plan: Plan, number: int) -> list[str]:
-    names = [name for name, t in plan.tensors.items() if t.kind == "param" and t.stage == number]
+    parameters = {name: t for name, t in plan.tensors.items() if t.kind == "param" and t.stage == number}
+    names = in_order(parameters)
     matches = [_BLOCK.match(name) for name in names]
     return list(dict.fromkeys(match[1] for match in matches if match is not None))
 
@@ -187,7 +188,8 @@ def _matrices(found: _Translation) -> None:
     tables = [
         name
         for name, read in surface(found.plan).tensors.items()
-        if not _BLOCK.match(name) and len(read.shape) == 2 and read.reader in ("embedding", "matmul")
+        if found.plan.tensors[name].kind == "param" and not _BLOCK.match(name)
+        if len(read.shape) == 2 and read.reader in ("embedding", "matmul")
     ]
     kept = [name for name in tables if not any("tensor" in dim for dim in found.by_role(name).dims)]
     if kept:

@@ -8,7 +8,7 @@ that module, what they read from outside enters it, and what others read of thei
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,7 +157,7 @@ class Surface:
         for pattern, entry in node["modules"].items():
             part = entry.read(Part.parse, 'a module such as "@0 in: [2, 4] [dp, _] as [dp, _] out: ..."')
             modules |= dict.fromkeys(unfold(pattern), part)
-        return cls(tensors, modules)
+        return cls(tensors, {path: modules[path] for path in in_order(modules)})
 
 
 def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
@@ -291,6 +291,26 @@ def prefixes(path: str) -> list[str]:
     """
     names = path.split(".") if path else []
     return [".".join(names[: i + 1]) for i in range(len(names))]
+
+
+def in_order(paths: Iterable[str]) -> list[str]:
+    """Paths of folded layers in program order: numbers ascend, names stand as they first appeared.
+
+    Example:
+        >>> in_order(["b.0.norm", "b.1.norm", "b.0.attn", "b.1.attn", "b.1", "head"])
+        ['b.0.norm', 'b.0.attn', 'b.1', 'b.1.norm', 'b.1.attn', 'head']
+    """
+    first: dict[tuple[str, str], int] = {}
+
+    def key(path: str) -> list[tuple[int, int]]:
+        parent, places = "", []
+        for name in path.split("."):
+            number = first.setdefault((parent, "*" if name.isdigit() else name), len(first))
+            places.append((number, int(name) if name.isdigit() else 0))
+            parent = f"{parent}.{'*' if name.isdigit() else name}"
+        return places
+
+    return sorted(paths, key=key)
 
 
 def _shape(text: str) -> tuple[int, ...]:

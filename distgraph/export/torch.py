@@ -34,7 +34,7 @@ from distgraph.export.result import (
     owner,
     surface,
 )
-from distgraph.export.surface import Part, Read, prefixes
+from distgraph.export.surface import Part, Read, in_order, prefixes
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
 
@@ -366,6 +366,7 @@ def _stage_data(stage: _Stage) -> dict[str, Any]:
     rest = [i for i in range(len(stage.mesh.axes)) if i not in order]
     shape.append(stage.mesh.size // int(np.prod(shape)))
     ranks = stage.mesh.ranks.transpose([*order, *rest]).reshape(shape)
+    held = _parameters(stage)
     own = [path for path, part in surface(stage.plan).modules.items() if part.stage == stage.number]
     again = [path for path in own if surface(stage.plan).modules[path].again]
     return {
@@ -376,20 +377,20 @@ def _stage_data(stage: _Stage) -> dict[str, Any]:
         if roles.replicate or roles.shard
         else None,
         "checkpoint": again,
-        "parameters": [
-            n for n, t in stage.plan.tensors.items() if t.kind == "param" and t.stage == stage.number
-        ],
-        "placements": {
-            name: _placements(stage, name)
-            for name, tensor in stage.plan.tensors.items()
-            if tensor.kind == "param" and tensor.stage == stage.number
-        },
+        "parameters": held,
+        "placements": {name: _placements(stage, name) for name in held},
         "inputs": {
             name: dims(tensor.spec)
             for name, tensor in stage.plan.tensors.items()
             if tensor.kind == "input" and tensor.stage == stage.number and tensor.spec.dims
         },
     }
+
+
+def _parameters(stage: _Stage) -> list[str]:
+    """Parameters that lie on a stage."""
+    tensors = stage.plan.tensors
+    return in_order(n for n, t in tensors.items() if t.kind == "param" and t.stage == stage.number)
 
 
 def _placements(stage: _Stage, name: str) -> list[str]:
@@ -406,7 +407,7 @@ def _placements(stage: _Stage, name: str) -> list[str]:
 
 def _units(stage: _Stage) -> list[str]:
     """Modules that `fully_shard` treats as a unit: those in a list that hold parameters, the outermost."""
-    names = [n for n, t in stage.plan.tensors.items() if t.kind == "param" and t.stage == stage.number]
+    names = _parameters(stage)
     units = [next((p for p in prefixes(owner(n)) if p.rpartition(".")[2].isdigit()), None) for n in names]
     return list(dict.fromkeys(unit for unit in units if unit is not None))
 
