@@ -48,7 +48,7 @@ def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict
         (mesh,) = known
         return graph, {op.name: mesh for op in graph.ops}
     meshes = _assign(graph)
-    return _clone_sources(graph, meshes)
+    return clone_sources(graph, meshes)
 
 
 def _assign(graph: Graph) -> dict[str, ProcessMesh]:
@@ -123,7 +123,13 @@ def _latest(
     return best
 
 
-def _clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
+def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
+    """Give every mesh its own copy of the sources that it reads and that are free to load anywhere.
+
+    Args:
+        graph: a serial graph.
+        meshes: op name -> mesh; gets those of the copies, which are named after the source with an ending.
+    """
     ops: list[Op] = []
     clones: dict[tuple[str, ProcessMesh], Value] = {}
     free = {

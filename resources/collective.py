@@ -53,6 +53,17 @@ def wire_bytes(kind: str, group_size: int, nbytes: float) -> float:
     return (2.0 if kind == "all_reduce" else 1.0) * (group_size - 1) / group_size * nbytes
 
 
+def held_bytes(kind: str, group_size: int, sent: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bytes on one rank where it sends `sent`: the inverse of `wire_bytes`.
+
+    Example:
+        >>> held_bytes("all_reduce", 4, np.array([1500.0]))
+        array([1000.])
+    """
+    unit = wire_bytes(kind, group_size, 1.0)
+    return sent / unit if unit else np.zeros_like(sent)
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One algorithm's time as alpha (s) + beta (s/byte) * bytes; bottleneck is the link that decides beta."""

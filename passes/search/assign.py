@@ -1,0 +1,80 @@
+"""A train graph on the meshes of its stages, every op and value laid out: what `build` takes.
+
+*In:* a serial graph, a mesh for every op, layouts from one formulation a stage. *Out:* the completed graph.
+*Invariant:* annotations stay; what stages share is loaded on each of them where that costs nothing, and sums of
+gradients from several stages leave the micro-batch part (`postpone`), as in completion.
+
+Layouts may come from a mesh of other ranks: only its axes and their sizes count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distgraph.errors import ShardingError
+from distgraph.graph import Graph, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.place import clone_sources
+from distgraph.passes.postpone import postpone
+from distgraph.passes.search.layouts import Layouts
+from distgraph.rule import OpLayout
+from distgraph.spec import DistAttr
+
+
+def assign(graph: Graph, placements: Mapping[str, ProcessMesh], layouts: Layouts) -> Graph:
+    """Complete a graph as a search found it.
+
+    Args:
+        graph: serial; the one that was formulated.
+        placements: op name -> mesh that computes it; of every op.
+        layouts: of every op and value, on a mesh with the axes of the op's.
+
+    Returns:
+        a completed graph.
+
+    Raises:
+        ShardingError: an op has no mesh or no layout, or one for other axes than its mesh has.
+    """
+    missing = next((op for op in graph.ops if op.name not in placements or op.name not in layouts.ops), None)
+    if missing is not None:
+        what = "mesh" if missing.name not in placements else "layout"
+        raise ShardingError(f"{missing} of graph @{graph.name} has no {what}; give one for every op")
+    meshes = {op.name: placements[op.name] for op in graph.ops}
+    known = {value.name: value.name for op in graph.ops for value in op.results}
+    serial = replace(graph, attrs={})
+    if len(set(meshes.values())) > 1:
+        serial, meshes = clone_sources(serial, meshes)
+        serial, meshes = postpone(serial, meshes)
+    attrs: dict[str, DistAttr] = {}
+    ops: list[Op] = []
+    for op in serial.ops:
+        mesh, like = meshes[op.name], _original(op, known)
+        ops.append(replace(op, layout=_moved(op, layouts.ops[like], mesh)))
+        for value in op.results:
+            attr = layouts.values[known.get(value.name, like)]
+            _check(op, attr.mesh, mesh)
+            attrs[value.name] = replace(attr, mesh=mesh)
+    return serial.with_ops(ops, attrs=attrs, placements={})
+
+
+def _original(op: Op, known: Mapping[str, str]) -> str:
+    """Name of the op whose layout one takes that was made for the stages: a copy of a source, a part of a sum.
+
+    Both are named after it with an ending of their own.
+    """
+    name = op.name
+    while name not in known:
+        name, dot, _ = name.rpartition(".")
+        assert dot, f"op %{op.name} comes from nowhere"
+    return name
+
+
+def _moved(op: Op, layout: OpLayout, mesh: ProcessMesh) -> OpLayout:
+    _check(op, layout.mesh, mesh)
+    return layout if layout.mesh == mesh else replace(layout, mesh=mesh)
+
+
+def _check(op: Op, planned: ProcessMesh, mesh: ProcessMesh) -> None:
+    if planned.sizes != mesh.sizes:
+        raise ShardingError(f"{op} is laid out for {planned} but runs on {mesh}; formulate it for that mesh")

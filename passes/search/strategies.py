@@ -1,0 +1,156 @@
+"""The strategies of an op: every layout that its index rule allows, all axes of the mesh together.
+
+*In:* an op and a mesh. *Out:* `Strategies`: for every option which axes split which index, through which
+operands pending sums pass, and the layouts in which results are made and operands needed. *Invariant:* those
+of `rule.choices`, nothing written by op; ops with equal rules share them, whatever their names and sizes.
+
+Two restrictions, and nothing else, make them fewer. An axis of one rank splits nothing. And a pending sum
+passes through a contraction only where the result is smaller than what is summed: elsewhere the sum is no
+dearer before the contraction, and then the contraction can be split over the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.graph import SOURCES, Op
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.passes.search.routes import representative
+from distgraph.rule import OpLayout, Rule, choices, operand_spec, result_spec
+from distgraph.spec import ShardSpec
+
+Ints = NDArray[np.int64]
+Axes = tuple[tuple[str, tuple[str, ...]], ...]
+Specs = tuple[ShardSpec, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Strategies:
+    """Options of an op, as arrays over options.
+
+    Attributes:
+        options: (axes, partial) of the layout of every option (see `OpLayout`).
+        made: for every result its layout under every option.
+        needed: for every operand the layout in which every option reads it.
+    """
+
+    options: tuple[tuple[Axes, tuple[tuple[str, int], ...]], ...]
+    made: tuple[Specs, ...]
+    needed: tuple[Specs, ...]
+
+    def layout(self, mesh: ProcessMesh, option: int) -> OpLayout:
+        """How the op is computed under an option."""
+        return OpLayout(mesh, *self.options[option])
+
+    def layouts(self, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
+        """The same of every option."""
+        return tuple(OpLayout(mesh, *option) for option in self.options)
+
+    def parts(self, mesh: ProcessMesh) -> tuple[Ints, ...]:
+        """In how many parts [options, dims] each operand, then each result, is cut."""
+        if mesh.shape not in self._parts:
+            self._parts[mesh.shape] = tuple(parts_of(specs, mesh) for specs in (*self.needed, *self.made))
+        return self._parts[mesh.shape]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], tuple[Ints, ...]]:
+        return {}
+
+
+def parts_of(specs: Specs, mesh: ProcessMesh) -> Ints:
+    """In how many parts [specs, dims] layouts cut a tensor."""
+    ndim = len(specs[0].dims) if specs else 0
+    found = np.array([[mesh.count(axes) for axes in spec.dims] for spec in specs], dtype=np.int64)
+    return found.reshape(len(specs), ndim)
+
+
+def local_bytes(shape: tuple[int, ...], size: int, parts: Ints) -> NDArray[np.float64]:
+    """Bytes [layouts] of the largest block of a tensor.
+
+    Args:
+        shape: of the tensor.
+        size: bytes of an element.
+        parts: [layouts, dims], see `parts_of`.
+    """
+    blocks = -(-np.array(shape, dtype=np.int64) // parts)
+    found: NDArray[np.float64] = size * blocks.prod(axis=1, dtype=np.float64)
+    return found
+
+
+_KNOWN: dict[Hashable, Strategies] = {}
+
+
+def strategies_of(op: Op, mesh: ProcessMesh) -> Strategies:
+    """Every legal way to compute an op on a mesh."""
+    rule = rule_of(op)
+    linear, reduction = linear_groups(op), lookup(op.kind).reduction
+    passing = tuple(number for number, group in enumerate(linear) if _passes(op, group))
+    key = (
+        rule.operands,
+        rule.results,
+        rule.whole,
+        tuple((i, _size_class(rule, i, mesh)) for i in rule.indices),
+        linear,
+        passing,
+        reduction,
+        mesh.axes,
+        mesh.shape,
+    )
+    if key not in _KNOWN:
+        _KNOWN[key] = _enumerate(rule, mesh, linear, passing, reduction)
+    return _KNOWN[key]
+
+
+def _passes(op: Op, group: tuple[int, ...]) -> bool:
+    if lookup(op.kind).cost != "matmul":
+        return True
+    return sum(v.nbytes for v in op.results) < sum(op.operands[i].nbytes for i in group)
+
+
+def _size_class(rule: Rule, index: str, mesh: ProcessMesh) -> int:
+    """What of a size decides which layouts are legal."""
+    size = rule.sizes[index]
+    return size if index in rule.composite else representative(size, mesh)
+
+
+def _enumerate(
+    rule: Rule,
+    mesh: ProcessMesh,
+    linear: tuple[tuple[int, ...], ...],
+    passing: tuple[int, ...],
+    reduction: str,
+) -> Strategies:
+    layouts = [
+        OpLayout(mesh, layout.axes, tuple((axis, passing[group]) for axis, group in layout.partial))
+        for layout in choices(rule, mesh, [linear[group] for group in passing])
+        if not _idle_axes(layout)
+    ]
+    return Strategies(
+        tuple((layout.axes, layout.partial) for layout in layouts),
+        tuple(
+            tuple(result_spec(rule, i, layout, reduction) for layout in layouts)
+            for i in range(len(rule.results))
+        ),
+        tuple(
+            tuple(operand_spec(rule, i, layout, linear) for layout in layouts)
+            for i in range(len(rule.operands))
+        ),
+    )
+
+
+def _idle_axes(layout: OpLayout) -> bool:
+    """Whether an axis of one rank takes part."""
+    axes = [*(axis for _, split in layout.axes for axis in split), *(axis for axis, _ in layout.partial)]
+    return any(layout.mesh.axis_size(axis) == 1 for axis in axes)
+
+
+def stored(op: Op, mesh: ProcessMesh) -> Specs:
+    """Every layout in which a source may lie."""
+    assert op.kind in SOURCES
+    return strategies_of(op, mesh).made[0]
