@@ -44,10 +44,18 @@ SUBSET = [
     "op/layernorm_on_sharded_dim",
     "op/gather_rows_sharded_table",
     "op/batchnorm_stats",
+    "op/flip_sharded_dim",
+    "op/slice_sharded_dim",
     "chain/only_first_weight",
     "gpt2layers_fwdbwd/dp",
 ]
-CHECKED = ["mlp_fwdbwd_xgrad/tp_seqpar", "matmul/summa_2d", "op/argmax_sharded_dim", "moe_fwdbwd/ep"]
+CHECKED = [
+    "mlp_fwdbwd_xgrad/tp_seqpar",
+    "matmul/summa_2d",
+    "op/argmax_sharded_dim",
+    "op/flip_sharded_dim",
+    "moe_fwdbwd/ep",
+]
 
 
 def collectives(result: cb.Result) -> Counter[str]:
