@@ -81,7 +81,7 @@ class PlanView:
 
     @property
     def meshes(self) -> tuple[ProcessMesh, ...]:
-        """The stages of the pipeline: distinct meshes in order."""
+        """Distinct meshes in order; those of the same ranks are one stage of the pipeline."""
         return self.build.lowered.meshes
 
     @cached_property
@@ -186,9 +186,11 @@ class PlanView:
         head = (
             f"plan of {self.title}: {ranks} rank{'s' * (ranks > 1)}, {micro} micro-batch{'es' * (micro > 1)}"
         )
-        parts = [head + (f", {self.build.policy}" if len(self.meshes) > 1 else "")]
+        stages = list(dict.fromkeys(mesh.rank_set for mesh in self.meshes))
+        parts = [head + (f", {self.build.policy}" if len(stages) > 1 else "")]
         if len(self.meshes) > 1:
-            parts.append("stages\n" + _table([(f"{i}", str(mesh)) for i, mesh in enumerate(self.meshes)]))
+            rows = [(f"{stages.index(mesh.rank_set)}", str(mesh)) for mesh in self.meshes]
+            parts.append("stages\n" + _table(rows))
         shown = [line for line in self.tensors if line.kind != "state" or self._stands_out(line)]
         parts.append(
             "tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown]))
