@@ -305,8 +305,8 @@ def _read(node: Node) -> Plan:
         stages=stages,
         recompute=recompute,
         tensors=_read_tensors(node["tensors"], stages),
-        ops=_read_ops(node["ops"], len(layers)),
-        rest=Rest.read(node["rest"]),
+        ops=_read_ops(node["ops"], len(layers), len(stages)),
+        rest=Rest.read(node["rest"], len(stages)),
         surface=None if node["surface"].value is None else Surface.read(node["surface"]),
         forecast=None if node["forecast"].value is None else Estimate.read(node["forecast"]),
         baselines={name: _seconds_or_reason(entry) for name, entry in node["baselines"].items()},
@@ -338,10 +338,10 @@ def _read_tensors(node: Node, stages: Sequence[Stage]) -> dict[str, Stored]:
     return tensors
 
 
-def _read_ops(node: Node, layers: int) -> tuple[LayerOps, ...]:
+def _read_ops(node: Node, layers: int, stages: int) -> tuple[LayerOps, ...]:
     found: dict[int, LayerOps] = {}
     for entry in node.list():
-        numbers, ops = LayerOps.read(entry)
+        numbers, ops = LayerOps.read(entry, stages)
         found |= dict.fromkeys(numbers, ops)
     if sorted(found) != list(range(layers)):
         node.refuse(f"the ops of all {layers} layers")

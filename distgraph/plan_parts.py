@@ -18,7 +18,7 @@ from distgraph.spec import ShardSpec
 
 KINDS = ("input", "param", "state")
 _STAGE = re.compile(r"^(?P<spec>\[.*?) @(?P<stage>\d+)$")
-_COMPUTED = re.compile(r"^(?P<kind>[\w.]+)(?: @(?P<stage>\d+))? \{(?P<axes>[^}]*)\}(?: -> (?P<results>.*))?$")
+_COMPUTED = re.compile(r"^(?P<kind>[\w.]+)(?: @(?P<stage>\d+))? \{(?P<axes>[^}]*)\} -> (?P<results>.*)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +152,9 @@ class Computed:
         axes: index of the op's rule -> axes that split it.
         partial: axis -> linear group whose operands are partial over it.
         results: a layout each.
-        stage: whose mesh computes it, for ops of no layer; None for those of a layer, see `LayerOps.placed`.
-        stored: stage on whose mesh the results lie; None for that which computes them.
+        stage: whose mesh computes it; None, in a layer, for that where it is placed (see `LayerOps`).
+        stored: per result the stage on whose mesh it lies, None for that which computes it; empty where all
+            are None.
     """
 
     kind: str
@@ -161,14 +162,18 @@ class Computed:
     partial: tuple[tuple[str, int], ...] = ()
     results: tuple[ShardSpec, ...] = ()
     stage: int | None = None
-    stored: int | None = None
+    stored: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{index}:{'*'.join(axes)}" for index, axes in self.axes]
         parts += [f"partial {axis}:{group}" for axis, group in self.partial]
         at = "" if self.stage is None else f" @{self.stage}"
-        kept = "" if self.stored is None else f" @{self.stored}"
-        return f"{self.kind}{at} {{{', '.join(parts)}}} -> {'; '.join(map(str, self.results))}{kept}"
+        stored = self.stored or (None,) * len(self.results)
+        results = (
+            f"{spec}" if kept is None else f"{spec} @{kept}"
+            for spec, kept in zip(self.results, stored, strict=True)
+        )
+        return f"{self.kind}{at} {{{', '.join(parts)}}} -> {'; '.join(results)}"
 
     @classmethod
     def parse(cls, text: str) -> Computed:
@@ -183,10 +188,12 @@ class Computed:
                 partial.append((name, int(value)))
             else:
                 axes.append((name, tuple(value.split("*"))))
-        results, _, kept = (match["results"] or "").partition(" @")
-        specs = tuple(ShardSpec.parse(spec) for spec in results.split("; ") if spec)
+        results = [result.partition(" @") for result in match["results"].split("; ")]
+        specs = tuple(ShardSpec.parse(spec) for spec, _, _ in results)
+        stored = tuple(int(kept) if kept else None for _, _, kept in results)
         stage = None if match["stage"] is None else int(match["stage"])
-        return cls(match["kind"], tuple(axes), tuple(partial), specs, stage, int(kept) if kept else None)
+        none = all(kept is None for kept in stored)
+        return cls(match["kind"], tuple(axes), tuple(partial), specs, stage, () if none else stored)
 
     def layout(self, mesh: ProcessMesh) -> OpLayout:
         """The layout on a mesh."""
@@ -218,12 +225,12 @@ class LayerOps:
         }
 
     @classmethod
-    def read(cls, node: Node) -> tuple[tuple[int, ...], LayerOps]:
-        """From a file: the layers, and what they have."""
+    def read(cls, node: Node, stages: int) -> tuple[tuple[int, ...], LayerOps]:
+        """From a file with so many stages: the layers, and what they have."""
         node.only("layers", "decomposed", "placed", "ops")
         layers = node["layers"].read(parse_spans, 'numbers such as "0-11"')
-        placed = node["placed"].read(_parse_placed, 'positions and stages such as "57@1, 60@1"')
-        ops = tuple(read_computed(entry) for entry in node["ops"].list())
+        placed = _read_placed(node["placed"], stages)
+        ops = tuple(_read_computed(entry, stages) for entry in node["ops"].list())
         return layers, cls(_listed(node["decomposed"].text()), placed, ops)
 
 
@@ -233,7 +240,8 @@ class Rest:
 
     Attributes:
         decomposed: fused ops that are replaced by simpler ones.
-        placed: op -> stage, of ops that are not among `ops` since completion replaced them.
+        placed: op -> stage, of ops that are not placed where `ops` says that they are computed, or not among
+            `ops` since completion replaced them.
         ops: after that, without inputs, parameters and states; each says its stage.
     """
 
@@ -250,11 +258,11 @@ class Rest:
         }
 
     @classmethod
-    def read(cls, node: Node) -> Rest:
-        """From a file."""
+    def read(cls, node: Node, stages: int) -> Rest:
+        """From a file with so many stages."""
         node.only("decomposed", "placed", "ops")
-        placed = node["placed"].read(_parse_placed, 'ops and stages such as "57@1, 60@1"')
-        ops = tuple((name, read_computed(entry)) for name, entry in node["ops"].items())
+        placed = _read_placed(node["placed"], stages)
+        ops = tuple((name, _read_computed(entry, stages)) for name, entry in node["ops"].items())
         return cls(_listed(node["decomposed"].text()), placed, ops)
 
 
@@ -361,9 +369,18 @@ class Found:
         )
 
 
-def read_computed(node: Node) -> Computed:
-    """A line of a layer."""
-    return node.read(Computed.parse, 'an op such as "matmul {m:dp, n:tp} -> [dp, tp]"')
+def _read_computed(node: Node, stages: int) -> Computed:
+    found = node.read(Computed.parse, 'an op such as "matmul {m:dp, n:tp} -> [dp, tp]"')
+    if any(stage is not None and stage >= stages for stage in (found.stage, *found.stored)):
+        node.refuse(f"stages below {stages}")
+    return found
+
+
+def _read_placed(node: Node, stages: int) -> tuple[tuple[str, int], ...]:
+    found = node.read(_parse_placed, 'ops and stages such as "57@1, 60@1"')
+    if any(stage >= stages for _, stage in found):
+        node.refuse(f"stages below {stages}")
+    return found
 
 
 def _listed(text: str) -> tuple[str, ...]:

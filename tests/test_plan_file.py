@@ -36,15 +36,23 @@ SPECS = st.builds(
     st.sampled_from([[], [()], [("dp",), ()], [(), ("tp", "dp")]]),
     st.sampled_from([(), (("ep", "sum"),), (("ep", "max"),)]),
 )
-COMPUTED = st.builds(
-    Computed,
-    st.sampled_from(["matmul", "add", "comm.slice"]),
-    st.lists(st.tuples(st.sampled_from("mnk"), AXES), max_size=2).map(tuple),
-    st.lists(st.tuples(st.sampled_from(["tp", "ep"]), st.integers(0, 2)), max_size=1).map(tuple),
-    st.lists(SPECS, min_size=1, max_size=3).map(tuple),
-    st.none() | st.integers(0, 20),
-    st.none() | st.integers(0, 20),
-)
+
+
+@st.composite
+def computed(draw: st.DrawFn) -> Computed:
+    """Any line of a plan."""
+    splits = st.tuples(st.sampled_from("mnk"), AXES)
+    results = tuple(draw(st.lists(SPECS, min_size=1, max_size=3)))
+    stage = st.none() | st.integers(0, 20)
+    stored = tuple(draw(st.lists(stage, min_size=len(results), max_size=len(results))))
+    return Computed(
+        draw(st.sampled_from(["matmul", "add", "comm.slice"])),
+        tuple(draw(st.lists(splits, max_size=2))),
+        tuple(draw(st.lists(st.tuples(st.sampled_from(["tp", "ep"]), st.integers(0, 2)), max_size=1))),
+        results,
+        draw(stage),
+        stored if any(kept is not None for kept in stored) else (),
+    )
 
 
 def plan_of(layers: int = 6, **changes: Any) -> Plan:
@@ -56,7 +64,7 @@ def plan_of(layers: int = 6, **changes: Any) -> Plan:
         (("1.2", 0), ("4", 1)),
         (
             Computed("matmul", (("m", ("dp",)), ("n", ("tp",))), (), (ShardSpec.of(["dp", "tp"]),)),
-            Computed("add", (), (("tp", 0),), (ShardSpec.of([None], {"tp": "sum"}),), 1, 0),
+            Computed("add", (), (("tp", 0),), (ShardSpec.of([None], {"tp": "sum"}),), 1, (0,)),
         ),
     )
     tensors = {"x": Stored("input", 0, ShardSpec.of(["dp", None]))}
@@ -119,7 +127,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]  # nothing temporary is left
 
 
-@given(COMPUTED)
+@given(computed())
 def test_ops_read_as_they_print(op: Computed) -> None:
     assert Computed.parse(str(op)) == op
 
@@ -233,6 +241,11 @@ def test_print_shows_stages_tensors_and_baselines() -> None:
             r"tensors.input\['x'\]: expected a stage below 2",
         ),
         (lambda d: d["ops"][0]["ops"].append("matmul"), r"ops\[0\].ops\[2\]: expected an op such as"),
+        (
+            lambda d: d["ops"][0]["ops"].append("add @7 {} -> []"),
+            r"ops\[0\].ops\[2\]: expected stages below 2",
+        ),
+        (lambda d: d["rest"].update(placed="8@2"), r"rest.placed: expected stages below 2"),
         (lambda d: d["ops"][0].update(layers="0-3"), r"ops: expected the ops of all 6 layers"),
         (
             lambda d: d.update(forecast={"seconds": "fast", "memory": []}),

@@ -13,15 +13,13 @@ from dataclasses import replace
 
 from distgraph.data import POSITION, Field
 from distgraph.engine.fingerprint import program_of
-from distgraph.engine.positions import Positions, cut, decomposed, is_named
+from distgraph.engine.positions import Positions, cut, decomposed, is_named, replayed
 from distgraph.engine.program import Recipe
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete, follow
-from distgraph.passes.place import place
-from distgraph.passes.postpone import postpone
 from distgraph.passes.search.layers import REST
 from distgraph.plan import Computed, Plan, Program
 from distgraph.resources import Cluster
@@ -68,7 +66,7 @@ def apply(training: Training, plan: Plan) -> tuple[Graph, Graph]:
     positions = Positions(serial, cut(serial, [layer.first for layer in plan.layers]))
     whole = decomposed(serial, _fused(plan, positions))
     graph, homes = _placed(whole, plan, positions)
-    completed = _assemble(replace(graph, placements=serial.placements), homes, plan, positions)
+    completed = _assemble(graph, homes, plan, positions)
     return serial, replace(_annotated(serial, completed, plan), micro_batches=plan.micro_batches)
 
 
@@ -220,8 +218,8 @@ def _placed(whole: Graph, plan: Plan, positions: Positions) -> tuple[Graph, dict
         for number, layer in enumerate(plan.ops)
         for position, stage in layer.placed
     }
-    elsewhere |= dict(plan.rest.placed)
     elsewhere |= {name: line.stage for name, line in plan.rest.ops if line.stage is not None}
+    elsewhere |= dict(plan.rest.placed)
     homes: dict[str, ProcessMesh] = {}
     for op in whole.ops:
         layer, _ = positions.of(op.name)
@@ -234,18 +232,18 @@ def _placed(whole: Graph, plan: Plan, positions: Positions) -> tuple[Graph, dict
                 f"plan of {plan.program.name} does not place {op}; make the plan anew with this distgraph"
             )
         homes[op.name] = meshes[stage]
-    return postpone(*place(replace(whole, placements=homes)))
+    return replayed(whole, homes)
 
 
 def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positions: Positions) -> Graph:
     """Every op and value with its layout."""
     origin = Origin("search", f"plan of {plan.program.name}")
+    meshes = [stage.mesh for stage in plan.stages]
     lines = [iter(layer.ops) for layer in plan.ops]
     rest = dict(plan.rest.ops)
     attrs: dict[str, DistAttr] = {}
     ops: list[Op] = []
     for op in graph.ops:
-        home = homes[op.name]
         if is_named(op):
             attr = _stored(op, plan, origin)
             attrs[op.name] = attr
@@ -255,10 +253,11 @@ def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positi
         line = rest.pop(op.name, None) if layer == REST else next(lines[layer], None)
         _check_line(op, line, plan, layer, position)
         assert line is not None
-        mesh = home if line.stored is None else plan.stages[line.stored].mesh
-        for value, spec in zip(op.results, line.results, strict=True):
-            attrs[value.name] = DistAttr(mesh, spec, origin)
-        ops.append(replace(op, layout=line.layout(home)))
+        mesh = homes[op.name] if line.stage is None else meshes[line.stage]
+        stored = line.stored or (None,) * len(line.results)
+        for value, spec, kept in zip(op.results, line.results, stored, strict=True):
+            attrs[value.name] = DistAttr(mesh if kept is None else meshes[kept], spec, origin)
+        ops.append(replace(op, layout=line.layout(mesh)))
     if rest or any(next(left, None) is not None for left in lines):
         raise GraphError(
             f"plan of {plan.program.name} has more ops than the program; make it anew with this distgraph"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from distgraph.engine.fingerprint import program_of
-from distgraph.engine.positions import Positions, decomposed, is_named
+from distgraph.engine.positions import Positions, decomposed, is_named, replayed
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError
 from distgraph.export import surface_of
@@ -93,7 +93,8 @@ def describe(
         if op.name not in homes:  # a part of a fused op
             homes[op.name] = _mesh(completed.producers[op.name])
     stages = _stages(layers, homes, completed, devices)
-    describer = _Describer(Positions(serial, layers), stages, homes, completed)
+    _, after = replayed(whole, homes)
+    describer = _Describer(Positions(serial, layers), stages, homes, after, completed)
     ops, rest = describer.ops(whole, broken)
     return Plan(
         program=program,
@@ -127,14 +128,16 @@ class _Describer:
     Attributes:
         positions: of the ops of the serial graph.
         stages: of the plan.
-        homes: mesh of every op of the serial graph, fused ones decomposed where the completed graph has them
+        before: mesh of every op of the serial graph, fused ones decomposed where the completed graph has them
             so.
+        after: mesh of every op of the completed graph; it may be computed on the same ranks in another order.
         completed: the completed graph.
     """
 
     positions: Positions
     stages: tuple[Stage, ...]
-    homes: Mapping[str, ProcessMesh]
+    before: Mapping[str, ProcessMesh]
+    after: Mapping[str, ProcessMesh]
     completed: Graph
 
     @cached_property
@@ -154,33 +157,28 @@ class _Describer:
     def ops(self, whole: Graph, broken: Sequence[str]) -> tuple[tuple[LayerOps, ...], Rest]:
         """How all ops are computed: of every layer, and of none."""
         fused = self._by_layer(broken)
-        before = self._by_layer(op.name for op in whole.ops if not is_named(op))
-        after = self._by_layer(op.name for op in self.completed.ops if not is_named(op))
+        serial = self._by_layer(op.name for op in whole.ops if not is_named(op))
+        made = self._by_layer(op.name for op in self.completed.ops if not is_named(op))
         layers = []
         for stage in self.stages:
+            home = self.number[stage.mesh]
             for layer in range(stage.first, stage.last):
-                home = self.number[stage.mesh]
-                placed = ((at, self.number[self.homes[name]]) for name, at in before.get(layer, ()))
+                placed = ((at, self.number[self.before[name]]) for name, at in serial.get(layer, ()))
                 layers.append(
                     LayerOps(
                         tuple(at for _, at in fused.get(layer, ())),
                         tuple((at, number) for at, number in placed if number != home),
-                        tuple(self._line(name) for name, _ in after.get(layer, ())),
+                        tuple(self._line(name) for name, _ in made.get(layer, ())),
                     )
                 )
-        rest = Rest(
+        rest = tuple((name, self._line(name, True)) for name, _ in made.get(REST, ()))
+        computed = {name: line.stage for name, line in rest}
+        placed = ((name, self.number[self.before[name]]) for name, _ in serial.get(REST, ()))
+        return tuple(layers), Rest(
             tuple(at for _, at in fused.get(REST, ())),
-            tuple(
-                (name, self.number[self.homes[name]])
-                for name, _ in before.get(REST, ())
-                if name not in self.completed.producers
-            ),
-            tuple(
-                (name, replace(self._line(name), stage=self._stage_of(name)))
-                for name, _ in after.get(REST, ())
-            ),
+            tuple((name, number) for name, number in placed if number != computed.get(name)),
+            rest,
         )
-        return tuple(layers), rest
 
     def _by_layer(self, names: Iterable[str]) -> dict[int, list[tuple[str, str]]]:
         """Layer -> (name, position there) of ops."""
@@ -190,21 +188,20 @@ class _Describer:
             found.setdefault(layer, []).append((name, position))
         return found
 
-    def _stage_of(self, name: str) -> int:
-        return self.number[_mesh(self.completed.producers[name])]
-
-    def _line(self, name: str) -> Computed:
+    def _line(self, name: str, everywhere: bool = False) -> Computed:
+        """The line of an op; with its stage where that is not where it is placed, or `everywhere`."""
         op = self.completed.producers[name]
-        assert op.layout is not None
+        assert op.layout is not None  # of a completed graph
+        mesh = op.layout.mesh
         attrs = [self.completed.attrs[value.name] for value in op.results]
-        stored = attrs[0].mesh
+        stored = tuple(None if attr.mesh == mesh else self.number[attr.mesh] for attr in attrs)
         return Computed(
             op.kind,
             op.layout.axes,
             op.layout.partial,
             tuple(attr.spec for attr in attrs),
-            None,
-            None if stored == op.layout.mesh else self.number[stored],
+            self.number[mesh] if everywhere or mesh != self.after[name] else None,
+            stored if any(kept is not None for kept in stored) else (),
         )
 
 
@@ -226,10 +223,8 @@ def _decomposed(serial: Graph, completed: Graph) -> list[str]:
 
 def _homes(whole: Graph, completed: Graph) -> dict[str, ProcessMesh]:
     """Mesh of every op as completion found it."""
-    meshes = tuple(dict.fromkeys(_mesh(op) for op in completed.ops))
-    if len(meshes) == 1:
-        return dict.fromkeys((op.name for op in whole.ops), meshes[0])
-    return place(whole)[1]
+    ((most, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
+    return place(whole, most)[1]
 
 
 def _mesh(op: Op) -> ProcessMesh:

@@ -7,11 +7,14 @@ an op that belongs to no layer by its own name. An op that stands for a part of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from distgraph.errors import GraphError
 from distgraph.graph import SOURCES, Graph, Op
+from distgraph.mesh import ProcessMesh
 from distgraph.passes.decompose import decompose
+from distgraph.passes.place import clone_sources
+from distgraph.passes.postpone import postpone
 from distgraph.passes.search.layers import REST, Layer, layering
 
 
@@ -88,6 +91,19 @@ def decomposed(serial: Graph, names: Collection[str]) -> Graph:
         serial = decompose(serial, known)
         left -= known
     return serial
+
+
+def replayed(whole: Graph, homes: Mapping[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
+    """What completion does about several meshes: free sources are cloned, sums across meshes postponed.
+
+    Args:
+        whole: the serial graph, fused ops decomposed.
+        homes: mesh of each of its ops.
+
+    Returns:
+        the graph, and the mesh of each of its ops.
+    """
+    return postpone(*clone_sources(whole, dict(homes)))
 
 
 def is_named(op: Op) -> bool:
