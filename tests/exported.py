@@ -16,11 +16,10 @@ from equivalence import gathered
 
 import distgraph as dg
 from distgraph.engine import Engine
-from distgraph.export import surface_of
 from distgraph.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig, Layout, stages
 from distgraph.optim import Adam, shard_states
-from distgraph.plan import Plan, Program, Stage, Stored
+from distgraph.plan import Plan
 from distgraph.strategy import Strategy
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 16, 2, 2, 24, 8
@@ -94,27 +93,8 @@ def _split_all(model: GPT, mesh: ProcessMesh) -> None:
 @cache
 def plan_of(name: str) -> Plan:
     """The plan of a case, taken from the program that its annotations compile to, through a plan's file."""
-    case = CASES[name]
-    engine = engine_of(case)
-    completed = engine.prepare(batches()[0]).build.completed
-    tensors = {
-        str(op.attrs["name"]): Stored(kind, case.meshes.index(attr.mesh), attr.spec)
-        for kind in ("input", "param", "state")
-        for op in completed.sources(kind)
-        if op.result.shape
-        for attr in [completed.attrs[op.name]]
-    }
-    return Plan(
-        program=Program(name="GPT", fingerprint="", parameters=0, inputs={}),
-        batch=ROWS,
-        micro_batches=completed.micro_batches,
-        schedule=case.schedule,
-        layers=(),
-        stages=tuple(Stage(mesh=mesh, first=0, last=0) for mesh in case.meshes),
-        tensors=tensors,
-        ops=(),
-        surface=surface_of(completed, case.meshes),
-    )
+    plan: Plan = engine_of(CASES[name]).prepare(batches()[0]).portable
+    return Plan.parse(plan.text())
 
 
 @cache

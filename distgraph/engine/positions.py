@@ -2,7 +2,8 @@
 
 A plan names an op by its layer and its position there, forward, backward and optimiser ops counted together;
 an op that belongs to no layer by its own name. An op that stands for a part of a fused one ("y.3" after
-`decompose` of "y") has the position of that with the same ending ("12.3").
+`decompose` of "y") has the position of that with the same ending ("12.3"); one that makes another result than
+the first of it has that result's ("12:1").
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Positions:
         for op in serial.ops:
             layer = of[op.name]
             counts[layer] = number = counts.get(layer, -1) + 1
-            position = layer, op.name if layer == REST else str(number)
-            self._at[op.name] = position
-            self._named[position] = op.name
+            for result, value in enumerate(op.results):
+                place = f"{number}:{result}" if result else str(number)
+                position = layer, value.name if layer == REST else place
+                self._at[value.name] = position
+                self._named[position] = value.name
 
     def of(self, name: str) -> tuple[int, str]:
         """Layer and position of an op; of what a pass derived from an op, that of the op with the ending."""
