@@ -13,7 +13,7 @@ says which).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distgraph.errors import ResourceError
 from distgraph.resources import Cluster, ComputeCost, RankMapping
@@ -22,6 +22,7 @@ from distgraph.runtime.build import Build
 from distgraph.runtime.cost import OpCost, Work
 from distgraph.runtime.memory import RankMemory, Shortage, rank_memory, shortages
 from distgraph.runtime.representatives import representatives, uneven_meshes
+from distgraph.runtime.scratch import task_workspace
 from distgraph.runtime.simulate import Timeline, simulate
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.streams import Streams, TaskTime
@@ -54,6 +55,7 @@ class Forecast:
         devices: device number of every rank.
         exact: False where ranks differ and the slowest corner of a mesh stands for the others.
         traffic: kind of link -> bytes that all ranks send in a step over it (the link that decides).
+        workspaces: representative rank -> task -> bytes that its kernels allocate while they run.
     """
 
     step_seconds: float
@@ -65,6 +67,7 @@ class Forecast:
     devices: tuple[int, ...]
     exact: bool
     traffic: Mapping[str, float]
+    workspaces: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def _per_rank(self, field: str) -> dict[int, float]:
         """Sum of a field of `TaskTime` over a step, by first rank of a column."""
@@ -178,6 +181,7 @@ class _Forecaster:
         self.known: dict[object, tuple[Work, float]] = {}
         self.times: dict[str, list[TaskForecast]] = {}
         self.memory: dict[int, RankMemory] = {}
+        self.workspaces: dict[int, dict[str, int]] = {}
         self.ranks: dict[int, tuple[int, ...]] = {}
 
     def run(self) -> Forecast:
@@ -206,7 +210,16 @@ class _Forecaster:
                 total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
                 sent[link] = sent.get(link, 0.0) + total
         return Forecast(
-            timeline.makespan, tasks, timeline, transfers, self.memory, self.ranks, self.devices, exact, sent
+            timeline.makespan,
+            tasks,
+            timeline,
+            transfers,
+            self.memory,
+            self.ranks,
+            self.devices,
+            exact,
+            sent,
+            self.workspaces,
         )
 
     def slowest(self, name: str) -> TaskForecast:
@@ -219,7 +232,9 @@ class _Forecaster:
         program = self.build.program(rank)
         order = self.build.schedule.order(rank)
         storage = plan_storage(program, order)
-        self.memory[rank] = rank_memory(program, storage)
+        if self.cluster.devices[self.devices[rank]].type == "cpu":
+            self.workspaces[rank] = task_workspace(program, storage)
+        self.memory[rank] = rank_memory(program, storage, self.workspaces.get(rank))
         ops = OpCost(program, storage, self.compute, self.devices[rank], self.known)
         streams = Streams(program, storage, ops, self.traffic, overlap=self.overlap)
         stages = {part.name: part.stage for part in self.build.parts.tasks}

@@ -4,7 +4,8 @@
 *Out:* `RankMemory`.
 *Invariant:* a category holds exactly the blocks
 that the worker allocates for it: sources, kept buffers, rings with one buffer for each micro-batch in
-flight, scratch blocks that values share. They live for the whole step, so their sum is the peak.
+flight, scratch blocks that values share. They live for the whole step, so the peak is their sum and the
+largest workspace that a kernel takes while it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class RankMemory:
         gradients: sums over micro-batches and what is made of them for the update.
         states: of the optimiser.
         activations: what the forward tasks keep for the backward tasks, times the micro-batches in flight.
-        temporary: scratch blocks, shared by all tasks, and what the load tasks make once a step.
+        temporary: scratch blocks, shared by all tasks, what the load tasks make once a step, and the largest
+            workspace of a kernel (see `scratch`).
         communication: what arrives from other meshes.
         inputs: of all micro-batches of a step, and constants.
     """
@@ -78,10 +80,17 @@ class Shortage:
         )
 
 
-def rank_memory(program: RankProgram, storage: Storage) -> RankMemory:
-    """Bytes of one rank by category."""
+def rank_memory(
+    program: RankProgram, storage: Storage, workspaces: Mapping[str, int] | None = None
+) -> RankMemory:
+    """Bytes of one rank by category.
+
+    Args:
+        program, storage: of the rank.
+        workspaces: task -> bytes that its kernels allocate (`scratch.task_workspace`); none where not given.
+    """
     found = {f.name: 0 for f in fields(RankMemory) if f.name != "rank"}
-    found["temporary"] = sum(storage.blocks)
+    found["temporary"] = sum(storage.blocks) + max((workspaces or {}).values(), default=0)
     producers, micro = program.graph.producers, program.graph.micro_batches
     for name, category in categories(program, storage).items():
         copies = micro if producers[name].kind == "input" else storage.rings.get(name, 1)

@@ -4,13 +4,15 @@
 *Out:* step functions of time: bytes of values that are alive.
 *Invariant:* never more than what the worker allocates (`rank_memory`), which lies there for the whole step.
 
-Parameters, states, inputs and scratch blocks count all the time. A kept value counts from the first task
+Parameters, states, inputs and scratch blocks count all the time, the largest workspace of the kernels of a
+task while it runs. A kept value counts from the first task
 that writes it to the end of the last one that reads it; a value with a ring does so for each micro-batch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distgraph.passes.partition import RankProgram
@@ -45,11 +47,25 @@ Life = tuple[str, frozenset[str], bool]
 """Task that makes a value, tasks that read it, whether it has a ring; "" is the end of the step."""
 
 
-def occupancy(program: RankProgram, storage: Storage, timeline: Timeline) -> Occupancy:
-    """Bytes in use on one rank over a step."""
-    memory = rank_memory(program, storage)
+def occupancy(
+    program: RankProgram,
+    storage: Storage,
+    timeline: Timeline,
+    workspaces: Mapping[str, int] | None = None,
+) -> Occupancy:
+    """Bytes in use on one rank over a step.
+
+    Args:
+        program, storage: of the rank.
+        timeline: of the step.
+        workspaces: task -> bytes that its kernels allocate (`scratch.task_workspace`); none where not given.
+    """
+    workspaces = workspaces or {}
+    memory = rank_memory(program, storage, workspaces)
     lives = _lives(program, storage)
     always = {name: size for name, size in memory.categories.items() if size}
+    if workspaces:
+        always["temporary"] -= max(workspaces.values())
     sizes: dict[tuple[str, Life], int] = defaultdict(int)
     for name, category in categories(program, storage).items():
         if name in lives:
@@ -57,9 +73,12 @@ def occupancy(program: RankProgram, storage: Storage, timeline: Timeline) -> Occ
             sizes[category, lives[name]] += size
             always[category] -= size * storage.rings.get(name, 1)
     changes: dict[float, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    always.setdefault("temporary", 0)
     runs: dict[str, list[Interval]] = defaultdict(list)
     for run in timeline.of_rank(program.rank):
         runs[run.task].append(run)
+        changes[run.start]["temporary"] += workspaces.get(run.task, 0)
+        changes[run.end]["temporary"] -= workspaces.get(run.task, 0)
     for (category, life), size in sizes.items():
         for start, end in _spans(life, runs, timeline.makespan):
             changes[start][category] += size

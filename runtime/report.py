@@ -224,7 +224,7 @@ class Page:
             for rank in ranks:
                 program = build.program(rank)
                 storage = plan_storage(program, build.schedule.order(rank))
-                found.append(occupancy(program, storage, forecast.timeline))
+                found.append(occupancy(program, storage, forecast.timeline, forecast.workspaces.get(rank)))
             said += " Below: what of that is in use when; it is allocated all the time."
             drawn += self._draw(memory_figure(found, names, forecast.step_seconds))
         return _section("memory", "Memory", said, drawn)

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
-from forecasts import chain, machines
+from clusters import cluster_of
+from forecasts import chain, document, machines
 
-from distgraph import optim
-from distgraph.dtypes import itemsize
+from distgraph import nn, ops, optim
+from distgraph.dtypes import itemsize, to_numpy
+from distgraph.engine.graphs import train_graph
 from distgraph.mesh import ProcessMesh
-from distgraph.runtime.build import Build
+from distgraph.passes.complete import complete
+from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import forecast, out_of_memory
 from distgraph.runtime.memory import RankMemory, rank_memory
+from distgraph.runtime.occupancy import occupancy
+from distgraph.runtime.scratch import task_workspace
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.worker import Worker
 
@@ -115,3 +121,60 @@ def test_too_small_a_device_is_named_with_what_is_missing():
     assert f"device {short.device} (b0/gpu{short.device})" in str(short)
     assert "are missing" in str(short)
     assert out_of_memory(found, machines(4)) == ()
+
+
+class Pictures(nn.Module):
+    """Convolutions and a pooling: kernels that take memory while they run."""
+
+    def __init__(self) -> None:
+        self.first, self.second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+        self.pool, self.last = nn.MaxPool2d(2), nn.Linear(16 * 4 * 4, 10)
+
+    def forward(self, images):
+        x = self.pool(ops.relu(self.first(images)))
+        return self.last(nn.Flatten()(ops.relu(self.second(x))))
+
+
+def test_memory_is_what_numpy_takes_in_a_step():
+    """All categories together, against tracemalloc from the making of the worker to the end of two steps."""
+    pytest.importorskip("numba")
+    images, labels = ((1024, 1, 8, 8), "f32"), ((1024,), "i32")
+    graph = train_graph(Pictures(), (images, labels), nn.CrossEntropy(), optim.Adam())
+    compiled = build(complete(graph, grid(serial=1)), micro_batches=2)
+    program = compiled.program(0)
+    storage = plan_storage(program, compiled.schedule.order(0))
+    workspaces = task_workspace(program, storage)
+    assert max(workspaces.values()) > 2**20
+    memory = rank_memory(program, storage, workspaces)
+    feeds = {
+        op.attrs["name"]: [np.zeros(op.result.shape, to_numpy(op.result.dtype))] * 2
+        for op in program.graph.sources("input")
+        if op.result.shape
+    }
+    feeds |= {op.attrs["name"]: 1 for op in program.graph.sources("input") if not op.result.shape}
+
+    def steps() -> None:
+        sources = {
+            op.name: np.zeros(program.types[op.name][0], np.float32)
+            for op in program.graph.sources("param", "state")
+        }
+        worker = Worker(program, compiled.schedule, None, np, sources)
+        worker.step(feeds)
+        worker.step(feeds)
+
+    steps()  # compiles the kernels
+    tracemalloc.start()
+    try:
+        steps()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak == pytest.approx(memory.total - memory.inputs, rel=0.05)
+    described = document(1)
+    described["machines"][0]["devices"]["type"] = "cpu"
+    found = forecast(compiled, cluster_of(described))
+    assert found.memory[0] == memory
+    used = occupancy(program, storage, found.timeline, found.workspaces[0])
+    assert used.peak <= memory.total == used.allocated
+    assert max(used.bytes["temporary"]) == memory.temporary
+    assert min(used.bytes["temporary"]) <= memory.temporary - max(workspaces.values())
