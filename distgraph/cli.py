@@ -1,4 +1,4 @@
-"""The command line: `distgraph run`, `check`, `plan`, `forecast`, `inspect`, `profile`, `cluster`."""
+"""The command line: `distgraph run`, `check`, `plan`, `export`, `forecast`, `inspect`, `profile`, ...."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from distgraph.engine.inspection import check_script
 from distgraph.engine.planning import Progress, SearchOptions
 from distgraph.engine.proposing import forecast_script, plan_script
 from distgraph.errors import DistGraphError, GraphError
+from distgraph.export import EXPORTERS
 from distgraph.graph import Graph
 from distgraph.passes.conflicts import conflicts, explain
 from distgraph.passes.pipeline import PASSES, Ran, run_passes
@@ -103,6 +104,24 @@ def plan(
         typer.echo(found.explain(about))
     if beside is not None:
         typer.echo(found.compare(beside))
+
+
+@app.command()
+def export(
+    plan: Annotated[str, typer.Argument(help="Plan file, see distgraph plan.")],
+    framework: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPORTERS)}.")],
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="Write to this file; a name in .json gets the data.")
+    ] = "",
+) -> None:
+    """Say a plan in the terms of another framework; what that does not express goes to stderr."""
+    found = Plan.load(plan).export(framework)
+    if output:
+        found.save(output)
+    else:
+        typer.echo(found.source, nl=False)
+    for note in found.notes:
+        typer.echo(f"not expressed: {note}", err=True)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
