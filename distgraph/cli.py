@@ -1,4 +1,4 @@
-"""The command line: `distgraph run`, `check`, `plan`, `export`, `forecast`, `inspect`, `profile`, ...."""
+"""Command line: `distgraph run`, `check`, `plan`, `export`, `forecast`, `inspect`, `profile`, `cluster`."""
 
 from __future__ import annotations
 
