@@ -63,7 +63,8 @@ class Neighbourhoods:
     def fixed(self, choice: Sequence[int], node: int) -> Floats:
         """Change of the objective [options] when one node takes another option."""
         total = self._cost(choice, node)
-        return total - total[choice[node]]
+        change: Floats = total - total[choice[node]]
+        return change
 
     def followed(self, choice: Sequence[int], node: int) -> Floats:
         """The same when its neighbours then take their best options, one after the other."""

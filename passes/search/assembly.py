@@ -18,7 +18,7 @@ from distgraph.passes.search.fold import BACKWARD, FORWARD, Fold, FoldedOp, Fold
 from distgraph.passes.search.lifetimes import Lifetimes
 from distgraph.passes.search.nodes import Nodes, OpNode, ValueNode
 from distgraph.passes.search.prices import Prices
-from distgraph.passes.search.strategies import Specs, Strategies, local_bytes, parts_of
+from distgraph.passes.search.strategies import Ints, Specs, Strategies, local_bytes, parts_of
 from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
@@ -227,14 +227,15 @@ class Assembly:
             at = self.nodes.of_op[value.producer]
             strategies = self._strategies(value.producer)
             assert strategies is not None
-            amounts = self._bytes(value, strategies.made[value.result])
+            amounts = self._bytes(value, strategies.made_parts(self.mesh, value.result))
         else:
             node = self.nodes.all[at]
             assert isinstance(node, ValueNode)
-            amounts = self._bytes(value, tuple(spec for spec, _ in node.options))
-            for i, (_, copy) in enumerate(node.options):
-                if copy is not None:
-                    amounts[i] += self._bytes(value, (copy,))[0]
+            amounts = self._bytes(value, parts_of(tuple(spec for spec, _ in node.options), self.mesh))
+            copies = [(i, copy) for i, (_, copy) in enumerate(node.options) if copy is not None]
+            if copies:
+                where = [i for i, _ in copies]
+                amounts[where] += self._bytes(value, parts_of(tuple(copy for _, copy in copies), self.mesh))
         members = len(value.members)
         if lifetime.kind == "fixed":
             copies = self.fold.graph.micro_batches if op.op.kind == "input" else 1
@@ -244,6 +245,5 @@ class Assembly:
         else:
             self.temporary[at].append((lifetime.start, lifetime.stop, amounts))
 
-    def _bytes(self, value: FoldedValue, specs: Specs) -> Floats:
-        size = itemsize(value.value.dtype)
-        return local_bytes(value.value.shape, size, parts_of(specs, self.mesh))
+    def _bytes(self, value: FoldedValue, parts: Ints) -> Floats:
+        return local_bytes(value.value.shape, itemsize(value.value.dtype), parts)

@@ -1,8 +1,8 @@
 """A train graph on the meshes of its stages, every op and value laid out: what `build` takes.
 
 *In:* a serial graph, a mesh for every op, layouts from one formulation a stage. *Out:* the completed graph.
-*Invariant:* annotations stay; what stages share is loaded on each of them where that costs nothing, and sums of
-gradients from several stages leave the micro-batch part (`postpone`), as in completion.
+*Invariant:* annotations stay; what stages share is loaded on each of them where that costs nothing, and sums
+of gradients from several stages leave the micro-batch part (`postpone`), as in completion.
 
 Layouts may come from a mesh of other ranks: only its axes and their sizes count.
 """
@@ -59,9 +59,9 @@ def assign(graph: Graph, placements: Mapping[str, ProcessMesh], layouts: Layouts
 
 
 def _original(op: Op, known: Mapping[str, str]) -> str:
-    """Name of the op whose layout one takes that was made for the stages: a copy of a source, a part of a sum.
+    """Name of the op whose layout one takes that was made for the stages.
 
-    Both are named after it with an ending of their own.
+    Copies of sources and parts of sums are named after it, with an ending of their own.
     """
     name = op.name
     while name not in known:

@@ -28,6 +28,7 @@ from distgraph.ops.registry import (
     operand_layout,
     operand_windows,
     rule_of,
+    window_bounds,
 )
 from distgraph.passes.halo import halo_volume
 from distgraph.passes.redistribute import STEP_PRICES, redistribute_cost
@@ -185,11 +186,13 @@ class Prices:
         """Seconds [strategies] of an op; `adds` where its result is added to what is there already."""
         shapes = tuple((v.shape, v.dtype) for v in (*op.operands, *op.results))
         attrs = freeze({k: v for k, v in op.attrs.items() if k != "salt"})
-        key = (op.kind, shapes, attrs, strategies.options, mesh, adds)
+        key = (op.kind, shapes, attrs, strategies, mesh, adds)
         if key not in self._ops:
             found = self._computed(op, mesh, strategies, adds)
-            if rule_of(op).sliding:
-                found = found + [self._halo(op, layout) for layout in strategies.layouts(mesh)]
+            sliding = rule_of(op).sliding
+            for option, (axes, _) in enumerate(strategies.options if sliding else ()):
+                if any(index in sliding for index, _ in axes):
+                    found[option] += self._halo(op, strategies.layout(mesh, option))
             self._ops[key] = found
         return self._ops[key]
 
@@ -224,10 +227,11 @@ class Prices:
         option: int,
         adds: bool,
     ) -> float:
-        attrs = op.attrs
+        attrs, count = op.attrs, len(op.operands)
         if lookup(op.kind).cost == "matmul" and lookup(op.kind).localize is not None:
             attrs = local_attrs(replace(op, layout=strategies.layout(mesh, option)), mesh.members[0])
-        count = len(op.operands)
+        if rule_of(op).sliding:
+            local = [*self._windows(op, strategies.layout(mesh, option)), *local[count:]]
         own = replace(
             op,
             operands=tuple(replace(v, shape=s) for v, s in zip(op.operands, local[:count], strict=True)),
@@ -236,6 +240,16 @@ class Prices:
             layout=None,
         )
         return self._timed(mesh, work_of(own, [v.nbytes for v in own.operands], adds))
+
+    @staticmethod
+    def _windows(op: Op, layout: OpLayout) -> list[tuple[int, ...]]:
+        """What the first rank reads of every operand, neighbours' positions included."""
+        found = []
+        for position, value in enumerate(op.operands):
+            spec, windows = operand_layout(op, position, layout), operand_windows(op, position, layout)
+            bounds = window_bounds(value.shape, layout.mesh, spec, windows, layout.mesh.members[0])
+            found.append(tuple(stop - start for start, stop in bounds))
+        return found
 
     def _timed(self, mesh: ProcessMesh, work: Work) -> float:
         """Seconds of a work on the slowest device of a mesh."""

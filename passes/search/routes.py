@@ -84,6 +84,7 @@ class Routes:
         return found
 
 
+@lru_cache(maxsize=1 << 16)
 def representative(size: int, mesh: ProcessMesh) -> int:
     """The least size that every layout cuts like this one; `size` itself where some block is shorter.
 

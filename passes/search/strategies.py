@@ -52,6 +52,10 @@ class Strategies:
         """The same of every option."""
         return tuple(OpLayout(mesh, *option) for option in self.options)
 
+    def made_parts(self, mesh: ProcessMesh, result: int) -> Ints:
+        """In how many parts [options, dims] a result is cut."""
+        return self.parts(mesh)[len(self.needed) + result]
+
     def parts(self, mesh: ProcessMesh) -> tuple[Ints, ...]:
         """In how many parts [options, dims] each operand, then each result, is cut."""
         if mesh.shape not in self._parts:

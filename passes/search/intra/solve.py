@@ -1,0 +1,249 @@
+r"""Solve the intra-operator problem of `distgraph.passes.search.problem`.
+
+The programme (choices x, pairs y, limit on memory at every time) is stated there. In order:
+
+1. `reductions` make it smaller without changing its optimum.
+2. `dual`: with a price p(t) >= 0 for memory at every time, and vectors a_e that move costs between an edge and
+   its ends,
+
+       max over p, a of   sum_i min_s  [c_i(s) + sum_t p(t) u_i(s, t) + sum_e a_e,i(s)]
+                        + sum_e min_ss' [c_e(s, s') - a_e,i(s) - a_e,j(s')]  -  sum_t p(t) room(t)
+
+   is the dual of the linear relaxation (0 <= x, y <= 1), so every p and a give a bound. Prices move by
+   subgradient steps, vectors by message passing, and every pass is rounded to a choice.
+3. Strategies whose own bound is no better than the best choice are struck out (`restrict`).
+4. `branch`: branch and bound with that bound; its first plunge gives a good choice. Where it does not end,
+   `neighbourhood` improves the choice, in turns with the tree.
+5. `exact`: SCIP solves what is left where that is small.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.passes.search.intra.branch import Best, Tree, dive
+from distgraph.passes.search.intra.dual import Dual
+from distgraph.passes.search.intra.flat import Flat, Ints
+from distgraph.passes.search.intra.neighbourhood import Neighbourhoods
+from distgraph.passes.search.intra.network import Network
+from distgraph.passes.search.intra.reductions import reduce_network
+from distgraph.passes.search.intra.restrict import restrict
+from distgraph.passes.search.problem import Floats, Problem, Solution, gap_of
+
+__all__ = ["solve"]
+
+_ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
+_DUAL_SHARE = 0.15  # of the seconds, for the dual before anything is branched on
+_TURN_SHARE = 0.08  # of the seconds, for one turn of the tree or of neighbourhoods
+_PARTS = (0.3, 0.1)  # of the nodes, decided at a time in the first dives
+_DIVE_STEPS = 12  # of the dual between decisions of a dive
+_STEPS = 40  # of the dual at a node of the tree
+
+
+def solve(
+    problem: Problem,
+    *,
+    seconds: float = 60.0,
+    start: Sequence[int] | None = None,
+    gap: float = 0.0,
+    on_incumbent: Callable[[Solution], None] | None = None,
+    threads: int = 1,
+    seed: int = 0,
+) -> Solution:
+    """The best choice that can be found in some time, with a bound that tells how good it is.
+
+    A keyboard interrupt ends the search early and returns the best choice so far.
+
+    Args:
+        problem: what to solve.
+        seconds: wall-clock limit; 0 for the best of some obvious choices. One step of the search at a time is
+            not interrupted, so large problems may take a little longer.
+        start: a choice to be at least as good as; ignored where it is not feasible.
+        gap: stop when (objective - bound) / |objective| is at most this.
+        on_incumbent: called with every better choice.
+        threads: 1 or 2 processor cores to use.
+        seed: of what is random.
+
+    Returns:
+        The solution; `status` says what is proved.
+
+    Raises:
+        GraphError: where an argument makes no sense.
+
+    Example:
+        >>> a, b = np.array([1.0, 5.0]), np.array([4.0, 2.0])
+        >>> solution = solve(Problem("two", (a, b), ((0, 1),), (np.array([[9.0, 0.0], [0.0, 9.0]]),)))
+        >>> solution.choice, solution.objective, solution.status
+        ((0, 1), 3.0, 'optimal')
+    """
+    if not seconds >= 0 or not gap >= 0 or threads < 1:
+        raise GraphError(
+            f"{problem.name}: seconds={seconds} and gap={gap} must be 0 or more, threads={threads} 1 or more"
+        )
+    search = _Search(problem, seconds, gap, on_incumbent, seed)
+    try:
+        search.run(start)
+    except KeyboardInterrupt:
+        search.message = "interrupted; the best choice so far is returned"
+    return search.solution()
+
+
+class _Search:
+    """One search: what is known so far, and the phases that add to it."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        seconds: float,
+        gap: float,
+        on_incumbent: Callable[[Solution], None] | None,
+        seed: int,
+    ) -> None:
+        self.problem, self.gap, self.on_incumbent = problem, gap, on_incumbent
+        self.generator = np.random.default_rng(seed)
+        self.began = time.perf_counter()
+        self.limit = seconds
+        self.seconds: dict[str, float] = {}
+        self.choice: tuple[int, ...] | None = None
+        self.objective, self.bound = math.inf, -math.inf
+        self.infeasible = False
+        self.short: tuple[int, float] | None = None
+        self.message = ""
+        self.network: Network | None = None
+
+    def left(self) -> float:
+        """Seconds until the limit; 0 when the gap is reached."""
+        if gap_of(self.objective, self.bound) <= max(self.gap, _ROUNDING):
+            return 0.0
+        return self.limit - (time.perf_counter() - self.began)
+
+    @contextmanager
+    def phase(self, name: str):  # type: ignore[no-untyped-def]
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def run(self, start: Sequence[int] | None) -> None:
+        """All phases, until the problem is solved or time is up."""
+        with self.phase("obvious"):
+            self.look_at_obvious(start)
+        if self.infeasible or self.left() <= 0:
+            return
+        with self.phase("reduce"):
+            network = self.network = Network.of(self.problem)
+            reduce_network(network, self.left)
+        if network.dead:
+            self.no_choice(network)
+            return
+        flat = Flat.of(network)
+        best = Best(self.objective, told=self.take)
+        state = restrict(flat, np.isfinite(flat.cost), np.zeros(int(flat.side_first[-1])), np.zeros(len(flat.room)))
+        if state is None:
+            self.no_choice(network)
+            return
+        self.flat, vectors, prices = state
+        self.search(self.flat.rebased(), vectors, prices, best)
+
+    def search(self, flat: Flat, vectors: Floats, prices: Floats, best: Best) -> None:
+        """Dual, tree and neighbourhoods on the reduced network."""
+        if flat.nodes == 0:
+            best.see(flat, np.zeros(0, dtype=np.int64))
+            self.prove(best.objective)
+            return
+        whole = flat
+        with self.phase("dual"):
+            dual = Dual(flat, vectors, prices)
+            until = self.left() * (1 - _DUAL_SHARE)
+            while self.left() > until and not dual.settled and dual.bound < best.cutoff:
+                for choice in dual.step(best.objective):
+                    best.see(flat, choice)
+                self.prove(min(dual.bound, best.cutoff))
+            dual.restore()
+        if dual.bound >= best.cutoff:
+            self.prove(best.objective)
+            return
+        with self.phase("dive"):
+            for part in _PARTS:
+                dive(flat, best, dual.messages.vectors, dual.prices, self.left, _DIVE_STEPS, part)
+        permitted = dual.least() < best.cutoff
+        tree = Tree(flat, best, dual.messages.vectors, dual.prices, permitted)
+        tree_turn = True
+        neighbours: Neighbourhoods | None = None
+        turn = _TURN_SHARE * self.limit
+        while self.left() > 0:
+            until = max(0.0, self.left() - turn)
+            ends = lambda until=until: self.left() - until  # noqa: E731
+            if tree_turn or best.choice is None:
+                with self.phase("tree"):
+                    tree.search(ends, _STEPS, 2 * _STEPS)
+                    self.prove(min(tree.bound, best.cutoff))
+                if tree.ended:
+                    self.prove(best.objective)
+                    return
+            else:
+                with self.phase("neighbourhoods"):
+                    if neighbours is None:
+                        neighbours = Neighbourhoods(whole, best, dual.messages.vectors, dual.prices, self.generator)
+                    while ends() > 0:
+                        neighbours.improve(permitted, ends)
+            tree_turn = not tree_turn
+
+    def look_at_obvious(self, start: Sequence[int] | None) -> None:
+        """The given choice, the cheapest strategies and the smallest ones; a bound that needs no search."""
+        problem = self.problem
+        if problem.limit is not None:
+            time_, least = problem.least_peak()
+            if least > problem.limit * (1 + 1e-12):
+                self.infeasible, self.short = True, (time_, least - problem.limit)
+                return
+        for choice in (start, tuple(int(np.argmin(c)) for c in problem.costs)):
+            if choice is not None and problem.feasible(choice):
+                self.keep(tuple(choice), problem.objective(choice))
+        least_costs = [float(c.min()) for c in (*problem.costs, *(e for e in problem.edge_costs))]
+        self.bound = math.fsum(least_costs) if all(math.isfinite(c) for c in least_costs) else -math.inf
+
+    def take(self, best: Best) -> None:
+        """A better choice of the reduced network."""
+        assert self.network is not None and best.choice is not None
+        names = sorted(self.network.costs)
+        reduced = self.flat.expand(best.choice)
+        choice = self.network.expand(dict(zip(names, reduced.tolist(), strict=True)))
+        if self.problem.feasible(choice):
+            self.keep(choice, self.problem.objective(choice))
+
+    def keep(self, choice: tuple[int, ...], objective: float) -> None:
+        if objective < self.objective:
+            self.choice, self.objective = choice, objective
+            if self.on_incumbent is not None:
+                self.on_incumbent(self.solution())
+
+    def prove(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def no_choice(self, network: Network) -> None:
+        self.infeasible = True
+        if len(network.times):
+            worst = int(np.argmin(network.room))
+            if network.room[worst] < 0:
+                self.short = int(network.times[worst]), -float(network.room[worst])
+
+    def solution(self) -> Solution:
+        """What is known now."""
+        if self.choice is None:
+            status = "infeasible" if self.infeasible else "unknown"
+            return Solution(
+                None, math.inf, math.inf if self.infeasible else self.bound, math.inf, status, dict(self.seconds),
+                *(self.short or (None, 0.0)), message=self.message,
+            )  # fmt: skip
+        bound = min(self.bound, self.objective)
+        gap = gap_of(self.objective, bound)
+        status = "optimal" if gap <= _ROUNDING else "feasible"
+        return Solution(self.choice, self.objective, bound, gap, status, dict(self.seconds), message=self.message)

@@ -1,0 +1,355 @@
+"""Sharding propagation: from the ops whose layout is configured to all others, least redistribution first.
+
+*In:* a serial graph with some annotations, a mesh. *Out:* `Layouts` of every op and value.
+*Invariant:* annotated values lie as annotated; no op is decided twice; deterministic.
+
+MindSpore's `sharding_propagation`: the layouts that an op may have are enumerated (`strategies_of`), and a
+breadth-first search from the configured ops gives every op that it reaches the layout that causes least
+redistribution towards the ops that are decided already, where it stops at ops that are configured
+themselves. Where a gradient comes back, its way counts too: a slice is free, but the gradient of what was
+sliced is gathered. What an op sends itself, to add up pending sums, is no redistribution. It decides between
+equals, then the work and the bytes of one rank.
+
+Gradients and updates follow in program order once the forward part is decided: the gradient of a value is
+wanted where the value lies, what is computed again is computed as before, and a source lies as its first
+reader wants it. In the end every value is stored where it costs least: as it is made, as it is read, or
+without its pending sums.
+
+    %x = input()         # [x, y] annotated        %x  [x, y]
+    %r = relu(%x)                          ->      %r  {i0:x, i1:y}
+    %z = matmul(%r, %w)                            %z  {m:x, k:y}: %w [y, _], %z is partial(y)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distgraph.dtypes import is_float, itemsize
+from distgraph.errors import ShardingError
+from distgraph.graph import SOURCES, Graph, Op, Value
+from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import flops
+from distgraph.passes.complete import follow
+from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
+from distgraph.passes.refine import multiplicity
+from distgraph.passes.search.layouts import Layouts
+from distgraph.passes.search.strategies import Strategies, local_bytes, strategies_of
+from distgraph.passes.tiles import without_unit_axes
+from distgraph.rule import OpLayout
+from distgraph.spec import DistAttr, Origin, ShardSpec
+
+__all__ = ["pins", "propagate"]
+
+
+def propagate(
+    graph: Graph,
+    mesh: ProcessMesh,
+    price: Price = wire_price,
+    configured: Mapping[str, OpLayout] | None = None,
+    *,
+    mode: str = "sharding_propagation",
+) -> Layouts:
+    """Layouts of a whole graph from those of some ops and values.
+
+    Args:
+        graph: serial; its annotations hold.
+        mesh: where everything runs.
+        price: of one collective.
+        configured: op name -> layout, beside what is annotated.
+        mode: name of the search, for the origin of layouts.
+
+    Raises:
+        ShardingError: nothing is configured, or an annotation does not fit the mesh.
+    """
+    found = _Propagation(graph, mesh, price)
+    seeds = found.configure(configured or {})
+    if not seeds:
+        raise ShardingError(
+            f"graph @{graph.name} has no op with a layout on {mesh} to propagate from; annotate an input or "
+            f"a parameter with shard_tensor, or search in another mode"
+        )
+    found.spread(seeds)
+    found.finish()
+    return found.layouts(Origin("search", mode))
+
+
+def pins(graph: Graph, mesh: ProcessMesh) -> dict[str, ShardSpec]:
+    """Annotated layouts by value, on a mesh with the same axes.
+
+    Raises:
+        ShardingError: an annotation splits over an axis that the mesh lacks, or has in another size.
+    """
+    found = {}
+    for name, attr in graph.attrs.items():
+        for axis in attr.spec.axes:
+            if mesh.sizes.get(axis) != attr.mesh.axis_size(axis):
+                raise ShardingError(
+                    f"%{name} ({attr.origin.where}): splits over {axis}={attr.mesh.axis_size(axis)} but is "
+                    f"to be laid out on {mesh}; search a mesh with that axis or take the annotation out"
+                )
+        found[name] = without_unit_axes(attr.spec, mesh)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What decides between layouts, least first."""
+
+    redistribution: float
+    reduction: float
+    work: float
+    nbytes: float
+    option: int
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        return self.redistribution, self.reduction, self.work, self.nbytes, self.option
+
+
+class _Propagation:
+    """Layouts decided so far."""
+
+    def __init__(self, graph: Graph, mesh: ProcessMesh, price: Price) -> None:
+        self.graph, self.mesh, self.price = graph, mesh, price
+        # sums that can wait for the end of the step are to: there is more than one micro-batch
+        self.times = multiplicity(replace(graph, micro_batches=max(2, graph.micro_batches)))
+        self.pinned = pins(graph, mesh)
+        self.chosen: dict[str, int] = {}
+        self.place: dict[str, tuple[Op, int]] = {}
+        self.readers: dict[str, list[tuple[Op, int]]] = {}
+        for op in graph.ops:
+            for i, value in enumerate(op.results):
+                self.place[value.name] = op, i
+                self.readers[value.name] = []
+            for i, value in enumerate(op.operands):
+                self.readers[value.name].append((op, i))
+        self.replaced = {value.name: source for source, value in graph.updates}
+        self.known: dict[str, Strategies] = {}
+        self.static: dict[object, list[tuple[float, float]]] = {}
+
+    def strategies(self, op: Op) -> Strategies:
+        """The layouts that an op may have: those of its rule; of what is pinned where it stands, that one."""
+        if op.name not in self.known:
+            self.known[op.name] = self._strategies(op)
+        return self.known[op.name]
+
+    def _strategies(self, op: Op) -> Strategies:
+        spec = self.pinned.get(op.name)
+        if spec is None or (op.kind not in SOURCES and op.kind != "reshard"):
+            return strategies_of(op, self.mesh)
+        layout = follow(op, DistAttr(self.mesh, spec))
+        return Strategies(((layout.axes, layout.partial),), ((spec,),), ((spec,),) * len(op.operands))
+
+    def configure(self, given: Mapping[str, OpLayout]) -> list[Op]:
+        """Decide the ops that are configured: those given, annotated sources, ops with annotated results."""
+        seeds = []
+        for op in self.graph.ops:
+            layout = given.get(op.name)
+            if layout is not None:
+                options = self.strategies(op).options
+                if (layout.axes, layout.partial) not in options:
+                    raise ShardingError(
+                        f"{op} cannot be computed as {layout} on {self.mesh}; see its index rule"
+                    )
+                self.chosen[op.name] = options.index((layout.axes, layout.partial))
+            elif any(v.name in self.pinned for v in op.results):
+                self.decide(op)
+            else:
+                continue
+            seeds.append(op)
+        return seeds
+
+    def spread(self, seeds: Iterable[Op]) -> None:
+        """Breadth-first over the forward part; what no seed reaches starts a search of its own."""
+        queue = deque(seeds)
+        rest = (op for op in self.graph.ops if _forward(op))
+        while True:
+            while queue:
+                for near in self.neighbours(queue.popleft()):
+                    if near.name not in self.chosen and _forward(near):
+                        self.decide(near)
+                        queue.append(near)
+            start = next((op for op in rest if op.name not in self.chosen and op.kind not in SOURCES), None)
+            if start is None:
+                return
+            self.decide(start)
+            queue.append(start)
+
+    def finish(self) -> None:
+        """Decide all other ops in program order, and their sources as they want them."""
+        for op in self.graph.ops:
+            if op.kind in SOURCES:
+                continue
+            if op.name not in self.chosen:
+                self.decide(op)
+            for value in op.operands:
+                source = self.place[value.name][0]
+                if source.name not in self.chosen:
+                    self.decide(source)
+        for op in self.graph.ops:
+            if op.name not in self.chosen:
+                self.decide(op)
+
+    def neighbours(self, op: Op) -> list[Op]:
+        """Ops that read its results, then those that make its operands."""
+        after = [reader for value in op.results for reader, _ in self.readers[value.name]]
+        return [*after, *(self.place[value.name][0] for value in op.operands)]
+
+    def decide(self, op: Op) -> None:
+        """Give an op the layout of least redistribution."""
+        count, before = len(self.strategies(op).options), self.before(op)
+        if count == 1 or before is not None:
+            self.chosen[op.name] = before or 0
+            return
+        own = self.own(op)
+        ranked = (_Rank(self.redistribution(op, o), self.reduction(op, o), *own[o], o) for o in range(count))
+        self.chosen[op.name] = min(ranked, key=lambda rank: rank.key).option
+
+    def redistribution(self, op: Op, option: int) -> float:
+        """Price of the changes of layout between an op and what is decided around it."""
+        strategies, total = self.strategies(op), 0.0
+        for i, value in enumerate(op.operands):
+            source = self.left(value)
+            if source is not None:
+                total += self.times[value.name] * self.move(value, source, strategies.needed[i][option])
+        for i, value in enumerate(op.results):
+            made = strategies.made[i][option]
+            for target in self.wanted(value) | self.expected(op, i):
+                total += self.times[value.name] * self.move(value, made, target)
+        return total
+
+    def before(self, op: Op) -> int | None:
+        """The option of the forward op that a backward op computes again."""
+        if op.role != "backward" or op.link not in self.chosen:
+            return None
+        first = self.place[op.link][0]
+        same = first.kind == op.kind and self.strategies(first) is self.strategies(op)
+        return self.chosen[first.name] if same else None
+
+    def expected(self, op: Op, result: int) -> set[ShardSpec]:
+        """Where the value lies whose gradient a backward op makes: the operand of the same shape."""
+        if op.role != "backward" or op.link not in self.place:
+            return set()
+        linked = self.place[op.link][0]
+        values = linked.results if linked.kind in SOURCES else linked.operands
+        alike = [v for v in values if v.shape == op.results[result].shape]
+        if not alike:
+            return set()
+        earlier = sum(v.shape == alike[0].shape for v in op.results[:result])
+        spec = self.left(alike[min(earlier, len(alike) - 1)])
+        return set() if spec is None else {spec.without_partial()}
+
+    def left(self, value: Value) -> ShardSpec | None:
+        """Layout in which a value is found; None where that is open."""
+        if value.name in self.pinned:
+            return self.pinned[value.name]
+        op, i = self.place[value.name]
+        return self.strategies(op).made[i][self.chosen[op.name]] if op.name in self.chosen else None
+
+    def wanted(self, value: Value) -> set[ShardSpec]:
+        """Layouts in which a value is known to be needed."""
+        if value.name in self.pinned:
+            return {self.pinned[value.name]}
+        found = {
+            self.strategies(reader).needed[i][self.chosen[reader.name]]
+            for reader, i in self.readers[value.name]
+            if reader.name in self.chosen
+        }
+        if value.name in self.replaced:
+            source = self.left(self.graph.values[self.replaced[value.name]])
+            found |= set() if source is None else {source}
+        return found
+
+    def move(self, value: Value, source: ShardSpec, target: ShardSpec) -> float:
+        """Price of a change of layout, and of that of the gradient.
+
+        Adding up pending sums is the business of the op that makes them.
+        """
+        if source.partial and source.partial != target.partial:
+            source = source.without_partial()
+        back = 0.0
+        if _forward(self.place[value.name][0]) and is_float(value.dtype) and not target.partial:
+            back = self.cost(value, target, source.without_partial())
+        return self.cost(value, source, target) + back
+
+    def cost(self, value: Value, source: ShardSpec, target: ShardSpec) -> float:
+        """Price of a change of layout."""
+        if source == target:
+            return 0.0
+        size = itemsize(value.dtype)
+        return redistribute_cost(value.shape, size, self.mesh, source, target, self.price)
+
+    def reduction(self, op: Op, option: int) -> float:
+        """Price of adding up what an op leaves pending, and what it does not take so."""
+        strategies, total = self.strategies(op), 0.0
+        for value, made in zip(op.results, strategies.made, strict=True):
+            if made[option].partial and self.wanted(value) != {made[option]}:
+                total += self.times[value.name] * self.added(value, made[option])
+        for value, needed in zip(op.operands, strategies.needed, strict=True):
+            source = self.left(value)
+            if source is not None and source.partial not in ((), needed[option].partial):
+                total += self.times[value.name] * self.added(value, source)
+        return total
+
+    def added(self, value: Value, spec: ShardSpec) -> float:
+        """Price of adding up pending sums."""
+        return self.cost(value, spec, spec.without_partial())
+
+    def own(self, op: Op) -> list[tuple[float, float]]:
+        """(FLOP, bytes touched) of one rank under every option."""
+        strategies = self.strategies(op)
+        values = (*op.operands, *op.results)
+        key = (id(strategies), op.kind, tuple(v.shape for v in values), tuple(v.dtype for v in values))
+        if key not in self.static:
+            total = float(flops(op)) if op.kind not in SOURCES else 0.0
+            touched = np.zeros(len(strategies.options))
+            for value, parts in zip(values, strategies.parts(self.mesh), strict=True):
+                touched += local_bytes(value.shape, itemsize(value.dtype), parts)
+            work = [
+                total / self.mesh.count(a for _, axes in layout.axes for a in axes)
+                for layout in strategies.layouts(self.mesh)
+            ]
+            self.static[key] = list(zip(work, touched.tolist(), strict=True))
+        return self.static[key]
+
+    def layouts(self, origin: Origin) -> Layouts:
+        """Everything decided, and where values are stored."""
+        ops = {op.name: self.strategies(op).layout(self.mesh, self.chosen[op.name]) for op in self.graph.ops}
+        values: dict[str, DistAttr] = {}
+        for op in self.graph.ops:
+            for value in op.results:
+                if value.name in self.pinned:
+                    values[value.name] = DistAttr(
+                        self.mesh, self.pinned[value.name], self.graph.attrs[value.name].origin
+                    )
+                else:
+                    values[value.name] = DistAttr(self.mesh, self.stored(op, value), origin)
+        return Layouts(ops, values)
+
+    def stored(self, op: Op, value: Value) -> ShardSpec:
+        """Where a value lies between the op that makes it and those that read it."""
+        made = self.left(value)
+        assert made is not None
+        if op.kind in SOURCES:
+            return made
+        if value.name in self.replaced:
+            source = self.left(self.graph.values[self.replaced[value.name]])
+            assert source is not None
+            return source
+        wanted = self.wanted(value)
+        candidates = [made, made.without_partial(), *sorted(wanted, key=str)]
+        if value.name in self.graph.kept:
+            candidates = [spec for spec in candidates if not spec.partial]
+
+        def total(spec: ShardSpec) -> float:
+            return self.cost(value, made, spec) + sum(self.cost(value, spec, w) for w in wanted)
+
+        return min(candidates, key=total)
+
+
+def _forward(op: Op) -> bool:
+    return op.role in ("forward", "data")
