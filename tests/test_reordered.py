@@ -166,11 +166,12 @@ FUNCTIONS: dict[str, Function] = {
 LAYOUTS = {"4": (FOUR, "[x, _]"), "2x2": (SQUARE, "[x, y]"), "2x3 rows": (SIX, "[x*y, _]")}
 
 
-@pytest.mark.parametrize("rows", [12, 13, 5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "rows"), [("4", 13), ("4", 5), ("2x2", 12), ("2x2", 13), ("2x3 rows", 13)]
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_training_equals_serial(name: str, layout: str, rows: int) -> None:
-    """Blocks of equal length, uneven ones, and ranks without any."""
+    """Blocks of equal length (12 rows), uneven ones, and ranks without any (5)."""
     mesh, spec = LAYOUTS[layout]
     x = np.random.default_rng(rows).standard_normal((rows, 6))
     graph = train(FUNCTIONS[name], x, mesh, spec)
