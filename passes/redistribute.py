@@ -125,6 +125,7 @@ def step_price(
     return price(step.kind, step_bytes(step, shape, itemsize, mesh), mesh.count(step.axes), mesh, step.axes)
 
 
+@lru_cache(maxsize=1 << 18)
 def block_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec) -> int:
     """Elements of the largest block."""
     return math.prod(-(-size // mesh.count(axes)) for size, axes in zip(shape, spec.dims, strict=True))

@@ -107,8 +107,10 @@ def _grad_kernel(
 def _pairs(shapes: Shapes, attrs: Attrs) -> int:
     """(query, key) pairs that are computed, over batch and heads."""
     b, h, _, s, t = _sizes(shapes)
-    visible = sum(min(t, max(0, i + t - s + 1)) for i in range(s)) if attrs.get("causal") else s * t
-    return b * h * visible
+    if not attrs.get("causal"):
+        return b * h * s * t
+    first = max(1, t - s + 1)  # keys that the first query with any sees; each one after it sees one more
+    return b * h * (t + first) * (t - first + 1) // 2
 
 
 def _flops(op: Op, rule: Rule) -> int:
