@@ -117,7 +117,9 @@ def estimate(plan: Plan, found: Forecast) -> Estimate:
     peaks = {rank: memory.total for first, memory in found.memory.items() for rank in found.ranks[first]}
     return Estimate(
         seconds=found.step_seconds,
-        memory=tuple(max(peaks[rank] for rank in stage.mesh.members) for stage in plan.stages),
+        memory=tuple(  # of uneven meshes the forecast looks at the corners
+            max(peaks[rank] for rank in stage.mesh.members if rank in peaks) for stage in plan.stages
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from distgraph.engine.applying import planned
 from distgraph.engine.extracting import estimate, extract
 from distgraph.engine.forecasting import forecast_training
+from distgraph.engine.interrupt import Interrupt, remembered
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, ResourceError
 from distgraph.plan import Found, Plan
@@ -89,15 +90,21 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
     """
     start = time.monotonic()
     best: Plan | None = None
-    try:
-        for found in _improved(training, cluster, options):
-            best = found
-    except KeyboardInterrupt:
-        if best is None:
-            raise
-        best = replace(best, search=replace(best.search, status="interrupted"))
+    interrupted = False
+    with remembered() as interrupt:
+        try:
+            for found in _improved(training, cluster, options, interrupt):
+                best = found
+                if interrupt.asked:
+                    break
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            interrupted = True
     assert best is not None  # a search without any plan raises
-    return replace(best, search=replace(best.search, seconds=time.monotonic() - start))
+    status = "interrupted" if interrupted or interrupt.asked else best.search.status
+    seconds = time.monotonic() - start
+    return replace(best, search=replace(best.search, status=status, seconds=seconds))
 
 
 def settled(training: Training, cluster: Cluster | None) -> Training:
@@ -125,8 +132,10 @@ def settled(training: Training, cluster: Cluster | None) -> Training:
     return replace(training, recipe=planned(training.recipe, plan), plan=plan)
 
 
-def _improved(training: Training, cluster: Cluster, options: SearchOptions) -> Iterator[Plan]:
-    """Plans, each better than those before."""
+def _improved(
+    training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
+) -> Iterator[Plan]:
+    """Plans, each better than those before; ends soon after an interrupt."""
     if options.mode in SEARCHED:
         raise GraphError(f'mode {options.mode!r} of the search is not there yet; take mode "semi"')
     forecasted = forecast_training(training, cluster)

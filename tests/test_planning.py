@@ -1,0 +1,193 @@
+"""The search for a plan as its callers see it: modes, options, progress, Ctrl-C, several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from forecasts import machines
+from plan_cases import CASES, classifier
+
+import distgraph as dg
+from distgraph import nn, optim
+from distgraph.data import whole
+from distgraph.engine import planning
+from distgraph.engine.interrupt import Interrupt, remembered
+from distgraph.engine.planning import Progress, SearchOptions, search, settled
+from distgraph.engine.training import Training
+from distgraph.errors import GraphError, ResourceError, ShardingError
+from distgraph.plan import Plan
+
+CASE = CASES["narrow"]
+
+
+def training_of(engine: dg.Engine, mode: str = "train") -> Training:
+    """What the first batch of the case would be given to."""
+    return engine._session.training(mode, whole(CASE.first()))
+
+
+def test_semi_is_the_forecast_of_the_annotated_program() -> None:
+    cluster = machines(2, 2)
+    engine = CASE.engine(cluster=cluster)
+    plan = search(training_of(engine), cluster, SearchOptions(mode="semi"))
+    engine.prepare(CASE.first())
+    forecast = engine.forecast()
+    assert plan.forecast is not None
+    assert plan.forecast.seconds == forecast.step_seconds
+    assert plan.forecast.memory == (max(memory.total for memory in forecast.memory.values()),)
+    assert plan.search.mode == "semi"
+    assert plan.search.seconds is not None
+    assert list(plan.baselines) == ["plain data parallel (dp=4)"]
+    assert not engine.plan.portable.compare(replace(plan, forecast=None))
+    planned = CASE.engine(plan, cluster=cluster)
+    planned.prepare(CASE.first())
+    assert planned.forecast().step_seconds == plan.forecast.seconds
+
+
+def test_a_mode_that_searches_does_so_at_the_first_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that the search gives is what runs; evaluation follows it; it is searched once."""
+    cluster, asked = machines(2, 2), []
+    wanted = CASE.engine(cluster=cluster)
+    wanted.prepare(CASE.first())
+
+    def found(training: Training, cluster: Any, options: SearchOptions) -> Plan:
+        asked.append((training.mode, cluster.name, options.mode))
+        return wanted.plan.portable
+
+    monkeypatch.setattr(planning, "search", found)
+    strategy = dg.Strategy(mode="auto")
+    engine = dg.Engine(
+        classifier(dtype="f32")(False), nn.CrossEntropy(), CASE.optimizer, strategy=strategy, cluster=cluster
+    )
+    x, y = CASE.data()
+    engine.fit((x, y), epochs=2, batch_size=8, valid_data=(x[:3], y[:3]), progress=False)
+    assert asked == [("train", "boxes", "auto")]
+    assert engine.plan.portable == wanted.plan.portable
+    assert engine.plan.build.ranks == (0, 1, 2, 3)
+    assert engine.recipe.strategy.micro_batches == 2
+
+
+def test_what_a_mode_that_searches_needs() -> None:
+    strategy = dg.Strategy(mode="recursive")
+    model = classifier(dtype="f32")(False)
+    engine = dg.Engine(model, nn.CrossEntropy(), optim.Adam(), strategy=strategy)
+    with pytest.raises(
+        ResourceError, match=r"mode 'recursive' of Strategy .* but the engine has none; give it"
+    ):
+        engine.fit(CASE.data(), batch_size=8, progress=False)
+    engine = dg.Engine(model, nn.CrossEntropy(), optim.Adam(), strategy=strategy, cluster=machines(2))
+    with pytest.raises(
+        GraphError, match=r"searches a plan for training but the first program is one to predict"
+    ):
+        engine.predict(CASE.data()[0])
+    with pytest.raises(ShardingError, match="modes are manual, semi, sharding_propagation, recursive, auto"):
+        dg.Strategy(mode="fast")
+    with pytest.raises(GraphError, match="mode 'fast' of the search does not exist"):
+        SearchOptions(mode="fast")
+    with pytest.raises(GraphError, match=r"seconds of the search is -1 but must be"):
+        SearchOptions(seconds=-1)
+    with pytest.raises(GraphError, match=r"seconds of the search is nan but must be"):
+        SearchOptions(seconds=float("nan"))
+
+
+def test_a_plan_or_annotations_need_no_search() -> None:
+    engine = CASE.engine()
+    training = training_of(engine)
+    assert settled(training, None) is training
+    engine.prepare(CASE.first())
+    planned = CASE.engine(engine.plan.portable)
+    assert settled(training_of(planned), None).plan == engine.plan.portable
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed: bool) -> None:
+    """Also where a solver swallows the interrupt and returns what it has."""
+    engine = CASE.engine()
+    engine.prepare(CASE.first())
+    plan = engine.plan.portable
+    more = []
+
+    def improved(*given: Any) -> Iterator[Plan]:
+        yield plan
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        except KeyboardInterrupt:
+            if not swallowed:
+                raise
+        yield replace(plan, cluster="better")
+        more.append("went on")
+
+    monkeypatch.setattr(planning, "_improved", improved)
+    found = search(training_of(engine), machines(2, 2), SearchOptions())
+    assert found.search.status == "interrupted"
+    assert found.cluster == ("better" if swallowed else "")
+    assert not more
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def improved(*given: Any) -> Iterator[Plan]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(planning, "_improved", improved)
+    with pytest.raises(KeyboardInterrupt):
+        search(training_of(CASE.engine()), machines(2, 2), SearchOptions())
+
+
+def test_no_handler_outside_of_the_main_thread() -> None:
+    found: list[Interrupt] = []
+
+    def work() -> None:
+        with remembered() as interrupt:
+            found.append(interrupt)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not found[0].asked
+
+
+def test_progress_reads() -> None:
+    assert str(Progress("tracing", 0.4)) == "tracing: no plan yet (0 s)"
+    shown = str(Progress("stages", 12.0, incumbent=0.1052, bound=0.0981))
+    assert shown == "stages: best 105.2 ms a step, none below 98.1 ms (12 s)"
+
+
+def test_one_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 searches; the others get its plan or its error."""
+    engine = CASE.engine()
+    engine.prepare(CASE.first())
+    plan, sent = engine.plan.portable, []
+
+    class Transport:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def broadcast_object(self, value: Any, owner: int) -> Any:
+            sent.append(value)
+            return sent[0]
+
+    def on(rank: int, make: Any) -> Plan:
+        monkeypatch.setattr(planning, "ranks_of_job", lambda: 2)
+        monkeypatch.setattr(planning, "current_transport", lambda: Transport(rank))
+        return planning._alike(make)
+
+    assert on(0, lambda: plan) == plan
+    assert on(1, lambda: pytest.fail("rank 1 searched")) == plan
+    sent.clear()
+
+    def fail() -> Plan:
+        raise ResourceError("too small")
+
+    for rank in (0, 1):
+        with pytest.raises(ResourceError, match="too small"):
+            on(rank, fail)
+    assert np.array_equal([value[0] for value in sent], ["", ""])
