@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exported import CASES, grid, plan_of
+from exported import CASES, CONFIG, grid, plan_of
 from typer.testing import CliRunner
 
 import distgraph as dg
@@ -20,7 +20,7 @@ from distgraph.export import Surface, surface_of
 from distgraph.export.surface import Flow, Part, Read
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
-from distgraph.models import GShardMoE, MoEConfig, stages
+from distgraph.models import GPT, GShardMoE, MoEConfig, stages
 from distgraph.passes.complete import complete
 from distgraph.plan import Plan, Program, Stage, Stored
 from distgraph.spec import ShardSpec
@@ -289,6 +289,24 @@ def test_a_parameter_of_no_style_is_said() -> None:
     assert any("no style" in note and "positions" in note for note in export.notes)
 
 
+def tied() -> Plan:
+    config = replace(CONFIG, tied=True)
+    model, mesh = GPT(config), grid(tp=2)
+    stages(model, [mesh])
+    graph = train_graph(model, (((4, 8), "i32"), ((4, 8), "i32")))
+    return plan_from(complete(graph, mesh), mesh, batch=4)
+
+
+def test_a_table_that_is_the_matrix_of_the_logits_too_is_said() -> None:
+    plan = tied()
+    assert plan.surface is not None
+    assert [name for name, read in plan.surface.tensors.items() if read.shared] == ["tokens.weight"]
+    assert any(
+        note.startswith("tokens.weight is read by code of several") for note in plan.export("torch").notes
+    )
+    assert "untie-embeddings-and-output-weights" not in arguments(plan)
+
+
 def test_stages_of_other_shapes_are_said() -> None:
     meshes = grid(0, one=1), grid(1, dp=3)
     plan = plan_of("pp")
@@ -331,6 +349,7 @@ def test_sizes_of_a_uniform_plan() -> None:
         "micro-batch-size": 4,
         "global-batch-size": 8,
         "num-layers": 2,
+        "untie-embeddings-and-output-weights": True,
         "sequence-parallel": True,
         "use-distributed-optimizer": True,
         "recompute-granularity": "full",

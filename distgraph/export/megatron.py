@@ -87,7 +87,7 @@ def export_megatron(plan: Plan) -> Export:
         for mesh, split in zip(meshes, data, strict=True)
     ]
     found = _Translation(plan, data, tensor, [_blocks(plan, number) for number in stages])
-    for part in (_sizes, _batch, _pipeline, _matrices, _sequence, _zero, _experts, _recompute):
+    for part in (_sizes, _batch, _pipeline, _matrices, _tables, _sequence, _zero, _experts, _recompute):
         part(found)
     if found.reasons:
         reasons = "".join(f"\n  {reason}" for reason in found.reasons)
@@ -185,14 +185,20 @@ def _matrices(found: _Translation) -> None:
         found.reasons.append(
             f"{listed(whole)} are whole on every tensor-parallel rank: Megatron-LM splits them"
         )
-    tables = [
-        name
+
+
+def _tables(found: _Translation) -> None:
+    """The table of tokens and the matrix of the logits: one or two, and how they lie."""
+    tables = {
+        name: read
         for name, read in surface(found.plan).tensors.items()
         if found.plan.tensors[name].kind == "param" and not _BLOCK.match(name)
         if len(read.shape) == 2 and read.reader in ("embedding", "matmul")
-    ]
+    }
+    if {"embedding", "matmul"} <= {read.reader for read in tables.values()}:
+        found.arguments["untie-embeddings-and-output-weights"] = True
     kept = [name for name in tables if not any("tensor" in dim for dim in found.by_role(name).dims)]
-    if kept:
+    if kept and found.arguments["tensor-model-parallel-size"] != 1:
         found.notes.append(f"{listed(kept)} are whole in the plan; Megatron-LM splits them by the vocabulary")
 
 

@@ -22,7 +22,7 @@ from distgraph.spec import ShardSpec
 
 _WORDS = ("inherited", "joined", "loose")
 _HELD = ("param", "state", "constant")
-_READ = re.compile(r"^(\w+)(\[[^\]]*\]) as (\[.*\](?: partial\(.*\))?) by (\w*) ?(\d*)$")
+_READ = re.compile(r"^(\w+)(\[[^\]]*\]) as (\[.*\](?: partial\(.*\))?) by (\w*) ?(\d*)( shared)?$")
 _FLOW = re.compile(r"^(\[[^\]]*\]) (\[.*?\](?: partial\([^)]*\))?) as (\[.*?\](?: partial\([^)]*\))?)( .*)?$")
 
 
@@ -35,6 +35,7 @@ class Read:
         used: layout in which its first reader computes with it; it may be stored otherwise.
         reader: kind of that op; empty where nothing reads it.
         operand: number of the tensor among the op's operands.
+        shared: code of several modules reads it: a table that is the matrix of the logits too.
     """
 
     dtype: str
@@ -42,10 +43,11 @@ class Read:
     used: ShardSpec
     reader: str = ""
     operand: int = 0
+    shared: bool = False
 
     def __str__(self) -> str:
         by = f"{self.reader} {self.operand}" if self.reader else ""
-        return f"{self.dtype}{list(self.shape)} as {self.used} by {by}"
+        return f"{self.dtype}{list(self.shape)} as {self.used} by {by}{' shared' * self.shared}"
 
     @classmethod
     def parse(cls, text: str) -> Read:
@@ -53,8 +55,8 @@ class Read:
         match = _READ.match(text)
         if match is None:
             raise ValueError(text)
-        dtype, shape, used, reader, operand = match.groups()
-        return cls(dtype, _shape(shape), ShardSpec.parse(used), reader, int(operand or 0))
+        dtype, shape, used, reader, operand, shared = match.groups()
+        return cls(dtype, _shape(shape), ShardSpec.parse(used), reader, int(operand or 0), bool(shared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +186,13 @@ def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
 
 def _read(graph: Graph, op: Op) -> Read:
     value = op.result
-    user = next((user for user in graph.users[op.name] if user.kind != "reshard"), None)
-    if user is None:
+    users = [user for user in graph.users[op.name] if user.kind != "reshard"]
+    if not users:
         return Read(value.dtype, value.shape, graph.attrs[op.name].spec)
+    user, scopes = users[0], {user.scope for user in users if user.role == "forward"}
     operand = next(i for i, v in enumerate(user.operands) if v.name == value.name)
     used = _used(user, operand, graph.attrs[op.name].spec)
-    return Read(value.dtype, value.shape, used, user.kind, operand)
+    return Read(value.dtype, value.shape, used, user.kind, operand, len(scopes) > 1)
 
 
 def _used(op: Op, operand: int, stored: ShardSpec) -> ShardSpec:

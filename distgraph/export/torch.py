@@ -15,8 +15,7 @@ matrix that is the right operand of a matmul is taken for an nn.Linear, which ho
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +26,13 @@ from distgraph.export.result import (
     Export,
     data_axes,
     dims,
-    header,
     listed,
-    literal,
     mesh_data,
     owner,
     surface,
 )
 from distgraph.export.surface import Part, Read, in_order, prefixes
+from distgraph.export.torch_source import torch_source
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
 
@@ -105,7 +103,7 @@ def export_torch(plan: Plan) -> Export:
         "loss_parallel": bool(paths) and any("use_local_output=False" in s for s in _last_style(stages)),
     }
     notes = list(dict.fromkeys(notes))
-    return Export("torch", data, _source(plan, data, notes), tuple(notes))
+    return Export("torch", data, torch_source(plan, data, notes), tuple(notes))
 
 
 def _translate(plan: Plan, number: int) -> _Stage:
@@ -294,13 +292,20 @@ def _call(name: str, given: tuple[str, str], defaults: tuple[str, str], more: st
 
 
 def _check_left(stage: _Stage) -> None:
-    """Say what has no style."""
+    """Say what has no style, or more than one reader."""
     if stage.roles.model is None:
         return
     for name, tensor in stage.plan.tensors.items():
         here = tensor.kind == "param" and tensor.stage == stage.number and _split(stage, name)
         if here and owner(name) not in stage.styles:
             stage.left.append(name)
+    known = surface(stage.plan).tensors
+    shared = [name for name in _parameters(stage) if name in known and known[name].shared]
+    if shared:
+        stage.notes.append(
+            f"{listed(shared)} is read by code of several modules: a style lays out its own module only; let "
+            f"an nn.Linear share the parameter and give it the matching style"
+        )
     if stage.left:
         stage.notes.append(
             f"no style of parallelize_module lays out {listed(list(dict.fromkeys(stage.left)))}: kept whole; "
@@ -356,7 +361,7 @@ def _split_points(plan: Plan) -> list[str]:
     return points
 
 
-# Data and source
+# Data
 
 
 def _stage_data(stage: _Stage) -> dict[str, Any]:
@@ -410,91 +415,3 @@ def _units(stage: _Stage) -> list[str]:
     names = _parameters(stage)
     units = [next((p for p in prefixes(owner(n)) if p.rpartition(".")[2].isdigit()), None) for n in names]
     return list(dict.fromkeys(unit for unit in units if unit is not None))
-
-
-def _source(plan: Plan, data: Mapping[str, Any], notes: list[str]) -> str:
-    stages = "".join(_stage_source(stage) for stage in data["stages"])
-    points = [(path, "SplitPoint.BEGINNING") for path in data["split_points"]]
-    return (
-        header(plan, "Parallelisation", notes)
-        + _IMPORTS
-        + f"STAGES = (\n{stages})\n"
-        + literal("SPLIT_POINTS", points)
-        + f"\nSCHEDULE = {data['schedule']}\nMICRO_BATCHES = {data['micro_batches']}\n"
-        + f"LOSS_PARALLEL = {data['loss_parallel']}  # train inside torch.distributed.tensor.parallel."
-        + "loss_parallel()\n"
-        + _APPLY
-    )
-
-
-def _stage_source(stage: Mapping[str, Any]) -> str:
-    indent = " " * 8
-    styles = literal("styles", stage["parallelize"].items(), indent).replace(" = ", "=", 1)
-    shard = stage["fully_shard"]
-    return (
-        f"    SimpleNamespace(\n{indent}ranks={stage['ranks']},  # [dp_replicate, dp_shard, tp]\n"
-        f"{indent}{styles},\n"
-        f"{indent}fully_shard={json.dumps(shard['modules']) if shard else None},\n"
-        f"{indent}reshard_after_forward={bool(shard and shard['reshard_after_forward'])},\n"
-        f"{indent}checkpoint={json.dumps(stage['checkpoint'])},\n    ),\n"
-    )
-
-
-_IMPORTS = """from types import SimpleNamespace
-
-import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-
-"""
-
-_APPLY = '''
-
-def device_mesh(stage=0, device_type="cuda"):
-    """The ranks of a stage as (dp_replicate, dp_shard, tp)."""
-    names = ("dp_replicate", "dp_shard", "tp")
-    return DeviceMesh(device_type, torch.tensor(STAGES[stage].ranks), mesh_dim_names=names)
-
-
-def rows(batch, mesh):
-    """The rows of a batch that this rank computes."""
-    replicate, shard = mesh.size(0), mesh.size(1)
-    number = mesh.get_local_rank("dp_replicate") * shard + mesh.get_local_rank("dp_shard")
-    return batch.chunk(replicate * shard)[number]
-
-
-def parallelize(model, stage=0, device_type="cuda", mesh=None):
-    """Apply the plan of a stage to a model, or to the part of it that the stage computes; in place.
-
-    Every rank calls it with the same weights. Attention gets the heads of its rank: its code must take the
-    number of heads from the shape, as in x.unflatten(-1, (-1, head_size)).
-    """
-    plan, mesh = STAGES[stage], mesh or device_mesh(stage, device_type)
-    known = dict(model.named_modules())
-    if plan.styles:
-        parallelize_module(model, mesh["tp"], {path: s for path, s in plan.styles.items() if path in known})
-    for path in plan.checkpoint:
-        if path in known:
-            parent, _, name = path.rpartition(".")
-            known[parent].register_module(name, checkpoint_wrapper(known[path]))
-    if plan.fully_shard is not None:
-        settings = {
-            "mesh": mesh["dp_replicate", "dp_shard"],
-            "reshard_after_forward": plan.reshard_after_forward,
-        }
-        for path in plan.fully_shard:
-            if path in known:
-                fully_shard(model.get_submodule(path), **settings)
-        fully_shard(model, **settings)
-    return model
-'''
