@@ -1,0 +1,148 @@
+"""Solved problems on disk: what is found again, what is not, and what becomes of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distgraph.passes.search import cache as module
+from distgraph.passes.search.cache import Cache, cache_directory, digest, solve_cached
+from distgraph.passes.search.problem import Problem, Solution, Use
+
+
+def problem(limit: float | None = 6.0, name: str = "two", cost: float = 5.0) -> Problem:
+    """Two nodes that want different strategies; the cheapest pair needs 6 units."""
+    uses = ((Use(0, 2, np.array([4.0, 1.0])),), (Use(1, 3, np.array([3.0, 2.0])),))
+    edges = (np.array([[9.0, 0.0], [0.0, 9.0]]),)
+    return Problem(name, (np.array([1.0, cost]), np.array([4.0, 2.0])), ((0, 1),), edges, uses, limit)
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the problems that were really solved."""
+    names: list[str] = []
+    real = module.solve
+
+    def solve(given: Problem, **options: Any) -> Solution:
+        start = options.get("start")
+        names.append(given.name if start is None else f"{given.name} from {start}")
+        return real(given, **options)
+
+    monkeypatch.setattr(module, "solve", solve)
+    return names
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"))
+
+
+def test_a_problem_is_solved_once(tmp_path: Path, solved: list[str]) -> None:
+    kept = Cache(tmp_path / "new" / "folder")
+    first = solve_cached(problem(), cache=kept)
+    again = solve_cached(problem(name="under another name"), cache=kept)
+    assert (first.choice, first.objective, first.status) == ((0, 1), 3.0, "optimal")
+    assert (again.choice, again.objective, again.bound, again.gap, again.status) == (
+        first.choice, first.objective, first.bound, first.gap, first.status
+    )  # fmt: skip
+    assert solved == ["two"]
+
+
+@pytest.mark.parametrize("other", [problem(limit=5.0), problem(limit=None), problem(cost=5.5)])
+def test_another_problem_has_another_name(other: Problem) -> None:
+    assert digest(other) != digest(problem())
+    assert digest(problem(name="b")) == digest(problem())
+
+
+def test_infeasible_is_remembered(tmp_path: Path, solved: list[str]) -> None:
+    for _ in range(2):
+        found = solve_cached(problem(limit=2.5), cache=Cache(tmp_path))
+        assert (found.status, found.choice, found.time) == ("infeasible", None, 1)
+        assert found.missing == pytest.approx(0.5)
+    assert len(solved) == 1
+
+
+def test_a_poor_answer_serves_questions_that_ask_no_more(tmp_path: Path, solved: list[str]) -> None:
+    kept, name = Cache(tmp_path), digest(problem())
+    kept.put(name, Solution((0, 1), 3.0, 1.5, 0.5, "feasible"), seconds=2.0)
+    assert solve_cached(problem(), seconds=1.0, cache=kept).bound == 1.5  # no more time than it took
+    assert solve_cached(problem(), seconds=9.0, gap=0.6, cache=kept).bound == 1.5  # its gap is enough
+    assert not solved
+    assert solve_cached(problem(), seconds=9.0, gap=0.1, cache=kept).status == "optimal"
+    assert solved == ["two from (0, 1)"]  # what is known is where the search starts
+    assert solve_cached(problem(), seconds=9.0, cache=kept).status == "optimal"
+    assert len(solved) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "not JSON"),
+        (lambda text: "", "not JSON"),
+        (
+            lambda text: json.dumps({**json.loads(text), "choice": "1 0"}),
+            "the choice breaks|the choice costs",
+        ),
+        (lambda text: json.dumps({**json.loads(text), "choice": "0 0"}), "the choice breaks a constraint"),
+        (lambda text: json.dumps({**json.loads(text), "choice": "0 7"}), "has 2 strategies"),
+        (lambda text: json.dumps({**json.loads(text), "choice": "0"}), "1 strategies for 2 nodes"),
+        (
+            lambda text: json.dumps({**json.loads(text), "objective": "2.0"}),
+            "costs 3.0 but the entry says 2.0",
+        ),
+        (lambda text: json.dumps({**json.loads(text), "status": "great"}), "expected optimal, feasible or"),
+        (lambda text: json.dumps({"solver": 1}), "expected a field"),
+    ],
+)
+def test_a_damaged_entry_is_ignored_with_a_warning(
+    tmp_path: Path, solved: list[str], damage: Any, message: str
+) -> None:
+    kept = Cache(tmp_path)
+    solve_cached(problem(), cache=kept)
+    (path,) = entries(tmp_path)
+    path.write_text(damage(path.read_text()))
+    with pytest.warns(RuntimeWarning, match=message):
+        found = solve_cached(problem(), cache=kept)
+    assert (found.choice, found.status) == ((0, 1), "optimal")
+    assert len(solved) == 2
+    assert solve_cached(problem(), cache=kept).status == "optimal"  # and it is whole again
+    assert len(solved) == 2
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    kept = Cache(tmp_path)
+    problems = [problem(cost=5.0 + i) for i in range(4)]
+    for age, each in enumerate(problems):
+        solve_cached(each, cache=kept)
+        os.utime(tmp_path / f"{digest(each)}.json", (1000 + age, 1000 + age))
+    solve_cached(problems[0], cache=kept)  # used again
+    size = max(path.stat().st_size for path in entries(tmp_path))
+    last = problem(cost=50.0)
+    solve_cached(last, cache=Cache(tmp_path, limit=3 * size))
+    assert {path.stem for path in entries(tmp_path)} == {digest(p) for p in (problems[0], problems[3], last)}
+
+
+def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, solved: list[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv(module.VARIABLE, raising=False)
+    assert cache_directory() == tmp_path / "xdg" / "distgraph" / "solved"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_directory() == tmp_path / "home" / ".cache" / "distgraph" / "solved"
+    monkeypatch.setenv(module.VARIABLE, str(tmp_path / "own"))
+    solve_cached(problem())
+    assert len(entries(tmp_path / "own")) == 1
+    monkeypatch.setenv(module.VARIABLE, "off")
+    assert cache_directory() is None
+    solve_cached(problem())
+    assert len(solved) == 2
+
+
+def test_a_disk_that_takes_nothing_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(RuntimeWarning, match=r"cache .*file.*; set DISTGRAPH_CACHE"):
+        assert solve_cached(problem(), cache=Cache(tmp_path / "file")).status == "optimal"
