@@ -25,8 +25,8 @@ Changes, with the cases above XLA by more than 1 % (of 139) and what all cases s
 * a contraction with an annotated result may be computed in fewer parts: nothing here; a wide result from a
   narrow contraction, replicated, 6.2 to 1.0.
 * neighbours exchange what a shift or a window needs. Left: reversal of a split dim (GSPMD renumbers devices).
-* an op may be computed on its ranks in another order: the reversal sends 0 bytes (294,912 before), a slice of a
-  quarter 0.33 of XLA (0.5); none above, 75 below, all else as before.
+* an op may be computed on its ranks in another order: the reversal sends 0 bytes (294,912 before); halos are
+  counted with the value that they are read from: the slice 0.33 of XLA (0.5). None above, 75 below.
 """
 
 from __future__ import annotations

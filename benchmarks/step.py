@@ -238,7 +238,7 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--quick", action="store_true", help="one round of few steps, few starts, under a minute")
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, under a minute")
     parser.add_argument("--only", choices=[case.name for case in CASES], help="one case")
     parser.add_argument(
         "--peers", action="store_true", help="without distgraph: hand-written against PyTorch"
