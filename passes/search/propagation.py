@@ -96,18 +96,18 @@ def pins(graph: Graph, mesh: ProcessMesh) -> dict[str, ShardSpec]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    """What decides between layouts, least first."""
+class _Around:
+    """What is decided around an op.
 
-    redistribution: float
-    reduction: float
-    work: float
-    nbytes: float
-    option: int
+    Attributes:
+        sources: layout of each operand; None where it is open.
+        readers: layouts in which each result is read, or kept.
+        gradients: layout of the value whose gradient each result is, none or one.
+    """
 
-    @property
-    def key(self) -> tuple[float, ...]:
-        return self.redistribution, self.reduction, self.work, self.nbytes, self.option
+    sources: tuple[ShardSpec | None, ...]
+    readers: tuple[frozenset[ShardSpec], ...]
+    gradients: tuple[frozenset[ShardSpec], ...]
 
 
 class _Propagation:
@@ -129,7 +129,7 @@ class _Propagation:
                 self.readers[value.name].append((op, i))
         self.replaced = {value.name: source for source, value in graph.updates}
         self.known: dict[str, Strategies] = {}
-        self.static: dict[object, list[tuple[float, float]]] = {}
+        self.decided: dict[object, int] = {}
 
     def strategies(self, op: Op) -> Strategies:
         """The layouts that an op may have: those of its rule; of what is pinned where it stands, that one."""
@@ -200,26 +200,42 @@ class _Propagation:
         return [*after, *(self.place[value.name][0] for value in op.operands)]
 
     def decide(self, op: Op) -> None:
-        """Give an op the layout of least redistribution."""
-        count, before = len(self.strategies(op).options), self.before(op)
-        if count == 1 or before is not None:
+        """Give an op the layout of least redistribution; ops alike in like surroundings share the choice."""
+        strategies, before = self.strategies(op), self.before(op)
+        if len(strategies.options) == 1 or before is not None:
             self.chosen[op.name] = before or 0
             return
-        own = self.own(op)
-        ranked = (_Rank(self.redistribution(op, o), self.reduction(op, o), *own[o], o) for o in range(count))
-        self.chosen[op.name] = min(ranked, key=lambda rank: rank.key).option
+        around = _Around(
+            tuple(map(self.left, op.operands)),
+            tuple(frozenset(self.wanted(value)) for value in op.results),
+            tuple(frozenset(self.expected(op, i)) for i in range(len(op.results))),
+        )
+        values = (*op.operands, *op.results)
+        made_by = tuple(_forward(self.place[v.name][0]) for v in values)
+        key = (id(strategies), op.kind, tuple((v.type, self.times[v.name]) for v in values), made_by, around)
+        if key not in self.decided:
+            own = self.own(op)
+            self.decided[key] = min(
+                range(len(own)),
+                key=lambda o: (
+                    self.redistribution(op, o, around),
+                    self.reduction(op, o, around),
+                    *own[o],
+                    o,
+                ),
+            )
+        self.chosen[op.name] = self.decided[key]
 
-    def redistribution(self, op: Op, option: int) -> float:
+    def redistribution(self, op: Op, option: int, around: _Around) -> float:
         """Price of the changes of layout between an op and what is decided around it."""
         strategies, total = self.strategies(op), 0.0
-        for i, value in enumerate(op.operands):
-            source = self.left(value)
+        for value, needed, source in zip(op.operands, strategies.needed, around.sources, strict=True):
             if source is not None:
-                total += self.times[value.name] * self.move(value, source, strategies.needed[i][option])
-        for i, value in enumerate(op.results):
-            made = strategies.made[i][option]
-            for target in self.wanted(value) | self.expected(op, i):
-                total += self.times[value.name] * self.move(value, made, target)
+                total += self.times[value.name] * self.move(value, source, needed[option])
+        ends = zip(op.results, strategies.made, around.readers, around.gradients, strict=True)
+        for value, made, readers, gradients in ends:
+            for target in readers | gradients:
+                total += self.times[value.name] * self.move(value, made[option], target)
         return total
 
     def before(self, op: Op) -> int | None:
@@ -283,14 +299,13 @@ class _Propagation:
         size = itemsize(value.dtype)
         return redistribute_cost(value.shape, size, self.mesh, source, target, self.price)
 
-    def reduction(self, op: Op, option: int) -> float:
+    def reduction(self, op: Op, option: int, around: _Around) -> float:
         """Price of adding up what an op leaves pending, and what it does not take so."""
         strategies, total = self.strategies(op), 0.0
-        for value, made in zip(op.results, strategies.made, strict=True):
-            if made[option].partial and self.wanted(value) != {made[option]}:
+        for value, made, readers in zip(op.results, strategies.made, around.readers, strict=True):
+            if made[option].partial and readers != {made[option]}:
                 total += self.times[value.name] * self.added(value, made[option])
-        for value, needed in zip(op.operands, strategies.needed, strict=True):
-            source = self.left(value)
+        for value, needed, source in zip(op.operands, strategies.needed, around.sources, strict=True):
             if source is not None and source.partial not in ((), needed[option].partial):
                 total += self.times[value.name] * self.added(value, source)
         return total
@@ -302,19 +317,15 @@ class _Propagation:
     def own(self, op: Op) -> list[tuple[float, float]]:
         """(FLOP, bytes touched) of one rank under every option."""
         strategies = self.strategies(op)
-        values = (*op.operands, *op.results)
-        key = (id(strategies), op.kind, tuple(v.shape for v in values), tuple(v.dtype for v in values))
-        if key not in self.static:
-            total = float(flops(op)) if op.kind not in SOURCES else 0.0
-            touched = np.zeros(len(strategies.options))
-            for value, parts in zip(values, strategies.parts(self.mesh), strict=True):
-                touched += local_bytes(value.shape, itemsize(value.dtype), parts)
-            work = [
-                total / self.mesh.count(a for _, axes in layout.axes for a in axes)
-                for layout in strategies.layouts(self.mesh)
-            ]
-            self.static[key] = list(zip(work, touched.tolist(), strict=True))
-        return self.static[key]
+        touched = np.zeros(len(strategies.options))
+        for value, parts in zip((*op.operands, *op.results), strategies.parts(self.mesh), strict=True):
+            touched += local_bytes(value.shape, itemsize(value.dtype), parts)
+        total = 0.0 if op.kind in SOURCES else float(flops(op))
+        work = [
+            total / self.mesh.count(a for _, axes in layout.axes for a in axes)
+            for layout in strategies.layouts(self.mesh)
+        ]
+        return list(zip(work, touched.tolist(), strict=True))
 
     def layouts(self, origin: Origin) -> Layouts:
         """Everything decided, and where values are stored."""
