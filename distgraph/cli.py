@@ -34,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_PLAN = typer.Option("--plan", help="Plan file, see distgraph plan.")
+_PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; also behind the script.")
 _PASS_ON = {"allow_interspersed_args": False}  # options after the script are the script's
 
 
@@ -48,7 +48,8 @@ def run(
     plan: Annotated[str, _PLAN] = "",
 ) -> None:
     """Run a script on N MPI ranks of this machine."""
-    command = [script, *(args or ())]
+    plan, left = _with_plan(plan, args)
+    command = [script, *left]
     if not plan:
         raise typer.Exit(launch(1 if ranks is None else ranks, command))
     needed = max(Plan.load(plan).ranks) + 1
@@ -66,8 +67,9 @@ def check(
     plan: Annotated[str, _PLAN] = "",
 ) -> None:
     """Compare partitioned with serial on the first batch of a script, value by value."""
+    plan, left = _with_plan(plan, args)
     with giving(Plan.load(plan) if plan else None):
-        report = check_script(script, args or (), samples)
+        report = check_script(script, left, samples)
     typer.echo(report)
     raise typer.Exit(0 if report.ok else 1)
 
@@ -135,12 +137,16 @@ def forecast(
     plan: Annotated[str, _PLAN] = "",
     html: Annotated[str, typer.Option("--html", help="Write a report: one page, no network.")] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
+    measured: Annotated[
+        str,
+        typer.Option("--measured", help="Timeline file of callbacks.Timeline, shown beside the forecast."),
+    ] = "",
 ) -> None:
     """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
     with giving(Plan.load(plan) if plan else None):
         found = forecast_script(script, args or (), cluster or None)
     typer.echo(found)
-    found.write(html or None, trace or None)
+    found.write(html or None, trace or None, measured or None)
 
 
 @app.command()
@@ -205,6 +211,18 @@ def cluster(
         return
     for shipped in shipped_clusters():
         typer.echo(describe(load_cluster(shipped)).partition("\n")[0])
+
+
+def _with_plan(plan: str, args: list[str] | None) -> tuple[str, list[str]]:
+    """A plan that stands behind the script is ours too; what follows -- is the script's alone."""
+    left = list(args or ())
+    end = left.index("--") if "--" in left else len(left)
+    for position, word in enumerate(left[:end]):
+        if word.startswith("--plan="):
+            return word.removeprefix("--plan="), left[:position] + left[position + 1 :]
+        if word == "--plan" and position + 1 < end:
+            return left[position + 1], left[:position] + left[position + 2 :]
+    return plan, left
 
 
 def _read(file: str) -> str:

@@ -97,6 +97,16 @@ def gpt(annotated: bool, sequence_parallel: bool = False) -> Any:
     return model
 
 
+class Mirror(nn.Module):
+    """The samples come in reverse order; refined, the op that turns them runs on its ranks in that order."""
+
+    def __init__(self) -> None:
+        self.words, self.head = nn.Embedding(12, 8, dtype="f64"), nn.Linear(8, 12, dtype="f64")
+
+    def forward(self, x: Any) -> Any:
+        return self.head(ops.tanh(ops.flip(self.words(x), 0)))
+
+
 DP2, TP2, DP2TP2 = P(dp=2), P(tp=2), P(dp=2, tp=2)
 CASES = {
     "serial": Case(classifier(), dg.Strategy()),
@@ -114,6 +124,7 @@ CASES = {
     "clipped": Case(
         classifier(P(dp=2), P(2, dp=2)), dg.Strategy(micro_batches=2), optim.Adam(lr=0.01, clip_norm=0.1)
     ),
+    "mirrored": Case(lambda _: Mirror(), dg.Strategy(mesh=P(dp=4), batch_axis="dp", refine="always")),
     "gpt": Case(gpt, dg.Strategy(micro_batches=2)),
     "gpt, reshards": Case(lambda _: gpt(True, sequence_parallel=True), dg.Strategy(micro_batches=2)),
     "narrow": Case(classifier(DP2TP2, DP2TP2, dtype="f32"), dg.Strategy(micro_batches=2)),
