@@ -22,13 +22,18 @@ from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr
 
 
-def assign(graph: Graph, placements: Mapping[str, ProcessMesh], layouts: Layouts) -> Graph:
+def assign(
+    graph: Graph,
+    placements: Mapping[str, ProcessMesh],
+    layouts: Layouts | Mapping[ProcessMesh, Layouts],
+) -> Graph:
     """Complete a graph as a search found it.
 
     Args:
         graph: serial; the one that was formulated.
         placements: op name -> mesh that computes it; of every op.
-        layouts: of every op and value, on a mesh with the axes of the op's.
+        layouts: of every op and value, on a mesh with the axes of the op's; one for each mesh, where stages
+            have meshes of different axes.
 
     Returns:
         a completed graph.
@@ -36,10 +41,14 @@ def assign(graph: Graph, placements: Mapping[str, ProcessMesh], layouts: Layouts
     Raises:
         ShardingError: an op has no mesh or no layout, or one for other axes than its mesh has.
     """
-    missing = next((op for op in graph.ops if op.name not in placements or op.name not in layouts.ops), None)
-    if missing is not None:
-        what = "mesh" if missing.name not in placements else "layout"
-        raise ShardingError(f"{missing} of graph @{graph.name} has no {what}; give one for every op")
+    homeless = next((op for op in graph.ops if op.name not in placements), None)
+    if homeless is not None:
+        raise ShardingError(f"{homeless} of graph @{graph.name} has no mesh; give one for every op")
+    used = dict.fromkeys(placements.values())
+    by_mesh = dict.fromkeys(used, layouts) if isinstance(layouts, Layouts) else layouts
+    bare = next((op for op in graph.ops if op.name not in by_mesh[placements[op.name]].ops), None)
+    if bare is not None:
+        raise ShardingError(f"{bare} of graph @{graph.name} has no layout; give one for every op")
     meshes = {op.name: placements[op.name] for op in graph.ops}
     known = {value.name: value.name for op in graph.ops for value in op.results}
     serial = replace(graph, attrs={})
@@ -50,9 +59,10 @@ def assign(graph: Graph, placements: Mapping[str, ProcessMesh], layouts: Layouts
     ops: list[Op] = []
     for op in serial.ops:
         mesh, like = meshes[op.name], _original(op, known)
-        ops.append(replace(op, layout=_moved(op, layouts.ops[like], mesh)))
+        here = by_mesh[mesh]
+        ops.append(replace(op, layout=_moved(op, here.ops[like], mesh)))
         for value in op.results:
-            attr = layouts.values[known.get(value.name, like)]
+            attr = here.values[known.get(value.name, like)]
             _check(op, attr.mesh, mesh)
             attrs[value.name] = replace(attr, mesh=mesh)
     return serial.with_ops(ops, attrs=attrs, placements={})

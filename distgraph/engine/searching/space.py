@@ -17,8 +17,8 @@ from distgraph.resources import Cluster
 
 _WIDEST = 8
 """Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
-_MOST_SHARES = 16
-"""Numbers of machines of a stage that are tried; of a cluster of many machines those are its divisors."""
+_MOST_SHARES = 4
+"""Pools of more machines give a stage a divisor of their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
         ['dp=8', 'dp=2 x tp=4', 'dp=4 x tp=2']
     """
     inner = min(size, pool.machine)
-    minors = [n for n in range(2, min(inner, max(_WIDEST, 1)) + 1) if size % n == 0 and inner % n == 0 and n < size]
+    minors = [
+        n for n in range(2, min(inner, max(_WIDEST, 1)) + 1) if size % n == 0 and inner % n == 0 and n < size
+    ]
     one = Shape((("dp", size),))
     return (one, *(Shape((("dp", size // n), ("tp", n))) for n in reversed(minors)))
 

@@ -1,0 +1,211 @@
+"""What layers cost on the meshes of a space: traces, formulations, solved choices, each made once.
+
+*In:* a program, a cluster. *Out:* for a number of micro-batches, a sub-mesh, a shape and a price of memory the
+costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; nothing is
+solved twice.
+
+The price of memory makes a front: at 0 layouts are the fastest; as it rises, what is stored is split over more
+axes (ZeRO). Prices above 0 are tried only where the layers, put on as many stages as there are sub-meshes of
+this size, would not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from distgraph.engine.positions import cut
+from distgraph.engine.searching.restrict import Restriction, restricted
+from distgraph.engine.searching.space import Shape, devices_for
+from distgraph.engine.training import Training
+from distgraph.graph import Graph
+from distgraph.passes.search.formulate import Formulation, Profile, formulate
+from distgraph.passes.search.intra import solve
+from distgraph.passes.search.layers import Layer, Layering, cluster_layers, layering
+from distgraph.passes.search.placing import Pool, SubMesh
+from distgraph.passes.search.prices import Prices
+from distgraph.resources import Cluster, CollectiveCost
+
+_MEMORY_PRICES = (0.0, 0.3, 3.0)
+"""Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
+_SOLVE_SECONDS = 2.0
+_GAP = 1e-3
+_REPLANNED = 1.02  # a variant is one of its own where it saves 2 % of the memory of the one before
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A serial train graph, its layers, and which of them are computed again."""
+
+    graph: Graph
+    layers: tuple[Layer, ...]
+    layering: Layering
+    recompute: tuple[int, ...]
+
+    @cached_property
+    def crossing(self) -> np.ndarray:
+        """Bytes [layers - 1] of one micro-batch that pass between a layer and later ones, both ways."""
+        count, of = len(self.layers), self.layering.of
+        change = np.zeros(count + 1)
+        for op in self.graph.ops:
+            if op.role not in ("forward", "backward"):
+                continue
+            home = of[op.name]
+            for value in op.results:
+                reached = [of[user.name] for user in self.graph.users[value.name]]
+                reached = [layer for layer in reached if layer >= 0] + [home]
+                low, high = min(reached), max(reached)
+                if home >= 0 and high > low:
+                    change[low] += value.nbytes
+                    change[high] -= value.nbytes
+        return np.cumsum(change)[: count - 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One way to lay out the layers on a mesh of some shape.
+
+    Attributes:
+        micro_batches: in a step.
+        submesh, shape: devices and logical mesh.
+        memory_price: seconds a byte.
+        restriction: what was forbidden.
+        profile: costs by layer; recompute: the same where every layer is computed again.
+        estimate, bound: objective of the problem, and what none goes below.
+    """
+
+    micro_batches: int
+    submesh: SubMesh
+    shape: Shape
+    memory_price: float
+    restriction: Restriction
+    profile: Profile
+    recompute: Profile
+    estimate: float
+    bound: float
+
+
+@dataclass(eq=False)
+class Oracle:
+    """Traces and solves on demand.
+
+    Args:
+        training: the program.
+        cluster: where it is to run.
+        pools: of the cluster.
+    """
+
+    training: Training
+    cluster: Cluster
+    pools: tuple[Pool, ...]
+    expired: Callable[[], bool] = lambda: False
+    _firsts: list[str] | None = None
+    _traces: dict[tuple[int, tuple[int, ...]], Traced] = field(default_factory=dict)
+    _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
+    _formulations: dict[object, Formulation] = field(default_factory=dict)
+    _choices: dict[object, tuple[tuple[int, ...], float, float]] = field(default_factory=dict)
+
+    def traced(self, micro_batches: int, recompute: Sequence[int] = ()) -> Traced:
+        """The serial graph for a number of micro-batches, with some layers computed again."""
+        key = micro_batches, tuple(recompute)
+        if key not in self._traces:
+            self._traces[key] = self._trace(micro_batches, tuple(recompute))
+        return self._traces[key]
+
+    def _trace(self, micro_batches: int, recompute: tuple[int, ...]) -> Traced:
+        fields = self.training.blocks(micro_batches)
+        blocks: list[tuple[str, ...]] = []
+        if recompute:
+            layers = self.traced(micro_batches).layers
+            blocks = [layers[number].ops for number in recompute]
+        graph = self.training.recipe.trace("train", fields, self.training.layouts, recompute=blocks)
+        graph = replace(graph, micro_batches=micro_batches)
+        if self._firsts is None:
+            self._firsts = [layer.ops[0] for layer in cluster_layers(graph)]
+        layers = cut(graph, self._firsts)
+        return Traced(graph, layers, layering(graph, layers), recompute)
+
+    def everything(self, micro_batches: int) -> tuple[int, ...]:
+        """Numbers of all layers."""
+        return tuple(range(len(self.traced(micro_batches).layers)))
+
+    @cached_property
+    def collective(self) -> CollectiveCost:
+        """Of single messages, wherever stages lie."""
+        return CollectiveCost(self.cluster)
+
+    def prices(self, devices: tuple[int, ...]) -> Prices:
+        """Of ranks on these devices."""
+        if devices not in self._prices:
+            self._prices[devices] = Prices(self.cluster, devices)
+        return self._prices[devices]
+
+    def like(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """The devices that a stage of this size would have, were it alone: costs are known for those."""
+        sizes = [len(set(devices) & {d for row in pool.machines for d in row}) for pool in self.pools]
+        return devices_for(self.pools, SubMesh(tuple(sizes)))
+
+    def memory(self, submesh: SubMesh) -> float:
+        """Bytes of the smallest device of a sub-mesh."""
+        return min(self.cluster.devices[device].memory for device in devices_for(self.pools, submesh))
+
+    def formulation(self, traced: Traced, devices: tuple[int, ...], shape: Shape) -> Formulation:
+        """The problem of one mesh."""
+        key = traced.graph.micro_batches, traced.recompute, devices, shape
+        if key not in self._formulations:
+            self._formulations[key] = formulate(
+                traced.graph, shape.mesh(), self.prices(devices), traced.layering
+            )
+        return self._formulations[key]
+
+    def chosen(
+        self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
+    ) -> tuple[Formulation, tuple[int, ...], float, float]:
+        """The formulation, its best choice, objective and bound."""
+        key = traced.graph.micro_batches, traced.recompute, devices, shape, price, restriction
+        found = self.formulation(traced, devices, shape).priced(memory_price=price)
+        if key not in self._choices:
+            problem = restricted(found, restriction)
+            solution = solve(problem, seconds=_SOLVE_SECONDS, gap=_GAP)
+            assert solution.choice is not None, f"{problem.name}: {solution.message}"
+            self._choices[key] = (tuple(solution.choice), solution.objective, solution.bound)
+        return (found, *self._choices[key])
+
+    def variants(
+        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
+    ) -> list[Variant]:
+        """The front of one shape, fastest first."""
+        devices = devices_for(self.pools, submesh)
+        memory = self.memory(submesh)
+        plain, again = self.traced(micro_batches), self.traced(micro_batches, self.everything(micro_batches))
+        stages = max(1, len(self.cluster.devices) // submesh.size)
+        found: list[Variant] = []
+        fastest, held = 0.0, np.inf
+        for share in _MEMORY_PRICES:
+            price = share * fastest / memory
+            a, choice, estimate, bound = self.chosen(plain, devices, shape, price, restriction)
+            b, other, _, _ = self.chosen(again, devices, shape, price, restriction)
+            profile = a.profile(choice)
+            size = profile.nbytes(1)
+            if size * _REPLANNED < held:
+                found.append(
+                    Variant(
+                        micro_batches,
+                        submesh,
+                        shape,
+                        price,
+                        restriction,
+                        profile,
+                        b.profile(other),
+                        estimate,
+                        bound,
+                    )
+                )
+                held = size
+            fastest = fastest or estimate
+            if profile.nbytes(stages) < memory * stages or self.expired():
+                break
+        return found

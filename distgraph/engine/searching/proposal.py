@@ -1,0 +1,194 @@
+"""A proposal: stages, micro-batches, schedule, recomputed layers; and what becomes of it when it is built.
+
+*In:* decisions. *Out:* `Realized`: the completed graph, its build, its forecast on the cluster. *Invariant:*
+the forecast is that of the program that `Engine(plan=...)` would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distgraph.engine.extracting import describe, estimate
+from distgraph.engine.fingerprint import program_of
+from distgraph.engine.searching.oracle import Oracle, Traced
+from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.space import Shape
+from distgraph.graph import Graph
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.place import place
+from distgraph.passes.search.assign import assign
+from distgraph.passes.search.layouts import Layouts
+from distgraph.plan import Plan
+from distgraph.runtime.build import Build, build
+from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
+from distgraph.runtime.memory import Shortage
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """One stage: layers `first` up to `stop`, devices, shape of the mesh, price of memory."""
+
+    first: int
+    stop: int
+    devices: tuple[int, ...]
+    shape: Shape
+    memory_price: float = 0.0
+
+    def __str__(self) -> str:
+        return f"layers {self.first}-{self.stop - 1} on {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What is decided beside layouts.
+
+    Attributes:
+        origin: where it comes from, such as "search" or "uniform dp=2 x tp=4, 2 stages".
+        micro_batches, schedule, stages: of the pipeline.
+        recompute: numbers of the layers that are computed again.
+        restriction: what layouts may not be.
+        estimate: seconds of a step, from costs by layer.
+    """
+
+    origin: str
+    micro_batches: int
+    schedule: str
+    stages: tuple[StageChoice, ...]
+    recompute: tuple[int, ...]
+    restriction: Restriction
+    estimate: float
+
+    @property
+    def decisions(self) -> tuple[object, ...]:
+        """What makes two proposals the same."""
+        return self.micro_batches, self.schedule, self.stages, self.recompute, self.restriction
+
+    def __str__(self) -> str:
+        stages = ", ".join(map(str, self.stages))
+        again = f", {len(self.recompute)} layers recomputed" if self.recompute else ""
+        return f"{self.micro_batches} micro-batches, {self.schedule}, {stages}{again}"
+
+
+@dataclass(frozen=True, eq=False)
+class Realized:
+    """A proposal as a program.
+
+    Attributes:
+        origin, proposal: what it was made from; no proposal where it is a completion.
+        traced: the serial graph and its layers.
+        placements: mesh of every op of the serial graph; None where `place` finds them.
+        completed, build, devices, forecast: the program on the cluster.
+        shortages: what it lacks of memory; nothing where it fits.
+    """
+
+    origin: str
+    proposal: Proposal | None
+    traced: Traced
+    placements: Mapping[str, ProcessMesh] | None
+    completed: Graph
+    build: Build
+    devices: tuple[int, ...]
+    forecast: Forecast
+    shortages: tuple[Shortage, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.forecast.step_seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory."""
+        return not self.shortages
+
+
+def realize(proposal: Proposal, oracle: Oracle) -> Realized:
+    """Lay out, build and forecast a proposal."""
+    traced = oracle.traced(proposal.micro_batches, proposal.recompute)
+    meshes, devices = _meshes(proposal.stages)
+    placements = _placements(traced, proposal.stages, meshes)
+    layouts = _layouts(proposal, oracle, traced, meshes)
+    completed = replace(assign(traced.graph, placements, layouts), micro_batches=proposal.micro_batches)
+    return program(
+        oracle, completed, traced, devices, proposal.schedule, proposal.origin, proposal, placements
+    )
+
+
+def program(
+    oracle: Oracle,
+    completed: Graph,
+    traced: Traced,
+    devices: tuple[int, ...],
+    schedule: str,
+    origin: str,
+    proposal: Proposal | None = None,
+    placements: Mapping[str, ProcessMesh] | None = None,
+) -> Realized:
+    """Build and forecast a completed graph."""
+    price = oracle.prices(devices).price
+    built = build(completed, micro_batches=completed.micro_batches, policy=schedule, price=price)
+    found = forecast(built, oracle.cluster, devices)
+    short = out_of_memory(found, oracle.cluster)
+    return Realized(origin, proposal, traced, placements, completed, built, devices, found, short)
+
+
+def plan_of(found: Realized, oracle: Oracle) -> Plan:
+    """A program as a plan with its forecast."""
+    training, traced = oracle.training, found.traced
+    unmarked = oracle.traced(traced.graph.micro_batches).graph
+    plan = describe(
+        traced.graph,
+        found.completed,
+        traced.layers,
+        program=program_of(training.recipe.model, unmarked),
+        batch=training.size,
+        schedule=found.build.policy,
+        cluster=oracle.cluster.name,
+        devices=found.devices,
+        recompute=traced.recompute,
+        placements=found.placements,
+    )
+    return replace(plan, forecast=estimate(plan, found.forecast))
+
+
+def _meshes(stages: Sequence[StageChoice]) -> tuple[list[ProcessMesh], tuple[int, ...]]:
+    """A mesh a stage on consecutive ranks, and the device of every rank."""
+    meshes: list[ProcessMesh] = []
+    devices: list[int] = []
+    for stage in stages:
+        meshes.append(stage.shape.mesh(len(devices)))
+        devices += stage.devices
+    return meshes, tuple(devices)
+
+
+def _placements(
+    traced: Traced, stages: Sequence[StageChoice], meshes: Sequence[ProcessMesh]
+) -> dict[str, ProcessMesh]:
+    """Mesh of every op: that of its layer; what belongs to none goes where `place` puts it."""
+    of_layer = {
+        layer: mesh
+        for stage, mesh in zip(stages, meshes, strict=True)
+        for layer in range(stage.first, stage.stop)
+    }
+    graph, of = traced.graph, traced.layering.of
+    if len(meshes) == 1:
+        return {op.name: meshes[0] for op in graph.ops}
+    known = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}
+    _, found = place(replace(graph, placements=known))
+    return {op.name: found[op.name] for op in graph.ops}
+
+
+def _layouts(
+    proposal: Proposal, oracle: Oracle, traced: Traced, meshes: Sequence[ProcessMesh]
+) -> dict[ProcessMesh, Layouts]:
+    """Layouts of every op and value on the mesh of every stage."""
+    decoded: dict[object, Layouts] = {}
+    found: dict[ProcessMesh, Layouts] = {}
+    for mesh, stage in zip(meshes, proposal.stages, strict=True):
+        key = oracle.like(stage.devices), stage.shape, stage.memory_price
+        if key not in decoded:
+            formulation, choice, _, _ = oracle.chosen(traced, *key, proposal.restriction)
+            decoded[key] = formulation.decode(choice)
+        found[mesh] = decoded[key]
+    return found

@@ -1,0 +1,216 @@
+"""The search of everything: layouts, stages, sub-meshes, micro-batches, schedule, recomputation, ZeRO.
+
+*In:* a program and a cluster. *Out:* plans, each with a better forecast than the one before. *Invariant:* plain
+data parallelism, data parallelism with states or parameters split (ZeRO), and the best uniform
+dp x tp x pp rows are forecast too, so that the answer is never behind them.
+
+    for a number of micro-batches:
+        costs by layer on every sub-mesh and shape      one intra-operator problem each (`Oracle`)
+        best row of stages by the dynamic programme     an estimate
+    the rows with the best estimates are built and forecast; the best forecast that fits memory wins
+
+Micro-batches are tried about a factor of four apart first, then next to the best. A row that does not fit
+memory by its forecast is searched again with that much less memory.
+
+Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; what is compared by forecast instead of by estimate
+is ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from distgraph.engine.forecasting import plain
+from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.searching.pipelines import Front, best_row, front, uniform_rows
+from distgraph.engine.searching.proposal import Proposal, Realized, program, realize
+from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.space import micro_batch_counts, pools_of, submeshes_of
+from distgraph.engine.training import Training
+from distgraph.errors import DistGraphError, InfeasibleError
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.complete import complete
+from distgraph.passes.search.placing import SubMesh
+from distgraph.resources import Cluster
+from distgraph.resources.units import format_bytes
+
+_FORECASTS = 4  # rows of the search that are forecast, at most
+_WORSE = 1.25  # an estimate that is this much above the best forecast is not forecast any more
+_RETRIES = 2  # rows that do not fit are searched again with less memory
+_COARSE = 4  # numbers of micro-batches differ by this factor at first
+_UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that the search found or began: a phase, or a program with its forecast."""
+
+    phase: str
+    found: Realized | None = None
+    bound: float | None = None
+
+
+@dataclass(eq=False)
+class Searcher:
+    """One search.
+
+    Args:
+        training: the program.
+        cluster: where it is to run.
+        seconds: after which nothing new is begun.
+    """
+
+    training: Training
+    cluster: Cluster
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    best: Realized | None = None
+    bound: float | None = None
+    baselines: dict[str, float | str] = field(default_factory=dict)
+    forecasts: list[Realized] = field(default_factory=list)
+    _rows: dict[int, Proposal] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.end = self.clock() + self.seconds
+        self.oracle = Oracle(self.training, self.cluster, pools_of(self.cluster), self.expired)
+
+    def expired(self) -> bool:
+        """Whether time is up."""
+        return self.clock() >= self.end
+
+    def run(self) -> Iterator[Event]:
+        """Everything, in order; an event for each phase and each program that is forecast.
+
+        Raises:
+            InfeasibleError: nothing fits the cluster.
+        """
+        yield Event("data parallel")
+        yield from self._data_parallel()
+        if not self.expired():
+            yield from self._searched()
+        if not self.expired():
+            yield Event("uniform grid")
+            yield from self._uniform()
+        if self.best is None:
+            raise InfeasibleError(self._nothing_fits())
+
+    def _data_parallel(self) -> Iterator[Event]:
+        """Plain data parallelism on all devices, from completion alone."""
+        ranks = len(self.cluster.devices)
+        name, micro = "data parallel", 1
+        if self.training.size < ranks:
+            self.baselines[name] = f"the batch has {self.training.size} samples, fewer than {ranks} devices"
+            return
+        traced = self.oracle.traced(micro)
+        mesh = ProcessMesh.grid(dp=ranks)
+        try:
+            completed = replace(complete(plain(traced.graph, mesh), mesh), micro_batches=micro)
+            found = program(self.oracle, completed, traced, tuple(range(ranks)), "1f1b", name)
+        except DistGraphError as error:
+            self.baselines[name] = f"there is none: {error}"
+            return
+        yield self._judged(found)
+
+    def _judged(self, found: Realized) -> Event:
+        """Keep a program if it is the best so far; note it among the baselines where it is one."""
+        self.forecasts.append(found)
+        if found.proposal is None or found.origin != "search":
+            short = max((s.missing for s in found.shortages), default=0.0)
+            what = found.seconds if found.fits else f"out of memory by {format_bytes(short)}"
+            self.baselines[found.origin] = what
+        if found.fits and (self.best is None or found.seconds < self.best.seconds):
+            self.best = found
+        return Event(f"forecast of {found.origin}", found, self.bound)
+
+    # the search
+
+    def _searched(self) -> Iterator[Event]:
+        counts = micro_batch_counts(self.training.size)
+        tried: set[int] = set()
+        for micro in counts[:: 2 if len(counts) > 4 else 1]:
+            if tried and self.expired():
+                break
+            tried.add(micro)
+            yield Event(f"stages, {micro} micro-batches")
+            self._row(micro)
+        while self._rows and not self.expired():
+            best = min(self._rows, key=lambda m: self._rows[m].estimate)
+            at = counts.index(best)
+            near = [m for m in counts[max(0, at - 1) : at + 2] if m not in tried]
+            if not near:
+                break
+            for micro in near:
+                tried.add(micro)
+                yield Event(f"stages, {micro} micro-batches")
+                self._row(micro)
+        for proposal in sorted(self._rows.values(), key=lambda p: p.estimate)[:_FORECASTS]:
+            if self.best is not None and (
+                proposal.estimate > _WORSE * self.best.seconds or (self.expired() and self.best.fits)
+            ):
+                break
+            yield from self._forecast(proposal)
+
+    def _row(self, micro_batches: int, slack: float = 1.0) -> None:
+        """The best row for a number of micro-batches, if any fits."""
+        submeshes = self._submeshes(micro_batches)
+        found = front(self.oracle, micro_batches, submeshes)
+        row = self._solved(found, slack)
+        if row is not None:
+            self._rows[micro_batches] = row
+
+    def _solved(self, found: Front, slack: float) -> Proposal | None:
+        try:
+            return best_row(self.oracle, found, slack=slack)[0]
+        except InfeasibleError:
+            return None
+
+    def _submeshes(self, micro_batches: int) -> tuple[SubMesh, ...]:
+        """Those that a stage may have; larger than the micro-batch is no use to a pipeline but costs little."""
+        return submeshes_of(self.oracle.pools)
+
+    def _forecast(self, proposal: Proposal) -> Iterator[Event]:
+        """Forecast a row; where it does not fit, search again with less memory."""
+        slack = 1.0
+        for _ in range(_RETRIES + 1):
+            found = realize(proposal, self.oracle)
+            yield self._judged(found)
+            if found.fits or self.expired():
+                return
+            worst = max(s.needed / s.available for s in found.shortages)
+            slack /= worst * 1.01
+            again = self._solved(
+                front(self.oracle, proposal.micro_batches, self._submeshes(proposal.micro_batches)), slack
+            )
+            if again is None or again.decisions == proposal.decisions:
+                return
+            proposal = again
+
+    # what it is compared with
+
+    def _uniform(self) -> Iterator[Event]:
+        """The best uniform row of every kind, by estimate, forecast."""
+        micro = sorted(self._rows, key=lambda m: self._rows[m].estimate)[:2] or [1]
+        for restriction in _UNIFORM:
+            rows = [row for m in micro for row in uniform_rows(self.oracle, m, restriction)]
+            if not rows or self.expired():
+                continue
+            proposal = min(rows, key=lambda row: row.estimate)
+            named = replace(proposal, origin=f"{restriction}: {proposal.origin}")
+            yield self._judged(realize(named, self.oracle))
+
+    def _nothing_fits(self) -> str:
+        least = min(
+            (found for found in self.forecasts if found.shortages),
+            key=lambda found: max(s.missing for s in found.shortages),
+            default=None,
+        )
+        head = f"search: no plan fits cluster {self.cluster.name}"
+        if least is None:
+            return f"{head}; use more or larger devices, or a smaller batch"
+        worst = max(least.shortages, key=lambda s: s.missing)
+        return (
+            f"{head}; the nearest, {least.origin}, lacks {format_bytes(worst.missing)} on device "
+            f"{worst.device}: {worst}; use more devices, a smaller batch, or narrower optimiser states"
+        )
