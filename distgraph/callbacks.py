@@ -176,6 +176,56 @@ class CSVLogger(Callback):
             writer.writerow([repr(logs[name]) if name in logs else "" for name in self._names])
 
 
+class Timeline(Callback):
+    """Records when every task of some steps runs on every rank, and when ranks wait for each other.
+
+    `distgraph forecast script.py --measured FILE --html report.html` shows them below the forecast. Rank 0
+    writes the file. Steps that are not recorded are as fast as without this callback.
+
+    Args:
+        path: of the JSON file.
+        after: steps of this training before the first that is recorded: the first ones compile and warm up.
+        steps: how many are recorded; the report shows the median one.
+    """
+
+    def __init__(self, path: str | Path, after: int = 10, steps: int = 5) -> None:
+        if after < 0 or steps < 1:
+            raise RuntimeFault(
+                f"Timeline: after is {after} and steps {steps} but must be at least 0 and at least 1"
+            )
+        self.path, self.after, self.steps = Path(path), after, steps
+        self._begin = -1  # step after which it begins
+        self._records = False
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`."""
+        self._begin = engine.step + self.after
+        self._look(engine)
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
+        """See `Callback`."""
+        self._look(engine)
+
+    def on_train_end(self, engine: Engine) -> None:
+        """See `Callback`. Training that ends early leaves the steps so far."""
+        self._write(engine)
+
+    def _look(self, engine: Engine) -> None:
+        if engine.step == self._begin:
+            engine.start_recording()
+            self._records = True
+        elif engine.step == self._begin + self.steps:
+            self._write(engine)
+
+    def _write(self, engine: Engine) -> None:
+        if not self._records:
+            return
+        self._records = False
+        timeline = engine.stop_recording()
+        if engine.is_chief and timeline.steps:
+            timeline.write(self.path)
+
+
 class TensorBoard(Callback):
     """Writes losses and metrics for TensorBoard; needs `tensorboardX` or PyTorch with tensorboard.
 

@@ -42,6 +42,7 @@ class CompiledTask:
         body: runs micro-batch m; `last` when it is the last one.
         last: the same with what happens once a step.
         source: Python text of all three.
+        scope: their globals; "comm" in it is the transport that they use.
     """
 
     name: str
@@ -49,6 +50,7 @@ class CompiledTask:
     body: Callable[[int], None]
     last: Callable[[int], None]
     source: str
+    scope: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -479,9 +481,8 @@ def compile_task(
     )  # tracebacks show the line
     exec(compile(source, filename, "exec"), writer.bound)
     last = writer.bound[f"{base}_last"]
-    return CompiledTask(
-        task.name, writer.bound[f"{base}_post"], writer.bound.get(f"{base}_body", last), last, source
-    )
+    post, body = writer.bound[f"{base}_post"], writer.bound.get(f"{base}_body", last)
+    return CompiledTask(task.name, post, body, last, source, writer.bound)
 
 
 def sources_of(program: RankProgram) -> tuple[Op, ...]:

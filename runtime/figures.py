@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.forecast import Forecast
+from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.occupancy import Occupancy
 from distgraph.runtime.segments import (
     Segment,
     count_spans,
     inner_segments,
     inside,
+    measured_segments,
     row_name,
     task_segments,
 )
@@ -37,16 +40,19 @@ _MEMORY_COLORS = {
     "parameters": "#3b7dd8", "gradients": "#2a9d6f", "states": "#8e5bb5", "activations": "#e0a030",
     "temporary": "#7f8c8d", "communication": "#d64545", "inputs": "#9c755f",
 }  # fmt: skip
+_MOST_MEASURED = 16
+"""Ranks up to which all of them are shown as measured."""
 _HEIGHT = {"compute": 0.46, "communicate": 0.26}
 _PLACE = {"compute": 0.0, "communicate": 0.38}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
-def timeline_figure(forecast: Forecast) -> tuple[Figure, str]:
+def timeline_figure(forecast: Forecast, measured: MeasuredTimeline | None = None) -> tuple[Figure, str]:
     """Ranks over time, and in words what had to be left out.
 
     One row for each group of ranks that do the same: above what they compute, below what they send. Ops are
-    drawn where there is room for all of them, tasks always.
+    drawn where there is room for all of them, tasks always. The ranks of a measured timeline stand below the
+    group that they belong to, on the same axis.
     """
     columns = forecast.timeline.columns
     rows: list[Any] = []
@@ -64,7 +70,29 @@ def timeline_figure(forecast: Forecast) -> tuple[Figure, str]:
     elif spans:
         note += "The whole step shows tasks only; ops, waiting and messages stand in the next figure."
     names = {row: row_name(columns[row]) for row in rows}
-    return _gantt(segments, names, forecast.step_seconds), note
+    if measured is None:
+        return _gantt(segments, names, forecast.step_seconds), note
+    shown, step = _measured_ranks(forecast, rows), measured.median
+    places: dict[int, int] = {}
+    below: list[Segment] = []
+    names = {}
+    for row in rows:
+        places[row] = len(names)
+        names[len(names)] = f"forecast, {row_name(columns[row])}"
+        for rank in shown[row]:
+            below += measured_segments(step.ranks[rank], len(names), measured.tasks, step.seconds)
+            names[len(names)] = f"measured, rank {rank}"
+    both = [*(replace(s, row=places[s.row]) for s in segments), *below]
+    if any(len(shown[row]) < len(columns[row]) for row in rows):
+        note += "Of groups of many ranks the first is shown as measured. "
+    return _gantt(both, names, max(forecast.step_seconds, step.seconds)), note
+
+
+def _measured_ranks(forecast: Forecast, rows: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Ranks of every group that are shown as measured: all, or the first of each where there are many."""
+    columns = forecast.timeline.columns
+    many = sum(len(columns[row]) for row in rows) > _MOST_MEASURED
+    return {row: columns[row][:1] if many else columns[row] for row in rows}
 
 
 def task_figure(forecast: Forecast) -> tuple[Figure, str] | None:

@@ -19,6 +19,7 @@ from distgraph.resources import Cluster
 from distgraph.resources.describe import describe
 from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.build import Build
+from distgraph.runtime.comparison import Compared, comparison
 from distgraph.runtime.exchanged import by_machine, exchanged_bytes
 from distgraph.runtime.figures import (
     Figure,
@@ -30,6 +31,7 @@ from distgraph.runtime.figures import (
     timeline_figure,
 )
 from distgraph.runtime.forecast import Forecast, out_of_memory
+from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.occupancy import occupancy
 from distgraph.runtime.segments import row_name
 from distgraph.runtime.storage import plan_storage
@@ -81,6 +83,7 @@ class Subject:
         cluster: for capacities, and the topology beside the communication.
         tensors: rows of the table.
         beside: name -> another forecast of the same training, or in words why there is none.
+        measured: steps of the same program that were recorded.
     """
 
     title: str = "forecast"
@@ -88,6 +91,7 @@ class Subject:
     cluster: Cluster | None = None
     tensors: Sequence[Tensor] = ()
     beside: Mapping[str, Forecast | str] = field(default_factory=dict)
+    measured: MeasuredTimeline | None = None
 
 
 def report(forecast: Forecast, path: str | Path, subject: Subject | None = None) -> None:
@@ -132,6 +136,7 @@ class Page:
         sections = [
             self._summary(),
             self._timeline(),
+            self._measured(),
             self._tasks(),
             self._parts(),
             self._memory(),
@@ -192,12 +197,31 @@ class Page:
         }
 
     def _timeline(self) -> str:
-        figure, note = timeline_figure(self.forecast)
+        figure, note = timeline_figure(self.forecast, self.subject.measured)
         said = (
             "A row for each group of ranks that do the same: above what it computes, below what it sends. "
             "Drag to zoom, double click to zoom out, hover to see the task. " + note
         )
         return _section("timeline", "Timeline of the step", said, self._draw(figure))
+
+    def _measured(self) -> str:
+        measured = self.subject.measured
+        if measured is None:
+            return ""
+        rows = "".join(
+            f"<tr><th>{row.name}</th><td>{row.runs or ''}</td><td>{format_si(row.forecast, 's')}</td>"
+            f"<td>{format_si(row.measured, 's')}</td><td>{_error(row)}</td></tr>"
+            for row in comparison(self.forecast, measured)
+        )
+        heads = ("", "runs", "forecast", "measured", "error of the forecast")
+        head = "".join(f"<th>{text}</th>" for text in heads)
+        steps, number = len(measured.steps), measured.median.number
+        said = (
+            f"Step {number}, the median of {steps} recorded step{'s' * (steps > 1)}. Seconds of tasks are "
+            "without waiting for communication, summed over all ranks; for the rest of the step ranks wait."
+        )
+        body = f'<table class="numbers measured"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        return _section("measured", "Forecast and measured", said, body)
 
     def _tasks(self) -> str:
         found = task_figure(self.forecast)
@@ -289,6 +313,10 @@ def _narrowest(traffic: TrafficCost, source: int, target: int) -> str:
     router = traffic.cost.router
     links = [router.link(directed) for directed in router.route(source, target).links]
     return min(links, key=lambda link: link.bandwidth or 0.0).kind if links else "nothing"
+
+
+def _error(row: Compared) -> str:
+    return f"{row.forecast / row.measured - 1:+.1%}" if row.measured > 0 else ""
 
 
 def _section(name: str, title: str, said: str, body: str) -> str:

@@ -8,10 +8,11 @@ without a gap or an overlap: a task or idle. Waiting lies inside tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distgraph.runtime.forecast import Forecast
+from distgraph.runtime.measured import MeasuredRank
 from distgraph.runtime.streams import Span, TaskTime
 from distgraph.runtime.timeline import Interval
 
@@ -90,6 +91,34 @@ def task_time(forecast: Forecast, run: Interval) -> TaskTime:
     """The times behind one interval: those of the last micro-batch, or of any other."""
     graph, times = forecast.timeline.graph, forecast.tasks[run.task]
     return times.last if run.micro == graph.micro_batches - 1 else times.body
+
+
+def measured_segments(
+    rank: MeasuredRank, row: int, kinds: Mapping[str, str], seconds: float
+) -> Iterator[Segment]:
+    """What one rank did in a measured step: tasks with the waiting inside, idle time between them, messages.
+
+    Args:
+        rank: what was taken down.
+        row: where it is shown.
+        kinds: name -> kind of every task.
+        seconds: of the step.
+    """
+    clock = 0.0
+    for run in rank.runs:
+        if run.start > clock:
+            yield Segment(row, "compute", "idle", "", -1, clock, run.start - clock)
+        yield Segment(row, "compute", kinds[run.task], run.task, run.micro, run.start, run.end - run.start)
+        clock = run.end
+    if seconds > clock:
+        yield Segment(row, "compute", "idle", "", -1, clock, seconds - clock)
+    for message in rank.messages:
+        seen = message.task, message.micro
+        waits = message.end - message.waited
+        yield Segment(row, "compute", "wait", *seen, waits, message.waited)
+        kind = "send" if message.kind in ("send", "recv") else "collective"
+        lasted = message.end - message.start
+        yield Segment(row, "communicate", kind, *seen, message.start, lasted, message.kind)
 
 
 def count_spans(forecast: Forecast, rows: Iterable[int]) -> int:

@@ -2,7 +2,7 @@
 
 *In:* a forecast, best one with spans (`forecast(..., trace=True)`).
 *Out:* JSON in the Trace Event Format (Google, 2016): a process a group of ranks that do the same, with a
-thread of tasks, one of ops, one or more of messages.
+thread of tasks, one of ops, one or more of messages; after them a process a measured rank.
 *Invariant:* times are microseconds; on one thread no two events overlap.
 """
 
@@ -15,7 +15,15 @@ from typing import Any
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.forecast import Forecast
-from distgraph.runtime.segments import Segment, count_spans, inner_segments, row_name, task_segments
+from distgraph.runtime.measured import MeasuredTimeline
+from distgraph.runtime.segments import (
+    Segment,
+    count_spans,
+    inner_segments,
+    measured_segments,
+    row_name,
+    task_segments,
+)
 
 MOST_EVENTS = 400_000
 """With more spans than these (about 100 MB of JSON), only tasks and messages are written."""
@@ -23,13 +31,20 @@ _TASKS, _OPS, _MESSAGES = 0, 1, 2
 _MICROSECOND = 1e-6
 
 
-def write_trace(forecast: Forecast, path: str | Path) -> None:
+def write_trace(forecast: Forecast, path: str | Path, measured: MeasuredTimeline | None = None) -> None:
     """Write a forecast as a Chrome trace.
+
+    Args:
+        forecast: of a step.
+        path: of the file.
+        measured: whose median step goes beside it, a process a rank, after those of the forecast.
 
     Raises:
         RuntimeFault: the file cannot be written.
     """
     events, complete = trace_events(forecast)
+    if measured is not None:
+        events += measured_events(measured, len(forecast.timeline.columns))
     content = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -60,10 +75,23 @@ def trace_events(forecast: Forecast) -> tuple[list[dict[str, Any]], bool]:
     return events, ops
 
 
-def _names(row: int, name: str) -> Iterator[dict[str, Any]]:
+def measured_events(measured: MeasuredTimeline, first: int) -> list[dict[str, Any]]:
+    """The median step as processes from number `first` on, a rank each."""
+    events: list[dict[str, Any]] = []
+    step = measured.median
+    for row, (rank, did) in enumerate(step.ranks.items(), first):
+        segments = list(measured_segments(did, row, measured.tasks, step.seconds))
+        events += _names(row, f"measured, rank {rank}", ops="waiting")
+        computed = [s for s in segments if s.lane == "compute" and s.kind != "idle"]
+        events += (_event(s, _OPS if s.kind == "wait" else _TASKS) for s in computed)
+        events += _messages(row, [s for s in segments if s.lane == "communicate"])
+    return events
+
+
+def _names(row: int, name: str, ops: str = "compute stream") -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": row, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": row, "name": "process_sort_index", "args": {"sort_index": row}}
-    for thread, label in ((_TASKS, "tasks"), (_OPS, "compute stream")):
+    for thread, label in ((_TASKS, "tasks"), (_OPS, ops)):
         yield {"ph": "M", "pid": row, "tid": thread, "name": "thread_name", "args": {"name": label}}
 
 

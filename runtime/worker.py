@@ -8,7 +8,7 @@ result is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distgraph.dtypes import to_numpy
@@ -17,11 +17,20 @@ from distgraph.graph import Value
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
+from distgraph.runtime.recording import Recorder
 from distgraph.runtime.schedule import RecordedOrder, Schedule
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.transport import Transport
 
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
+
+
+_Runner = Callable[[str, int, Callable[[int], None]], None]
+"""Runs a function of a task for one micro-batch."""
+
+
+def _run(name: str, micro: int, function: Callable[[int], None]) -> None:
+    function(micro)
 
 
 class Worker:
@@ -47,6 +56,7 @@ class Worker:
         sources: Mapping[str, Any],
     ) -> None:
         self.program, self.schedule, self.xp = program, schedule, xp
+        self._transport = transport
         order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
         self.storage = plan_storage(program, order)
         self.arena = Arena({}, {}, {}, {}, {})
@@ -110,12 +120,13 @@ class Worker:
             if local.mode == "comm.mask" and not local.attrs["keep"]
         }
 
-    def step(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    def step(self, feeds: Mapping[str, Any], recorder: Recorder | None = None) -> dict[str, Any]:
         """Run one step.
 
         Args:
             feeds: for every input of the rank its local blocks, one a micro-batch, or its number if it is a
-            scalar.
+                scalar.
+            recorder: takes down what runs when.
 
         Returns:
             label -> local block of every output on this rank; a list, one a micro-batch, where the output is
@@ -124,6 +135,12 @@ class Worker:
         Raises:
             RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
         """
+        if recorder is None:
+            return self._step(feeds, _run, _run)
+        with recorder.watching(self.tasks.values(), self._transport):
+            return self._step(feeds, recorder.run, recorder.post)
+
+    def _step(self, feeds: Mapping[str, Any], run: _Runner, post: _Runner) -> dict[str, Any]:
         arena = self.arena
         arena.feeds.clear()
         arena.feeds.update(feeds)
@@ -137,14 +154,14 @@ class Worker:
         record = RecordedOrder(self.schedule, self.program.rank) if self.program.tasks else None
         order: Sequence[tuple[str, int]] = record.order if record is not None else ()
         if order:
-            self.tasks[order[0][0]].post(order[0][1])
+            post(*order[0], self.tasks[order[0][0]].post)
         per_micro = {task.name: task.per_micro for task in self.program.tasks}
         for position, (name, m) in enumerate(order):
             if position + 1 < len(order):
                 following, at = order[position + 1]
-                self.tasks[following].post(at)
+                post(following, at, self.tasks[following].post)
             task = self.tasks[name]
-            (task.last if m == last or not per_micro[name] else task.body)(m)
+            run(name, m, task.last if m == last or not per_micro[name] else task.body)
             for label, value in self._per_micro:
                 if self._home.get(value.name) == name:
                     if (value.name, m) in arena.pending:  # a collective leaves it

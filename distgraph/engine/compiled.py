@@ -16,6 +16,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.resources import RankMapping
 from distgraph.runtime.build import Build
 from distgraph.runtime.device import Device, Inlet
+from distgraph.runtime.recording import Recorder
 from distgraph.runtime.worker import Worker
 
 
@@ -124,8 +125,11 @@ class Compiled:
         for each in (self.workers, self.feeds, self._devices):
             each.clear()
 
-    def step(self, rank: int, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the program once on a rank; outputs that lie on it, on the host."""
+    def step(
+        self, rank: int, batch: Batch, scalars: Mapping[str, Any], recorder: Recorder | None = None
+    ) -> dict[str, Any]:
+        """Run the program once on a rank, with a recorder where that is to be taken down; outputs that lie on
+        it, on the host."""
         worker = self.workers.get(rank)
         if worker is None:
             return {}
@@ -134,7 +138,9 @@ class Compiled:
             for feed, inlets in self.feeds[rank]:
                 blocks = zip(inlets, feed.load(batch), strict=True)
                 feeds[feed.name] = [inlet(block) for inlet, block in blocks]
-            return device.fetch(worker.step(feeds))
+            if recorder is not None:
+                recorder.begin(device.transport, self.build.ranks, device.xp)
+            return device.fetch(worker.step(feeds, recorder))
 
     def _plan_feeds(self, rank: int) -> list[Feed]:
         graph, per = self.build.lowered, self.training.size // self.micro_batches

@@ -34,6 +34,8 @@ from distgraph.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
 from distgraph.runtime.forecast import Forecast
+from distgraph.runtime.measured import MeasuredTimeline
+from distgraph.runtime.recording import Recording
 from distgraph.runtime.world import enter, is_chief
 from distgraph.strategy import Strategy
 
@@ -85,6 +87,7 @@ class Engine:
         self.position = 0  # samples of the epoch that are done
         self.history = History()
         self.should_stop = False
+        self._recording: Recording | None = None  # of steps, while there is one
         self._means = Means()  # of the epoch under way
         self.memory = Memory(seed)
         self._session = Session(recipe, self.cluster, self.memory, plan_for(recipe, plan))
@@ -176,7 +179,11 @@ class Engine:
         offer(training, self.cluster, self.memory, batch, self._scalars())
         propose(training, self.cluster)
         compiled = self._session.program("train", batch)
-        logs = self._session.numbers(compiled, batch, self._scalars())
+        if self._recording is None:
+            logs = self._session.numbers(compiled, batch, self._scalars())
+        else:
+            step = self.step + 1
+            logs = self._session.recorded(compiled, batch, self._scalars(), self._recording, step)
         self.step += 1
         if batch is given:  # it knows its place in the epoch; bare arrays have none
             self.epoch, self.position = batch.epoch, batch.position + len(batch)
@@ -298,6 +305,7 @@ class Engine:
         *,
         html: str | Path | None = None,
         trace: str | Path | None = None,
+        measured: MeasuredTimeline | str | Path | None = None,
     ) -> Forecast:
         """Seconds of a step and bytes of every rank on a cluster, without running. Print it.
 
@@ -305,6 +313,8 @@ class Engine:
             cluster: where; that of the engine by default. For another one the program is compiled anew.
             html: also write a report there, one page that needs no network; needs the extra `report`.
             trace: also write a Chrome trace there, for ui.perfetto.dev.
+            measured: what `stop_recording` returned, or the path of a file that `callbacks.Timeline` wrote:
+                shown below the forecast in the report, and beside it in the trace.
 
         Raises:
             RuntimeFault: there is no program yet; plotly is not installed; a file cannot be written.
@@ -315,8 +325,28 @@ class Engine:
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
         built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
         found = forecast_training(compiled.training, chosen, built)
-        found.write(html, trace)
+        found.write(html, trace, measured)
         return found.forecast
+
+    def start_recording(self) -> None:
+        """From the next training step on, take down when every task runs on every rank, and when ranks wait.
+
+        Ranks begin a recorded step together; GPUs end a task before the next one begins. `callbacks.Timeline`
+        does so for some steps of `fit`.
+        """
+        self._recording = Recording()
+
+    def stop_recording(self) -> MeasuredTimeline:
+        """End the recording; what was taken down, the same on every process, to write to a file or to give to
+        `forecast`.
+
+        Raises:
+            RuntimeFault: there is no recording.
+        """
+        if self._recording is None:
+            raise RuntimeFault("engine records nothing; call start_recording before the steps to record")
+        timeline, self._recording = self._recording.timeline(), None
+        return timeline
 
     @property
     def is_chief(self) -> bool:

@@ -21,6 +21,7 @@ from distgraph.passes.complete import complete
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
+from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.report import Subject, report
 from distgraph.runtime.trace_events import write_trace
 from distgraph.spec import DistAttr, Origin, ShardSpec
@@ -44,20 +45,35 @@ class Forecasted:
     mapping: RankMapping | None
     forecast: Forecast
 
-    def write(self, html: str | Path | None, trace: str | Path | None) -> None:
+    def write(
+        self,
+        html: str | Path | None = None,
+        trace: str | Path | None = None,
+        measured: MeasuredTimeline | str | Path | None = None,
+    ) -> None:
         """Write a report, a Chrome trace, or both.
 
+        Args:
+            html, trace: paths.
+            measured: a measured timeline to show beside the forecast, or the path of its file.
+
         Raises:
-            RuntimeFault: plotly is not installed, or a file cannot be written.
+            RuntimeFault: plotly is not installed; a file cannot be written or read; the timeline is of
+                another program.
         """
+        if measured is not None:
+            measured = measured if isinstance(measured, MeasuredTimeline) else MeasuredTimeline.read(measured)
+            measured.check(self.forecast.timeline.graph)
         if trace is not None:
-            write_trace(self.forecast, trace)
+            write_trace(self.forecast, trace, measured)
         if html is None:
             return
         mode, ranks = self.training.mode, len(self.build.ranks)
         title = f"forecast of {mode} on {self.cluster.name}, {ranks} rank{'s' * (ranks > 1)}"
         tensors = PlanView(self.build, mode, self.mapping).tensors
-        report(self.forecast, html, Subject(title, self.build, self.cluster, tensors, self.beside()))
+        report(
+            self.forecast, html, Subject(title, self.build, self.cluster, tensors, self.beside(), measured)
+        )
 
     def beside(self) -> dict[str, Forecast | str]:
         """The same training as plain data parallelism on the same devices; in words where that cannot be."""

@@ -23,6 +23,7 @@ from distgraph.graph import Graph
 from distgraph.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.device import array_namespace, take_device
+from distgraph.runtime.recording import Recorder, Recording
 from distgraph.runtime.world import World, make_world
 
 Key = tuple[str, int, tuple[tuple[str, Field], ...]]
@@ -128,12 +129,24 @@ class Session:
         for compiled in self.programs.values():
             compiled.release()
 
-    def numbers(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, float]:
-        """Run a program whose outputs are numbers; every process gets them."""
-        world = self._ready(compiled)
+    def numbers(
+        self,
+        compiled: Compiled,
+        batch: Batch,
+        scalars: Mapping[str, Any],
+        recorders: Mapping[int, Recorder] | None = None,
+    ) -> dict[str, float]:
+        """Run a program whose outputs are numbers; every process gets them.
+
+        Args:
+            compiled, batch, scalars: program and inputs.
+            recorders: of local ranks that take down what runs when.
+        """
+        world, watchers = self._ready(compiled), recorders or {}
 
         def work(rank: int) -> dict[str, float]:
-            return {label: float(number) for label, number in compiled.step(rank, batch, scalars).items()}
+            found = compiled.step(rank, batch, scalars, watchers.get(rank))
+            return {label: float(number) for label, number in found.items()}
 
         found = world.run(work)
         one_process = len(world.local) == world.size
@@ -143,6 +156,22 @@ class Session:
             local: Any = found.get(owner, found[world.local[0]]).get(label)
             numbers[label] = local if everywhere else world.share(local, owner)
         return numbers
+
+    def recorded(
+        self,
+        compiled: Compiled,
+        batch: Batch,
+        scalars: Mapping[str, Any],
+        recording: Recording,
+        number: int,
+    ) -> dict[str, float]:
+        """As `numbers`, with what ran when on every rank added to a recording, as step `number`."""
+        local = set(self.ranks().local) & set(compiled.build.ranks)
+        recorders = {rank: Recorder() for rank in sorted(local)}
+        found = self.numbers(compiled, batch, scalars, recorders)
+        contents = {rank: recorder.content() for rank, recorder in recorders.items()}
+        recording.add(compiled.build.task_graph, number, self.ranks().gather(contents))
+        return found
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run a program whose outputs are arrays, and put their blocks together, on every process."""

@@ -112,7 +112,7 @@ def widening(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def widened(operands: Iterable[Array], results: Iterable[tuple[Sequence[int], Any]]) -> int:
     """float32 copies of half-precision operands, and of results (shape, dtype): see `computed_in_f32`."""
-    sizes = [4 * a.size for a in operands if is_half(a.dtype)]
+    sizes = [int(4 * a.size) for a in operands if is_half(a.dtype)]
     return sum(sizes) + (4 * sum(prod(s) for s, dtype in results if is_half(dtype)) if sizes else 0)
 
 

@@ -23,7 +23,7 @@ Pads = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class Window:
     """Where a kernel lies over its input: sizes, per spatial dim."""
 
     kernel: tuple[int, ...]
@@ -46,7 +46,7 @@ def window_of(
     stride: Sequence[int] | int,
     padding: Sequence[Sequence[int]] | int,
     dilation: Sequence[int] | int = 1,
-) -> _Window:
+) -> Window:
     """Check and complete the attributes of a convolution or a pooling; one number stands for all spatial
     dims.
 
@@ -72,17 +72,17 @@ def window_of(
         raise GraphError(
             f"{what}: window {tuple(kernel)} does not fit in input {tuple(size)} with padding {pads}"
         )
-    return _Window(tuple(kernel), strides, pads, dilations, tuple(size), out)
+    return Window(tuple(kernel), strides, pads, dilations, tuple(size), out)
 
 
-def padded(xp: Namespace, x: Array, window: _Window, value: float = 0.0) -> Array:
+def padded(xp: Namespace, x: Array, window: Window, value: float = 0.0) -> Array:
     """``x`` with its spatial dims padded; ``x`` itself where there is nothing to pad."""
     if not any(a or b for a, b in window.padding):
         return x
     return xp.pad(x, ((0, 0), (0, 0), *window.padding), constant_values=value)
 
 
-def spread(xp: Namespace, dx: Array, window: _Window) -> Array:
+def spread(xp: Namespace, dx: Array, window: Window) -> Array:
     """Zeros of the shape of a block of inputs with its padding: ``dx`` itself where there is none."""
     if any(a or b for a, b in window.padding):
         wide = [i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True)]
@@ -91,14 +91,14 @@ def spread(xp: Namespace, dx: Array, window: _Window) -> Array:
     return dx
 
 
-def gather(dx: Array, wide: Array, window: _Window) -> None:
+def gather(dx: Array, wide: Array, window: Window) -> None:
     """dx = ``wide``, made by `spread`, without its padding."""
     if wide is not dx:
         inner = (slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
         dx[...] = wide[(ALL, ALL, *inner)]
 
 
-def positions(window: _Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+def positions(window: Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """Each place in the window, with the slices of the padded input that it meets over all outputs."""
     for place in product(*(range(k) for k in window.kernel)):
         yield (
@@ -110,7 +110,7 @@ def positions(window: _Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, .
         )
 
 
-def _columns(xp: Namespace, x: Array, window: _Window) -> Array:
+def _columns(xp: Namespace, x: Array, window: Window) -> Array:
     """The windows of padded x [n, c, *spatial] as a view [n, c, *kernel, *output]."""
     outer, inner = x.strides[:2], x.strides[2:]
     along = tuple(s * d for s, d in zip(inner, window.dilation, strict=True))

@@ -304,7 +304,7 @@ def _pair_workspace(a: Array, b: Array, plan: _Pair, made: Array) -> int:
 
 
 def _single_workspace(x: Array, names: Names, result: Names) -> int:
-    summed = prod(n for n, name in zip(x.shape, names, strict=True) if name in result) * x.itemsize
+    summed: int = prod(n for n, name in zip(x.shape, names, strict=True) if name in result) * x.itemsize
     kept = tuple(n for n in names if n in result)
     return summed * ((len(kept) < len(names)) + (kept != result))
 

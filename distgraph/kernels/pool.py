@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
-from distgraph.kernels.conv import ALL, blocks, gather, padded, positions, spread, window_of
+from distgraph.kernels.conv import ALL, Window, blocks, gather, padded, positions, spread, window_of
 
 
 def _lowest(dtype: np.dtype) -> float:
     """What no element is below."""
     return -np.inf if dtype.kind == "f" else np.iinfo(dtype).min
+
+
+def _reduce(reduction: Any, wide: Array, over: Window, y: Array) -> None:
+    """y = the reduction of every window over a padded block."""
+    for i, (_, where) in enumerate(positions(over)):
+        part = wide[(ALL, ALL, *where)]
+        if i == 0:
+            y[...] = part
+        else:
+            reduction(y, part, out=y)
+
+
+def _max_pool_grad_block(xp: Namespace, wide: Array, y: Array, dy: Array, over: Window, dx: Array) -> None:
+    """`max_pool_grad` of one padded block."""
+    grown = spread(xp, dx, over)
+    free = xp.ones(y.shape, bool)
+    for _, where in positions(over):
+        place = (ALL, ALL, *where)
+        chosen = free & (wide[place] == y)
+        grown[place] += dy * chosen
+        free &= ~chosen
+    gather(dx, grown, over)
 
 
 @computed_in_f32(0)
@@ -40,14 +63,7 @@ def max_pool(
     over = window_of("max_pool", x.shape[2:], window, window if stride is None else stride, padding)
     y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
     for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
-        wide, block = padded(xp, x[n], over, _lowest(x.dtype)), y[n]
-        for i, (_, where) in enumerate(positions(over)):
-            part = wide[(ALL, ALL, *where)]
-            if i == 0:
-                block[...] = part
-            else:
-                xp.maximum(block, part, out=block)
-        del wide, part  # before the next block is made
+        _reduce(xp.maximum, padded(xp, x[n], over, _lowest(x.dtype)), over, y[n])
     return store(xp, y, out)
 
 
@@ -68,16 +84,7 @@ def max_pool_grad(
     over = window_of("max_pool_grad", x.shape[2:], window, window if stride is None else stride, padding)
     dx = empty(xp, out, x.shape, dy.dtype)
     for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
-        wide, best, change = padded(xp, x[n], over, _lowest(x.dtype)), y[n], dy[n]
-        grown = spread(xp, dx[n], over)
-        free = xp.ones(best.shape, bool)
-        for _, where in positions(over):
-            place = (ALL, ALL, *where)
-            chosen = free & (wide[place] == best)
-            grown[place] += change * chosen
-            free &= ~chosen
-        gather(dx[n], grown, over)
-        del wide, grown, free, chosen  # before the next block is made
+        _max_pool_grad_block(xp, padded(xp, x[n], over, _lowest(x.dtype)), y[n], dy[n], over, dx[n])
     return store(xp, dx, out)
 
 
@@ -98,15 +105,8 @@ def avg_pool(
     over = window_of("avg_pool", x.shape[2:], window, window if stride is None else stride, padding)
     y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
     for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
-        wide, block = padded(xp, x[n], over), y[n]
-        for i, (_, where) in enumerate(positions(over)):
-            part = wide[(ALL, ALL, *where)]
-            if i == 0:
-                block[...] = part
-            else:
-                block += part
-        block *= x.dtype.type(1 / prod(over.kernel))
-        del wide, part  # before the next block is made
+        _reduce(xp.add, padded(xp, x[n], over), over, y[n])
+    y *= x.dtype.type(1 / prod(over.kernel))
     return store(xp, y, out)
 
 

@@ -42,37 +42,37 @@ def contiguous(*arrays: Array, **attrs: Any) -> int:
 
 def softmax_grad(y: Array, dy: Array, *, axis: int = -1) -> int:
     """Products with y, where the dim is not the last one."""
-    return contiguous(y, dy) if _is_last(y, axis) else y.nbytes
+    return contiguous(y, dy) if _is_last(y, axis) else int(y.nbytes)
 
 
 def logarithmic_softmax(x: Array, *others: Array, axis: int = -1) -> int:
     """Exponentials and their shifted arguments, where the dim is not the last one."""
-    return contiguous(x, *others) if _is_last(x, axis) else 2 * x.nbytes
+    return contiguous(x, *others) if _is_last(x, axis) else int(2 * x.nbytes)
 
 
 def _is_last(x: Array, axis: int) -> bool:
-    return axis in (-1, x.ndim - 1)
+    return bool(axis in (-1, x.ndim - 1))
 
 
 def argument(x: Array, *, dim: int) -> int:
     """NumPy brings the dim to the end."""
-    return 0 if _is_last(x, dim) and x.flags.c_contiguous else x.nbytes
+    return 0 if _is_last(x, dim) and x.flags.c_contiguous else int(x.nbytes)
 
 
 def order(x: Array, *, dim: int) -> int:
     """Positions, before they go to the result."""
-    return _INDEX * x.size
+    return int(_INDEX * x.size)
 
 
 def cumulative(x: Array, *, dim: int) -> int:
     """Half-precision operand and result in float32."""
-    return 8 * x.size if is_half(x.dtype) else 0
+    return int(8 * x.size) if is_half(x.dtype) else 0
 
 
 def top_k(x: Array, *, k: int) -> int:
     """Keys to sort by, their order, and what is taken of it."""
     rows = x.size // x.shape[-1] if x.shape[-1] else 0
-    return x.nbytes + _INDEX * x.size + rows * k * x.itemsize
+    return int(x.nbytes + _INDEX * x.size + rows * k * x.itemsize)
 
 
 # by position
@@ -80,7 +80,7 @@ def top_k(x: Array, *, k: int) -> int:
 
 def embedding(table: Array, ids: Array, *, offset: int = 0, length: int | None = None) -> int:
     """Positions in this shard and whether they are there."""
-    return (2 * _INDEX + 2) * ids.size if offset or length is not None else 0
+    return int((2 * _INDEX + 2) * ids.size) if offset or length is not None else 0
 
 
 def take(x: Array, ids: Array, *, dim: int, offset: int = 0, length: int | None = None) -> int:
@@ -88,12 +88,12 @@ def take(x: Array, ids: Array, *, dim: int, offset: int = 0, length: int | None 
     if not dim:
         return embedding(x, ids, offset=offset, length=length)
     taken = x.nbytes // x.shape[dim] * ids.size if x.shape[dim] else 0
-    return x.nbytes + taken + embedding(x, ids, offset=offset, length=length)
+    return int(x.nbytes + taken) + embedding(x, ids, offset=offset, length=length)
 
 
 def pick(x: Array, labels: Array, **attrs: Any) -> int:
     """Positions, twice, whether they are in this shard, and what is there."""
-    return (2 * _INDEX + 1 + x.itemsize) * labels.size
+    return int((2 * _INDEX + 1 + x.itemsize) * labels.size)
 
 
 def pick_grad(dy: Array, labels: Array, **attrs: Any) -> int:
@@ -110,12 +110,12 @@ def put_along(x: Array, ids: Array, *, dim: int, size: int, offset: int = 0) -> 
     """The sum, positions, and the elements that are in this shard."""
     wide = max(4, x.itemsize)
     lines = x.size // x.shape[dim] if x.shape[dim] else 0
-    return lines * size * wide + (2 * _INDEX + 1 + x.itemsize + wide) * ids.size
+    return int(lines * size * wide + (2 * _INDEX + 1 + x.itemsize + wide) * ids.size)
 
 
 def one_hot(ids: Array, *, classes: int, dtype: str, offset: int = 0) -> int:
     """A truth value for every element of the result."""
-    return ids.size * classes
+    return int(ids.size * classes)
 
 
 # contractions
@@ -125,7 +125,7 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, scale: floa
     """The scores of a tile and their statistics."""
     copied = sum(x.nbytes for x in (q, k, v) if not is_blas_ready(x))
     rows, keys, _ = largest_tile(q, k, v, causal=causal)
-    return copied + q.itemsize * rows * (keys + 2)
+    return int(copied + q.itemsize * rows * (keys + 2))
 
 
 def attention_grad(
@@ -135,7 +135,7 @@ def attention_grad(
     copied = sum(x.nbytes for x in (do, q, k, v) if not is_blas_ready(x))
     rows, keys, groups = largest_tile(q, k, v, causal=causal, gradient=True)
     width = max(q.shape[3], v.shape[3])
-    return copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows))
+    return int(copied + q.itemsize * (rows * (2 * keys + 3) + width * (groups * keys + rows)))
 
 
 # spatial
@@ -147,7 +147,7 @@ def conv(x: Array, w: Array, **attrs: Any) -> int:
     columns = x.shape[1] * prod(window.kernel) * prod(window.output)
     samples = block_samples(x.shape[0], columns)
     wide = _padded(x.shape, attrs["padding"])
-    return x.itemsize * samples * ((0 if window.plain else columns) + wide)
+    return int(x.itemsize * samples * ((0 if window.plain else columns) + wide))
 
 
 def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], **attrs: Any) -> int:
@@ -157,7 +157,7 @@ def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], **attrs:
     )
     columns = input_shape[1] * prod(window.kernel) * prod(window.output)
     samples = block_samples(dy.shape[0], columns)
-    return dy.itemsize * samples * (columns + _padded(input_shape, attrs["padding"]))
+    return int(dy.itemsize * samples * (columns + _padded(input_shape, attrs["padding"])))
 
 
 def conv_grad_weight(x: Array, dy: Array, *, kernel_shape: Sequence[int], **attrs: Any) -> int:
@@ -169,18 +169,18 @@ def conv_grad_weight(x: Array, dy: Array, *, kernel_shape: Sequence[int], **attr
     samples = block_samples(x.shape[0], columns)
     changes = kernel_shape[0] * prod(window.output)
     block = samples * (columns + changes + _padded(x.shape, attrs["padding"]))
-    return x.itemsize * (block + 2 * prod(kernel_shape))
+    return int(x.itemsize * (block + 2 * prod(kernel_shape)))
 
 
 def padding(x: Array, *, padding: Sequence[Sequence[int]], **attrs: Any) -> int:
     """A block of samples with its padding."""
-    return x.itemsize * block_samples(x.shape[0], prod(x.shape[1:])) * _padded(x.shape, padding)
+    return int(x.itemsize * block_samples(x.shape[0], prod(x.shape[1:])) * _padded(x.shape, padding))
 
 
 def max_pool_grad(x: Array, y: Array, dy: Array, *, padding: Sequence[Sequence[int]], **attrs: Any) -> int:
     """A block of inputs and of their gradient with their padding; three truth values and a term an output."""
     samples = block_samples(x.shape[0], prod(x.shape[1:]))
-    return samples * (2 * x.itemsize * _padded(x.shape, padding) + prod(y.shape[1:]) * (3 + dy.itemsize))
+    return int(samples * (2 * x.itemsize * _padded(x.shape, padding) + prod(y.shape[1:]) * (3 + dy.itemsize)))
 
 
 def avg_pool_grad(
@@ -188,14 +188,14 @@ def avg_pool_grad(
 ) -> int:
     """The shares of a block, and its gradient with its padding."""
     samples = block_samples(dy.shape[0], prod(input_shape[1:]))
-    return dy.itemsize * samples * (_padded(input_shape, padding) + prod(dy.shape[1:]))
+    return int(dy.itemsize * samples * (_padded(input_shape, padding) + prod(dy.shape[1:])))
 
 
 def _padded(shape: Sequence[int], padding: Sequence[Sequence[int]]) -> int:
     """Elements of a sample with its padding; none where the sample itself is read."""
     if not any(low or high for low, high in padding):
         return 0
-    return shape[1] * prod(n + low + high for n, (low, high) in zip(shape[2:], padding, strict=True))
+    return int(shape[1] * prod(n + low + high for n, (low, high) in zip(shape[2:], padding, strict=True)))
 
 
 # random
@@ -209,4 +209,4 @@ def random(key: Array, *, shape: Sequence[int], bytes_each: int, **attrs: Any) -
 
 def dropout(x: Array, key: Array, *, batch_dim: int | None = 0, **attrs: Any) -> int:
     """Operand and result with the batch in front, where it is not."""
-    return 2 * x.nbytes if batch_dim else contiguous(x)
+    return int(2 * x.nbytes) if batch_dim else contiguous(x)

@@ -1,0 +1,160 @@
+"""A measured timeline: when every task of some training steps ran on every rank, and when it waited.
+
+*In:* what `recording` took down on the ranks.
+*Out:* a JSON file, and what a report says of it beside a forecast.
+*Invariant:* times are seconds from the moment at which all ranks entered the step; the tasks of one rank
+stand in the order in which they ran and do not overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.task import TaskGraph
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One task instance on one rank.
+
+    Attributes:
+        task, micro: name of the task, number of the micro-batch.
+        start, end: seconds of the step.
+    """
+
+    task: str
+    micro: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class MeasuredMessage:
+    """One collective, send or receive on one rank.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send or recv.
+        task, micro: that started it.
+        start, end: from its start to the end of the wait for it, seconds of the step.
+        waited: of those, how long the rank stood still for it, at the end.
+    """
+
+    kind: str
+    task: str
+    micro: int
+    start: float
+    end: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class MeasuredRank:
+    """What one rank did in a step."""
+
+    runs: tuple[MeasuredRun, ...]
+    messages: tuple[MeasuredMessage, ...]
+
+    def waited(self, run: MeasuredRun) -> float:
+        """Seconds that a task instance stood still for communication."""
+        found = 0.0
+        for message in self.messages:
+            start = max(message.end - message.waited, run.start)
+            found += max(0.0, min(message.end, run.end) - start)
+        return found
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step on all ranks.
+
+    Attributes:
+        number: of the step, from 1.
+        ranks: rank -> what it did.
+    """
+
+    number: int
+    ranks: dict[int, MeasuredRank]
+
+    @property
+    def seconds(self) -> float:
+        """To the end of the last task or message of any rank."""
+        runs = [run.end for rank in self.ranks.values() for run in rank.runs]
+        messages = [message.end for rank in self.ranks.values() for message in rank.messages]
+        return max((*runs, *messages), default=0.0)
+
+
+@dataclass(frozen=True)
+class MeasuredTimeline:
+    """Some steps of one program.
+
+    Attributes:
+        tasks: name -> kind of every task of the program.
+        micro_batches: of a step.
+        steps: those that were recorded.
+    """
+
+    tasks: dict[str, str]
+    micro_batches: int
+    steps: tuple[MeasuredStep, ...]
+
+    @property
+    def median(self) -> MeasuredStep:
+        """The step that took as long as the median one, of an even number the shorter of the middle two."""
+        return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
+
+    def write(self, path: str | Path) -> None:
+        """Write the file. Raises RuntimeFault when that cannot be."""
+        try:
+            Path(path).write_bytes(_FILE.dump_json(self))
+        except OSError as error:
+            raise RuntimeFault(f"timeline {path} cannot be written: {error}; give another path") from None
+
+    @staticmethod
+    def read(path: str | Path) -> MeasuredTimeline:
+        """Read a file.
+
+        Raises:
+            RuntimeFault: there is none, it is no measured timeline, or no step is in it.
+        """
+        try:
+            found = _FILE.validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise RuntimeFault(
+                f"timeline {path} cannot be read: {error}; distgraph.callbacks.Timeline writes one"
+            ) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            raise RuntimeFault(
+                f"timeline {path}: {place}: {first['msg'].lower()}; record it anew with "
+                "distgraph.callbacks.Timeline"
+            ) from None
+        if not found.steps:
+            raise RuntimeFault(f"timeline {path} has no step; record it for longer")
+        return found
+
+    def check(self, graph: TaskGraph) -> None:
+        """Compare with the tasks of a forecast.
+
+        Raises:
+            RuntimeFault: it is of another program.
+        """
+        mine = (sorted(self.tasks), self.micro_batches, sorted(self.median.ranks))
+        theirs = (sorted(t.name for t in graph.tasks), graph.micro_batches, list(graph.ranks))
+        for what, measured, forecast in zip(("tasks", "micro-batches", "ranks"), mine, theirs, strict=True):
+            if measured != forecast:
+                raise RuntimeFault(
+                    f"timeline: {what} {_listed(measured)} were measured but {_listed(forecast)} are "
+                    "forecast; record it with the script, plan and batch size that are forecast"
+                )
+
+
+def _listed(found: object) -> str:
+    return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+
+
+_FILE: TypeAdapter[MeasuredTimeline] = TypeAdapter(MeasuredTimeline)
