@@ -289,6 +289,36 @@ def test_a_parameter_of_no_style_is_said() -> None:
     assert any("no style" in note and "positions" in note for note in export.notes)
 
 
+def test_what_a_module_does_with_its_own_code_needs_one_layout() -> None:
+    class Middle(nn.Module):
+        def forward(self, x: object) -> object:
+            return ops.softmax(x)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            self.up, self.middle, self.down = nn.Linear(6, 8), Middle(), nn.Linear(8, 4)
+            dg.shard_tensor(self.up.weight, mesh, [None, "tp"])
+
+        def forward(self, x: object) -> object:
+            return self.down(self.middle(self.up(x)))
+
+    mesh = grid(tp=2)
+    graph = train_graph(Whole(), (((8, 6), "f32"), ((8, 4), "f32")), nn.MeanSquaredError())
+    with pytest.raises(
+        ShardingError, match=r"middle: its own code has \[8, 1\] in layout \[_, _\] partial\(tp:max\)"
+    ):
+        plan_from(complete(graph, mesh), mesh).export("torch")
+
+
+def test_heads_that_do_not_divide_are_gathered_before_they_are_cut() -> None:
+    model, mesh = GPT(replace(CONFIG, hidden=18, heads=3)), grid(tp=2)
+    stages(model, [mesh])
+    graph = train_graph(model, (((4, 8), "i32"), ((4, 8), "i32")))
+    (stage,) = plan_from(complete(graph, mesh), mesh, batch=4).export("torch").data["stages"]
+    assert stage["parallelize"]["blocks.0.attn.q"] == "ColwiseParallel(output_layouts=Replicate())"
+    assert stage["parallelize"]["blocks.0.attn.out"] == "RowwiseParallel(input_layouts=Replicate())"
+
+
 def tied() -> Plan:
     config = replace(CONFIG, tied=True)
     model, mesh = GPT(config), grid(tp=2)

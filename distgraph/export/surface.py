@@ -17,13 +17,15 @@ from distgraph.errors import GraphError
 from distgraph.folding import fold, unfold
 from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import operand_layout
+from distgraph.ops.registry import operand_layout, result_layout
 from distgraph.spec import ShardSpec
 
+MATRICES = ("matmul", "embedding")  # kinds of ops that are a module of one matrix, or table, in frameworks
 _WORDS = ("inherited", "joined", "loose")
 _HELD = ("param", "state", "constant")
 _READ = re.compile(r"^(\w+)(\[[^\]]*\]) as (\[.*\](?: partial\(.*\))?) by (\w*) ?(\d*)( shared)?$")
-_FLOW = re.compile(r"^(\[[^\]]*\]) (\[.*?\](?: partial\([^)]*\))?) as (\[.*?\](?: partial\([^)]*\))?)( .*)?$")
+_SPEC = r"(\[[^\]]*\](?: partial\([^)]*\))?)"
+_FLOW = re.compile(rf"^(\[[^\]]*\]) {_SPEC} as {_SPEC}(?: from {_SPEC})?((?: \w+)*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Flow:
         shape: of one micro-batch.
         spec: how it is stored.
         used: how the first reader behind the border computes with it.
+        made: how the code that makes it leaves it, before it is stored; None for as stored, or where that
+            code is a module of one matrix, which leaves it so.
         inherited: of one that enters: it enters the enclosing module too, unchanged.
         joined: on its way between two modules it passes code of no module, which reads a parameter itself.
         loose: of one that leaves: its first reader is no module but the code around.
@@ -75,13 +79,15 @@ class Flow:
     shape: tuple[int, ...]
     spec: ShardSpec
     used: ShardSpec
+    made: ShardSpec | None = None
     inherited: bool = False
     joined: bool = False
     loose: bool = False
 
     def __str__(self) -> str:
         words = " inherited" * self.inherited + " joined" * self.joined + " loose" * self.loose
-        return f"{list(self.shape)} {self.spec} as {self.used}{words}"
+        made = "" if self.made is None else f" from {self.made}"
+        return f"{list(self.shape)} {self.spec} as {self.used}{made}{words}"
 
     @classmethod
     def parse(cls, text: str) -> Flow:
@@ -89,9 +95,10 @@ class Flow:
         match = _FLOW.match(text)
         if match is None:
             raise ValueError(text)
-        shape, spec, used, words = match.groups()
+        shape, spec, used, made, words = match.groups()
         known = (words or "").split()
-        specs = ShardSpec.parse(spec), ShardSpec.parse(used)
+        source = None if made is None else ShardSpec.parse(made)
+        specs = ShardSpec.parse(spec), ShardSpec.parse(used), source
         return cls(_shape(shape), *specs, *(word in known for word in _WORDS))
 
 
@@ -102,29 +109,32 @@ class Part:
     Attributes:
         stage: number of the stage that computes its first op.
         enters, leaves: activations, in the order of their first readers.
+        moved: activations that its own code has to lay out anew: how it has them, and is to have them.
         again: whether it, and not only some module inside, is computed again in the backward part.
     """
 
     stage: int
     enters: tuple[Flow, ...]
     leaves: tuple[Flow, ...]
+    moved: tuple[Flow, ...] = ()
     again: bool = False
 
     def __str__(self) -> str:
-        enters, leaves = ("; ".join(map(str, flows)) for flows in (self.enters, self.leaves))
-        return f"@{self.stage}{' again' * self.again} in: {enters} out: {leaves}"
+        sides = {"in": self.enters, "out": self.leaves, **({"moved": self.moved} if self.moved else {})}
+        texts = (f" {side}: {'; '.join(map(str, flows))}" for side, flows in sides.items())
+        return f"@{self.stage}{' again' * self.again}{''.join(texts)}"
 
     @classmethod
     def parse(cls, text: str) -> Part:
         """Inverse of `str`. Raises ValueError or ShardingError."""
-        match = re.match(r"^@(\d+)( again)? in: (.*?) ?out: (.*)$", text)
+        match = re.match(r"^@(\d+)( again)? in: (.*?) ?out: (.*?)(?: moved: (.*))?$", text)
         if match is None:
             raise ValueError(text)
-        enters, leaves = (
-            tuple(Flow.parse(flow.strip()) for flow in match[group].split(";") if flow.strip())
-            for group in (3, 4)
+        enters, leaves, moved = (
+            tuple(Flow.parse(flow.strip()) for flow in (text or "").split(";") if flow.strip())
+            for text in match.groups()[2:]
         )
-        return cls(int(match[1]), enters, leaves, bool(match[2]))
+        return cls(int(match[1]), enters, leaves, moved, bool(match[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +217,10 @@ class _Borders:
         self.forward = [op for op in graph.ops if op.role == "forward" and op.operands and op.layout]
         self.scopes = {op.scope for op in self.forward}
         self.stage = {mesh: number for number, mesh in reversed([*enumerate(meshes)])}
+        self.matrices = {op.scope for op in self.forward if op.kind in MATRICES and self._reads_parameter(op)}
         self.enters: dict[str, dict[str, Flow]] = {}
         self.leaves: dict[str, dict[str, Flow]] = {}
+        self.moved: dict[str, dict[str, Flow]] = {}
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """(path, module) in program order."""
@@ -221,8 +233,9 @@ class _Borders:
                 self._cross(op, operand)
         again = self._again()
         for path, stage in stages.items():
-            enters, leaves = self.enters.get(path, {}), self.leaves.get(path, {})
-            yield path, Part(stage, (*enters.values(),), (*leaves.values(),), path in again)
+            tables = (side.get(path, {}) for side in (self.enters, self.leaves, self.moved))
+            enters, leaves, moved = (tuple(table.values()) for table in tables)
+            yield path, Part(stage, enters, leaves, moved, path in again)
 
     def _again(self) -> frozenset[str]:
         """Outermost modules of which some op is computed again, and nothing that stays inside is kept."""
@@ -253,7 +266,7 @@ class _Borders:
             return
         stored = self.graph.attrs[name].spec
         value = self.graph.values[name]
-        flow = Flow(value.shape, stored, _used(op, operand, stored))
+        flow = Flow(value.shape, stored, _used(op, operand, stored), self._made(maker, name))
         inside, outside = self._modules(op.scope), self._modules(maker.scope)
         for path in inside:
             if path not in outside:
@@ -267,6 +280,29 @@ class _Borders:
                 loose = all(around in outside for around in inside)
                 left = replace(flow, joined=joined, loose=loose)
                 self.leaves.setdefault(path, {}).setdefault(name, left)
+        self._note_move(op, name, flow, inside, outside)
+
+    def _note_move(self, op: Op, name: str, flow: Flow, inside: list[str], outside: list[str]) -> None:
+        """Note a read by a module's own code in another layout than the value reaches it in."""
+        if flow.made is not None and flow.made.partial and outside:
+            reduced = Flow(flow.shape, flow.made, flow.spec)
+            self.moved.setdefault(outside[-1], {}).setdefault(name, reduced)
+        if op.scope not in inside:
+            return
+        reaches = flow.made or flow.spec
+        if op.scope not in outside:
+            reaches = self.enters[op.scope][name].used
+        elif outside[-1] in self.matrices and outside[-1] != op.scope:
+            reaches = self.leaves[outside[len(inside)]][name].used
+        if reaches != flow.used:
+            self.moved.setdefault(op.scope, {}).setdefault(name, Flow(flow.shape, reaches, flow.used))
+
+    def _made(self, maker: Op, name: str) -> ShardSpec | None:
+        if maker.layout is None or not maker.operands or maker.scope in self.matrices:
+            return None
+        result = next(i for i, value in enumerate(maker.results) if value.name == name)
+        made = result_layout(maker, result)
+        return None if made == self.graph.attrs[name].spec else made
 
     def _unmoved(self, name: str) -> str:
         maker = self.graph.producers[name]

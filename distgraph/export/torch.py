@@ -31,7 +31,7 @@ from distgraph.export.result import (
     owner,
     surface,
 )
-from distgraph.export.surface import Part, Read, in_order, prefixes
+from distgraph.export.surface import MATRICES, Part, Read, in_order, prefixes
 from distgraph.export.torch_source import torch_source
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
@@ -111,6 +111,7 @@ def _translate(plan: Plan, number: int) -> _Stage:
     for path, part in surface(plan).modules.items():
         if part.stage == number:
             _style(stage, path, part)
+            _check_code(stage, path, part)
     _check_left(stage)
     return stage
 
@@ -162,7 +163,7 @@ def _style(stage: _Stage, path: str, part: Part) -> None:
         return
     held = _held(stage, path)
     weight = held.get("weight")
-    if weight is not None and weight.reader in ("matmul", "embedding"):
+    if weight is not None and weight.reader in MATRICES:
         style = _linear(stage, path, part, weight)
     elif held and any(read.reader in NORMS for read in held.values()):
         style = _norm(stage, path, part)
@@ -171,6 +172,18 @@ def _style(stage: _Stage, path: str, part: Part) -> None:
         stage.left += [f"{path}.{name}" for name in held if _split(stage, f"{path}.{name}")]
     if style is not None:
         stage.styles[path] = style
+
+
+def _check_code(stage: _Stage, path: str, part: Part) -> None:
+    """Raise ShardingError where a module's own code would have to move activations over the model axis."""
+    if stage.roles.model is None or (path in stage.styles and _held(stage, path)):
+        return
+    for flow in part.moved:
+        if _placement(stage, flow.spec) != _placement(stage, flow.used):
+            raise ShardingError(
+                f"{path}: its own code has {list(flow.shape)} in layout {flow.spec} but is to have "
+                f"it in {flow.used}; PyTorch moves it at the borders of modules only: make that code one"
+            )
 
 
 def _held(stage: _Stage, path: str) -> dict[str, Read]:
@@ -247,7 +260,10 @@ def _arrives(stage: _Stage, path: str, part: Part) -> str:
         if around in stage.styles:
             return _placement(stage, modules[around].enters[0].used) or REPLICATE
         return _arrives(stage, around, modules[around])
-    return REPLICATE if flow.joined else _placement(stage, flow.spec) or REPLICATE
+    if flow.joined:
+        return REPLICATE
+    made = None if flow.made is None else _placement(stage, flow.made)
+    return made or _placement(stage, flow.spec) or REPLICATE
 
 
 def _leaves(stage: _Stage, part: Part) -> str:
