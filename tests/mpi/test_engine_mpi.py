@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from training import LAYOUTS, data, engine
 
-from distgraph.callbacks import ModelCheckpoint
+from distgraph.callbacks import ModelCheckpoint, Timeline
+from distgraph.data import whole
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.runtime.checkpoint import Checkpoint
 from distgraph.runtime.launch import current_transport
+from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
@@ -122,3 +124,30 @@ def test_mesh_larger_than_the_job(transport: MpiTransport) -> None:
         ResourceError, match=f"needs {RANKS[too_large]} ranks but the MPI job has {transport.size}"
     ):
         engine(too_large).fit(data(16), batch_size=16, progress=False)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2pp2"])
+def test_a_timeline_has_all_ranks_and_one_file(transport: MpiTransport, shared: Path, layout: str) -> None:
+    """Every process learns what ran on all ranks; rank 0 writes it; training is as without it."""
+    if layout not in fitting(transport):
+        pytest.skip(f"{layout} needs {RANKS[layout]} ranks")
+    trained, plain = engine(layout, micro=2), engine(layout, micro=2)
+    path = shared / "timeline.json"
+    callback = Timeline(path, after=1, steps=2)
+    trained.fit(data(24), batch_size=6, callbacks=[callback], progress=False)
+    plain.fit(data(24), batch_size=6, progress=False)
+    assert trained.history.losses == plain.history.losses
+    transport.barrier()
+    found = MeasuredTimeline.read(path)
+    assert [step.number for step in found.steps] == [2, 3]
+    compiled = trained._session.program("train", whole((data(24)[0][:6], data(24)[1][:6])))
+    for step in found.steps:
+        assert sorted(step.ranks) == list(compiled.build.ranks)
+        for rank, did in step.ranks.items():
+            order = compiled.build.schedule.order(rank)
+            assert tuple((run.task, run.micro) for run in did.runs) == order
+            assert did.messages
+    trained.start_recording()
+    trained.run((data(24)[0][:6], data(24)[1][:6]))
+    own = trained.stop_recording()
+    assert transport.broadcast_object(own, 0) == own
