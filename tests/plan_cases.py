@@ -98,13 +98,15 @@ def gpt(annotated: bool, sequence_parallel: bool = False) -> Any:
 
 
 class Mirror(nn.Module):
-    """The samples come in reverse order; refined, the op that turns them runs on its ranks in that order."""
+    """The samples come in reverse order, twice; refined, ops between run on their ranks in that order."""
 
     def __init__(self) -> None:
-        self.words, self.head = nn.Embedding(12, 8, dtype="f64"), nn.Linear(8, 12, dtype="f64")
+        self.words = nn.Embedding(12, 8, dtype="f64")
+        self.between, self.head = nn.Linear(8, 8, dtype="f64"), nn.Linear(8, 12, dtype="f64")
 
     def forward(self, x: Any) -> Any:
-        return self.head(ops.tanh(ops.flip(self.words(x), 0)))
+        x = ops.tanh(ops.flip(self.between(self.words(x)), 0))
+        return self.head(ops.tanh(ops.flip(self.between(x), 0)))
 
 
 DP2, TP2, DP2TP2 = P(dp=2), P(tp=2), P(dp=2, tp=2)

@@ -52,7 +52,17 @@ def test_a_program_is_made_from_its_plan(name: str) -> None:
     assert planned.plan.portable == plan  # and the plan of that is the plan
 
 
-@pytest.mark.parametrize("name", ["dp x tp, refined", "pipeline, tied", "clipped", "gpt"])
+def test_ops_on_their_ranks_in_another_order_are_planned_so() -> None:
+    """A mesh of the same ranks is a stage without layers; the ops say that they are computed on it."""
+    _, plan = plan_of(CASES["mirrored"])
+    assert [(stage.mesh.members, stage.first, stage.last) for stage in plan.stages] == [
+        ((0, 1, 2, 3), 0, len(plan.layers)),
+        ((3, 2, 1, 0), len(plan.layers), len(plan.layers)),
+    ]
+    assert any(op.stage == 1 for layer in plan.ops for op in layer.ops)
+
+
+@pytest.mark.parametrize("name", ["dp x tp, refined", "pipeline, tied", "clipped", "mirrored", "gpt"])
 def test_losses_are_those_of_one_rank(name: str) -> None:
     """Training, evaluation and prediction, with short last batches, against the serial engine."""
     case = CASES[name]
@@ -253,6 +263,9 @@ def test_annotations_that_agree_stay_and_others_are_refused() -> None:
             lambda p: replace(p, tensors={**p.tensors, "x": Stored("input", 0, ShardSpec.of(["q", None]))}),
             r"axis 'q'",
         ),
+        (lambda p: with_line(p, "matmul", axes=(("q", ("dp",)),)), r"index q"),
+        (lambda p: with_line(p, "matmul", axes=(("m", ("dp",)), ("n", ("dp",)))), r"dp"),
+        (lambda p: with_line(p, "matmul", results=(ShardSpec.of([None]),)), r"spec \[_\] has 1 dims"),
     ],
 )  # fmt: skip
 def test_an_edited_plan_is_told(change: Any, message: str) -> None:
@@ -261,6 +274,16 @@ def test_an_edited_plan_is_told(change: Any, message: str) -> None:
     x, y = case.data()
     with pytest.raises((GraphError, ShardingError), match=message):
         case.engine(change(plan)).prepare((x[:8], y[:8]))
+
+
+def with_line(plan: Plan, kind: str, **changes: Any) -> Plan:
+    """A plan with the first op of a kind changed."""
+    layer = next(i for i, ops in enumerate(plan.ops) if any(op.kind == kind for op in ops.ops))
+    ops = list(plan.ops[layer].ops)
+    at = next(i for i, op in enumerate(ops) if op.kind == kind)
+    ops[at] = replace(ops[at], **changes)
+    changed = replace(plan.ops[layer], ops=tuple(ops))
+    return replace(plan, ops=(*plan.ops[:layer], changed, *plan.ops[layer + 1 :]))
 
 
 def test_devices_are_those_of_the_plan_on_its_cluster() -> None:

@@ -24,6 +24,7 @@ from distgraph.passes.search.layers import REST
 from distgraph.plan import Computed, Plan, Program
 from distgraph.resources import Cluster
 from distgraph.spec import DistAttr, Origin, ShardSpec
+from distgraph.verify import verify
 
 
 def planned(recipe: Recipe, plan: Plan) -> Recipe:
@@ -59,7 +60,7 @@ def apply(training: Training, plan: Plan) -> tuple[Graph, Graph]:
         the serial graph, and the completed one.
 
     Raises:
-        GraphError: the plan is for another program.
+        GraphError: the plan is for another program, or has a layout that an op does not allow.
         ShardingError: an annotation of the model says otherwise than the plan.
     """
     serial = _traced(training, plan)
@@ -67,7 +68,8 @@ def apply(training: Training, plan: Plan) -> tuple[Graph, Graph]:
     whole = decomposed(serial, _fused(plan, positions))
     graph, homes = _placed(whole, plan, positions)
     completed = _assemble(graph, homes, plan, positions)
-    return serial, replace(_annotated(serial, completed, plan), micro_batches=plan.micro_batches)
+    completed = verify(_annotated(serial, completed, plan), "completed")  # a file says anything
+    return serial, replace(completed, micro_batches=plan.micro_batches)
 
 
 def follow_plan(training: Training, reference: Graph, plan: Plan) -> tuple[Graph, Graph]:
