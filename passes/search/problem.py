@@ -110,7 +110,10 @@ class Problem:
 
     def least_peak(self) -> tuple[int, float]:
         """A lower bound on the peak of any choice, and its time: every use as small as its node allows."""
-        least = [u.amounts[np.isfinite(self.costs[i])].min(initial=math.inf) for i, u in self._flat_uses]
+        least = [
+            u.amounts[finite].min() if (finite := np.isfinite(self.costs[i])).any() else 0.0
+            for i, u in self._flat_uses
+        ]
         return self._peak(np.array(least, dtype=np.float64))
 
     def _peak(self, amounts: Floats) -> tuple[int, float]:

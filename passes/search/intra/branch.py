@@ -87,7 +87,9 @@ class Tree:
         """Whether the best choice is proved to be optimal, or that there is none below the cutoff."""
         return self.bound >= self.best.cutoff
 
-    def search(self, left: Callable[[], float], steps: int, root_steps: int, visits: int = sys.maxsize) -> None:
+    def search(
+        self, left: Callable[[], float], steps: int, root_steps: int, visits: int = sys.maxsize
+    ) -> None:
         """Search until the tree is exhausted, no seconds are left or some nodes of it have been visited.
 
         Args:
@@ -161,9 +163,7 @@ class Tree:
         children = []
         for mask in (preferred, others):
             own = max(bound, float(np.where(mask, least, math.inf)[_node_of(mask, flat)].min()))
-            children.append(
-                _Open(own, next(self._turn), flat, dual.messages.vectors, dual.prices, mask)
-            )
+            children.append(_Open(own, next(self._turn), flat, dual.messages.vectors, dual.prices, mask))
         heapq.heappush(self._waiting, children[1])
         return children[0]
 
@@ -204,7 +204,13 @@ def _split(flat: Flat, dual: Dual, least: Floats) -> tuple[Mask, Mask]:
 
 
 def dive(
-    flat: Flat, best: Best, vectors: Floats, prices: Floats, left: Callable[[], float], steps: int, part: float
+    flat: Flat,
+    best: Best,
+    vectors: Floats,
+    prices: Floats,
+    left: Callable[[], float],
+    steps: int,
+    part: float,
 ) -> bool:
     """Look for a choice below the cutoff by deciding a part of the nodes at a time, those first on which rounding
     agrees with itself.

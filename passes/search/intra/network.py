@@ -141,7 +141,8 @@ class Network:
     def product(self, node: int, other: int, rows: Numbers, columns: Numbers) -> None:
         """Let one node stand for two: its strategies become the pairs (rows[p], columns[p])."""
         self.keep(node, rows)
-        self.follow(other, node, columns)
+        if not self.dead:
+            self.follow(other, node, columns)
 
     def expand(self, strategies: Mapping[int, int]) -> tuple[int, ...]:
         """The choice of the whole problem that a choice for every remaining node stands for."""

@@ -34,6 +34,7 @@ from distgraph.passes.search.intra.neighbourhood import Neighbourhoods
 from distgraph.passes.search.intra.network import Network
 from distgraph.passes.search.intra.reductions import reduce_network
 from distgraph.passes.search.intra.restrict import restrict
+from distgraph.passes.search.intra.shortage import explain_shortage
 from distgraph.passes.search.problem import Floats, Problem, Solution, gap_of
 
 __all__ = ["solve"]
@@ -141,13 +142,15 @@ class _Search:
             network = self.network = Network.of(self.problem)
             reduce_network(network, self.left)
         if network.dead:
-            self.no_choice(network)
+            self.no_choice()
             return
         flat = Flat.of(network)
         best = Best(self.objective, told=self.take)
-        state = restrict(flat, np.isfinite(flat.cost), np.zeros(int(flat.side_first[-1])), np.zeros(len(flat.room)))
+        state = restrict(
+            flat, np.isfinite(flat.cost), np.zeros(int(flat.side_first[-1])), np.zeros(len(flat.room))
+        )
         if state is None:
-            self.no_choice(network)
+            self.no_choice()
             return
         self.flat, vectors, prices = state
         self.search(self.flat.rebased(), vectors, prices, best)
@@ -156,7 +159,7 @@ class _Search:
         """Dual, tree and neighbourhoods on the reduced network."""
         if flat.nodes == 0:
             best.see(flat, np.zeros(0, dtype=np.int64))
-            self.prove(best.objective)
+            self.finish(best)
             return
         whole = flat
         with self.phase("dual"):
@@ -168,7 +171,7 @@ class _Search:
                 self.prove(min(dual.bound, best.cutoff))
             dual.restore()
         if dual.bound >= best.cutoff:
-            self.prove(best.objective)
+            self.finish(best)
             return
         with self.phase("dive"):
             for part in _PARTS:
@@ -186,12 +189,14 @@ class _Search:
                     tree.search(ends, _STEPS, 2 * _STEPS)
                     self.prove(min(tree.bound, best.cutoff))
                 if tree.ended:
-                    self.prove(best.objective)
+                    self.finish(best)
                     return
             else:
                 with self.phase("neighbourhoods"):
                     if neighbours is None:
-                        neighbours = Neighbourhoods(whole, best, dual.messages.vectors, dual.prices, self.generator)
+                        neighbours = Neighbourhoods(
+                            whole, best, dual.messages.vectors, dual.prices, self.generator
+                        )
                     while ends() > 0:
                         neighbours.improve(permitted, ends)
             tree_turn = not tree_turn
@@ -200,9 +205,8 @@ class _Search:
         """The given choice, the cheapest strategies and the smallest ones; a bound that needs no search."""
         problem = self.problem
         if problem.limit is not None:
-            time_, least = problem.least_peak()
-            if least > problem.limit * (1 + 1e-12):
-                self.infeasible, self.short = True, (time_, least - problem.limit)
+            if problem.least_peak()[1] > problem.limit * (1 + 1e-12):
+                self.no_choice()
                 return
         for choice in (start, tuple(int(np.argmin(c)) for c in problem.costs)):
             if choice is not None and problem.feasible(choice):
@@ -228,12 +232,19 @@ class _Search:
     def prove(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
 
-    def no_choice(self, network: Network) -> None:
+    def finish(self, best: Best) -> None:
+        """There is nothing below the cutoff."""
+        if math.isinf(best.objective):
+            self.no_choice()
+        else:
+            self.prove(best.objective)
+
+    def no_choice(self) -> None:
+        """There is none: say why."""
         self.infeasible = True
-        if len(network.times):
-            worst = int(np.argmin(network.room))
-            if network.room[worst] < 0:
-                self.short = int(network.times[worst]), -float(network.room[worst])
+        with self.phase("explain"):
+            where, missing, self.message = explain_shortage(self.problem, self.left)
+        self.short = None if where is None else (where, missing)
 
     def solution(self) -> Solution:
         """What is known now."""
@@ -246,4 +257,6 @@ class _Search:
         bound = min(self.bound, self.objective)
         gap = gap_of(self.objective, bound)
         status = "optimal" if gap <= _ROUNDING else "feasible"
-        return Solution(self.choice, self.objective, bound, gap, status, dict(self.seconds), message=self.message)
+        return Solution(
+            self.choice, self.objective, bound, gap, status, dict(self.seconds), message=self.message
+        )

@@ -1,0 +1,123 @@
+"""How close the intra-operator solver comes to the best known answers of the contest's instances.
+
+    python benchmarks/iopddl.py [FILES] [--seconds 60] [--threads 2] [--quick] [--json FILE]
+
+Files are in the format of the contest on intra-operator parallelism (ASPLOS / EuroSys 2025, google/iopddl),
+`.json` or `.json.gz`; without any, those of `tests/data/iopddl`. Every instance gets the same seconds on the
+wall clock, reading and reducing included. `ratio` is the mean of objective / best known over the files whose
+best known objective is in `KNOWN`; for the others the gap to the own bound is what there is to judge by. The
+choice of every instance is judged by `Problem.feasible` and `Problem.objective`, not by the solver. `--quick`
+gives every file at most 8 s.
+
+Best known and the contest's best, objective / best known (an instance's first line names its file):
+    A 6548553650, contest 1.00001      B 532843, contest 1.0         G 217039, contest 1.0
+    K 2175384388, contest 1.04546      M 49927745127, contest 1.00001   V 1617084, contest 1.00926
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from distgraph.passes.search.contest import read_contest
+from distgraph.passes.search.intra import solve
+
+DATA = Path(__file__).parent.parent / "tests" / "data" / "iopddl"
+QUICK_SECONDS = 8.0
+KNOWN = {  # file: best known objective, best of the contest's entries
+    "A": (6548553650, 6548641531),
+    "B": (532843, 532843),
+    "G": (217039, 217039),
+    "K": (2175384388, 2274276676),
+    "M": (49927745127, 49928460991),
+    "V": (1617084, 1632051),
+}
+
+
+def run(file: Path, seconds: float, threads: int, seed: int) -> dict[str, Any]:
+    """One instance: what was found, proved and how long it took."""
+    began = time.perf_counter()
+    problem = read_contest(file)
+    read = time.perf_counter() - began
+    found = solve(problem, seconds=max(0.0, seconds - read), threads=threads, seed=seed)
+    total = time.perf_counter() - began
+    feasible = found.choice is not None and problem.feasible(found.choice)
+    return {
+        "objective": problem.objective(found.choice) if found.choice is not None else None,
+        "bound": found.bound if math.isfinite(found.bound) else None,
+        "seconds": total,
+        "feasible": feasible,
+        "status": found.status,
+        "gap": found.gap if math.isfinite(found.gap) else None,
+        "phases": {"read": read, **found.seconds},
+        "message": found.message,
+    }
+
+
+def name_of(file: Path) -> str:
+    return file.name.removesuffix(".gz").removesuffix(".json")
+
+
+def ratio_of(instances: dict[str, dict[str, Any]]) -> float | None:
+    """Mean of objective / best known; None where no file is a known one, inf where an answer is missing."""
+    ratios = [
+        entry["objective"] / KNOWN[name][0] if entry["feasible"] else math.inf
+        for name, entry in instances.items()
+        if name in KNOWN
+    ]
+    return sum(ratios) / len(ratios) if ratios else None
+
+
+def show(instances: dict[str, dict[str, Any]], console: Console) -> None:
+    headers = "instance objective ratio contest bound gap status seconds phases"
+    table = Table(*headers.split())
+    for name, entry in instances.items():
+        known, contest = KNOWN.get(name, (None, None))
+        objective = entry["objective"]
+        table.add_row(
+            name,
+            "-" if objective is None else f"{objective:.0f}",
+            "-" if objective is None or known is None else f"{objective / known:.5f}",
+            "-" if known is None or contest is None else f"{contest / known:.5f}",
+            "-" if entry["bound"] is None else f"{entry['bound']:.0f}",
+            "-" if entry["gap"] is None else f"{entry['gap']:.4%}",
+            entry["status"] if entry["feasible"] or objective is None else "BROKEN",
+            f"{entry['seconds']:.1f}",
+            " ".join(f"{phase} {seconds:.1f}" for phase, seconds in entry["phases"].items()),
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="objective / best known of the contest's instances")
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    seconds = min(arguments.seconds, QUICK_SECONDS) if arguments.quick else arguments.seconds
+    files = arguments.files or sorted(DATA.glob("*.json*"))
+    console = Console(width=200)
+    instances: dict[str, dict[str, Any]] = {}
+    for file in files:
+        instances[name_of(file)] = run(file, seconds, arguments.threads, arguments.seed)
+        console.print(f"{name_of(file)}: {instances[name_of(file)]['objective']}", style="dim")
+    show(instances, console)
+    ratio = ratio_of(instances)
+    console.print(f"mean ratio {'-' if ratio is None else f'{ratio:.6f}'}  load {os.getloadavg()[0]:.1f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"ratio": ratio, "instances": instances}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
