@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, opened
 from clusters import cluster_of
 from forecasts import document
 from training import data, engine
@@ -281,3 +282,19 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
     )
     trained.forecast(boxes(2), html=html)
     assert "measured, rank" not in html.read_text()
+
+
+@PLOTLY
+@CHROMIUM
+def test_both_are_drawn_in_a_browser(tmp_path: Path) -> None:
+    trained, timeline = recorded("pp2", 2)
+    html = tmp_path / "report.html"
+    trained.forecast(boxes(2), html=html, measured=timeline)
+    probe = opened(html.read_text(), tmp_path)
+    assert probe["errors"] == []
+    assert probe["loaded"] == []
+    assert probe["ticks"] == [
+        "forecast, rank 0", "measured, rank 0", "forecast, rank 1", "measured, rank 1",
+    ]  # fmt: skip
+    assert probe["bars"] > 2 * 2 * (2 + 2 + 1)
+    assert "backward.s" in probe["hover"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -16,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from browser import CHROMIUM, opened
 from clusters import cluster_of
 from forecasts import chain, document, machines
 from typer.testing import CliRunner
@@ -351,47 +349,11 @@ def test_without_plotly_the_way_out_is_told(tmp_path, monkeypatch):
         report.report(forecast(pipe(1), machines(6, 6)), tmp_path / "r.html")
 
 
-PROBE = """
-<script>
-window.addEventListener("load", async () => {
-  const graph = document.getElementById("figure1");
-  const bars = graph.querySelectorAll(".bars .point path").length;
-  const number = graph.data.findIndex(trace => trace.name == "backward");
-  Plotly.Fx.hover(graph, [{curveNumber: number, pointNumber: 0}]);
-  await new Promise(done => setTimeout(done, 300));
-  const hover = graph.querySelector(".hoverlayer").textContent;
-  const loaded = performance.getEntriesByType("resource").map(entry => entry.name)
-    .filter(name => !name.startsWith("data:"));
-  const plots = document.querySelectorAll(".js-plotly-plot .main-svg").length;
-  document.body.setAttribute("data-probe", btoa(JSON.stringify({bars, hover, loaded, plots, errors})));
-});
-</script>
-"""
-ERRORS = """<script>
-const errors = [];
-window.addEventListener("error", event => errors.push(String(event.message)));
-window.addEventListener("unhandledrejection", event => errors.push(String(event.reason)));
-for (const name of ["error", "warn"]) console[name] = (...args) => errors.push(args.join(" "));
-</script>"""
-
-
 @PLOTLY
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@CHROMIUM
 def test_the_page_draws_in_a_browser(tmp_path):
     """Offline and without an error: the bars are there and hovering over one names its task."""
-    text = page(tmp_path).replace("<head>", "<head>" + ERRORS, 1).replace("</body>", PROBE + "</body>")
-    path = tmp_path / "probed.html"
-    path.write_text(text)
-    command = [
-        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-        "--proxy-server=127.0.0.1:1", f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=20000", "--window-size=1400,1000", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    found = re.search(r'data-probe="([^"]+)"', done.stdout)
-    assert found is not None, done.stderr[-2000:]
-    probe = json.loads(base64.b64decode(found[1]))
+    probe = opened(page(tmp_path), tmp_path)
     assert probe["errors"] == []
     assert probe["loaded"] == []
     assert probe["plots"] > 5
