@@ -35,7 +35,9 @@ def training_of(engine: dg.Engine, mode: str = "train") -> Training:
 def test_semi_is_the_forecast_of_the_annotated_program() -> None:
     cluster = machines(2, 2)
     engine = CASE.engine(cluster=cluster)
-    plan = search(training_of(engine), cluster, SearchOptions(mode="semi"))
+    told: list[Progress] = []
+    plan = search(training_of(engine), cluster, SearchOptions(mode="semi", watch=told.append))
+    assert told[-1].incumbent == plan.forecast.seconds
     engine.prepare(CASE.first())
     forecast = engine.forecast()
     assert plan.forecast is not None

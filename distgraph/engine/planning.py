@@ -95,6 +95,9 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
         try:
             for found in _improved(training, cluster, options, interrupt):
                 best = found
+                if options.watch is not None and best.forecast is not None:
+                    now = time.monotonic() - start
+                    options.watch(Progress("forecast", now, best.forecast.seconds, best.search.bound))
                 if interrupt.asked:
                     break
         except KeyboardInterrupt:
