@@ -20,7 +20,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("jax")
     folder: Path = tmp_path_factory.mktemp("jax")
     write_inputs(folder, NAMES, "jax")
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    options = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = {"XLA_FLAGS": options, "JAX_PLATFORMS": "cpu"}
     finish([run("export_jax_program.py", [str(folder), str(HEADS), str(RATE), *NAMES], flags)])
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in NAMES}
 
