@@ -446,13 +446,22 @@ def read_cost(shape: tuple[int, ...], size: int, held: DistAttr, reads: list[Rea
         mesh, spec = attr.mesh, attr.spec
         if fetches(held, attr):
             volume = busiest(halo_tiles(shape, mesh, spec, windows, held))
-            total += _TOUCH * size * math.prod(spec.local_shape(shape, mesh, mesh.members[0]))
+            total += _copied(shape, size, held, attr)
         else:
             moved[attr] = None
             volume = halo_volume(shape, mesh, spec, windows)
         axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
         total += price("permute", float(size * volume), mesh.count(axes), mesh, axes) if volume else 0.0
-    return total + sum(move_cost(shape, size, held, attr, price) for attr in moved)
+    for attr in moved:
+        total += move_cost(shape, size, held, attr, price) + _copied(shape, size, held, attr)
+    return total
+
+
+def _copied(shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr) -> float:
+    """What a rank copies to itself where a value goes to the same ranks in another order."""
+    if held.mesh == attr.mesh or held.mesh.rank_set != attr.mesh.rank_set:
+        return 0.0
+    return _TOUCH * size * math.prod(attr.spec.local_shape(shape, attr.mesh, attr.mesh.members[0]))
 
 
 def _orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
