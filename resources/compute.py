@@ -26,6 +26,8 @@ import numpy as np
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster, Device, OpTable
 
+_EXAMPLES = {"launch": "5 us", "memory_efficiency": "0.8", "lookup_efficiency": "0.3"}
+_RATE = "{efficiency: 0.8, half: [128, 128, 64]}"
 CLASSES = ("matmul", "memory", "lookup", "launch")
 Dims = tuple[int, int, int, int]
 
@@ -70,7 +72,7 @@ class ComputeCost:
         if kind not in CLASSES:
             raise ResourceError(f"op class {kind}: unknown; use one of {', '.join(CLASSES)}")
         found = self.cluster.devices[device]
-        seconds = self._number(found, "launch", "5 us")
+        seconds = self._number(found, "launch")
         table = found.compute.ops.get(op, {}).get(dtype)
         if table is not None and table.launch is not None:
             seconds = table.launch
@@ -93,12 +95,7 @@ class ComputeCost:
         rate = found.compute.matmul.get(dtype)
         if rate is None:
             known = ", ".join(found.compute.matmul) or "no dtype"
-            raise self._missing(
-                found,
-                f"matmul.{dtype}",
-                f"{found.model} states {known}",
-                f"{dtype}: {{efficiency: 0.8, half: [128, 128, 64]}}",
-            )
+            raise self._missing(found, f"matmul.{dtype}", f"{found.model} states {known}", _RATE)
         peak = found.peak[dtype] if dtype in found.peak else self.cluster.flops(device, dtype)
         reached = peak * rate.efficiency
         for size, half in zip(dims[1:], rate.half, strict=True):
@@ -112,20 +109,29 @@ class ComputeCost:
                 f"{self.cluster.source}: {device.origin}.memory_bandwidth: missing, needed to price ops "
                 f'on {device.model}; add memory_bandwidth such as "900 GB/s", or run distgraph profile there'
             )
-        return device.memory_bandwidth * self._number(device, f"{kind}_efficiency", "0.8")
+        return device.memory_bandwidth * self._number(device, f"{kind}_efficiency")
 
-    def _number(self, device: Device, name: str, example: str) -> float:
+    def _number(self, device: Device, name: str) -> float:
         number: float | None = getattr(device.compute, name)
         if number is None:
-            raise self._missing(
-                device, name, f"needed to price computation on {device.model}", f"{name}: {example}"
-            )
+            why = f"needed to price computation on {device.model}"
+            raise self._missing(device, name, why, _EXAMPLES[name])
         return number
 
     def _missing(self, device: Device, name: str, why: str, example: str) -> ResourceError:
+        """The number that is wanted now, and with it all others that computation there lacks."""
+        wanted = name.rpartition(".")[2]
+        others = [
+            f"{other}: {text}"
+            for other, text in _EXAMPLES.items()
+            if other != name and getattr(device.compute, other) is None
+        ]
+        if not device.compute.matmul and not name.startswith("matmul"):
+            others.append(f"matmul: {{f32: {_RATE}}} for every dtype that is multiplied")
+        also = f" (and, missing there too, {', '.join(others)})" if others else ""
         return ResourceError(
             f"{self.cluster.source}: {device.origin}.compute.{name}: missing, {why}; add it such as "
-            f"{example}, or run distgraph profile on that machine, which measures it"
+            f"{wanted}: {example}{also}, or run distgraph profile on that machine, which measures it"
         )
 
 

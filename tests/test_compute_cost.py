@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from clusters import DEVICE, cluster_of, machine
+from typer.testing import CliRunner
 
+from distgraph import cli
 from distgraph.errors import ResourceError
-from distgraph.resources import ComputeCost
+from distgraph.resources import ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster
 
 COMPUTE = {
@@ -124,3 +127,27 @@ def test_other_missing_numbers():
 def test_mistakes_in_the_file(compute: dict[str, Any], message: str):
     with pytest.raises(ResourceError, match=message):
         device_of(compute)
+
+
+def test_all_numbers_that_computation_lacks_are_told_at_once():
+    """A shipped file with data-sheet numbers only: what is missing, an example of each, and the way out."""
+    with pytest.raises(ResourceError) as caught:
+        ComputeCost(load_cluster("dgx_h100_pod")).time(0, "memory", 0, 2**20, "f32")
+    text = str(caught.value)
+    assert "dgx_h100_pod.yaml: machines[0].devices.compute.launch: missing, needed to price" in text
+    for example in ("launch: 5 us", "memory_efficiency: 0.8", "lookup_efficiency: 0.3", "matmul: {f32: {eff"):
+        assert example in text
+    assert text.endswith("or run distgraph profile on that machine, which measures it")
+    some = {name: value for name, value in COMPUTE.items() if name != "lookup_efficiency"}
+    with pytest.raises(ResourceError) as caught:
+        ComputeCost(device_of(some)).time(0, "matmul", 1, 1, "f16", (1, 1, 1, 1))
+    text = str(caught.value)
+    assert "compute.matmul.f16: missing, G states f32; add it such as f16: {efficiency" in text
+    assert "(and, missing there too, lookup_efficiency: 0.3)" in text
+
+
+def test_the_quickstart_is_forecast_on_a_shipped_cluster():
+    script = Path(__file__).parent.parent / "tutorials" / "01_quickstart.py"
+    result = CliRunner().invoke(cli.app, ["forecast", str(script), "--cluster", "p3_16xlarge_x8"])
+    assert result.exit_code == 0, result.output
+    assert "fits every device" in result.output
