@@ -207,6 +207,16 @@ def test_equals_brute_force(seed: int) -> None:
         assert found.runner_up.seconds == pytest.approx(second, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", [0, 2, 3, 6, 9])
+def test_only_rows_below_are_looked_for(seed: int) -> None:
+    problem = random_problem(seed)
+    best = find_stages(problem, runner_up=False)
+    again = find_stages(problem, runner_up=False, below=best.seconds * 1.0001)
+    assert again.seconds == best.seconds
+    with pytest.raises(InfeasibleError, match="no row of stages that fits takes less than"):
+        find_stages(problem, below=best.seconds)
+
+
 # ------------------------------------------------------------------ costs from profiles
 
 

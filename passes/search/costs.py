@@ -259,8 +259,11 @@ class _Runs:
         return np.maximum(self.temporary, _maxima(again.temporary))
 
     @cached_property
-    def kinds(self) -> tuple[tuple[float, float, Numbers], ...]:
-        """(seconds more, bytes less, layers) of the layers worth recomputing that are alike, best first."""
+    def kinds(self) -> tuple[tuple[float, float, Numbers, Floats], ...]:
+        """Layers worth recomputing, those alike together, best first.
+
+        Seconds more, bytes less, their numbers, and how many of them each run has.
+        """
         if self.again is None:
             return ()
         p, q = self.profile, self.again
@@ -270,12 +273,12 @@ class _Runs:
         for layer in np.flatnonzero(less > 0):
             alike.setdefault((float(more[layer]), float(less[layer])), []).append(int(layer))
         ordered = sorted(alike.items(), key=lambda item: item[0][0] / item[0][1])
-        return tuple((e, a, np.asarray(layers)) for (e, a), layers in ordered)
+        return tuple((e, a, np.asarray(own), _counts(own, self.layers)) for (e, a), own in ordered)
 
     def missing(self, live: int, memory: float) -> Floats:
         """Bytes above the memory, with all or no layers recomputed."""
         held = self.fixed + live * self.activations
-        saved = sum((live * less * _counts(layers, self.layers) for _, less, layers in self.kinds), start=0.0)
+        saved = sum((live * less * count for _, less, _, count in self.kinds), start=0.0)
         return np.asarray(np.minimum(held + self.temporary, held - saved + self.scratch) - memory)
 
     def seconds(self, live: int, memory: float) -> Floats:
@@ -287,15 +290,11 @@ class _Runs:
         if self.again is None or bool((fits | ~self.inside).all()):
             return found
         missing, extra = held + self.scratch - allowed, np.zeros_like(held)
-        for more, less, layers in self.kinds:
-            taken = self._taken(missing, live * less, _counts(layers, self.layers))
+        for more, less, _, count in self.kinds:
+            taken = np.clip(np.ceil(missing / (live * less)), 0, count)
             missing -= taken * live * less
             extra += taken * more
         return np.where(self.inside & ~fits & (missing <= 0), self.plain + extra, found)
-
-    @staticmethod
-    def _taken(missing: Floats, saved: float, available: Floats) -> Floats:
-        return np.clip(np.ceil(missing / saved), 0, available) if saved > 0 else np.zeros_like(missing)
 
     def recomputed(self, first: int, last: int, live: int, memory: float) -> tuple[int, ...]:
         """Layers of one run that are recomputed."""
@@ -304,7 +303,7 @@ class _Runs:
         if held + self.temporary[first, last] <= allowed:
             return ()
         missing, found = held + self.scratch[first, last] - allowed, []
-        for _, less, layers in self.kinds:
+        for _, less, layers, _ in self.kinds:
             inside = layers[(layers >= first) & (layers <= last)]
             taken = int(np.clip(np.ceil(missing / (live * less)), 0, len(inside)))
             missing -= taken * live * less
@@ -331,9 +330,9 @@ def _maxima(values: Floats) -> Floats:
     return np.asarray(np.maximum(np.maximum.accumulate(spread, axis=1), values[-1]))
 
 
-def _counts(members: Numbers, layers: int) -> Floats:
+def _counts(members: Sequence[int], layers: int) -> Floats:
     """How many of some layers lie in each run."""
     total = np.zeros(layers + 1)
-    total[members + 1] = 1
+    total[np.asarray(members) + 1] = 1
     total = np.cumsum(total)
     return np.asarray(total[None, 1:] - total[:-1, None])

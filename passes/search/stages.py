@@ -12,10 +12,11 @@ once a step, m micro-batches, and `fill` (1 for GPipe and 1F1B),
     minimise  fill (sum_i t_i + sum_i x_i) + max(max_i (m - fill) t_i + s_i, max_i (m - fill) x_i).
 
 Without borders and s this is equation 2 of Alpa (Zheng et al., OSDI 2022). As there, the maximum is
-enumerated: for a limit U on it, a dynamic programme (`stage_dp`) gives the least sum f(U). f falls with U,
-so for all limits in [a, b] the objective is at least fill f(b) + a. Limits are the values that the maximum
-can take; they are halved, the interval with the least bound first, and intervals whose bound is not below
-the incumbent are dropped. That prunes more than stopping at m U >= incumbent, the paper's early pruning.
+enumerated: for a limit U on it, a dynamic programme (`stage_dp`) gives the least sum f(U), with a row whose
+maximum is u <= U, so that f is the same from u to U. f falls with U: with a maximum in [a, b) the
+objective is at least fill f(b) + a. Such intervals are kept by their bound. The one with the least is solved
+just below its end and in its middle, and falls into two; the search ends when no bound is below the
+incumbent. That prunes more than stopping at m U >= incumbent, the paper's early pruning.
 
 Stages may lie in different pools, and their order in the pipeline is free: mixed clusters need nothing else.
 Sizes that do not divide one another need not fit into machines side by side even where their sum does. If
@@ -28,7 +29,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise, product
 
 import numpy as np
@@ -141,15 +141,20 @@ class Stages:
     runner_up: Stages | None = None
 
 
-def find_stages(problem: StageProblem, *, runner_up: bool = True) -> Stages:
+def find_stages(problem: StageProblem, *, runner_up: bool = True, below: float = np.inf) -> Stages:
     """The best stages.
 
+    Args:
+        problem: see there.
+        runner_up: whether to look for the best row without the slowest stage, too.
+        below: seconds; rows that do not take less are not looked for, which is faster where one is known.
+
     Raises:
-        InfeasibleError: no row of stages fits.
+        InfeasibleError: no row of stages fits, or none takes less than `below`.
     """
-    best = _placed(problem)
+    best = _placed(problem, below)
     if best is None:
-        raise InfeasibleError(_nothing_fits(problem))
+        raise InfeasibleError(_nothing_fits(problem) if below == np.inf else _none_below(problem, below))
     return replace(best, runner_up=_runner_up(problem, best)) if runner_up else best
 
 
@@ -161,15 +166,15 @@ def _runner_up(problem: StageProblem, best: Stages) -> Stages | None:
     return _placed(replace(problem, costs=Restricted(problem.costs, forbidden)))
 
 
-def _placed(problem: StageProblem) -> Stages | None:
+def _placed(problem: StageProblem, below: float = np.inf) -> Stages | None:
     """The best row that can be placed, among those whose sizes divide one another if the best cannot."""
-    found = _Search(problem).run()
+    found = _Search(problem, below).run()
     if found is None or found[0] is not None:
         return None if found is None else found[0]
     _, bound = found
     rows = []
     for allowed in _chained(problem):
-        row = _Search(replace(problem, costs=Restricted(problem.costs, ~allowed))).run()
+        row = _Search(replace(problem, costs=Restricted(problem.costs, ~allowed)), below).run()
         if row is not None and row[0] is not None:
             rows.append(row[0])
     if not rows:
@@ -192,7 +197,7 @@ def _chained(problem: StageProblem) -> Iterator[NDArray[np.bool_]]:
 class _Search:
     """Limits on the slowest stage, halved until none can be better."""
 
-    def __init__(self, problem: StageProblem) -> None:
+    def __init__(self, problem: StageProblem, below: float = np.inf) -> None:
         self.problem = problem
         self.layers = problem.costs.shape[0]
         self.fill = problem.schedule.fill
@@ -201,33 +206,42 @@ class _Search:
             tuple(p.size for p in problem.pools), tuple(s.sizes for s in problem.submeshes), problem.whole
         )
         self.costs: dict[int, StageCosts] = {}
+        self.maxima: dict[int, Floats] = {}
         self.limits = 0
-        self.best: tuple[float, Row, list[int]] | None = None
+        self.incumbent = below
+        self.best: tuple[Row, list[int]] | None = None
 
     def run(self) -> tuple[Stages | None, float] | None:
         """The best row (None where it cannot be placed) and its seconds; None where nothing fits."""
         if self.devices is None:
             return None
         least = self.least_limit()
-        total = self.solve(np.inf, least) if least < np.inf else None
-        if self.best is None:
-            return None
-        limits = np.empty(0) if total is None else self.candidates(least, total)
-        queue: list[tuple[float, float, int, int]] = []
-        if total is not None and len(limits):
-            queue.append((self.fill * total + limits[0], total, 0, len(limits) - 1))
+        found = self.solve(np.inf, least) if least < np.inf else None
+        queue: list[
+            tuple[float, float, float, float]
+        ] = []  # bound, sum, and the open interval of the maximum
+        if found is not None:
+            queue.append((self.fill * found[0] + least, found[0], least, found[1]))
         while queue:
             bound, total, low, high = heapq.heappop(queue)
-            if bound >= self.best[0] * (1 - _EQUAL):
+            enough = self.incumbent * (1 - _EQUAL)
+            if bound >= enough:
                 break
-            middle = (low + high) // 2
-            below = self.solve(float(limits[middle]), float(limits[low]))
-            if middle < high:
-                heapq.heappush(queue, (self.fill * total + limits[middle + 1], total, middle + 1, high))
-            if below is not None and low < middle:
-                heapq.heappush(queue, (self.fill * below + limits[low], below, low, middle - 1))
-        seconds, row, configs = self.best
-        stages = self.placed(row, configs)
+            # from the upper end on, no row is better
+            found = self.solve(min(high, self.incumbent - self.fill * total) * (1 - _EQUAL), low)
+            if found is None or self.fill * found[0] + low >= enough:
+                continue
+            total, high = found
+            middle = (low + high) / 2
+            if not low < middle < high:
+                continue
+            heapq.heappush(queue, (self.fill * total + middle, total, middle, high))
+            below = self.solve(middle, low)
+            if below is not None:
+                heapq.heappush(queue, (self.fill * below[0] + low, below[0], low, below[1]))
+        if self.best is None:
+            return None
+        stages, seconds = self.placed(*self.best), self.incumbent
         return (None if stages is None else Stages(stages, seconds, seconds, self.limits)), seconds
 
     def at(self, position: int) -> StageCosts:
@@ -237,43 +251,15 @@ class _Search:
             self.costs[live] = self.problem.costs.at(live)
         return self.costs[live]
 
-    @cached_property
-    def uniform(self) -> bool:
-        """Whether the position of a stage makes no difference to its costs."""
-        last, first = self.at(1), self.at(self.problem.stages)
-        return first is last or bool((first.seconds == last.seconds).all())
-
-    def candidates(self, low: float, total: float) -> Floats:
-        """Values that the slowest stage or border can take in a row better than the incumbent."""
-        assert self.best is not None
-        high = self.best[0] - self.fill * total
-        seen: dict[int, StageCosts] = {}
-        for position in range(1, 2 if self.uniform else self.problem.stages + 1):
-            seen.setdefault(id(self.at(position)), self.at(position))
-        parts = []
-        for costs in seen.values():
-            values = self.slowest(costs)
-            parts.append(np.unique(values[(values >= low * (1 - _EQUAL)) & (values <= high)]))
-        if self.problem.transfer is not None:
-            values = self.rounds * self.problem.transfer
-            parts.append(np.unique(values[(values >= low) & (values <= high)]))
-        every = np.unique(np.concatenate(parts))
-        if not len(every):
-            return every
-        last = np.append(
-            every[1:] > every[:-1] * (1 + _EQUAL), True
-        )  # of values that are equal but for rounding
-        return np.asarray(every[last])
-
     def least_limit(self) -> float:
         """No row has a slowest stage below this: every layer is in some stage."""
-        least = self.slowest(self.at(1)).min(axis=(2, 3))
+        least = self.slowest(1).min(axis=(2, 3))
         # least[k, i] -> over all runs first <= k, last >= i
         around = np.minimum.accumulate(np.minimum.accumulate(least, axis=0)[:, ::-1], axis=1)[:, ::-1]
         return float(np.diagonal(around).max())
 
-    def solve(self, limit: float, least: float) -> float | None:
-        """f(limit), and a better incumbent if there is one.
+    def solve(self, limit: float, least: float) -> tuple[float, float] | None:
+        """f(limit) and the maximum of its row; a better incumbent if there is one.
 
         None where no row with a maximum from `least` to `limit` is better than the incumbent.
         """
@@ -299,11 +285,26 @@ class _Search:
         if found is None:
             return None
         self.offer(found[1], limit)
-        return found[0]
+        return found[0], self.maximum(found[1], limit)
+
+    def maximum(self, row: Row, limit: float) -> float:
+        """The slowest stage or border of a row with the fastest configs under a limit."""
+        stages = [
+            float(self.slowest(len(row) - i)[first, stop - 1, n, config])
+            for i, ((first, stop, n), config) in enumerate(zip(row, self.configs(row, limit), strict=True))
+        ]
+        return max([*stages, *(self.rounds * x for x in self.passed(row))])
+
+    def passed(self, row: Row) -> list[float]:
+        """Seconds of the borders of a row."""
+        transfer = self.problem.transfer
+        if transfer is None:
+            return []
+        return [float(transfer[a[1] - 1, a[2], b[2]]) for a, b in pairwise(row)]
 
     def budget(self, least: float) -> float:
         """Sum above which a row is no better than the incumbent."""
-        return np.inf if self.best is None else (self.best[0] - least) / self.fill
+        return (self.incumbent - least) / self.fill
 
     def offer(self, row: Row, limit: float) -> None:
         """Make a row the incumbent where it fits and is better."""
@@ -311,22 +312,24 @@ class _Search:
             return
         configs = self.configs(row, limit)
         seconds = self.makespan(row, configs)
-        if seconds < np.inf and (self.best is None or seconds < self.best[0]):
-            self.best = seconds, row, configs
+        if seconds < self.incumbent:
+            self.incumbent, self.best = seconds, (row, configs)
 
     def within(self, position: int, limit: float) -> Floats:
         """Seconds of one micro-batch under every config, inf above the limit."""
-        costs = self.at(position)
-        if limit == np.inf:
-            return costs.seconds
-        return np.where(self.slowest(costs) <= limit, costs.seconds, np.inf)
+        seconds = self.at(position).seconds
+        return seconds if limit == np.inf else np.where(self.slowest(position) <= limit, seconds, np.inf)
 
-    def slowest(self, costs: StageCosts) -> Floats:
+    def slowest(self, position: int) -> Floats:
         """What the maximum of the objective is at least with a stage in the row."""
-        found = np.full_like(costs.seconds, np.inf)
-        fits = np.isfinite(costs.seconds)
-        found[fits] = self.rounds * costs.seconds[fits] + costs.step[fits]
-        return found
+        live = self.problem.live(position)
+        if live not in self.maxima:
+            costs = self.at(position)
+            fits = np.isfinite(costs.seconds)
+            found = np.full_like(costs.seconds, np.inf)
+            found[fits] = self.rounds * costs.seconds[fits] + costs.step[fits]
+            self.maxima[live] = found
+        return self.maxima[live]
 
     def holds(self, row: Row, times: Times) -> bool:
         """Whether the stages of a row cost where they lie what they would cost at the end."""
@@ -347,13 +350,9 @@ class _Search:
     def makespan(self, row: Row, configs: Sequence[int]) -> float:
         """Seconds of a step."""
         placed = [self.stage(row, i, config, ()) for i, config in enumerate(configs)]
-        transfer = self.problem.transfer
-        passed = []
-        if transfer is not None:
-            passed = [float(transfer[a[1] - 1, a[2], b[2]]) for a, b in pairwise(row)]
         seconds, step = [s.seconds for s in placed], [s.step for s in placed]
         policy, micro_batches = self.problem.schedule, self.problem.micro_batches
-        return makespan(policy, seconds, [0.0] * len(row), micro_batches, passed, step)
+        return makespan(policy, seconds, [0.0] * len(row), micro_batches, self.passed(row), step)
 
     def stage(self, row: Row, number: int, config: int, devices: tuple[int, ...]) -> Stage:
         """One stage of a row."""
@@ -372,6 +371,13 @@ class _Search:
         return tuple(
             self.stage(row, i, c, own) for i, (c, own) in enumerate(zip(configs, devices, strict=True))
         )
+
+
+def _none_below(problem: StageProblem, below: float) -> str:
+    return (
+        f"{problem.costs.shape[0]} layers with {problem.micro_batches} micro-batches: no row of stages that "
+        f"fits takes less than {below:.6g} s; ask for more time, or for another number of micro-batches"
+    )
 
 
 def _nothing_fits(problem: StageProblem) -> str:
