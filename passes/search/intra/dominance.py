@@ -3,7 +3,8 @@
 Strategy a of node i is dominated by b when b uses no more memory at any time and, whatever the neighbours
 choose,  c_i(b) - c_i(a) + sum_j max_s' (c_ij(b, s') - c_ij(a, s')) <= 0.
 
-Source: Goldstein, "Efficient rotamer elimination", Biophysical Journal 66 (1994), the criterion without memory.
+Source: Goldstein, "Efficient rotamer elimination", Biophysical Journal 66 (1994), the criterion without
+    memory.
 """
 
 from __future__ import annotations

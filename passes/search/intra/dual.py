@@ -4,8 +4,8 @@ For prices p(t) >= 0,
 
     L(p) = min over choices of [cost + sum_t p(t) (use(t) - room(t))]
 
-is a lower bound on the cost of every choice that fits, and message passing bounds L(p) from below. Prices move
-along the use of the rounded choices less the room, with the step of Polyak towards the best known cost.
+is a lower bound on the cost of every choice that fits, and message passing bounds L(p) from below. Prices
+move along the use of the rounded choices less the room, with the step of Polyak towards the best known cost.
 
 Source: Held, Wolfe and Crowder, "Validation of subgradient optimization" (1974); Polyak (1969).
 """
@@ -13,6 +13,7 @@ Source: Held, Wolfe and Crowder, "Validation of subgradient optimization" (1974)
 from __future__ import annotations
 
 import math
+
 import numpy as np
 
 from distgraph.passes.search.intra.flat import Flat, Ints

@@ -5,8 +5,9 @@ Without memory, every choice of vectors a_e,i(s), one for each end i of each edg
     sum_i min_s [c_i(s) + sum_e a_e,i(s)]  +  sum_e min_ss' [c_e(s, s') - a_e,i(s) - a_e,j(s')].
 
 A pass goes through the nodes in order. Each pulls from the edges behind it all that can be pulled,
-a_e,i(s) = min_s' [c_e(s, s') - a_e,j(s')], and pushes a share 1 / max(edges before, edges behind) of its sum to
-each edge ahead; passes alternate in direction. The bound never falls, and after a pass its second sum is zero.
+a_e,i(s) = min_s' [c_e(s, s') - a_e,j(s')], and pushes a share 1 / max(edges before, edges behind) of its sum
+to each edge ahead; passes alternate in direction. The bound never falls, and after a pass its second sum is
+zero.
 
 Source: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization" (PAMI 2006); in the
 form of reparametrisations: Kolmogorov, "A new look at reweighted message passing" (PAMI 2015).
@@ -93,56 +94,50 @@ def _pull(
 @exact
 def _sweep(
     cost: Floats, choice: Ints, vectors: Floats, backward: bool,
-    first: Ints, ends: Ints, table_first: Ints, table: Floats, touch_first: Ints, touch: Ints, side_first: Ints,
+    first: Ints, ends: Ints, table_first: Ints, table: Floats, touch_first: Ints, touch: Ints,
+    side_first: Ints,
 ) -> float:  # fmt: skip
     nodes = len(first) - 1
     widest = 0
     for i in range(nodes):
         widest = max(widest, first[i + 1] - first[i])
-    total, estimate, pulled = np.empty(widest), np.empty(widest), np.empty(widest)
+    total, estimate = np.empty(widest), np.empty(widest)
+    behind = 1 if backward else 0  # side of an edge at whose end the pass has been already
     bound = 0.0
     for step in range(nodes):
         i = nodes - 1 - step if backward else step
         count = first[i + 1] - first[i]
-        for s in range(count):
-            total[s] = cost[first[i] + s]
-            estimate[s] = total[s]
-        ahead, behind = 0, 0
+        total[:count] = cost[first[i] : first[i + 1]]
+        estimate[:count] = total[:count]
+        ahead = 0
         for t in range(touch_first[i], touch_first[i + 1]):
             side = touch[t]
-            edge, mine = side // 2, side_first[side]
-            if (side % 2 == 0) != backward:
+            mine = vectors[side_first[side] : side_first[side] + count]
+            if side % 2 == behind:
                 ahead += 1
                 for s in range(count):
-                    estimate[s] += vectors[mine + s]
+                    estimate[s] += mine[s]
             else:
-                behind += 1
-                _pull(pulled, vectors, side, first, ends, table_first, table, side_first)
-                other = ends[edge, 0] if side % 2 == 1 else ends[edge, 1]
-                columns = first[ends[edge, 1] + 1] - first[ends[edge, 1]]
+                _pull(mine, vectors, side, first, ends, table_first, table, side_first)
+                other = choice[ends[side // 2, behind]]
+                columns = first[ends[side // 2, 1] + 1] - first[ends[side // 2, 1]]
+                at, stride = (other * columns, 1) if behind == 0 else (other, columns)
+                at += table_first[side // 2]
                 for s in range(count):
-                    vectors[mine + s] = pulled[s]
-                    if side % 2 == 1:
-                        estimate[s] += table[table_first[edge] + choice[other] * columns + s]
-                    else:
-                        estimate[s] += table[table_first[edge] + s * columns + choice[other]]
+                    estimate[s] += table[at + s * stride]
             for s in range(count):
-                total[s] += vectors[mine + s]
-        least, best = np.inf, np.inf
-        for s in range(count):
-            least = min(least, total[s])
-            if estimate[s] < best:
-                best = estimate[s]
-                choice[i] = s
+                total[s] += mine[s]
+        least = total[:count].min()
+        choice[i] = np.argmin(estimate[:count])
         if least == np.inf:
             return np.inf
-        share = 1.0 / max(ahead, behind, 1)
+        share = 1.0 / max(ahead, touch_first[i + 1] - touch_first[i] - ahead, 1)
         for t in range(touch_first[i], touch_first[i + 1]):
-            side = touch[t]
-            if (side % 2 == 0) != backward:
+            if touch[t] % 2 == behind:
+                at = side_first[touch[t]]
                 for s in range(count):
-                    vectors[side_first[side] + s] -= share * total[s]
-        bound += (1.0 - share * ahead) * least if share * ahead < 1.0 else 0.0
+                    vectors[at + s] -= share * total[s]
+        bound += (1.0 - share * ahead) * least
     return bound
 
 
@@ -151,8 +146,8 @@ def _pull_all(
     own: Floats, total: Floats, held: Floats, vectors: Floats,
     first: Ints, ends: Ints, table_first: Ints, table: Floats, side_first: Ints,
 ) -> None:  # fmt: skip
-    """Add to own what every end of an edge holds, to total what could be pulled there; held is what is left of
-    each edge without pulling."""
+    """Add to own what every end of an edge holds, to total what could be pulled there; held is what is left
+    of each edge without pulling."""
     pulled = np.empty(len(total))
     for side in range(2 * len(ends)):
         _pull(pulled, vectors, side, first, ends, table_first, table, side_first)

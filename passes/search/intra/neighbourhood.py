@@ -1,9 +1,11 @@
-"""Large-neighbourhood search: most nodes keep their strategy, the others are decided anew by branch and bound.
+"""Large-neighbourhood search: most nodes keep their strategy, the others are decided anew by branch and
+bound.
 
-A neighbourhood grows along edges, and along the times at which memory is short, from a random node. Of several
-sizes the one that gains most per second is tried most.
+A neighbourhood grows along edges, and along the times at which memory is short, from a random node. Of
+several sizes the one that gains most per second is tried most.
 
-Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems" (1998).
+Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems"
+    (1998).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from distgraph.passes.search.intra.branch import Best, Tree, dive
+from distgraph.passes.search.intra.branch import Best, Tree
+from distgraph.passes.search.intra.dive import dive
 from distgraph.passes.search.intra.flat import Flat, Ints
 from distgraph.passes.search.intra.restrict import Mask, shrink
 from distgraph.passes.search.problem import Floats
@@ -72,7 +75,7 @@ class Neighbourhoods:
             dive(small, best, vectors, prices, left, _DIVE_STEPS, self.generator.choice(_PARTS))
         else:
             tree = Tree(small, best, vectors, prices, np.ones(len(small.cost), dtype=bool))
-            tree.search(left, _STEPS, _STEPS, visits=_VISITS)
+            tree.search(left, _STEPS, visits=_VISITS)
             ended = tree.ended
         self.tried += 1
         self._learn(arm, before - best.objective, time.perf_counter() - began)

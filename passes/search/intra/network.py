@@ -53,7 +53,8 @@ class Network:
 
     Attributes:
         costs: for every remaining node the costs of its remaining strategies.
-        near: for every remaining node its neighbours, with the table [own strategies, neighbour's strategies].
+        near: for every remaining node its neighbours, with the table [own strategies, neighbour's
+            strategies].
         uses: for every remaining node its uses of memory; starts and stops are positions in `times`.
         times: the times of the problem at which memory still matters, ascending.
         room: units left at each of them.

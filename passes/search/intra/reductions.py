@@ -5,9 +5,9 @@ Until nothing changes:
 - arc consistency: a strategy without a permitted partner at some neighbour goes;
 - dominance: a strategy that another one always beats goes (`dominance`);
 - followers: where every strategy of a node permits one strategy of a neighbour only, the neighbour joins it;
-- degree 0, 1 and 2: a node without uses is minimised out; with one neighbour and uses it is, too, where one of
-  its strategies is best for cost and memory at once, and otherwise it joins the neighbour while the pairs that
-  are not beaten are no more than both had strategies;
+- degree 0, 1 and 2: a node without uses is minimised out; with one neighbour and uses it is, too, where one
+  of its strategies is best for cost and memory at once, and otherwise it joins the neighbour while the pairs
+  that are not beaten are no more than both had strategies;
 - the times of the limit that matter (`times`).
 
 Nodes that look alike, tables and all, are reduced once: repeated layers cost little.
@@ -126,7 +126,8 @@ def _weight(network: Network, node: int) -> int:
 
 
 class _Patterns:
-    """What the finite entries of every table say: rows and columns without any, rows and columns with one each.
+    """What the finite entries of every table say: rows and columns without any, rows and columns with one
+    each.
 
     Facts are kept until the table is another object.
     """
@@ -197,8 +198,8 @@ def _minimise_out(network: Network, node: int, queue: _Queue) -> bool:
 
 
 def _join_only_neighbour(network: Network, node: int, leader: int, queue: _Queue) -> bool:
-    """Merge a node of degree 1 into its neighbour: pairs (leader's strategy, own strategy) that are not beaten
-    by another own strategy in cost and in every use."""
+    """Merge a node of degree 1 into its neighbour: pairs (leader's strategy, own strategy) that are not
+    beaten by another own strategy in cost and in every use."""
     total = network.costs[node][None, :] + network.near[leader][node]
     uses = [use.amounts for use in network.uses[node]]
     rows, columns = _unbeaten(total, uses)
@@ -210,8 +211,8 @@ def _join_only_neighbour(network: Network, node: int, leader: int, queue: _Queue
 
 
 def _unbeaten(total: Floats, uses: list[Floats]) -> tuple[Numbers, Numbers]:
-    """Positions of the finite entries of total [rows, strategies] that no other of their row beats in cost and
-    in all uses at once."""
+    """Positions of the finite entries of total [rows, strategies] that no other of their row beats in cost
+    and in all uses at once."""
     count = total.shape[1]
     finite = np.isfinite(total)
     first = np.arange(count)[:, None] < np.arange(count)[None, :]

@@ -1,8 +1,10 @@
-"""A flat network with some strategies struck out: what follows from that, and the smaller network that is left.
+"""A flat network with some strategies struck out: what follows from that, and the smaller network that is
+left.
 
-Striking out goes on until every strategy has a permitted partner at each neighbour and fits, with the least uses
-of all other nodes, into the room. Nodes with one strategy left are decided: their costs move to their neighbours
-and to the constant, their memory is taken off the room. Times that cannot be exceeded any more are dropped.
+Striking out goes on until every strategy has a permitted partner at each neighbour and fits, with the least
+uses of all other nodes, into the room. Nodes with one strategy left are decided: their costs move to their
+neighbours and to the constant, their memory is taken off the room. Times that cannot be exceeded any more are
+dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def restrict(flat: Flat, mask: Mask, vectors: Floats, prices: Floats) -> tuple[F
 
 
 def shrink(flat: Flat, mask: Mask, vectors: Floats, prices: Floats) -> tuple[Flat, Floats, Floats]:
-    """As `restrict`, for a mask that leaves every node a strategy, without looking for what follows from it."""
+    """As `restrict`, for a mask that leaves every node a strategy, without narrowing it."""
     sizes = np.add.reduceat(mask, flat.first[:-1], dtype=np.int64)
     only = flat.first[:-1] + _first_true(mask, flat.first)  # of every node the first strategy that stays
     open_nodes = sizes > 1
@@ -138,63 +140,51 @@ def _narrow(
     mask: Mask, first: Ints, ends: Ints, table_first: Ints, table: Floats, user: Ints,
     span: Ints, amount_first: Ints, amount: Floats, room: Floats, slack: float,
 ) -> bool:  # fmt: skip
-    """Strike out of the mask what has no permitted partner or no room; false where a node has nothing left."""
-    least, head = np.zeros(len(span)), np.empty(len(room))
+    """Strike out of the mask what has no permitted partner or no room; false where nothing is left."""
+    least, most, head = np.empty(len(span)), np.empty(len(span)), np.empty(len(room))
     changed = True
     while changed:
         changed = False
         for e in range(len(ends)):
             u, v = ends[e, 0], ends[e, 1]
-            rows, columns = first[u + 1] - first[u], first[v + 1] - first[v]
-            for r in range(rows):
-                if mask[first[u] + r]:
-                    partner = False
-                    for c in range(columns):
-                        if mask[first[v] + c] and table[table_first[e] + r * columns + c] < np.inf:
-                            partner = True
-                            break
-                    if not partner:
-                        mask[first[u] + r] = False
-                        changed = True
-            for c in range(columns):
-                if mask[first[v] + c]:
-                    partner = False
-                    for r in range(rows):
-                        if mask[first[u] + r] and table[table_first[e] + r * columns + c] < np.inf:
-                            partner = True
-                            break
-                    if not partner:
-                        mask[first[v] + c] = False
-                        changed = True
+            own = table[table_first[e] : table_first[e + 1]].reshape((first[u + 1] - first[u], -1))
+            rows, columns = mask[first[u] : first[u + 1]], mask[first[v] : first[v + 1]]
+            changed |= _strike_lonely(rows, columns, own) or _strike_lonely(columns, rows, own.T)
         for i in range(len(first) - 1):
             if not mask[first[i] : first[i + 1]].any():
                 return False
+        _extremes(least, most, mask, first, user, amount_first, amount)
         head[:] = room
         for use in range(len(span)):
-            at = first[user[use]]
-            least[use] = np.inf
-            for s in range(first[user[use] + 1] - at):
-                if mask[at + s]:
-                    least[use] = min(least[use], amount[amount_first[use] + s])
             if least[use] > 0:
                 head[span[use, 0] : span[use, 1]] -= least[use]
-        for t in range(len(room)):
-            if head[t] < -slack:
-                return False
+        if len(head) and head.min() < -slack:
+            return False
         for use in range(len(span)):
-            at, most = first[user[use]], 0.0
-            for s in range(first[user[use] + 1] - at):
-                if mask[at + s]:
-                    most = max(most, amount[amount_first[use] + s])
-            if most == least[use]:
-                continue
-            spare = head[span[use, 0] : span[use, 1]].min() + least[use] + slack
-            if most > spare:
-                for s in range(first[user[use] + 1] - at):
-                    if mask[at + s] and amount[amount_first[use] + s] > spare:
-                        mask[at + s] = False
-                        changed = True
+            if most[use] > least[use]:
+                spare = head[span[use, 0] : span[use, 1]].min() + least[use] + slack
+                if most[use] > spare:
+                    own_mask = mask[first[user[use]] : first[user[use] + 1]]
+                    own_mask &= amount[amount_first[use] : amount_first[use + 1]] <= spare
+                    changed = True
     return True
+
+
+@exact
+def _strike_lonely(rows: Mask, columns: Mask, table: Floats) -> bool:
+    """Strike out the rows without a permitted partner among the columns; whether there were any."""
+    struck = False
+    for r in range(len(rows)):
+        if rows[r]:
+            partner = False
+            for c in range(len(columns)):
+                if columns[c] and table[r, c] < np.inf:
+                    partner = True
+                    break
+            if not partner:
+                rows[r] = False
+                struck = True
+    return struck
 
 
 @exact

@@ -19,7 +19,8 @@ _SWEEPS = 20
 
 
 def explain_shortage(problem: Problem, left: Callable[[], float]) -> tuple[int | None, float, str]:
-    """For a problem that is known to be infeasible: a time, the units missing at that time at least, a message.
+    """For a problem that is known to be infeasible: a time, the units missing at that time at least, a
+    message.
 
     The least use at a time is bounded by message passing over what is permitted, with the units used then as
     costs; the time is None where no single time explains the infeasibility.

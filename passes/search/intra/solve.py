@@ -3,8 +3,8 @@ r"""Solve the intra-operator problem of `distgraph.passes.search.problem`.
 The programme (choices x, pairs y, limit on memory at every time) is stated there. In order:
 
 1. `reductions` make it smaller without changing its optimum.
-2. `dual`: with a price p(t) >= 0 for memory at every time, and vectors a_e that move costs between an edge and
-   its ends,
+2. `dual`: with a price p(t) >= 0 for memory at every time, and vectors a_e that move costs between an edge
+   and its ends,
 
        max over p, a of   sum_i min_s  [c_i(s) + sum_t p(t) u_i(s, t) + sum_e a_e,i(s)]
                         + sum_e min_ss' [c_e(s, s') - a_e,i(s) - a_e,j(s')]  -  sum_t p(t) room(t)
@@ -27,9 +27,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.passes.search.intra.branch import Best, Tree, dive
+from distgraph.passes.search.intra.branch import Best, Tree
+from distgraph.passes.search.intra.dive import dive
 from distgraph.passes.search.intra.dual import Dual
-from distgraph.passes.search.intra.flat import Flat, Ints
+from distgraph.passes.search.intra.flat import Flat
 from distgraph.passes.search.intra.neighbourhood import Neighbourhoods
 from distgraph.passes.search.intra.network import Network
 from distgraph.passes.search.intra.reductions import reduce_network
@@ -186,7 +187,7 @@ class _Search:
             ends = lambda until=until: self.left() - until  # noqa: E731
             if tree_turn or best.choice is None:
                 with self.phase("tree"):
-                    tree.search(ends, _STEPS, 2 * _STEPS)
+                    tree.search(ends, _STEPS)
                     self.prove(min(tree.bound, best.cutoff))
                 if tree.ended:
                     self.finish(best)
@@ -204,10 +205,9 @@ class _Search:
     def look_at_obvious(self, start: Sequence[int] | None) -> None:
         """The given choice, the cheapest strategies and the smallest ones; a bound that needs no search."""
         problem = self.problem
-        if problem.limit is not None:
-            if problem.least_peak()[1] > problem.limit * (1 + 1e-12):
-                self.no_choice()
-                return
+        if problem.limit is not None and problem.least_peak()[1] > problem.limit * (1 + 1e-12):
+            self.no_choice()
+            return
         for choice in (start, tuple(int(np.argmin(c)) for c in problem.costs)):
             if choice is not None and problem.feasible(choice):
                 self.keep(tuple(choice), problem.objective(choice))

@@ -1,5 +1,5 @@
-"""Which times of the memory limit matter: what no choice can avoid is taken off the limit, then times that can
-never be reached or that another time implies are dropped.
+"""Which times of the memory limit matter: what no choice can avoid is taken off the limit, then times that
+can never be reached or that another time implies are dropped.
 
 For every use, u(s) = min u + (u(s) - min u): the first part leaves less room, the second may be zero. A time
 whose uses fit together at their largest binds nothing. A time t is implied by t' where
