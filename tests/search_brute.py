@@ -1,7 +1,8 @@
 """The least cost of laying a small graph out, by trying everything: what the formulation must agree with.
 
-Nothing here comes from the formulation. Costs are tensors over the layouts of all ops at once; moves are priced
-by `redistribute_cost`, one pair of layouts after the other, and a value may be stored in any layout there is.
+Nothing here comes from the formulation. Costs are tensors over the layouts of all ops at once; moves are
+priced by `redistribute_cost`, one pair of layouts after the other, and a value may be stored in any layout
+there is.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Brute:
 
     def _value(self, op: Op, position: int, value: Value) -> Array:
         """Cost tensor over the layouts of the maker and all readers of a value."""
-        users = [u for u in self.graph.users[value.name]]
+        users = list(self.graph.users[value.name])
         made: list[ShardSpec | None] = [None]
         axes = []
         if op.kind not in SOURCES:

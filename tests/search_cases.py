@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
-from clusters import boxes
+from clusters import INSIDE, NICS
+from equivalence import CHANNELS, CLASSES, IMAGE, LENGTH, VOCABULARY, Layout, conv, gpt
 from partitioned import run_partitioned
 
 from distgraph import nn, ops, optim
-from distgraph.dtypes import to_numpy
 from distgraph.engine.graphs import train_graph
 from distgraph.graph import Graph
 from distgraph.init import materialize
-from distgraph.interpret import interpret
 from distgraph.kernels.random import random_key
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.search.alternatives import Neighbourhoods
-from distgraph.passes.search.problem import Problem
 from distgraph.passes.search.prices import Prices
 from distgraph.resources import Cluster
 from distgraph.resources.build import build_cluster
@@ -29,27 +26,18 @@ from distgraph.resources.schema import check
 SEED = 5
 MESHES = (ProcessMesh.grid(x=2), ProcessMesh.grid(x=4), ProcessMesh.grid(x=2, y=2))
 
-COMPUTE = {
-    "launch": "1 us",
-    "memory_efficiency": 0.8,
-    "lookup_efficiency": 0.3,
-    "matmul": {name: {"efficiency": 0.8, "half": [32, 32, 32]} for name in ("f32", "f64")},
-}
 
-
-def cluster(machines: Sequence[int] = (4, 4), **fields: Any) -> Cluster:
-    """Machines of G devices, 100 GB/s inside, 10 GB/s between, that say what computing costs."""
+def cluster(machines: Sequence[int] = (4, 4), speed: float = 1.0) -> Cluster:
+    """Machines of G devices, 100 GB/s inside, 10 GB/s between; `speed` is of computing."""
+    rate = {name: {"efficiency": 0.8, "half": [4, 4, 4]} for name in ("f32", "f64")}
     device = {
         "type": "gpu",
         "model": "G",
         "memory": "16 GiB",
-        "memory_bandwidth": "500 GB/s",
-        "peak": {"f32": "10 TFLOP/s", "f64": "5 TFLOP/s"},
-        "compute": COMPUTE,
-        **fields,
+        "memory_bandwidth": f"{500 * speed:g} GB/s",
+        "peak": {"f32": f"{10 * speed:g} TFLOP/s", "f64": f"{5 * speed:g} TFLOP/s"},
+        "compute": {"launch": "1 us", "memory_efficiency": 0.8, "lookup_efficiency": 0.3, "matmul": rate},
     }
-    from clusters import INSIDE, NICS
-
     document = {
         "name": "boxes",
         "launch": "10 us",
@@ -63,9 +51,13 @@ def cluster(machines: Sequence[int] = (4, 4), **fields: Any) -> Cluster:
 
 
 @cache
-def prices() -> Prices:
+def prices(speed: float = 1.0) -> Prices:
     """Of that cluster."""
-    return Prices(cluster())
+    return Prices(cluster(speed=speed))
+
+
+SLOW = 1e-5
+"""Speed of computing at which small models are worth splitting."""
 
 
 class Experts(nn.Module):
@@ -80,12 +72,15 @@ class Experts(nn.Module):
         return self.down(h + self.moe(h))
 
 
-@dataclass(frozen=True)
+Batches = tuple[tuple[np.ndarray, np.ndarray], ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Task:
     """A model and its batches."""
 
     model: Any
-    batches: tuple[tuple[np.ndarray, np.ndarray], ...]
+    batches: Batches
 
     def graph(self, micro: int = 1, optimizer: Any = None) -> Graph:
         """The train graph of one micro-batch."""
@@ -100,92 +95,53 @@ def loss(output: Any, target: Any) -> Any:
     return ops.mean(ops.cross_entropy(output, target))
 
 
+@cache
 def task(name: str) -> Task:
-    """mlp, gpt, conv or moe; three batches."""
+    """mlp, gpt, conv or moe; two batches."""
     rng = np.random.default_rng(SEED)
+
+    def classes(count: int, shape: tuple[int, ...]) -> np.ndarray:
+        return rng.integers(0, count, shape).astype(np.int32)
+
+    def batches(make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Batches:
+        return tuple(make() for _ in range(2))
+
     if name == "gpt":
-        from equivalence import LENGTH, VOCABULARY, Layout, gpt
-
         shape = (8, LENGTH)
-        batches = [
-            tuple(rng.integers(0, VOCABULARY, shape).astype(np.int32) for _ in range(2)) for _ in range(3)
-        ]
-        return Task(gpt(Layout("serial"), "f64"), tuple(batches))  # type: ignore[arg-type]
+        model: Any = gpt(Layout("serial", tied=True), "f64")
+        return Task(model, batches(lambda: (classes(VOCABULARY, shape), classes(VOCABULARY, shape))))
     if name == "conv":
-        from equivalence import CHANNELS, CLASSES, IMAGE, Layout, conv
-
-        shape4 = (8, CHANNELS[0], IMAGE, IMAGE)
-        return Task(
-            conv(Layout("serial"), "f64"),
-            tuple(
-                (rng.normal(size=shape4), rng.integers(0, CLASSES, 8).astype(np.int32)) for _ in range(3)
-            ),
-        )
+        image = (8, CHANNELS[0], IMAGE, IMAGE)
+        model = conv(Layout("serial"), "f64")
+        return Task(model, batches(lambda: (rng.normal(size=image), classes(CLASSES, (8,)))))
     if name == "moe":
-        return Task(
-            Experts(8),
-            tuple(
-                (rng.normal(size=(4, 8, 6)), rng.integers(0, 5, (4, 8)).astype(np.int32)) for _ in range(3)
-            ),
-        )
-    parts: list[Any] = [nn.Linear(12, 16, dtype="f64"), ops.gelu, nn.Linear(16, 6, dtype="f64")]
-    return Task(
-        nn.Sequential(*parts),
-        tuple((rng.normal(size=(8, 12)), rng.integers(0, 6, 8).astype(np.int32)) for _ in range(3)),
-    )
+        return Task(Experts(8), batches(lambda: (rng.normal(size=(4, 8, 6)), classes(5, (4, 8)))))
+    model = nn.Sequential(nn.Linear(12, 16, dtype="f64"), ops.gelu, nn.Linear(16, 6, dtype="f64"))
+    return Task(model, batches(lambda: (rng.normal(size=(8, 12)), classes(6, (8,)))))
 
 
 def train(
-    graph: Graph, batches: Sequence[tuple[np.ndarray, np.ndarray]], optimizer: Any, completed: Graph | None = None
+    completed: Graph, batches: Sequence[tuple[np.ndarray, np.ndarray]], optimizer: Any
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses and final parameters and states of some steps, serial or as completed.
-
-    The serial run averages gradients itself: it computes the whole batch as one micro-batch, so `graph` is that
-    of the whole batch there.
-    """
+    """Losses, and parameters and states at the end, of some steps of a completed graph."""
     state = {
         str(op.attrs["name"]): materialize(
             op.attrs["init"], op.attrs["name"], SEED, op.result.shape, dtype=op.result.dtype
         )
-        for op in graph.sources("param", "state")
+        for op in completed.sources("param", "state")
     }
-    names = [str(op.attrs["name"]) for op in graph.sources("input")]
+    inputs = {str(op.attrs["name"]): op.result.shape for op in completed.sources("input")}
     losses = []
     for number, batch in enumerate(batches):
-        whole = dict(zip([n for n in names if graph_input(graph, n).shape], batch, strict=True))
-        scalars = {
-            "key": np.uint64(random_key(SEED, 0, number)), **optimizer.inputs(number)
-        }
-        scalars = {n: v for n, v in scalars.items() if n in names}
-        if completed is None:
-            outputs, updates = interpret(graph, {**whole, **scalars}, state)
-            losses.append(float(outputs["loss"]))
-        else:
-            micro = completed.micro_batches
-            feeds = [
-                {**{n: a.reshape(micro, -1, *a.shape[1:])[m] for n, a in whole.items()}, **scalars}
-                for m in range(micro)
-            ]
-            found, updates, _ = run_partitioned(completed, feeds, state)
-            losses.append(float(np.mean(found["loss"])))
-        state = {**state, **{n: np.asarray(a) for n, a in updates.items()}}
+        whole = dict(zip([name for name, shape in inputs.items() if shape], batch, strict=True))
+        scalars = {"key": np.uint64(random_key(SEED, 0, number)), **optimizer.inputs(number)}
+        scalars = {name: value for name, value in scalars.items() if name in inputs}
+        micro = completed.micro_batches
+        feeds = [
+            {**{n: a.reshape(micro, -1, *a.shape[1:])[m] for n, a in whole.items()}, **scalars}
+            for m in range(micro)
+        ]
+        found, updates, _ = run_partitioned(completed, feeds, state)
+        losses.append(float(np.mean(found["loss"])))
+        state = {**state, **{name: np.asarray(array) for name, array in updates.items()}}
     return losses, state
-
-
-def graph_input(graph: Graph, name: str) -> Any:
-    """The value of an input."""
-    return next(op.result for op in graph.sources("input") if op.attrs["name"] == name)
-
-
-def descend(problem: Problem, start: Sequence[int]) -> tuple[int, ...]:
-    """Best responses of one node after the other until none helps."""
-    around, choice = Neighbourhoods(problem), list(start)
-    moved = True
-    while moved:
-        moved = False
-        for node in range(len(choice)):
-            change = around.fixed(choice, node)
-            best = int(change.argmin())
-            if change[best] < -1e-15:
-                choice[node], moved = best, True
-    return tuple(choice)

@@ -178,6 +178,8 @@ class Account:
             nbytes = self._bytes(value, spec)
             if nbytes == self._bytes(value, home) and home.partial:
                 continue  # a sum is taken in place
+            if not self._seconds(value, home, spec):
+                continue  # a part of what is there is a view of it
             parts = {op.part for op in ops}
             if not value.per_micro and parts & {FORWARD, BACKWARD}:
                 self._add(self.tally.fixed, producer.layers, nbytes)

@@ -35,6 +35,8 @@ class Terms:
         fixed, held: bytes of every node's options; `held` of one micro-batch in flight.
         temporary: (start, stop, bytes of every option) of every node.
         edges: (node, node) -> seconds of changes of layout [options, options].
+        fixed_copies, held_copies: some of these edges -> bytes [options, options] that stay, as `fixed` and
+            `held`, because a value is read in another layout than it is stored in.
     """
 
     compute: tuple[Floats, ...]
@@ -43,6 +45,8 @@ class Terms:
     held: tuple[Floats, ...]
     temporary: tuple[tuple[Interval, ...], ...]
     edges: dict[tuple[int, int], Floats]
+    fixed_copies: dict[tuple[int, int], Floats]
+    held_copies: dict[tuple[int, int], Floats]
 
 
 def seconds_of(
@@ -56,7 +60,9 @@ def seconds_of(
         return prices.ops_seconds(op.op, mesh, strategies, adds=lifetimes.adds(result))
     if lifetimes.adds(op.operands[0]):
         return np.zeros(len(strategies.options))
-    return prices.streamed(op.op.result, strategies.made[0], mesh, 3)
+    added = prices.streamed(op.op.result, strategies.made[0], mesh, 3)
+    divided = prices.streamed(op.op.result, strategies.made[0], mesh, 2)  # once a step, by their number
+    return added + divided / lifetimes.micro
 
 
 def times_of(fold: Fold, op: FoldedOp) -> int:
@@ -82,6 +88,8 @@ class Assembly:
         )
         self.temporary: list[list[Interval]] = [[] for _ in sizes]
         self.edges: dict[tuple[int, int], Floats] = {}
+        self.fixed_copies: dict[tuple[int, int], Floats] = {}
+        self.held_copies: dict[tuple[int, int], Floats] = {}
 
     def terms(self) -> Terms:
         """All terms."""
@@ -102,6 +110,8 @@ class Assembly:
             tuple(self.held),
             tuple(tuple(intervals) for intervals in self.temporary),
             self.edges,
+            self.fixed_copies,
+            self.held_copies,
         )
 
     # seconds
@@ -123,6 +133,8 @@ class Assembly:
         node = self.nodes.of_value.get(number)
         if node is not None:
             self._store(node, value, made, times)
+            if self.lifetimes.of[number].kind in ("held", "fixed"):
+                self._keep_copies(node, value)
         elif made is not None:
             maker = self.nodes.of_op[value.producer]
             specs = made.made[value.result]
@@ -143,6 +155,38 @@ class Assembly:
         for (reader, positions), count in value.counts.items():
             cost = times * count * self._read(value, stored, copies, reader, positions)
             self._add(node, self.nodes.of_op[reader], cost)
+
+    def _keep_copies(self, node: int, value: FoldedValue) -> None:
+        """Copies that reading brings about and that stay: of what is loaded once, all that the micro-batches
+        read; of a forward value those that the backward part reads and the forward part may want too."""
+        stored = self.nodes.all[node]
+        assert isinstance(stored, ValueNode)
+        specs = tuple(spec for spec, _ in stored.options)
+        shared = self._wanted_forward(value) if value.per_micro else None
+        for (reader, positions), count in value.counts.items():
+            strategies, other = self._strategies(reader), self.nodes.of_op[reader]
+            part = self.fold.ops[reader].part
+            key = (node, other) if (node, other) in self.edges else (other, node)
+            late = part == BACKWARD or (part == FORWARD and not value.per_micro)
+            if strategies is None or not late or key not in self.edges:
+                continue
+            for needed in (strategies.needed[position] for position in positions):
+                counted = [shared is None or spec in shared for spec in needed]
+                nbytes = count * self._bytes(value, parts_of(needed, self.mesh)) * counted
+                amounts = nbytes * (self._moves(value, specs, needed) > 0)
+                for i, (_, copy) in enumerate(stored.options):
+                    amounts[i, [spec == copy for spec in needed]] = 0.0
+                found = self.held_copies if value.per_micro else self.fixed_copies
+                found[key] = found.get(key, 0.0) + (amounts if key[0] == node else amounts.T)
+
+    def _wanted_forward(self, value: FoldedValue) -> set[ShardSpec]:
+        """Layouts in which the forward part may read a value."""
+        found: set[ShardSpec] = set()
+        for reader, positions in value.counts:
+            strategies = self._strategies(reader)
+            if strategies is not None and self.fold.ops[reader].part == FORWARD:
+                found.update(*(strategies.needed[position] for position in positions))
+        return found
 
     def _read(
         self,

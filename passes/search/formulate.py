@@ -20,6 +20,10 @@ Gradients end the micro-batch part through `accumulate`, which is linear: where 
 reduced behind it, once a step. ZeRO is S finer than what the ops read, partial results with reduce_scatter
 are S split over the axis of the sum: nothing is written for either.
 
+To these the price of memory adds what reading holds: a copy of a parameter stays for the step, one of an
+activation that both parts read stays for the backward part (R of the backward reader, where the forward part
+may want it: a bound). The limit does not see copies without a node; `profile` counts all of them.
+
 Memory over time is that of the runtime (see `lifetimes`); what is held counts once for every live
 micro-batch.
 
@@ -209,8 +213,12 @@ def _problem(
     if limit is not None:
         uses = tuple(_uses(terms, node, live, len(folded.graph.ops) + 1) for node in range(len(costs)))
     labels = tuple(_label(folded, node) for node in nodes.all)
+    edge_costs = dict(terms.edges)
+    for copies, each in ((terms.fixed_copies, price), (terms.held_copies, price * live)):
+        for edge, nbytes in copies.items() if price else ():
+            edge_costs[edge] = edge_costs[edge] + each * nbytes
     return Problem(
-        folded.graph.name, costs, tuple(terms.edges), tuple(terms.edges.values()), uses, limit, labels
+        folded.graph.name, costs, tuple(edge_costs), tuple(edge_costs.values()), uses, limit, labels
     )
 
 
