@@ -246,8 +246,10 @@ def test_mistakes_are_named() -> None:
 
 def test_time_of_large_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     graph = train_graph(gpt(96, fused=False), TOKENS)
-    start = time.perf_counter()
+    start = time.process_time()
     found = layering(graph, cluster_layers(graph))
     with capsys.disabled():
-        print(f"\n{len(graph.ops)} ops in {len(found.layers)} layers: {time.perf_counter() - start:.2f} s")
+        print(
+            f"\n{len(graph.ops)} ops in {len(found.layers)} layers: {time.process_time() - start:.2f} s of CPU"
+        )
     assert Counter(found.classes)[1] == 96

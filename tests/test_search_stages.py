@@ -438,11 +438,11 @@ def test_time_of_large_clusters(capsys: pytest.CaptureFixture[str]) -> None:
     problem = StageProblem(
         transformer(counts, 96, 16.0), (pool,), sizes(*counts), 512, OneForwardOneBackward()
     )
-    start = time.perf_counter()
+    start = time.process_time()
     found = find_stages(problem, runner_up=False)
     with capsys.disabled():
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         print(
-            f"\n96 layers on 10,240 devices: {took:.1f} s, {len(found.stages)} stages, {found.limits} limits"
+            f"\n96 layers on 10,240 devices: {took:.1f} s of CPU, {len(found.stages)} stages, {found.limits} limits"
         )
     assert sum(len(s.devices) for s in found.stages) == 10_240
