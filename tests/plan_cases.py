@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,19 +82,25 @@ class Case:
     def data(self, count: int = 16) -> tuple[np.ndarray, np.ndarray]:
         """Token numbers and the classes to find."""
         rng = np.random.default_rng(1)
-        return rng.integers(0, 12, (2, count, 6), dtype="i4")
+        x, y = rng.integers(0, 12, (2, count, 6), dtype="i4")
+        return x, y
 
 
 def classifier(*meshes: Any, **given: Any) -> Callable[[bool], Any]:
     return lambda annotated: Classifier(*(meshes if annotated else (None, None)), **given)
 
 
-def gpt(annotated: bool, sequence_parallel: bool = False) -> Any:
+def gpt(annotated: bool, sequence_parallel: bool = False, dtype: str = "f64") -> Any:
     """Four blocks on two stages; with `sequence_parallel` its layouts are part of the program."""
-    model = GPT(GPTConfig(hidden=8, layers=4, heads=2, vocabulary=12, sequence=6, dtype="f64"))
+    model = GPT(GPTConfig(hidden=8, layers=4, heads=2, vocabulary=12, sequence=6, dtype=dtype))
     if annotated or sequence_parallel:
         stages(model, [P(dp=2), P(2, dp=1, tp=2)], sequence_parallel=sequence_parallel)
     return model
+
+
+def replace_spec(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """An optimiser without layouts of its own, for one rank."""
+    return replace(optimizer, state_spec=None)
 
 
 class Mirror(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forecasts import machines
-from plan_cases import CASES, Case, classifier
+from plan_cases import CASES, Case, classifier, gpt, replace_spec
 
 import distgraph as dg
 from distgraph import nn, optim
@@ -17,9 +17,17 @@ from distgraph.data import whole
 from distgraph.engine.extracting import describe
 from distgraph.engine.fingerprint import program_of
 from distgraph.engine.positions import cut
+from distgraph.engine.program import Recipe
+from distgraph.engine.training import Training
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.graph import Graph
+from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
+from distgraph.passes.search.assign import assign
+from distgraph.passes.search.formulate import formulate
+from distgraph.passes.search.intra import solve
+from distgraph.passes.search.layers import cluster_layers, layering
+from distgraph.passes.search.prices import Prices
 from distgraph.plan import Plan, Stored
 from distgraph.spec import ShardSpec
 from distgraph.verify import verify
@@ -79,10 +87,6 @@ def test_losses_are_those_of_one_rank(name: str) -> None:
     np.testing.assert_allclose(planned.predict(x), serial.predict(x), rtol=1e-10)
 
 
-def replace_spec(optimizer: optim.Optimizer) -> optim.Optimizer:
-    return replace(optimizer, state_spec=None)
-
-
 def test_other_programs_follow_the_plan() -> None:
     """Prediction runs on the stages of the plan, each value laid out as in training."""
     case = CASES["gpt"]
@@ -122,6 +126,43 @@ def test_checkpoints_move_between_plans(tmp_path: Path) -> None:
     assert len(losses["dp"]) == 4
     np.testing.assert_allclose(losses["tp"], losses["dp"], rtol=1e-10)
     np.testing.assert_allclose(losses["pipeline"], losses["dp"], rtol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_searched_program_is_made_from_its_plan(sizes: dict[str, int]) -> None:
+    """Layouts of the intra-operator solver on two stages: the plan gives the graph that `assign` gives."""
+    model = gpt(False, dtype="f32")
+    recipe = Recipe(model, nn.CrossEntropy(), optim.Adam(lr=0.01), {}, dg.Strategy(micro_batches=2))
+    x, y = CASES["gpt"].data()
+    training = Training(recipe, "train", 8, whole((x, y)).fields(), {})
+    serial = training.trace()
+    found = layering(serial, cluster_layers(serial))
+    first = ProcessMesh.grid(**sizes)
+    meshes = (first, ProcessMesh.grid(first.size, **sizes))
+    formulation = formulate(serial, first, Prices(machines(8)), found)
+    choice = solve(formulation.problem, seconds=1.0, gap=0.01).choice
+    assert choice is not None
+    half = len(found.layers) // 2
+    placements = {op.name: meshes[found.of[op.name] >= half] for op in serial.ops}
+    completed = replace(assign(serial, placements, formulation.decode(choice)), micro_batches=2)
+    plan = describe(
+        serial, completed, found.layers, program=program_of(model, serial), batch=8, schedule="1f1b",
+        placements=placements,
+    )  # fmt: skip
+    assert [(stage.mesh, stage.first, stage.last) for stage in plan.stages] == [
+        (meshes[0], 0, half), (meshes[1], half, len(found.layers))
+    ]  # fmt: skip
+    planned = dg.Engine(
+        gpt(False, dtype="f32"), nn.CrossEntropy(), recipe.optimizer, plan=Plan.parse(plan.text()), seed=3
+    )
+    planned.prepare((x[:8], y[:8]))
+    after = planned.plan.build.completed
+    assert [replace(op, source="") for op in after.ops] == [replace(op, source="") for op in completed.ops]
+    assert after.attrs == completed.attrs
+    alone = dg.Engine(gpt(False, dtype="f32"), nn.CrossEntropy(), recipe.optimizer, seed=3)
+    for engine in (planned, alone):
+        engine.fit((x, y), batch_size=8, progress=False)
+    np.testing.assert_allclose(planned.history.losses, alone.history.losses, rtol=1e-5)
 
 
 def test_layers_are_recomputed_as_planned() -> None:
