@@ -180,9 +180,9 @@ def test_a_dim_that_does_not_divide_is_kept_whole_and_said() -> None:
     export = pair(inner=9).export("jax")
     assert export.data["stages"][0]["parameters"]["up.weight"] == [None, None]
     assert export.data["stages"][0]["states"]["up.weight.adam_m"] == [None, None]
-    assert any(
-        note.startswith("up.weight: dim 1 of length 9 does not divide into 2") for note in export.notes
-    )
+    (note,) = (note for note in export.notes if note.startswith("dim 1 of length 9"))
+    assert "does not divide into 2 equal parts over tp" in note
+    assert "up.weight, up.weight.adam_m" in note
 
 
 def test_partial_activations_are_left_out_and_said() -> None:
@@ -305,9 +305,21 @@ def test_what_a_module_does_with_its_own_code_needs_one_layout() -> None:
     mesh = grid(tp=2)
     graph = train_graph(Whole(), (((8, 6), "f32"), ((8, 4), "f32")), nn.MeanSquaredError())
     with pytest.raises(
-        ShardingError, match=r"middle: its own code has \[8, 1\] in layout \[_, _\] partial\(tp:max\)"
+        ShardingError, match=r"middle: its own code has \[8, 1\] in \[_, _\] partial\(tp:max\)"
     ):
         plan_from(complete(graph, mesh), mesh).export("torch")
+
+
+def test_a_sequence_that_own_code_would_split_is_kept_whole() -> None:
+    """The residual connection is split along the sequence, what enters the block is not."""
+    plan = plan_of("tp")
+    assert plan.surface is not None
+    block = plan.surface.modules["blocks.0"]
+    split = Flow((8, 8, 16), ShardSpec.parse("[_, _, _]"), ShardSpec.parse("[_, tp, _]"))
+    modules = {**plan.surface.modules, "blocks.0": replace(block, moved=(split,))}
+    export = replace(plan, surface=Surface(plan.surface.tensors, modules)).export("torch")
+    assert export.data["stages"] == plan.export("torch").data["stages"]
+    assert any("kept whole along the sequence, for blocks.0: its own code" in note for note in export.notes)
 
 
 def test_heads_that_do_not_divide_are_gathered_before_they_are_cut() -> None:

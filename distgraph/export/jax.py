@@ -99,26 +99,33 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
             f"activations that the plan keeps as partial sums have no PartitionSpec and are left out: "
             f"{listed(pending)}; XLA decides where they are reduced"
         )
+    uneven: dict[str, list[str]] = {}
     specs = {
-        table: {name: dims(_even(name, spec, shape, mesh, notes)) for name, (spec, shape) in entries.items()}
+        table: {name: dims(_even(name, spec, shape, mesh, uneven)) for name, (spec, shape) in entries.items()}
         for table, entries in tables.items()
     }
+    notes += [
+        f"{what} and is kept whole; pad it to split it: {listed(names)}" for what, names in uneven.items()
+    ]
     return {"mesh": mesh_data(mesh), **specs}
 
 
 def _even(
-    name: str, spec: ShardSpec, shape: tuple[int, ...] | None, mesh: ProcessMesh, notes: list[str]
+    name: str,
+    spec: ShardSpec,
+    shape: tuple[int, ...] | None,
+    mesh: ProcessMesh,
+    uneven: dict[str, list[str]],
 ) -> ShardSpec:
     """The spec with dims kept whole that do not divide: a JAX array has shards of one size."""
     if shape is None or len(shape) != len(spec.dims):
         return spec.without_partial()
-    uneven = [d for d, size in enumerate(shape) if size % mesh.count(spec.dims[d])]
-    notes.extend(
-        f"{name}: dim {d} of length {shape[d]} does not divide into {mesh.count(spec.dims[d])} equal parts "
-        f"over {'*'.join(spec.dims[d])} and is kept whole; pad it to split it"
-        for d in uneven
-    )
-    return ShardSpec(tuple(() if d in uneven else axes for d, axes in enumerate(spec.dims)))
+    whole = [d for d, size in enumerate(shape) if size % mesh.count(spec.dims[d])]
+    for d in whole:
+        parts, axes = mesh.count(spec.dims[d]), "*".join(spec.dims[d])
+        what = f"dim {d} of length {shape[d]} does not divide into {parts} equal parts over {axes}"
+        uneven.setdefault(what, []).append(name)
+    return ShardSpec(tuple(() if d in whole else axes for d, axes in enumerate(spec.dims)))
 
 
 def _source(plan: Plan, data: Mapping[str, Any], notes: list[str]) -> str:

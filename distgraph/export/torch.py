@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 REPLICATE = "Replicate()"
 NORMS = ("layer_norm", "rms_norm")
+_ALONE = ("reshape", "transpose", "cast")  # ops that read a parameter before any activation meets it
 _SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
 
@@ -62,15 +63,22 @@ class _Roles:
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage while it is translated."""
+    """One stage while it is translated.
+
+    Attributes:
+        whole: activations [batch, sequence, width] are kept whole along the sequence, whatever the plan says.
+        styles: path -> style.
+        left: parameters that no style splits.
+    """
 
     plan: Plan
     number: int
     mesh: ProcessMesh
     roles: _Roles
+    whole: bool = False
     styles: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # what has no style
+    left: list[str] = field(default_factory=list)
 
 
 def export_torch(plan: Plan) -> Export:
@@ -107,11 +115,22 @@ def export_torch(plan: Plan) -> Export:
 
 
 def _translate(plan: Plan, number: int) -> _Stage:
-    stage = _Stage(plan, number, plan.stages[number].mesh, _roles(plan, number))
-    for path, part in surface(plan).modules.items():
-        if part.stage == number:
+    """One stage; without its splits of the sequence where own code would have to move activations."""
+    mesh, roles = plan.stages[number].mesh, _roles(plan, number)
+    moved = ""
+    for whole in (False, True):
+        stage = _Stage(plan, number, mesh, roles, whole)
+        parts = [(path, part) for path, part in surface(plan).modules.items() if part.stage == number]
+        for path, part in parts:
             _style(stage, path, part)
-            _check_code(stage, path, part)
+        found = next((text for path, part in parts if (text := _moved(stage, path, part))), "")
+        if not found:
+            break
+        moved = moved or found
+    else:
+        raise ShardingError(f"{moved}; PyTorch moves activations at the borders of modules only")
+    if moved:
+        stage.notes.append(f"activations are kept whole along the sequence, for {moved}")
     _check_left(stage)
     return stage
 
@@ -129,7 +148,7 @@ def _roles(plan: Plan, number: int) -> _Roles:
         if tensor.stage != number or tensor.kind == "input":
             continue
         stored[tensor.kind] |= {axis for axis in tensor.spec.axes if axis in data}
-        if tensor.kind == "param" and name in known:
+        if tensor.kind == "param" and name in known and known[name].reader not in _ALONE:
             for axis in known[name].used.axes:
                 computed.setdefault(axis, name)
     mixed = [axis for axis in data if axis in computed]
@@ -174,16 +193,16 @@ def _style(stage: _Stage, path: str, part: Part) -> None:
         stage.styles[path] = style
 
 
-def _check_code(stage: _Stage, path: str, part: Part) -> None:
-    """Raise ShardingError where a module's own code would have to move activations over the model axis."""
+def _moved(stage: _Stage, path: str, part: Part) -> str:
+    """What a module's own code would have to move over the model axis, in words; empty for nothing."""
     if stage.roles.model is None or (path in stage.styles and _held(stage, path)):
-        return
+        return ""
     for flow in part.moved:
         if _placement(stage, flow.spec) != _placement(stage, flow.used):
-            raise ShardingError(
-                f"{path}: its own code has {list(flow.shape)} in layout {flow.spec} but is to have "
-                f"it in {flow.used}; PyTorch moves it at the borders of modules only: make that code one"
+            return (
+                f"{path}: its own code has {list(flow.shape)} in {flow.spec} but is to have it in {flow.used}"
             )
+    return ""
 
 
 def _held(stage: _Stage, path: str) -> dict[str, Read]:
@@ -287,8 +306,9 @@ def _placement(stage: _Stage, spec: ShardSpec) -> str | None:
 
 
 def _on(stage: _Stage, spec: ShardSpec) -> int | None:
-    """The dim that the model axis splits."""
-    return next((d for d, axes in enumerate(spec.dims) if stage.roles.model in axes), None)
+    """The dim of an activation that the model axis splits."""
+    dim = next((d for d, axes in enumerate(spec.dims) if stage.roles.model in axes), None)
+    return None if stage.whole and dim == 1 and len(spec.dims) == 3 else dim
 
 
 def _ends(stage: _Stage, path: str) -> bool:
