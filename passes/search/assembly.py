@@ -170,12 +170,14 @@ class Assembly:
             late = part == BACKWARD or (part == FORWARD and not value.per_micro)
             if strategies is None or not late or key not in self.edges:
                 continue
-            for needed in (strategies.needed[position] for position in positions):
+            for position in positions:
+                needed = strategies.needed[position]
                 counted = [shared is None or spec in shared for spec in needed]
                 nbytes = count * self._bytes(value, parts_of(needed, self.mesh)) * counted
                 amounts = nbytes * (self._moves(value, specs, needed) > 0)
                 for i, (_, copy) in enumerate(stored.options):
-                    amounts[i, [spec == copy for spec in needed]] = 0.0
+                    if copy is not None:
+                        amounts[i, strategies.reading(position, copy)] = 0.0
                 found = self.held_copies if value.per_micro else self.fixed_copies
                 found[key] = found.get(key, 0.0) + (amounts if key[0] == node else amounts.T)
 
@@ -206,7 +208,7 @@ class Assembly:
             if copies is not None:
                 for i, copy in enumerate(copies):
                     if copy is not None:
-                        cost[i, [spec == copy for spec in needed]] = 0.0
+                        cost[i, strategies.reading(position, copy)] = 0.0
             for earlier in positions[:rank]:
                 same = [a == b for a, b in zip(needed, strategies.needed[earlier], strict=True)]
                 cost[:, same] = 0.0

@@ -213,11 +213,18 @@ def _readings(
     """Value name -> (folded op, positions, layer) of every op that reads it."""
     found: dict[str, list[tuple[int, tuple[int, ...], int]]] = {name: [] for name in of}
     for op in graph.ops:
-        at: dict[str, tuple[int, ...]] = {}
-        for position, value in enumerate(op.operands):
-            at[value.name] = (*at.get(value.name, ()), position)
-        for name, positions in at.items():
-            found[name].append((of[op.name], positions, layer_of[op.name]))
+        if not op.operands:
+            continue
+        first = op.results[0].name
+        number, layer = of[first], layer_of[first]
+        names = [value.name for value in op.operands]
+        for position, name in enumerate(names):
+            positions: tuple[int, ...] = (position,)
+            if names.count(name) > 1:
+                if names.index(name) != position:
+                    continue
+                positions = tuple(i for i, other in enumerate(names) if other == name)
+            found[name].append((number, positions, layer))
     return found
 
 
@@ -264,8 +271,9 @@ def _patterns(
 ) -> tuple[Pattern, ...]:
     alike: dict[tuple[Reader, ...], list[tuple[int, list[int]]]] = {}
     for name, layer in zip(names, layers, strict=True):
-        readers = tuple((op, positions) for op, positions, _ in read[name])
-        alike.setdefault(readers, []).append((layer, [at for _, _, at in read[name]]))
+        reading = read[name]
+        readers = tuple([entry[:2] for entry in reading])
+        alike.setdefault(readers, []).append((layer, [entry[2] for entry in reading]))
     return tuple(
         Pattern(
             readers,

@@ -203,8 +203,10 @@ class Prices:
 
     def _computed(self, op: Op, mesh: ProcessMesh, strategies: Strategies, adds: bool) -> Floats:
         """Seconds of the computation alone: equal local shapes are priced once."""
-        shapes = [v.shape for v in (*op.operands, *op.results)]
         parts = strategies.parts(mesh)
+        if lookup(op.kind).cost == "memory" and not rule_of(op).sliding:
+            return self._streaming(op, mesh, parts, adds)
+        shapes = [v.shape for v in (*op.operands, *op.results)]
         blocks = [
             -(-np.array(shape, dtype=np.int64) // part) for shape, part in zip(shapes, parts, strict=True)
         ]
@@ -217,6 +219,17 @@ class Prices:
             local = [tuple(int(n) for n in block[option]) for block in blocks]
             seconds[number] = self._seconds(op, mesh, local, strategies, int(option), adds)
         return seconds[position.ravel()]
+
+    def _streaming(self, op: Op, mesh: ProcessMesh, parts: Sequence[Ints], adds: bool) -> Floats:
+        """Seconds of an op that goes over its operands and results once (see `passes.work`)."""
+        values, total = (*op.operands, *op.results), np.zeros(len(parts[0]))
+        for position, (value, part) in enumerate(zip(values, parts, strict=True)):
+            twice = adds and position >= len(op.operands)
+            total += (1 + twice) * local_bytes(value.shape, itemsize(value.dtype), part)
+        sizes, position = np.unique(total, return_inverse=True)
+        kind = "memory" if all(math.prod(v.shape) for v in op.results) else "launch"
+        works = [Work(kind, 0.0, float(size), values[0].dtype, op=op.kind) for size in sizes]
+        return np.array([self._timed(mesh, work) for work in works])[position.ravel()]
 
     def _seconds(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from distgraph.spec import ShardSpec
 Ints = NDArray[np.int64]
 Axes = tuple[tuple[str, tuple[str, ...]], ...]
 Specs = tuple[ShardSpec, ...]
+_NO_OPTIONS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,19 @@ class Strategies:
             self._parts[mesh.shape] = tuple(parts_of(specs, mesh) for specs in (*self.needed, *self.made))
         return self._parts[mesh.shape]
 
+    def reading(self, position: int, spec: ShardSpec) -> Ints:
+        """Options that read an operand in a layout."""
+        if position not in self._reading:
+            found: dict[ShardSpec, list[int]] = {}
+            for option, needed in enumerate(self.needed[position]):
+                found.setdefault(needed, []).append(option)
+            self._reading[position] = {key: np.array(at, dtype=np.int64) for key, at in found.items()}
+        return self._reading[position].get(spec, _NO_OPTIONS)
+
+    @cached_property
+    def _reading(self) -> dict[int, dict[ShardSpec, Ints]]:
+        return {}
+
     @cached_property
     def _parts(self) -> dict[tuple[int, ...], tuple[Ints, ...]]:
         return {}
@@ -70,8 +84,13 @@ class Strategies:
 def parts_of(specs: Specs, mesh: ProcessMesh) -> Ints:
     """In how many parts [specs, dims] layouts cut a tensor."""
     ndim = len(specs[0].dims) if specs else 0
-    found = np.array([[mesh.count(axes) for axes in spec.dims] for spec in specs], dtype=np.int64)
+    found = np.array([_counts(spec.dims, mesh) for spec in specs], dtype=np.int64)
     return found.reshape(len(specs), ndim)
+
+
+@lru_cache(maxsize=1 << 14)
+def _counts(dims: tuple[tuple[str, ...], ...], mesh: ProcessMesh) -> tuple[int, ...]:
+    return tuple(mesh.count(axes) for axes in dims)
 
 
 def local_bytes(shape: tuple[int, ...], size: int, parts: Ints) -> NDArray[np.float64]:
