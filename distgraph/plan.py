@@ -187,22 +187,19 @@ class Plan:
         """What was chosen, what it costs, and what the runner-up would cost.
 
         Args:
-            name: of an input, parameter or state, or of a decision such as "micro_batches".
+            name: of an input, parameter or state; "stage 0", "layer 3"; or of a decision such as
+                "micro_batches".
 
         Raises:
             GraphError: the plan has nothing of that name.
         """
-        stored, decision = self.tensors.get(name), self._decision(name)
-        if stored is None and decision is None:
-            known = ", ".join([*self.decisions, *fold(dict.fromkeys(self.tensors))])
+        fact, decision = self._fact(name), self._decision(name)
+        if fact is None and decision is None:
+            known = ", ".join([*self.decisions, *fold(dict.fromkeys(self.tensors)), "stage N", "layer N"])
             raise GraphError(f"plan of {self.program.name} has nothing named {name!r}; it has {known}")
-        head = name
-        if stored is not None:
-            mesh = self.stages[stored.stage].mesh
-            head = f"{name} ({stored.kind}): {stored.spec} on stage {stored.stage}, {mesh}"
         if decision is None:
-            return f"{head}\n  no other choice is recorded: {self._unsearched()}"
-        return "\n".join([head, *self._told(decision)])
+            return f"{fact}\n  no other choice is recorded: {self._unsearched()}"
+        return "\n".join([fact or name, *self._told(decision)])
 
     def compare(self, other: Plan) -> Comparison:
         """What differs between this plan and another one."""
@@ -212,6 +209,22 @@ class Plan:
             if str(mine) != str(theirs)
         ]
         return Comparison(tuple(rows))
+
+    def _fact(self, name: str) -> str | None:
+        """What the plan says of a tensor, a stage or a layer."""
+        stored = self.tensors.get(name)
+        if stored is not None:
+            mesh = self.stages[stored.stage].mesh
+            return f"{name} ({stored.kind}): {stored.spec} on stage {stored.stage}, {mesh}"
+        word, _, text = name.partition(" ")
+        number = int(text) if text.isdecimal() else -1
+        if word == "stage" and 0 <= number < len(self.stages):
+            return f"{name}: {', '.join(filter(None, _stage(self, number)))}"
+        if word != "layer" or not 0 <= number < len(self.layers):
+            return None
+        again = ", computed again in the backward part" if number in self.recompute else ""
+        head = f"{name} (from {self.layers[number]}) on stage {self.stage_of(number)}{again}"
+        return "\n".join([head, *(f"  {op}" for op in self.ops[number].ops)])
 
     def _decision(self, name: str) -> Decision | None:
         found = self.decisions.get(name)

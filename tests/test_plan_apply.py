@@ -111,6 +111,21 @@ def test_other_programs_follow_the_plan() -> None:
     assert found == {key: wanted[key] for key in found}
 
 
+def test_an_engine_that_cannot_train_follows_the_plan() -> None:
+    """Inputs and parameters lie where the plan says; fields may go by name, though the plan's did not."""
+    case = CASES["pipeline, tied"]
+    _, plan = plan_of(case)
+    x, _ = case.data(5)
+    alone = dg.Engine(case.make(False), seed=3)
+    found = dg.Engine(case.make(False), seed=3, plan=plan)
+    np.testing.assert_allclose(found.predict(x), alone.predict(x), rtol=1e-10)
+    np.testing.assert_allclose(case.engine(plan).predict({"x": x}), alone.predict(x), rtol=1e-10)
+    assert found.plan.build.ranks == (0, 1, 2, 3)
+    placed = {line.name: (line.layout, line.mesh) for line in found.plan.tensors}
+    assert placed["x"] == ("[dp, _]", "mesh(dp=2)")
+    assert placed["up.weight"] == ("[_, tp]", "mesh(dp=1, tp=2; 2..3)")
+
+
 def test_checkpoints_move_between_plans(tmp_path: Path) -> None:
     x, y = CASES["dp"].data()
     losses = {}

@@ -173,6 +173,17 @@ def test_explain_names_choice_terms_and_runner_up() -> None:
     ]
     assert "not forecast: out of time" in plan_of().explain("micro_batches")
     assert "weighed none" in plan_of().explain("x")
+    assert plan_of().explain("stage 1").splitlines()[0] == (
+        "stage 1: layers 3-5, mesh(dp=2, tp=2; 4..7), devices 4-7, 512 MiB"
+    )
+    assert plan_of().explain("layer 4").splitlines()[:3] == [
+        "layer 4 (from 40 in blocks.4) on stage 1, computed again in the backward part",
+        "  matmul {m:dp, n:tp} -> [dp, tp]",
+        "  add @1 {partial tp:0} -> [_] partial(tp) @0",
+    ]
+    for unknown in ("stage 2", "layer 6", "layer -1", "layer x"):
+        with pytest.raises(GraphError, match="has nothing named"):
+            plan_of().explain(unknown)
     with pytest.raises(GraphError, match=r"nothing named 'nowhere'; it has .*blocks.\{0..5\}.weight"):
         plan_of().explain("nowhere")
 

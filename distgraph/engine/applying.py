@@ -1,17 +1,15 @@
 """From a plan to a completed program: what `Engine(plan=...)` does.
 
 The training program is traced, with the layers that the plan computes again marked, and every op gets the
-mesh and layout of its line in the plan; nothing is completed. Other programs of the engine (evaluation,
-prediction, the short last batch of an epoch) are completed, with the layouts of the training program pinned
-wherever they have an op of the same module, kind and number.
+mesh and layout of its line in the plan; nothing is completed. For other programs of the engine see
+`distgraph.engine.following`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.data import POSITION, Field
 from distgraph.engine.fingerprint import program_of
 from distgraph.engine.positions import Positions, cut, decomposed, is_named, replayed
 from distgraph.engine.program import Recipe
@@ -19,11 +17,11 @@ from distgraph.engine.training import Training
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.complete import complete, follow
+from distgraph.passes.complete import follow
 from distgraph.passes.search.layers import REST
 from distgraph.plan import Computed, Plan, Program
 from distgraph.resources import Cluster
-from distgraph.spec import DistAttr, Origin, ShardSpec
+from distgraph.spec import DistAttr, Origin
 from distgraph.verify import verify
 
 
@@ -70,64 +68,6 @@ def apply(training: Training, plan: Plan) -> tuple[Graph, Graph]:
     completed = _assemble(graph, homes, plan, positions)
     completed = verify(_annotated(serial, completed, plan), "completed")  # a file says anything
     return serial, replace(completed, micro_batches=plan.micro_batches)
-
-
-def follow_plan(training: Training, reference: Graph, plan: Plan) -> tuple[Graph, Graph]:
-    """Complete a program that is not the planned one, in the layouts of the planned one where it can.
-
-    Args:
-        training: with the layouts of the plan's parameters.
-        reference: the planned training program, completed.
-        plan: its plan.
-
-    Returns:
-        the serial graph, and the completed one.
-    """
-    serial = training.trace()
-    known = dict(_numbered(reference))
-    attrs, placements = dict(serial.attrs), dict(serial.placements)
-    for key, op in _numbered(serial):
-        like = known.get(key)
-        if like is None or [len(v.shape) for v in like.results] != [len(v.shape) for v in op.results]:
-            continue
-        assert like.layout is not None  # of a completed graph
-        placements.setdefault(op.name, like.layout.mesh)
-        for value, model in zip(op.results, like.results, strict=True):
-            attr = reference.attrs[model.name]
-            pin = DistAttr(attr.mesh, ShardSpec(attr.spec.dims), Origin("user", "the plan"))
-            attrs.setdefault(value.name, pin)
-    pinned = replace(serial, attrs=attrs, placements=placements, micro_batches=training.micro_batches)
-    return serial, complete(pinned, plan.stages[0].mesh)
-
-
-def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
-    """Inputs and forward ops by module, kind and number among those of this kind in this module."""
-    counts: dict[tuple[str, str], int] = {}
-    for op in graph.ops:
-        if op.role not in ("data", "forward") or op.kind in ("param", "state", "constant"):
-            continue
-        if op.kind == "input":
-            yield ("input", str(op.attrs["name"]), 0), op
-            continue
-        key = op.scope, op.kind
-        counts[key] = counts.get(key, -1) + 1
-        yield (*key, counts[key]), op
-
-
-def reference_of(training: Training, plan: Plan) -> Graph:
-    """The planned training program, completed, seen from another program of the same engine.
-
-    Raises:
-        GraphError, ShardingError: as `apply`.
-    """
-    by_position = all(name.startswith(POSITION) for name in training.fields)
-    fields: dict[str, Field] = {}
-    for number, (name, text) in enumerate(plan.program.inputs.items()):
-        dtype, _, dims = text.removesuffix("]").partition("[")
-        shape = tuple(int(n) for n in dims.split(",") if n.strip())
-        fields[f"{POSITION}{number}" if by_position else name] = (shape[1:], dtype)
-    batch = replace(training, mode="train", size=plan.batch, fields=fields, layouts={}, plan=plan)
-    return apply(batch, plan)[1]
 
 
 def devices_of(plan: Plan | None, cluster: Cluster) -> tuple[int, ...] | None:

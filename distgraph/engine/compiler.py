@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distgraph.engine.applying import apply, devices_of, follow_plan, reference_of
+from distgraph.engine.applying import apply, devices_of
 from distgraph.engine.dump import dump_directory, dump_stage, write
+from distgraph.engine.following import follow_plan, reference_of
 from distgraph.engine.price import place_ranks, placed_on, price_on
 from distgraph.engine.training import Training
 from distgraph.errors import ResourceError

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from distgraph.data import Batch, Field
-from distgraph.engine.applying import check_batch, layouts_of, planned, reference_of
+from distgraph.engine.applying import check_batch, layouts_of, planned
 from distgraph.engine.compiled import Compiled
 from distgraph.engine.compiler import compile_program
 from distgraph.engine.dump import write
+from distgraph.engine.following import reference_of
 from distgraph.engine.memory import Memory
 from distgraph.engine.planning import settled
 from distgraph.engine.program import Recipe
@@ -25,6 +26,7 @@ from distgraph.resources import Cluster
 from distgraph.runtime.device import array_namespace, take_device
 from distgraph.runtime.recording import Recorder, Recording
 from distgraph.runtime.world import World, make_world
+from distgraph.spec import DistAttr
 
 Key = tuple[str, int, tuple[tuple[str, Field], ...]]
 """Mode, samples of a batch, fields of a sample."""
@@ -50,6 +52,7 @@ class Session:
     programs: dict[Key, Compiled] = field(default_factory=dict)
     world: World | None = None
     _reference: Graph | None = None  # the planned training program, completed
+    _layouts: dict[str, DistAttr] = field(default_factory=dict)  # where the plan puts parameters and states
 
     def __post_init__(self) -> None:
         if self.plan is not None:
@@ -59,7 +62,9 @@ class Session:
         """What a batch would be given to."""
         layouts = self.memory.layouts
         if self.plan is not None:
-            layouts = layouts_of(self.plan) | layouts
+            if not self._layouts:
+                self._layouts = layouts_of(self.plan)
+            layouts = self._layouts | layouts
         return Training(self.recipe, mode, len(batch), batch.fields(), layouts, self.plan)
 
     def program(self, mode: str, batch: Batch) -> Compiled:
