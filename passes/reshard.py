@@ -6,9 +6,11 @@ Out:  a graph in which every op reads and leaves its values exactly as they are 
 `reshard` ops.
 Invariant: same program; a new value of a param lies as the old one; users that need the same layout of a
       value share one reshard; a result is resharded right where it is made (so that communication can start
-      early), an operand right before its first reader. Where an op reads neighbours' positions of a split
-      dim (see `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the
-      same layout, blocks that overlap; or in the layout of a mesh with the same ranks in another order.
+      early), an operand right before its first reader. What ops of another mesh read in several layouts goes
+      there once, in the layout from which the others cost least, where that sends no more. Where an op reads
+      neighbours' positions of a split dim (see `operand_windows`), a `comm.halo` lengthens the local blocks:
+      the same global tensor in the same layout, blocks that overlap; or in the layout of a mesh with the same
+      ranks in another order.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -16,26 +18,45 @@ Invariant: same program; a new value of a param lies as the old one; users that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from distgraph.dtypes import itemsize
 from distgraph.errors import GraphError
 from distgraph.graph import SOURCES, Graph, Op, Value
+from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import Windows, operand_layout, operand_windows, result_layout
+from distgraph.passes.redistribute import redistribute_cost
+from distgraph.passes.transfer import transfer_cost
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, Origin
 
-Wanted = dict[tuple[str, DistAttr] | tuple[str, DistAttr, Windows], Value]
+Key = tuple[str, DistAttr] | tuple[str, DistAttr, Windows]
+Landings = dict[tuple[str, ProcessMesh], DistAttr]
+
+
+class Shared(dict[Key, Value]):
+    """Copies made so far: value and layout (and windows) -> copy.
+
+    Attributes:
+        landings: value and another mesh -> layout in which the value goes there, where it is read in several.
+    """
+
+    def __init__(self, landings: Landings) -> None:
+        super().__init__()
+        self.landings = landings
 
 
 def reshard(graph: Graph) -> Graph:
     """Insert reshard ops. Raises GraphError when the graph is not completed."""
     attrs = dict(graph.attrs)
     attrs.update(_lying_as_replaced(graph))
+    bare = next((op for op in graph.ops if op.layout is None), None)
+    if bare is not None:
+        raise GraphError(f"{bare} has no layout; run the pass complete before reshard")
     ops: list[Op] = []
-    shared: Wanted = {}
+    shared = Shared(_landings(graph, attrs))
     for op in graph.ops:
-        if op.layout is None:
-            raise GraphError(f"{op} has no layout; run the pass complete before reshard")
         if op.kind == "reshard":
             ops.append(op)
             continue
@@ -62,7 +83,7 @@ def _lying_as_replaced(graph: Graph) -> dict[str, DistAttr]:
 
 
 def _as_replaced(
-    graph: Graph, old: str, new: Value, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted
+    graph: Graph, old: str, new: Value, ops: list[Op], attrs: dict[str, DistAttr], shared: Shared
 ) -> Value:
     """The new value of a param in the layout of the one that it replaces."""
     wanted = attrs[old]
@@ -76,7 +97,7 @@ def _as_replaced(
     return shared[key]
 
 
-def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:
+def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Shared) -> Value:
     windows = operand_windows(op, position)
     if not windows:
         return _operand(op, position, ops, attrs, shared)
@@ -105,17 +126,63 @@ def _wanted(op: Op, position: int) -> DistAttr:
     return DistAttr(op.layout.mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
 
 
-def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Wanted) -> Value:
+def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Shared) -> Value:
     value, wanted = op.operands[position], _wanted(op, position)
     if attrs[value.name] == wanted:
         return value
+    landing = shared.landings.get((value.name, wanted.mesh), wanted)
+    landed = _copy(op, value, landing, value, ops, attrs, shared)
+    return landed if landing == wanted else _copy(op, value, wanted, landed, ops, attrs, shared)
+
+
+def _copy(
+    op: Op,
+    value: Value,
+    wanted: DistAttr,
+    source: Value,
+    ops: list[Op],
+    attrs: dict[str, DistAttr],
+    shared: Shared,
+) -> Value:
+    """A value in another layout, made of `source`, which is the value itself or a copy of it."""
     key = (value.name, wanted)
     if key not in shared:
-        copy = replace(value, name=f"{value.name}.r{len(shared)}")
-        shared[key] = copy
-        attrs[copy.name] = wanted
-        ops.append(_reshard_op(op, value, copy, wanted))
+        shared[key] = replace(value, name=f"{value.name}.r{len(shared)}")
+        attrs[shared[key].name] = wanted
+        ops.append(_reshard_op(op, source, shared[key], wanted))
     return shared[key]
+
+
+def _landings(graph: Graph, attrs: Mapping[str, DistAttr]) -> Landings:
+    """Where values go once that ops of another mesh read in several layouts."""
+    wanted: dict[tuple[str, ProcessMesh], dict[DistAttr, None]] = {}
+    for op in graph.ops:
+        if op.kind == "reshard":
+            continue
+        for position, value in enumerate(op.operands):
+            there = _wanted(op, position)
+            if there.mesh.rank_set != attrs[value.name].mesh.rank_set and not there.spec.partial:
+                wanted.setdefault((value.name, there.mesh), {}).setdefault(there)
+    return {
+        key: landing
+        for key, layouts in wanted.items()
+        if len(layouts) > 1
+        and (landing := _landing(graph.values[key[0]], attrs[key[0]], list(layouts))) is not None
+    }
+
+
+def _landing(value: Value, held: DistAttr, wanted: list[DistAttr]) -> DistAttr | None:
+    """The layout to arrive in for which least is sent; None where that is more than to send each apart."""
+    shape, size = value.shape, itemsize(value.dtype)
+    arriving = {there: transfer_cost(shape, size, held, there) for there in wanted}
+
+    def total(landing: DistAttr) -> float:
+        mesh = landing.mesh
+        onward = (redistribute_cost(shape, size, mesh, landing.spec, there.spec) for there in wanted)
+        return arriving[landing] + sum(onward)
+
+    best = min(wanted, key=total)
+    return best if total(best) <= sum(arriving.values()) else None
 
 
 def _results(op: Op, attrs: dict[str, DistAttr]) -> tuple[tuple[Value, ...], list[Op]]:
