@@ -232,9 +232,8 @@ def _longest_run(program: _Program, start: int, stop: int) -> tuple[int, ...] | 
 
     A repeat does products, and reads of the one before it; of equal coverage the shorter period counts.
     """
-    best: tuple[int, int, int, int] | None = None
-    signature = program.signature[start:stop]
-    size = stop - start
+    best: tuple[int, int, int, int] | None = None  # ops covered, first, period, end of what repeats
+    signature, size = program.signature[start:stop], stop - start
     for period in range(1, size // 2 + 1):
         if best is not None and best[0] == size:
             break
@@ -251,21 +250,22 @@ def _longest_run(program: _Program, start: int, stop: int) -> tuple[int, ...] | 
     if best is None:
         return None
     covered, first, period, last = best
-    return _divided(program, *_phase(program, first, last - covered, period, covered // period), period)
+    start = _phase(program, range(first, last - covered + 1), period, covered)
+    return _divided(program, start, covered // period, period)
 
 
-def _phase(program: _Program, first: int, last: int, period: int, count: int) -> tuple[int, int]:
+def _phase(program: _Program, starts: range, period: int, covered: int) -> int:
     """Where the first repeat starts: least bytes across the borders, then borders of outermost modules."""
 
     def badness(at: int) -> tuple[float, int, int]:
-        cuts = [c for c in range(at, at + period * count + 1, period) if 0 < c < len(program.cost)]
+        cuts = [c for c in range(at, at + covered + 1, period) if 0 < c < len(program.cost)]
         return (
             max((float(program.crossing[c]) for c in cuts), default=0.0),
             max((int(program.depth[c]) for c in cuts), default=0),
             at,
         )
 
-    return min(range(first, last + 1), key=badness), count
+    return min(starts, key=badness)
 
 
 def _divided(program: _Program, first: int, count: int, period: int) -> tuple[int, ...]:

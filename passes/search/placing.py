@@ -4,12 +4,12 @@
 *Invariant:* a stage that takes no more devices than a machine has lies in one machine; one that takes more
 takes whole machines, next to each other where there are such.
 
-Larger stages are placed first, equal ones in the order of the pipeline, so that neighbours come to lie side
-by side (Zheng et al., Alpa, OSDI 2022, section 5.2). Where every size divides the next larger one and the
-size of
-the machines this always succeeds while the sum is not above the devices of the pool: what is free in a
-machine stays a multiple of the size that is placed (appendix A for powers of two). Other sizes are packed
-by search.
+Stages lie one after the other where each then starts at a multiple of its size in its machine, so that
+neighbours in the pipeline are neighbours. Otherwise the larger ones are placed first, equal ones in the order
+of the pipeline (Zheng et al., Alpa, OSDI 2022, section 5.2). Where every size divides the next larger one and
+the size of the machines this always succeeds while the sum is not above the devices of the pool: what is free
+in a machine stays a multiple of the size that is placed (appendix A for powers of two). Other sizes are
+packed by search.
 """
 
 from __future__ import annotations
@@ -149,6 +149,25 @@ def place(pools: Sequence[Pool], stages: Sequence[SubMesh]) -> tuple[tuple[int, 
 
 def _place(pool: Pool, wanted: Sequence[int]) -> list[list[int]] | None:
     """Device numbers of every stage in one pool."""
+    return _in_order(pool, wanted) or _by_size(pool, wanted)
+
+
+def _in_order(pool: Pool, wanted: Sequence[int]) -> list[list[int]] | None:
+    """One after the other; None where one would not start at a multiple of its size, or leave its machine."""
+    devices = [d for machine in pool.machines for d in machine]
+    found, start = [], 0
+    for size in wanted:
+        inside = start % pool.machine
+        fits = inside % size == 0 and inside + size <= pool.machine if 0 < size < pool.machine else not inside
+        if size and (not fits or start + size > pool.size or (size > pool.machine and size % pool.machine)):
+            return None
+        found.append(devices[start : start + size])
+        start += size
+    return found
+
+
+def _by_size(pool: Pool, wanted: Sequence[int]) -> list[list[int]] | None:
+    """The largest first, equal ones in order."""
     found: list[list[int]] = [[] for _ in wanted]
     machine, used = pool.machine, 0
     large = sorted((i for i, n in enumerate(wanted) if n >= machine), key=lambda i: -wanted[i])
