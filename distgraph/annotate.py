@@ -18,13 +18,14 @@ from distgraph.tracing import Trace, caller
 Dims = Sequence[UserDim]
 
 
-def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
+def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool = False) -> Any:
     """Pin the layout of a parameter or of a value that is being traced.
 
     Args:
         x: a `nn.Parameter`, or a traced tensor.
         mesh: ranks it lies on; None leaves `x` alone, so that a script also runs serially.
         dims: for each dim the axis that splits it, None, or a tuple of axes (major to minor).
+        gradient: whether the gradient of a tensor must lie so too; by default completion decides where.
 
     Returns:
         `x` itself.
@@ -40,6 +41,8 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
     attr = DistAttr(mesh, ShardSpec.of(dims), Origin("user", where))
     if isinstance(x, Tensor):
         x.trace.annotate(x.value, attr)
+        if gradient:
+            x.trace.mirrored.add(x.value.name)
         return x
     if not isinstance(x, TensorOperators):
         raise ShardingError(

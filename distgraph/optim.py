@@ -1,11 +1,12 @@
 """Optimisers: they append the update of every parameter, and of their own states, to the graph.
 
 The states are sources of the graph named after their parameter ("fc1.weight.adam_m"), so their layout may be
-annotated, completed and searched like that of anything else: states split over the data-parallel axis are ZeRO.
+annotated, completed and searched like that of anything else: states split over the data-parallel axis are
+ZeRO.
 
 Mixed precision (Micikevicius et al., 2018): a model whose parameters are `f16` computes in that dtype; with
-`master="f32"` the optimiser keeps a copy of each parameter in f32, updates that, and rounds it to the parameter.
-Its states are f32 too. Gradients are widened once a step, after any accumulation.
+`master="f32"` the optimiser keeps a copy of each parameter in f32, updates that, and rounds it to the
+parameter. Its states are f32 too. Gradients are widened once a step, after any accumulation.
 
     optim.AdamW(lr=1e-3, master="f32")
 """

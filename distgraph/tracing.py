@@ -32,6 +32,7 @@ class Trace:
         self.prefix = prefix
         self.ops: list[Op] = []
         self.attrs: dict[str, DistAttr] = {}
+        self.mirrored: set[str] = set()  # annotated values whose gradients lie like them
         self.outputs: list[tuple[str, Value]] = []
         self.updates: list[tuple[str, Value]] = []
         self.role = "forward"

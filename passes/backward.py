@@ -13,7 +13,8 @@ Invariant: no forward op changes; a value used several times gets the sum of the
 
 Ops that were traced inside `dg.recompute` are emitted again in the backward part, right before the first
 gradient that reads them, so that their forward results need not be kept (Chen et al., "Training deep nets
-with sublinear memory cost", 2016). Random ops are counter based: the second time they give the same numbers.
+with sublinear memory cost", 2016). Random ops are counter based: the second time they give the same numbers;
+and what is annotated lies there the second time too.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class _Walk:
     def visit(self, op: Op, received: tuple[Tensor | None, ...]) -> None:
         """Emit the gradient of one op and add it to its operands'."""
         trace, declared = self.trace, lookup(op.kind)
+        for value, grad in zip(op.results, received, strict=True):
+            if value.name in trace.mirrored and grad is not None and grad.value.name not in trace.attrs:
+                trace.annotate(grad.value, trace.attrs[value.name])
         if declared.gradient is None:
             raise GraphError(
                 f"{op} has no gradient but the loss depends on it; wrap it in stop_gradient or use another op"
@@ -110,11 +114,17 @@ class _Walk:
                 self.grads[value.name] = self.grads[value.name] + grad if value.name in self.grads else grad
 
     def recompute(self, block: int) -> None:
-        """Emit the forward ops of a block again; what of it nobody reads is pruned later."""
+        """Emit the forward ops of a block again; what of it nobody reads is pruned later.
+
+        Not what happens once a step (statistics of batch norms): that has happened.
+        """
         self.done.add(block)
-        trace = self.trace
+        trace, once = self.trace, set[str]()
         for op in self.forward:
             if trace.recomputed.get(op.name) != block or not op.operands:
+                continue
+            if op.kind == "accumulate" or any(v.name in once for v in op.operands):
+                once.update(v.name for v in op.results)
                 continue
             with trace.on_behalf_of(op.name, op.scope, op.source):
                 copies = trace.emit(
@@ -122,3 +132,5 @@ class _Walk:
                 )
             for value, copy in zip(op.results, copies, strict=True):
                 self.again[value.name] = copy.value
+                if value.name in trace.attrs:  # what is annotated lies there the second time too
+                    trace.annotate(copy.value, trace.attrs[value.name])

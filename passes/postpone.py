@@ -28,8 +28,10 @@ def postpone(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> tuple[Graph, di
     ops: list[Op] = []
     for op in graph.ops:
         ops.extend(_split(graph, op, home) if op.kind == "accumulate" else [op])
+    read = {value.name for op in graph.ops for value in op.operands}
     kept = {value.name for op in ops for value in op.operands} | graph.kept
-    dead = {op.name for op in graph.ops if op.kind == "add" and op.role == "backward" and op.name not in kept}
+    sums = {op.name for op in graph.ops if op.kind == "add" and op.role == "backward"}
+    dead = (sums & read) - kept
     return graph.with_ops(op for op in ops if op.name not in dead), home
 
 

@@ -254,6 +254,13 @@ class TestTraining:
         annotate(model, dg.ProcessMesh.grid(dp=2, tp=2), sequence_parallel=True, recompute=True)
         np.testing.assert_allclose(losses(kind, model), serial(kind), rtol=1e-10)
 
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_experts_on_some_of_the_data_parallel_ranks(self, recompute: bool) -> None:
+        model, mesh = small("moe"), dg.ProcessMesh.grid(dp=2, ep=2)
+        stages(model, [mesh], dp=("dp", "ep"), ep="ep", recompute=recompute)
+        assert model.blocks[1].mlp.up.annotation.spec.dims == (("ep",), (), ())
+        np.testing.assert_allclose(losses("moe", model), serial("moe"), rtol=1e-10)
+
     @pytest.mark.parametrize("kind", ["gpt", "llama packed", "wide resnet"])
     def test_stages_of_different_shape(self, kind: str) -> None:
         model = small(kind)
@@ -304,6 +311,20 @@ class TestLayouts:
         assert model.blocks[1].mlp.up.annotation.spec.dims == (("dp",), (), ())
         forward = {key[1:]: n for key, n in collectives(model).items() if key[0] == "forward"}
         assert forward == {("all_to_all", ("dp",)): 2}
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_experts_are_never_gathered(self, recompute: bool) -> None:
+        model = small("moe")
+        stages(model, [dg.ProcessMesh.grid(dp=2, ep=2)], dp=("dp", "ep"), ep="ep", recompute=recompute)
+        graph = lower(reshard(complete(train_graph(model, tokens(8, LENGTH)))))
+        moved = [op for op in graph.ops if op.kind.startswith("comm.") and len(op.result.shape) >= 3]
+        there_and_back = Counter(op.role for op in moved if op.kind == "comm.all_to_all")
+        # Tokens travel to their experts and back, and so do their gradients. The gradient of the gates reads
+        # what came back from the experts: sent once more, or with both ways of the recomputed tokens.
+        assert there_and_back == {"forward": 2, "backward": 4 if recompute else 3}
+        experts = model.blocks[1].mlp.up.shape, model.blocks[1].mlp.down.shape
+        gathered = [op for op in moved if op.role != "optimize" and op.kind == "comm.all_gather"]
+        assert not [op for op in gathered if op.result.shape in experts]
 
     def test_hidden_states_alone_travel_between_stages(self) -> None:
         model = GPT(GPTConfig(layers=3, **SMALL))

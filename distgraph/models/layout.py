@@ -51,21 +51,27 @@ class Layout:
     Attributes:
         mesh: its ranks; None where nothing is distributed.
         dp, tp, ep: axes for the batch, for matrices and for experts; those that the mesh lacks split nothing.
+            The batch may be split by several: ("dp", "ep") where `ep` is only a part of the data parallel
+            ranks.
         sequence: whether hidden states are split along the sequence over `tp` too.
     """
 
     mesh: ProcessMesh | None = None
-    dp: str = "dp"
+    dp: str | tuple[str, ...] = "dp"
     tp: str = "tp"
     ep: str = "dp"
     sequence: bool = False
 
-    def axis(self, role: str | None) -> str | None:
-        """The axis of a role, None when the mesh has none."""
+    def axes(self, role: str | None) -> tuple[str, ...]:
+        """The axes of a role that the mesh has."""
         if role is None or self.mesh is None:
-            return None
+            return ()
         name = {"dp": self.dp, "tp": self.tp, "ep": self.ep}[role]
-        return name if name in self.mesh.axes else None
+        return tuple(n for n in (name if isinstance(name, tuple) else (name,)) if n in self.mesh.axes)
+
+    def axis(self, role: str | None) -> str | None:
+        """The axis of a role for matrices or experts, None when the mesh has none."""
+        return next(iter(self.axes(role)), None)
 
     def batch(self, x: Any) -> Any:
         """A tensor whose first dim is the batch."""
@@ -87,17 +93,19 @@ class Layout:
 
     def routed(self, x: Any, last: str | None = None) -> Any:
         """Tokens at their experts [experts, groups, capacity, n]; `last` is the role of the last dim."""
-        return self.pin(x, "ep", None if self.axis("ep") == self.axis("dp") else "dp", None, last)
+        experts = self.axes("ep")
+        groups = tuple(axis for axis in self.axes("dp") if axis not in experts)
+        return shard_tensor(x, self.mesh, [experts, groups, None, self.axis(last)], gradient=True)
 
     def whole(self, x: Any) -> Any:
         """Hidden states gathered along the sequence for a pair of matrices; `x` where it is not split."""
         if not self.sequence or self.axis("tp") is None:
             return x
-        return reshard(x, self.mesh, [self.axis("dp"), None, None])
+        return reshard(x, self.mesh, [self.axes("dp"), None, None])
 
     def pin(self, x: Any, *roles: str | None) -> Any:
         """`x` with one role, or None, a dim; `x` itself without a mesh."""
-        return shard_tensor(x, self.mesh, [self.axis(role) for role in roles])
+        return shard_tensor(x, self.mesh, [self.axes(role) for role in roles])
 
 
 SERIAL = Layout()
@@ -136,7 +144,7 @@ def annotate(
     model: Stack,
     mesh: ProcessMesh | None,
     *,
-    dp: str = "dp",
+    dp: str | tuple[str, ...] = "dp",
     tp: str = "tp",
     ep: str | None = None,
     sequence_parallel: bool = False,
@@ -151,7 +159,7 @@ def stages(
     meshes: Sequence[ProcessMesh | None],
     layers: Sequence[int] | None = None,
     *,
-    dp: str = "dp",
+    dp: str | tuple[str, ...] = "dp",
     tp: str = "tp",
     ep: str | None = None,
     sequence_parallel: bool = False,
@@ -166,7 +174,7 @@ def stages(
         meshes: one a stage, of any shape and size; None for a stage that nothing is distributed over.
         layers: blocks of each stage; by default as even as possible, the longer ones first.
         dp, tp: axes that split the batch and the matrices; a mesh without such an axis splits nothing by it.
-        ep: axis that splits experts; by default `dp`.
+        ep: axis that splits experts; by default `dp`, the last of several.
         sequence_parallel: split hidden states along the sequence over `tp`.
         recompute: compute each block again in the backward part instead of keeping what is inside.
 
@@ -192,8 +200,9 @@ def stages(
             f"layers {sizes} over {len(meshes)} stages do not cut the {count} blocks of "
             f"{type(model).__name__}; give one number a mesh that add up"
         )
+    own = dp if isinstance(dp, str) else dp[-1]
     layouts = [
-        Layout(mesh=mesh, dp=dp, tp=tp, ep=dp if ep is None else ep, sequence=sequence_parallel)
+        Layout(mesh=mesh, dp=dp, tp=tp, ep=own if ep is None else ep, sequence=sequence_parallel)
         for mesh in meshes
     ]
     model.recompute, model.layout, model.end = recompute, layouts[0], layouts[-1]
