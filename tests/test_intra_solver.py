@@ -227,7 +227,8 @@ def test_infeasible_by_memory_names_the_time_and_the_units_missing() -> None:
 
 
 def test_infeasible_by_memory_and_pairs_names_what_is_missing_at_least() -> None:
-    """Each node alone could be small, but a pair forbids that both are: 4 + 5 fits, 4 + 7 and 6 + 5 do not."""
+    """Each node alone could be small, but a pair forbids that both are: 4 + 5 fits, 4 + 7 and 6 + 5 do
+    not."""
     table = np.array([[math.inf, 0.0], [0.0, 0.0]])
     problem = Problem("p", (np.zeros(2), np.zeros(2)), ((0, 1),), (table,), (held(4, 6), held(5, 7)), 9.0)
     found = solve(problem, seconds=5)

@@ -31,6 +31,7 @@ from distgraph.passes.search.problem import Floats
 __all__ = ["reduce_network"]
 
 _WORTH = 0.97  # another round must be promised by a network that shrank to this part in the last
+_HUB = 16  # neighbours above which a node follows none that has more strategies
 _TABLE = 1 << 22  # entries that minimising a node out between two neighbours may look at
 
 
@@ -162,6 +163,8 @@ def _shrinks(network: Network, node: int, leader: int) -> bool:
     """Whether a network's tables hold no more numbers when a node follows a leader."""
     if len(network.costs[leader]) <= len(network.costs[node]):
         return True
+    if len(network.near[node]) > _HUB:
+        return False
     width = sum(len(network.costs[v]) for v in network.near[node]) - len(network.costs[leader])
     before = len(network.costs[node]) * (width + len(network.costs[leader]))
     return len(network.costs[leader]) * width <= before

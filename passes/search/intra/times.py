@@ -81,30 +81,47 @@ def _binding(network: Network, slack: float) -> Numbers:
             ends[use.stop].append((node, use))
     reachable = np.cumsum(steps)[:-1] > network.room + slack
     kept: list[int] = []
-    since: dict[int, Floats] = {}  # for every node its use now less its use at the time kept last
+    change = _Change()
     for t in range(count):
         for node, use in begins[t]:
-            since[node] = since.get(node, 0.0) + use.amounts
+            change.add(node, use.amounts)
         for node, use in ends[t]:
-            since[node] = since.get(node, 0.0) - use.amounts
+            change.add(node, -use.amounts)
         if not reachable[t]:
             continue
         if kept:
             more = float(network.room[t] - network.room[kept[-1]])
-            if _most(since, more):
+            if change.most <= more:
                 continue
-            if _most({node: -change for node, change in since.items()}, -more):
+            if change.least >= more:
                 kept.pop()
         kept.append(t)
-        since.clear()
+        change = _Change()
     return np.array(kept, dtype=np.intp)
 
 
-def _most(changes: dict[int, Floats], room: float) -> bool:
-    """Whether the largest changes of all nodes together are at most some room."""
-    for change in changes.values():
-        room -= float(change.max())
-    return room >= 0
+class _Change:
+    """What all nodes use at one time less what they use at another.
+
+    Attributes:
+        most: an upper bound on it, over all choices.
+        least: a lower bound.
+    """
+
+    def __init__(self) -> None:
+        self.most = self.least = 0.0
+        self._nodes: dict[int, Floats] = {}
+
+    def add(self, node: int, amounts: Floats) -> None:
+        """Let a node use more, [strategies]."""
+        before = self._nodes.get(node)
+        if before is not None:
+            self.most -= float(before.max())
+            self.least -= float(before.min())
+            amounts = before + amounts
+        self._nodes[node] = amounts
+        self.most += float(amounts.max())
+        self.least += float(amounts.min())
 
 
 def _keep_times(network: Network, kept: Numbers) -> None:
