@@ -147,8 +147,14 @@ def test_a_graph_without_layouts_has_no_surface() -> None:
         surface_of(graph, [grid(dp=2)])
 
 
+def test_the_plan_of_an_engine_is_exported_too() -> None:
+    engine = dg.Engine(nn.Linear(4, 2), nn.MeanSquaredError(), dg.optim.Adam())
+    plan = engine.prepare((np.zeros((8, 4), "f4"), np.zeros((8, 2), "f4")))
+    assert plan.export("jax") == plan.portable.export("jax")
+
+
 def test_bad_requests_say_the_way_out() -> None:
-    with pytest.raises(GraphError, match=r"'keras' .*: jax, torch, megatron"):
+    with pytest.raises(GraphError, match=r"'keras' is unknown; .* jax, torch, megatron"):
         plan_of("dp").export("keras")
     with pytest.raises(GraphError, match="plan of GPT has no surface"):
         replace(plan_of("dp"), surface=None).export("jax")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import GraphError
+from distgraph.export import Export
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.partition import RankProgram
@@ -179,6 +180,15 @@ class PlanView:
             GraphError: as `portable`, or the file cannot be written.
         """
         self.portable.save(path)
+
+    def export(self, framework: str) -> Export:
+        """The plan in the terms of "jax", "torch" or "megatron": docs/export.md.
+
+        Raises:
+            GraphError: as `portable`, or the framework is unknown.
+            ShardingError: the framework has no way to do what the plan says.
+        """
+        return self.portable.export(framework)
 
     def __str__(self) -> str:
         micro = self.build.lowered.micro_batches

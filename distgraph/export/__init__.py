@@ -31,7 +31,5 @@ def export(plan: Plan, framework: str) -> Export:
         ShardingError: the framework has no way to say what the plan says.
     """
     if framework not in EXPORTERS:
-        raise GraphError(
-            f"framework {framework!r} is not one that plans are exported to: {', '.join(EXPORTERS)}"
-        )
+        raise GraphError(f"framework {framework!r} is unknown; a plan is exported to {', '.join(EXPORTERS)}")
     return EXPORTERS[framework](plan)

@@ -24,13 +24,13 @@ import numpy as np
 from distgraph.errors import ShardingError
 from distgraph.export.result import (
     Export,
-    data_axes,
     dims,
     listed,
     mesh_data,
     owner,
     surface,
 )
+from distgraph.export.roles import Roles, roles_of
 from distgraph.export.surface import MATRICES, Part, Read, in_order, prefixes
 from distgraph.export.torch_source import torch_source
 from distgraph.mesh import ProcessMesh
@@ -41,24 +41,7 @@ if TYPE_CHECKING:
 
 REPLICATE = "Replicate()"
 NORMS = ("layer_norm", "rms_norm")
-_ALONE = ("reshape", "transpose", "cast")  # ops that read a parameter before any activation meets it
 _SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
-
-
-@dataclass(slots=True)
-class _Roles:
-    """What the axes of one stage's mesh are for.
-
-    Attributes:
-        replicate, shard: data axes over which parameters are copied, and split.
-        model: the axis of `parallelize_module`, None where there is none.
-        reshard: whether parameters are split between forward and backward too.
-    """
-
-    replicate: tuple[str, ...]
-    shard: tuple[str, ...]
-    model: str | None
-    reshard: bool
 
 
 @dataclass(slots=True)
@@ -74,7 +57,7 @@ class _Stage:
     plan: Plan
     number: int
     mesh: ProcessMesh
-    roles: _Roles
+    roles: Roles
     whole: bool = False
     styles: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -116,7 +99,7 @@ def export_torch(plan: Plan) -> Export:
 
 def _translate(plan: Plan, number: int) -> _Stage:
     """One stage; without its splits of the sequence where own code would have to move activations."""
-    mesh, roles = plan.stages[number].mesh, _roles(plan, number)
+    mesh, roles = plan.stages[number].mesh, roles_of(plan, number)
     moved = ""
     for whole in (False, True):
         stage = _Stage(plan, number, mesh, roles, whole)
@@ -133,44 +116,6 @@ def _translate(plan: Plan, number: int) -> _Stage:
         stage.notes.append(f"activations are kept whole along the sequence, for {moved}")
     _check_left(stage)
     return stage
-
-
-# Axes
-
-
-def _roles(plan: Plan, number: int) -> _Roles:
-    """Sort the axes of a stage. Raises ShardingError where one has two uses, or two have the same."""
-    mesh, known = plan.stages[number].mesh, surface(plan).tensors
-    data = data_axes(plan, number)
-    stored: dict[str, set[str]] = {"param": set(), "state": set()}
-    computed: dict[str, str] = {}
-    for name, tensor in plan.tensors.items():
-        if tensor.stage != number or tensor.kind == "input":
-            continue
-        stored[tensor.kind] |= {axis for axis in tensor.spec.axes if axis in data}
-        if tensor.kind == "param" and name in known and known[name].reader not in _ALONE:
-            for axis in known[name].used.axes:
-                computed.setdefault(axis, name)
-    mixed = [axis for axis in data if axis in computed]
-    if mixed:
-        raise ShardingError(
-            f"stage {number}: axis {mixed[0]} of {mesh} splits the batch, and {computed[mixed[0]]} is "
-            f"computed split over it; PyTorch has one use for a mesh dim: split experts or matrices over an "
-            f"axis of their own"
-        )
-    model = [axis for axis in mesh.axes if axis not in data and mesh.axis_size(axis) > 1]
-    if len(model) > 1:
-        raise ShardingError(
-            f"stage {number}: axes {', '.join(model)} of {mesh} split other things than the batch but "
-            f"parallelize_module takes a mesh of one dim; use one axis for them"
-        )
-    shard = tuple(axis for axis in data if axis in stored["param"] | stored["state"])
-    return _Roles(
-        tuple(axis for axis in data if axis not in shard),
-        shard,
-        model[0] if model else None,
-        bool(stored["param"]),
-    )
 
 
 # Styles
@@ -382,7 +327,7 @@ def _pipeline_notes(plan: Plan, stages: list[_Stage]) -> Iterator[str]:
         )
 
 
-def _sizes(roles: _Roles, mesh: ProcessMesh) -> tuple[int, int]:
+def _sizes(roles: Roles, mesh: ProcessMesh) -> tuple[int, int]:
     return mesh.count((*roles.replicate, *roles.shard)), mesh.axis_size(roles.model) if roles.model else 1
 
 
