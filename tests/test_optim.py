@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from serial_training import step_of
 
+import distgraph as dg
 from distgraph import nn, ops, optim, schedules
 from distgraph.errors import GraphError
 from distgraph.mesh import ProcessMesh
@@ -240,3 +242,35 @@ def test_parameters_as_wide_as_the_master_have_no_copy(rng: np.random.Generator)
 def test_a_master_of_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(GraphError, match='master of AdamW is \'f16\' but must be "f32", "f64" or None'):
         optim.AdamW(master="f16")
+
+
+def test_a_master_copy_follows_loaded_parameters(rng: np.random.Generator, tmp_path: Path) -> None:
+    x, y = (rng.standard_normal((8, n)).astype(np.float16) for n in (4, 3))
+
+    def engine(lr: float, seed: int) -> dg.Engine:
+        return dg.Engine(Narrow("f16"), squared, optim.AdamW(lr, weight_decay=0.0, master="f32"), seed=seed)
+
+    first = engine(1e-2, 1)
+    first.fit((x, y), epochs=2, batch_size=4, progress=False)
+    first.save(tmp_path / "parameters")
+    second = engine(0.0, 2)
+    second.load(tmp_path / "parameters", states=False)
+    second.fit((x, y), epochs=1, batch_size=4, progress=False)  # writes the copy over the parameter
+    np.testing.assert_array_equal(second.memory.block("w", 0), first.memory.block("w", 0))
+
+
+def test_a_master_copy_is_the_same_on_ranks_that_split_it(rng: np.random.Generator) -> None:
+    x, y = (rng.standard_normal((8, n)).astype(np.float16) for n in (4, 3))
+    mesh = ProcessMesh.grid(dp=2)
+
+    def trained(strategy: dg.Strategy | None, spec: optim.StateSpec | None) -> dg.Engine:
+        optimizer = optim.AdamW(1e-2, master="f32", state_spec=spec)
+        found = dg.Engine(Narrow("f16"), squared, optimizer, strategy=strategy, seed=1)
+        found.fit((x, y), epochs=3, batch_size=8, progress=False)
+        return found
+
+    alone = trained(None, None).memory.block("w", 0)
+    split = trained(dg.Strategy(mesh=mesh, batch_axis="dp"), optim.shard_states(mesh, "dp"))
+    assert split.memory.block("w.master", 0).shape == (2, 3)
+    # Two halves of the batch are summed in f16 instead of one whole: 2^-11 of a gradient, in each of 3 steps.
+    np.testing.assert_allclose(split.memory.block("w", 0), alone, rtol=0, atol=2**-10)
