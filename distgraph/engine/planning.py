@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from distgraph.engine.applying import planned
 from distgraph.engine.extracting import estimate, extract
 from distgraph.engine.forecasting import forecast_training
 from distgraph.engine.interrupt import Interrupt, remembered
+from distgraph.engine.searching.proposal import Realized
+from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, ResourceError
 from distgraph.plan import Found, Plan
@@ -89,25 +92,26 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
         KeyboardInterrupt: Ctrl-C before there was any plan.
     """
     start = time.monotonic()
-    best: Plan | None = None
+    best: Candidate | None = None
     interrupted = False
     with remembered() as interrupt:
         try:
-            for found in _improved(training, cluster, options, interrupt):
-                best = found
-                if options.watch is not None and best.forecast is not None:
+            for phase, found in _improved(training, cluster, options, interrupt):
+                best = found or best
+                if options.watch is not None:
                     now = time.monotonic() - start
-                    options.watch(Progress("forecast", now, best.forecast.seconds, best.search.bound))
-                if interrupt.asked:
+                    options.watch(Progress(phase, now, None if best is None else best.seconds))
+                if interrupt.asked and best is not None:
                     break
         except KeyboardInterrupt:
             if best is None:
                 raise
             interrupted = True
     assert best is not None  # a search without any plan raises
-    status = "interrupted" if interrupted or interrupt.asked else best.search.status
+    plan = best.plan()
+    status = "interrupted" if interrupted or interrupt.asked else plan.search.status
     seconds = time.monotonic() - start
-    return replace(best, search=replace(best.search, status=status, seconds=seconds))
+    return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
 
 
 def settled(training: Training, cluster: Cluster | None) -> Training:
@@ -135,24 +139,46 @@ def settled(training: Training, cluster: Cluster | None) -> Training:
     return replace(training, recipe=planned(training.recipe, plan), plan=plan)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A program that was forecast: seconds of a step, and how to write its plan."""
+
+    seconds: float
+    plan: Callable[[], Plan]
+
+
 def _improved(
     training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
-) -> Iterator[Plan]:
-    """Plans, each better than those before; ends soon after an interrupt."""
+) -> Iterator[tuple[str, Candidate | None]]:
+    """Phases, and programs that are better than those before; ends soon after an interrupt."""
     if options.mode in SEARCHED:
-        raise GraphError(f'mode {options.mode!r} of the search is not there yet; take mode "semi"')
+        yield from _searched(training, cluster, options, interrupt)
+        return
     forecasted = forecast_training(training, cluster)
-    plan = extract(training, forecasted.build, forecasted.mapping, cluster)
-    baselines = {
-        name: found if isinstance(found, str) else found.step_seconds
-        for name, found in forecasted.beside().items()
-    }
-    yield replace(
-        plan,
-        forecast=estimate(plan, forecasted.forecast),
-        baselines=baselines,
-        search=Found(mode=options.mode, status="not searched", settings=options.settings()),
-    )
+
+    def as_compiled() -> Plan:
+        plan = extract(training, forecasted.build, forecasted.mapping, cluster)
+        baselines = {
+            name: found if isinstance(found, str) else found.step_seconds
+            for name, found in forecasted.beside().items()
+        }
+        search = Found(mode=options.mode, status="not searched", settings=options.settings())
+        return replace(plan, forecast=estimate(plan, forecasted.forecast), baselines=baselines, search=search)
+
+    yield "forecast", Candidate(forecasted.forecast.step_seconds, as_compiled)
+
+
+def _searched(
+    training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
+) -> Iterator[tuple[str, Candidate | None]]:
+    searcher = Searcher(training, cluster, options.mode, options.seconds, lambda: interrupt.asked)
+    best: Realized | None = None
+    for event in searcher.run():
+        if searcher.best is best or searcher.best is None:
+            yield event.phase, None
+            continue
+        best = searcher.best
+        yield event.phase, Candidate(best.seconds, partial(searcher.plan, options.settings()))
 
 
 def _alike(make: Callable[[], Plan]) -> Plan:

@@ -1,12 +1,12 @@
 """What layers cost on the meshes of a space: traces, formulations, solved choices, each made once.
 
-*In:* a program, a cluster. *Out:* for a number of micro-batches, a sub-mesh, a shape and a price of memory the
-costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; nothing is
+*In:* a program, a cluster. *Out:* for a number of micro-batches, a sub-mesh, a shape and a price of memory
+the costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; nothing is
 solved twice.
 
-The price of memory makes a front: at 0 layouts are the fastest; as it rises, what is stored is split over more
-axes (ZeRO). Prices above 0 are tried only where the layers, put on as many stages as there are sub-meshes of
-this size, would not fit.
+The price of memory makes a front: at 0 layouts are the fastest; as it rises, what is stored is split over
+more axes (ZeRO). Prices above 0 are tried only where the layers, put on as many stages as there are
+sub-meshes of this size, would not fit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from distgraph.engine.searching.restrict import Restriction, restricted
 from distgraph.engine.searching.space import Shape, devices_for
 from distgraph.engine.training import Training
 from distgraph.graph import Graph
+from distgraph.passes.search.cache import solve_cached
 from distgraph.passes.search.formulate import Formulation, Profile, formulate
-from distgraph.passes.search.intra import solve
 from distgraph.passes.search.layers import Layer, Layering, cluster_layers, layering
 from distgraph.passes.search.placing import Pool, SubMesh
 from distgraph.passes.search.prices import Prices
@@ -31,8 +31,8 @@ from distgraph.resources import Cluster, CollectiveCost
 
 _MEMORY_PRICES = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
-_SOLVE_SECONDS = 2.0
-_GAP = 1e-3
+SOLVE_SECONDS = 2.0
+GAP = 1e-3
 _REPLANNED = 1.02  # a variant is one of its own where it saves 2 % of the memory of the one before
 
 
@@ -166,10 +166,10 @@ class Oracle:
     ) -> tuple[Formulation, tuple[int, ...], float, float]:
         """The formulation, its best choice, objective and bound."""
         key = traced.graph.micro_batches, traced.recompute, devices, shape, price, restriction
-        found = self.formulation(traced, devices, shape).priced(memory_price=price)
+        found = self.formulation(traced, devices, shape).priced(memory_price=price, live_micro_batches=1)
         if key not in self._choices:
             problem = restricted(found, restriction)
-            solution = solve(problem, seconds=_SOLVE_SECONDS, gap=_GAP)
+            solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
             assert solution.choice is not None, f"{problem.name}: {solution.message}"
             self._choices[key] = (tuple(solution.choice), solution.objective, solution.bound)
         return (found, *self._choices[key])

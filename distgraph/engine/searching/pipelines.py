@@ -1,14 +1,13 @@
-"""From costs by layer to proposals: the best row of stages, and the uniform rows it is compared with.
+"""From costs by layer to the best row of stages.
 
-*In:* variants of an `Oracle`. *Out:* `Proposal`s with their estimates. *Invariant:* a proposal fits memory by
-the estimate; only a forecast says whether it really does.
+*In:* variants of an `Oracle`. *Out:* a `Proposal` with its estimate. *Invariant:* it fits memory by the
+estimate; only a forecast says whether it really does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from distgraph.engine.searching.oracle import Oracle, Variant
 from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.restrict import Restriction
-from distgraph.engine.searching.space import Shape, shapes_of
-from distgraph.passes.search.costs import Config, ProfileCosts
+from distgraph.engine.searching.space import shapes_of
+from distgraph.passes.search.costs import Config, IntervalCosts, ProfileCosts, StageCosts
 from distgraph.passes.search.placing import SubMesh, place
 from distgraph.passes.search.schedules import schedule_policy
 from distgraph.passes.search.stages import StageProblem, Stages, find_stages
@@ -58,34 +57,59 @@ def front(
     return Front(micro_batches, tuple(kept), tuple(rows))
 
 
-def transfers(oracle: Oracle, micro_batches: int, submeshes: Sequence[SubMesh]) -> Floats | None:
-    """Seconds [layers - 1, before, behind] of a border between stages, for one micro-batch, both ways.
+@dataclass(frozen=True, slots=True, eq=False)
+class Bordered:
+    """Costs of stages with those of the border behind each.
 
-    Every rank of the smaller stage sends its share to one of the other stage at the same time. Two stages lie
-    in one machine where they fit there together.
+    1F1B keeps p - i micro-batches in flight on stage i of p, so that (Little's law) a micro-batch takes every
+    stage behind i at least (sum of t_k + x_k over k >= i) / (p - i): with stages alike, t + x. The border is
+    part of the period of a stage, however well it overlaps with other micro-batches.
+
+    Attributes:
+        costs: without.
+        behind: seconds of the border [last layer, sub-mesh], to a stage of the same size.
     """
-    crossing = oracle.traced(micro_batches).crossing
-    if not len(crossing):
-        return None
-    found = np.zeros((len(crossing), len(submeshes), len(submeshes)))
-    sizes = np.unique(crossing)
-    for (i, a), (j, b) in product(enumerate(submeshes), repeat=2):
-        pairs = _pairs(oracle, a, b)
-        if pairs is None:
+
+    costs: IntervalCosts
+    behind: Floats
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, sub-meshes, configs."""
+        return self.costs.shape
+
+    def at(self, live: int) -> StageCosts:
+        """Costs with `live` micro-batches in flight."""
+        found = self.costs.at(live)
+        return StageCosts(found.seconds + self.behind[None, :, :, None], found.step)
+
+    def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
+        """Layers of a run that are computed again in the backward part."""
+        return self.costs.recomputed(first, last, submesh, config, live)
+
+    def missing(self, live: int) -> Floats:
+        """Bytes above the memory of a device."""
+        return self.costs.missing(live)
+
+
+def borders(oracle: Oracle, micro_batches: int, submeshes: Sequence[SubMesh]) -> Floats:
+    """Seconds [layers, sub-meshes] of the border behind a layer, to a stage of the same size.
+
+    Of one micro-batch, both ways; 0 behind the last layer. Every rank sends its share to one of the next
+    stage at the same time. Two stages lie in one machine where they fit there together.
+    """
+    crossing = np.append(oracle.traced(micro_batches).crossing, 0.0)
+    found = np.zeros((len(crossing), len(submeshes)))
+    sizes = np.unique(crossing[crossing > 0])
+    for number, submesh in enumerate(submeshes):
+        placed = place(oracle.pools, [submesh, submesh])
+        if placed is None or not len(sizes):
             continue
-        alone = oracle.collective.times("send", pairs[0], sizes / len(pairs), tuple(pairs[1:]))
-        found[:, i, j] = np.where(crossing > 0, alone[np.searchsorted(sizes, crossing)], 0.0)
+        pairs = list(zip(*placed, strict=True))
+        seconds = oracle.collective.times("send", pairs[0], sizes / len(pairs), tuple(pairs[1:]))
+        at = np.minimum(np.searchsorted(sizes, crossing), len(sizes) - 1)
+        found[:, number] = np.where(crossing > 0, seconds[at], 0.0)
     return found
-
-
-def _pairs(oracle: Oracle, a: SubMesh, b: SubMesh) -> list[tuple[int, int]] | None:
-    """Which devices of two neighbouring stages exchange; None where both do not fit into the cluster."""
-    placed = place(oracle.pools, [a, b])
-    if placed is None:
-        return None
-    left, right = placed
-    count = min(len(left), len(right))
-    return list(zip(left[:count], right[:count], strict=True))
 
 
 def best_row(
@@ -102,16 +126,16 @@ def best_row(
     Raises:
         InfeasibleError: nothing fits.
     """
+    costs = ProfileCosts(
+        [[Config(v.profile, v.recompute) for v in row] for row in found.variants],
+        [slack * oracle.memory(submesh) for submesh in found.submeshes],
+    )
     problem = StageProblem(
-        ProfileCosts(
-            [[Config(v.profile, v.recompute) for v in row] for row in found.variants],
-            [slack * oracle.memory(submesh) for submesh in found.submeshes],
-        ),
+        Bordered(costs, borders(oracle, found.micro_batches, found.submeshes)),
         oracle.pools,
         found.submeshes,
         found.micro_batches,
         schedule_policy(schedule),
-        transfers(oracle, found.micro_batches, found.submeshes),
         whole=False,
     )
     stages = find_stages(problem, runner_up=False)
@@ -119,7 +143,8 @@ def best_row(
 
 
 def _proposal(oracle: Oracle, found: Front, stages: Stages, schedule: str) -> Proposal:
-    choices, recompute = [], []
+    choices: list[StageChoice] = []
+    recompute: list[int] = []
     for stage in stages.stages:
         variant = found.variants[stage.submesh][stage.config]
         choices.append(
@@ -135,67 +160,3 @@ def _proposal(oracle: Oracle, found: Front, stages: Stages, schedule: str) -> Pr
         "none",
         stages.seconds,
     )
-
-
-def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -> Iterator[Proposal]:
-    """Equal stages on all devices of a cluster of one kind: every dp x tp x pp, layers divided by their work.
-
-    Where it does not fit otherwise, all layers are computed again.
-    """
-    if len(oracle.pools) > 1:
-        return
-    (pool,) = oracle.pools
-    layers = len(oracle.traced(micro_batches).layers)
-    policy = schedule_policy("1f1b")
-    for count in range(1, min(layers, pool.size) + 1):
-        submesh = SubMesh((pool.size // count,))
-        if pool.size % count or place(oracle.pools, [submesh] * count) is None:
-            continue
-        rows = place(oracle.pools, [submesh] * count)
-        assert rows is not None
-        for shape in uniform_shapes(oracle, submesh):
-            variant = oracle.variants(micro_batches, submesh, shape, restriction)[0]
-            firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
-            if firsts is None:
-                continue
-            choices = tuple(
-                StageChoice(a, b, row, shape)
-                for a, b, row in zip(firsts, (*firsts[1:], layers), rows, strict=True)
-            )
-            costs = ProfileCosts(
-                [[Config(variant.profile)], [Config(variant.recompute)]], [oracle.memory(submesh)] * 2
-            )
-            for again in (0, 1):
-                seconds, fits = 0.0, True
-                times, steps = [], []
-                for position, choice in enumerate(choices):
-                    live = policy.live(position, count, micro_batches)
-                    at = costs.at(live)
-                    times.append(float(at.seconds[choice.first, choice.stop - 1, again, 0]))
-                    steps.append(float(at.step[choice.first, choice.stop - 1, again, 0]))
-                fits = bool(np.isfinite(times).all())
-                if fits:
-                    rounds = micro_batches - policy.fill
-                    seconds = policy.fill * sum(times) + max(
-                        rounds * t + s for t, s in zip(times, steps, strict=True)
-                    )
-                    recompute = tuple(range(layers)) if again else ()
-                    name = f"uniform {shape}, {count} stage{'s' * (count > 1)}"
-                    yield Proposal(name, micro_batches, "1f1b", choices, recompute, restriction, seconds)
-                    break
-
-
-def uniform_shapes(oracle: Oracle, submesh: SubMesh) -> tuple[Shape, ...]:
-    """dp x tp meshes: one axis for either, or both."""
-    (pool,) = oracle.pools
-    shapes = shapes_of(pool, submesh.size)
-    inside = submesh.size <= pool.machine and submesh.size > 1
-    return (*shapes, Shape((("tp", submesh.size),))) if inside else shapes
-
-
-def _divided(work: Floats, count: int) -> tuple[int, ...] | None:
-    """First layer of each of `count` runs of about the same work; None where one would be empty."""
-    total = np.cumsum(work)
-    firsts = [0, *(int(np.searchsorted(total, total[-1] * k / count - 1e-12)) + 1 for k in range(1, count))]
-    firsts = [min(first, len(work) - count + i) for i, first in enumerate(firsts)]
-    return tuple(firsts) if all(a < b for a, b in zip(firsts, firsts[1:], strict=False)) else None

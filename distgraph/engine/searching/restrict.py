@@ -1,7 +1,7 @@
 """Restrictions of the search: the uniform plans that every answer is compared with.
 
-*In:* a formulation. *Out:* its problem without what a restriction forbids. *Invariant:* ops stay free; what is
-fixed is where inputs, parameters and states are stored, and the rest follows from the costs.
+*In:* a formulation. *Out:* its problem without what a restriction forbids. *Invariant:* ops stay free; what
+is fixed is where inputs, parameters and states are stored, and the rest follows from the costs.
 
     "none"    nothing is forbidden
     "uniform" inputs are split over dp along the batch, parameters not over dp

@@ -1,8 +1,8 @@
 """The search of everything: layouts, stages, sub-meshes, micro-batches, schedule, recomputation, ZeRO.
 
-*In:* a program and a cluster. *Out:* plans, each with a better forecast than the one before. *Invariant:* plain
-data parallelism, data parallelism with states or parameters split (ZeRO), and the best uniform
-dp x tp x pp rows are forecast too, so that the answer is never behind them.
+*In:* a program and a cluster. *Out:* programs with their forecasts, the best of them. *Invariant:* plain
+data parallelism and the best uniform dp x tp x pp rows, without and with ZeRO, are forecast too, so that
+the answer is never behind them.
 
     for a number of micro-batches:
         costs by layer on every sub-mesh and shape      one intra-operator problem each (`Oracle`)
@@ -19,20 +19,24 @@ is ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.engine.forecasting import plain
+from distgraph.engine.searching.decisions import decisions
+from distgraph.engine.searching.fixed import annotated_meshes, fronts, on_annotated, propagated, recursively
 from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.pipelines import Front, best_row, front, uniform_rows
-from distgraph.engine.searching.proposal import Proposal, Realized, program, realize
+from distgraph.engine.searching.pipelines import Front, best_row, front
+from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, program, realize
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import micro_batch_counts, pools_of, submeshes_of
+from distgraph.engine.searching.uniform import uniform_rows
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.search.placing import SubMesh
+from distgraph.plan import Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
@@ -40,7 +44,7 @@ _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.25  # an estimate that is this much above the best forecast is not forecast any more
 _RETRIES = 2  # rows that do not fit are searched again with less memory
 _COARSE = 4  # numbers of micro-batches differ by this factor at first
-_UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3")
+_UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,6 @@ class Event:
 
     phase: str
     found: Realized | None = None
-    bound: float | None = None
 
 
 @dataclass(eq=False)
@@ -59,15 +62,23 @@ class Searcher:
     Args:
         training: the program.
         cluster: where it is to run.
+        mode: "auto", "recursive" or "sharding_propagation".
         seconds: after which nothing new is begun.
+        stopped: asked besides.
+
+    Attributes:
+        best: the best program that fits so far.
+        baselines: name -> seconds of a step, or why there is none.
+        forecasts: everything that was forecast.
     """
 
     training: Training
     cluster: Cluster
+    mode: str
     seconds: float
+    stopped: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     best: Realized | None = None
-    bound: float | None = None
     baselines: dict[str, float | str] = field(default_factory=dict)
     forecasts: list[Realized] = field(default_factory=list)
     _rows: dict[int, Proposal] = field(default_factory=dict)
@@ -78,26 +89,79 @@ class Searcher:
 
     def expired(self) -> bool:
         """Whether time is up."""
-        return self.clock() >= self.end
+        return self.stopped() or self.clock() >= self.end
 
     def run(self) -> Iterator[Event]:
         """Everything, in order; an event for each phase and each program that is forecast.
 
         Raises:
             InfeasibleError: nothing fits the cluster.
+            ResourceError: the cluster has fewer devices than annotations name.
+            ShardingError: annotations contradict each other.
         """
+        annotated = annotated_meshes(self.oracle.traced(1).graph, self.cluster)
         yield Event("data parallel")
-        yield from self._data_parallel()
-        if not self.expired():
+        yield from self._data_parallel(eligible=not annotated)
+        if self.mode == "sharding_propagation":
+            yield from self._compared("sharding propagation", propagated)
+        elif self.mode == "recursive":
+            yield from self._compared("double recursion", recursively)
+        elif annotated:
+            yield from self._on_annotated()
+        elif not self.expired():
             yield from self._searched()
-        if not self.expired():
-            yield Event("uniform grid")
             yield from self._uniform()
+            yield from self._others(annotated)
         if self.best is None:
             raise InfeasibleError(self._nothing_fits())
 
-    def _data_parallel(self) -> Iterator[Event]:
-        """Plain data parallelism on all devices, from completion alone."""
+    def plan(self, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
+        """The best so far as a plan, with what it was compared with."""
+        assert self.best is not None
+        status = "feasible" if not self.expired() else "out of time"
+        found = Found(mode=self.mode, status=status, settings=settings)
+        return replace(
+            plan_of(self.best, self.oracle),
+            baselines=dict(self.baselines),
+            search=found,
+            decisions=decisions(self.best, self.forecasts),
+        )
+
+    def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
+        """One program of another search, with the micro-batches of the strategy."""
+        yield Event(name)
+        yield self._judged(make(self.oracle, self.training.micro_batches))
+
+    def _others(self, annotated: Sequence[ProcessMesh]) -> Iterator[Event]:
+        """The other modes, where there is time; what they cannot do is no fault here."""
+        modes = [("double recursion", recursively)]
+        if annotated:
+            modes.append(("sharding propagation", propagated))
+        for name, make in modes:
+            if self.expired():
+                return
+            yield Event(name)
+            micro = 1 if self.best is None else self.best.traced.graph.micro_batches
+            try:
+                yield self._judged(make(self.oracle, micro))
+            except DistGraphError as error:
+                self.baselines[name] = f"there is none: {error}"
+
+    def _on_annotated(self) -> Iterator[Event]:
+        """Layouts on the meshes that annotations name, for several numbers of micro-batches."""
+        wanted = self.training.micro_batches
+        counts = (wanted,) if wanted > 1 else micro_batch_counts(self.training.size)[::-1][:_FORECASTS]
+        for micro, recompute, share in fronts(self.oracle, counts):
+            if share and self.best is not None:
+                return  # what fits needs no dearer memory
+            if self.expired() and self.best is not None:
+                return
+            yield Event(f"layouts on the annotated meshes, {micro} micro-batches")
+            yield self._judged(on_annotated(self.oracle, micro, recompute, share))
+
+    def _data_parallel(self, eligible: bool) -> Iterator[Event]:
+        """Plain data parallelism on all devices, from completion alone; not `eligible` where annotations say
+        otherwise."""
         ranks = len(self.cluster.devices)
         name, micro = "data parallel", 1
         if self.training.size < ranks:
@@ -111,18 +175,18 @@ class Searcher:
         except DistGraphError as error:
             self.baselines[name] = f"there is none: {error}"
             return
-        yield self._judged(found)
+        yield self._judged(found, eligible)
 
-    def _judged(self, found: Realized) -> Event:
+    def _judged(self, found: Realized, eligible: bool = True) -> Event:
         """Keep a program if it is the best so far; note it among the baselines where it is one."""
         self.forecasts.append(found)
-        if found.proposal is None or found.origin != "search":
+        if found.origin != "search":
             short = max((s.missing for s in found.shortages), default=0.0)
             what = found.seconds if found.fits else f"out of memory by {format_bytes(short)}"
             self.baselines[found.origin] = what
-        if found.fits and (self.best is None or found.seconds < self.best.seconds):
+        if eligible and found.fits and (self.best is None or found.seconds < self.best.seconds):
             self.best = found
-        return Event(f"forecast of {found.origin}", found, self.bound)
+        return Event(f"forecast of {found.origin}", found)
 
     # the search
 
@@ -167,7 +231,7 @@ class Searcher:
             return None
 
     def _submeshes(self, micro_batches: int) -> tuple[SubMesh, ...]:
-        """Those that a stage may have; larger than the micro-batch is no use to a pipeline but costs little."""
+        """Those that a stage may have."""
         return submeshes_of(self.oracle.pools)
 
     def _forecast(self, proposal: Proposal) -> Iterator[Event]:
@@ -178,6 +242,7 @@ class Searcher:
             yield self._judged(found)
             if found.fits or self.expired():
                 return
+            yield Event(f"stages, {proposal.micro_batches} micro-batches, with less memory")
             worst = max(s.needed / s.available for s in found.shortages)
             slack /= worst * 1.01
             again = self._solved(
@@ -191,14 +256,14 @@ class Searcher:
 
     def _uniform(self) -> Iterator[Event]:
         """The best uniform row of every kind, by estimate, forecast."""
+        yield Event("uniform grid")
         micro = sorted(self._rows, key=lambda m: self._rows[m].estimate)[:2] or [1]
         for restriction in _UNIFORM:
             rows = [row for m in micro for row in uniform_rows(self.oracle, m, restriction)]
             if not rows or self.expired():
                 continue
             proposal = min(rows, key=lambda row: row.estimate)
-            named = replace(proposal, origin=f"{restriction}: {proposal.origin}")
-            yield self._judged(realize(named, self.oracle))
+            yield self._judged(realize(proposal, self.oracle))
 
     def _nothing_fits(self) -> str:
         least = min(

@@ -1,0 +1,149 @@
+"""Searches on meshes that are given: those of annotations, or one of all devices.
+
+*In:* an `Oracle`, a number of micro-batches. *Out:* programs with their forecasts. *Invariant:* annotations
+stay, and every op runs where they and `place` put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from distgraph.engine.searching.oracle import GAP, SOLVE_SECONDS, Oracle, Traced
+from distgraph.engine.searching.proposal import Realized, program
+from distgraph.errors import ResourceError, ShardingError
+from distgraph.graph import Graph
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.place import place
+from distgraph.passes.search.assign import assign
+from distgraph.passes.search.cache import solve_cached
+from distgraph.passes.search.formulate import formulate
+from distgraph.passes.search.layouts import Layouts
+from distgraph.passes.search.propagation import propagate
+from distgraph.passes.search.recursive import recursive
+from distgraph.resources import Cluster
+
+
+def annotated_meshes(graph: Graph, cluster: Cluster) -> tuple[ProcessMesh, ...]:
+    """The meshes that annotations name; none where there are no annotations.
+
+    Raises:
+        ResourceError: the cluster has fewer devices than they have ranks.
+    """
+    found = {attr.mesh: attr.origin.where for attr in graph.attrs.values()}
+    found |= {mesh: "dg.on" for mesh in graph.placements.values() if mesh not in found}
+    for mesh, where in found.items():
+        needed, available = max(mesh.members) + 1, len(cluster.devices)
+        if needed > available:
+            raise ResourceError(
+                f"{mesh} ({where}) needs {needed} devices but cluster {cluster.name} has {available}; "
+                f"annotate with a smaller mesh or search for a larger cluster"
+            )
+    return tuple(found)
+
+
+def on_annotated(
+    oracle: Oracle, micro_batches: int, recompute: Sequence[int], memory_share: float
+) -> Realized:
+    """The best layouts on the meshes of the annotations.
+
+    Args:
+        oracle: of the program.
+        micro_batches: in a step.
+        recompute: numbers of layers.
+        memory_share: price of a rank's whole memory, in steps of the program.
+
+    Raises:
+        ShardingError: annotations contradict each other.
+        ResourceError: see `annotated_meshes`.
+    """
+    traced = oracle.traced(micro_batches, recompute)
+    graph, meshes = traced.graph, annotated_meshes(traced.graph, oracle.cluster)
+    _, homes = place(graph, meshes[0])
+    placements = {op.name: homes[op.name] for op in graph.ops}
+    layouts = {
+        mesh: _solved(oracle, traced, mesh, memory_share) for mesh in dict.fromkeys(placements.values())
+    }
+    return _assigned(oracle, traced, placements, layouts, "1f1b", "search")
+
+
+def _solved(oracle: Oracle, traced: Traced, mesh: ProcessMesh, memory_share: float) -> Layouts:
+    """The best layouts of everything on one mesh; annotations on others do not count."""
+    graph = traced.graph
+    own = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
+    prices = oracle.prices(tuple(range(len(oracle.cluster.devices))))
+    found = formulate(replace(graph, attrs=own), mesh, prices, traced.layering)
+    solution = solve_cached(found.problem, seconds=SOLVE_SECONDS, gap=GAP)
+    if memory_share:
+        memory = min(oracle.cluster.devices[rank].memory for rank in mesh.members)
+        found = found.priced(memory_price=memory_share * solution.objective / memory)
+        solution = solve_cached(found.problem, seconds=SOLVE_SECONDS, gap=GAP)
+    if solution.choice is None:
+        raise ShardingError(
+            f"graph @{graph.name}: no layouts on {mesh} meet all annotations "
+            f"({solution.message or solution.status}); take one of them out"
+        )
+    return found.decode(solution.choice)
+
+
+def recursively(oracle: Oracle, micro_batches: int) -> Realized:
+    """Double recursion over all devices, or over the mesh of the annotations (see `recursive`)."""
+    traced = oracle.traced(micro_batches)
+    count = len(oracle.cluster.devices)
+    meshes = annotated_meshes(traced.graph, oracle.cluster) or (ProcessMesh.grid(dp=count),)
+    price = oracle.prices(tuple(range(count))).price
+    mesh, layouts = recursive(traced.graph, _only(meshes, "recursive"), price)
+    placements = dict.fromkeys((op.name for op in traced.graph.ops), mesh)
+    return _assigned(oracle, traced, placements, {mesh: layouts}, "1f1b", "double recursion")
+
+
+def propagated(oracle: Oracle, micro_batches: int) -> Realized:
+    """Sharding propagation from the annotations (see `propagation`).
+
+    Raises:
+        ShardingError: there are no annotations, or they name several meshes.
+    """
+    traced = oracle.traced(micro_batches)
+    meshes = annotated_meshes(traced.graph, oracle.cluster)
+    if not meshes:
+        raise ShardingError(
+            f"graph @{traced.graph.name} has no annotation to propagate from but the mode is "
+            f"sharding_propagation; annotate with dg.shard_tensor, or search in mode auto"
+        )
+    mesh = _only(meshes, "sharding_propagation")
+    price = oracle.prices(tuple(range(len(oracle.cluster.devices)))).price
+    placements = dict.fromkeys((op.name for op in traced.graph.ops), mesh)
+    layouts = propagate(traced.graph, mesh, price)
+    return _assigned(oracle, traced, placements, {mesh: layouts}, "1f1b", "sharding propagation")
+
+
+def _only(meshes: Sequence[ProcessMesh], mode: str) -> ProcessMesh:
+    if len(meshes) > 1:
+        raise ShardingError(
+            f"the annotations name {len(meshes)} meshes but mode {mode} works on one; annotate with one "
+            f'mesh, or search in mode "auto"'
+        )
+    return meshes[0]
+
+
+def _assigned(
+    oracle: Oracle,
+    traced: Traced,
+    placements: Mapping[str, ProcessMesh],
+    layouts: Mapping[ProcessMesh, Layouts],
+    schedule: str,
+    origin: str,
+) -> Realized:
+    completed = assign(traced.graph, placements, layouts)
+    completed = replace(completed, micro_batches=traced.graph.micro_batches)
+    devices = tuple(range(max(rank for mesh in layouts for rank in mesh.members) + 1))
+    return program(oracle, completed, traced, devices, schedule, origin, None, placements)
+
+
+def fronts(oracle: Oracle, counts: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...], float]]:
+    """(micro-batches, layers to compute again, price of memory), what is worth trying first."""
+    for share in (0.0, 1.0):
+        for micro_batches in counts:
+            yield micro_batches, (), share
+            if share:
+                yield micro_batches, oracle.everything(micro_batches), share
