@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from distgraph.engine.fingerprint import program_of
 from distgraph.engine.positions import cut
 from distgraph.engine.program import Recipe
 from distgraph.engine.training import Training
-from distgraph.errors import GraphError, ResourceError, ShardingError
+from distgraph.errors import DistGraphError, GraphError, ResourceError, ShardingError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
@@ -319,6 +322,10 @@ def test_annotations_that_agree_stay_and_others_are_refused() -> None:
             lambda p: replace(p, tensors={**p.tensors, "x": Stored("input", 0, ShardSpec.of(["q", None]))}),
             r"axis 'q'",
         ),
+        (
+            lambda p: replace(p, tensors={**p.tensors, "x": Stored("input", 0, ShardSpec.of(["dp"]))}),
+            r"plan of Classifier: input x i32\[4, 6\]: spec \[dp\] has 1 dims but shape",
+        ),
         (lambda p: with_line(p, "matmul", axes=(("q", ("dp",)),)), r"index q"),
         (lambda p: with_line(p, "matmul", axes=(("m", ("dp",)), ("n", ("dp",)))), r"dp"),
         (lambda p: with_line(p, "matmul", results=(ShardSpec.of([None]),)), r"spec \[_\] has 1 dims"),
@@ -330,6 +337,51 @@ def test_an_edited_plan_is_told(change: Any, message: str) -> None:
     x, y = case.data()
     with pytest.raises((GraphError, ShardingError), match=message):
         case.engine(change(plan)).prepare((x[:8], y[:8]))
+
+
+def test_no_edit_of_a_file_ends_in_an_exception_of_python() -> None:
+    """Random fields set, deleted, doubled, or a character changed: a program comes out, or a house error."""
+    case, draw = CASES["tp"], random.Random(7)
+    engine, plan = plan_of(case)
+    told = 0
+    for _ in range(150):
+        document = json.loads(plan.text())
+        edit(document, draw)
+        try:
+            edited = Plan.parse(json.dumps(document))
+            str(edited.compare(plan))
+            case.engine(edited).prepare(case.first())
+        except DistGraphError:
+            told += 1
+    assert 50 < told < 150
+
+
+def edit(document: Any, draw: random.Random) -> None:
+    """Change one place of a document."""
+    places = list(walk(document))
+    node, key = draw.choice(places)
+    what = draw.choice(["set", "delete", "double", "change"])
+    if what == "set":
+        node[key] = draw.choice(
+            [None, 0, -1, 3, 1.5, "", [], {}, "x", "[tp] @0", "0-3", "1@0", "add {} -> []"]
+        )
+    elif what == "delete":
+        del node[key]
+    elif what == "double" and isinstance(node, list):
+        node.insert(key, node[key])
+    elif isinstance(node[key], str) and node[key]:
+        at = draw.randrange(len(node[key]))
+        node[key] = (
+            node[key][:at] + draw.choice("0123@{}[],*:_-> dpt") + node[key][at + draw.choice((0, 1)) :]
+        )
+
+
+def walk(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) of a document."""
+    keys = range(len(node)) if isinstance(node, list) else node if isinstance(node, dict) else ()
+    for key in keys:
+        yield node, key
+        yield from walk(node[key])
 
 
 def with_line(plan: Plan, kind: str, **changes: Any) -> Plan:

@@ -214,7 +214,9 @@ def _stored(op: Op, plan: Plan, origin: Origin) -> DistAttr:
         raise GraphError(
             f"plan of {plan.program.name} has no {op.kind} {name} but the program has; make it anew"
         )
-    return DistAttr(plan.stages[at.stage].mesh, at.spec, origin)
+    mesh = plan.stages[at.stage].mesh
+    at.spec.check(op.result.shape, mesh, f"plan of {plan.program.name}: {op.kind} {name} {op.result.type}")
+    return DistAttr(mesh, at.spec, origin)
 
 
 def _check_line(op: Op, line: Computed | None, plan: Plan, layer: int, position: str) -> None:
