@@ -1,6 +1,6 @@
 """The forecast against this machine: seconds of a step and bytes of memory on one and two ranks.
 
-    python -m benchmarks.own_forecast [--cluster FILE] [--seconds 90] [--rounds 3] [--json FILE]
+    python -m benchmarks.own_forecast [--cluster FILE] [--seconds 90] [--rounds 3] [--json FILE] [--quick]
 
 First `distgraph profile -n 2` measures the machine (unless --cluster names a file that it wrote), then
 the programs run, each in processes of its own with one BLAS thread a rank, in turns over several rounds: the
@@ -10,7 +10,12 @@ rounds, of the slower rank.
 
 Memory is compared with the same programs made larger (wider GPT, more images), so that tensors and not
 Python's objects decide: peak resident size of a fresh process during steps, less that after compiling, where
-a small program of the same kind has loaded the kernels before. The largest rank counts.
+a small program of the same kind has loaded the kernels before. So what is there once and for all does not
+count: imported modules, compiled kernels and their compiler, buffers of BLAS threads, MPI's segments. What
+parameters and states take does, as the first step makes them. The largest rank counts.
+
+With --quick the profile takes 12 s, and seconds and memory of a program are measured once, in one process a
+rank.
 
 Keys of the result: mean_error, max_error (of seconds, relative to the measured ones), memory_mean_error,
 memory_max_error, and load_mean, the mean load average: on a machine that others use, seconds say little.
@@ -139,21 +144,21 @@ def rank_main(arguments: list[str]) -> None:
     """One rank of one program: prints a line of JSON, on rank 0."""
     layout, what = Layout(arguments[0], arguments[1], int(arguments[2])), arguments[3]
     transport = current_transport()
-    own = _seconds(layout, transport) if what == "seconds" else [_growth(layout)]
+    own: list[float] = []
+    if what in ("seconds", "both"):
+        own += _seconds(layout, transport, 20 if what == "both" else 40)
+    if what in ("memory", "both"):
+        own.append(_growth(layout))
     found = [own] if transport is None else transport.gather_objects(own, 0)
     if found is not None:
         print(json.dumps([max(column) for column in zip(*found, strict=True)]))
 
 
-def _seconds(layout: Layout, transport: Any) -> list[float]:
-    """Seconds of steps, after some that warm up."""
+def _seconds(layout: Layout, transport: Any, count: int) -> list[float]:
+    """Seconds of so many steps, after some that warm up."""
     engine, batch = small(layout)
-    # ranks must agree on the number, so under MPI the clock does not decide
-    begin, seconds = time.perf_counter(), []
-    while (
-        len(seconds) < 40 if transport is not None else len(seconds) < 12 or time.perf_counter() - begin < 4.0
-    ):
-        seconds.append(_step(engine, batch, transport))
+    seconds = [_step(engine, batch, transport) for _ in range(8 + count)]
+    engine.close()
     return seconds[8:]
 
 
@@ -225,27 +230,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="gpt or digits")
     parser.add_argument("--json", help="write the result there")
+    parser.add_argument("--quick", action="store_true", help="a short profile, one round, fewer steps")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = given.cluster or str(Path(folder) / "here.yaml")
-        if not given.cluster and profile(Request(file, ranks=2, seconds=given.seconds, fresh=True)):
+        seconds = 12.0 if given.quick else given.seconds
+        if not given.cluster and profile(Request(file, ranks=2, seconds=seconds, fresh=True)):
             sys.exit("the profile failed")
         cluster = load_cluster(file)
     layouts = [layout for layout in LAYOUTS if layout.model.startswith(given.only)]
     steps: dict[Layout, list[float]] = {layout: [] for layout in layouts}
+    grown: dict[Layout, float] = {}
     loads = []
-    for _ in range(given.rounds):
+    for _ in range(1 if given.quick else given.rounds):
         for layout in layouts:
-            steps[layout] += measured(layout, "seconds")
+            found = measured(layout, "both" if given.quick else "seconds")
+            if given.quick:
+                grown[layout] = found.pop()
+            steps[layout] += found
             loads.append(os.getloadavg()[0])
-    result = compare(layouts, steps, cluster)
+    for layout in layouts if not given.quick else ():
+        grown[layout] = measured(layout, "memory")[0]
+    result = compare(layouts, steps, grown, cluster)
     result["load_mean"] = statistics.mean(loads)
     print(json.dumps(result))
     if given.json:
         Path(given.json).write_text(json.dumps(result))
 
 
-def compare(layouts: list[Layout], steps: dict[Layout, list[float]], cluster: Any) -> dict[str, float]:
+def compare(
+    layouts: list[Layout], steps: dict[Layout, list[float]], grown: dict[Layout, float], cluster: Any
+) -> dict[str, float]:
     """Print the table; the errors."""
     table = Table(
         "program",
@@ -264,13 +279,12 @@ def compare(layouts: list[Layout], steps: dict[Layout, list[float]], cluster: An
         low, seconds, high = np.quantile(steps[layout], (0.25, 0.5, 0.75))
         predicted, size = forecasts(layout, cluster, overlap=False)
         overlapped, _ = forecasts(layout, cluster, overlap=True)
-        grown = measured(layout, "memory")[0]
         errors.append(predicted / seconds - 1)
-        memory.append(size / grown - 1)
+        memory.append(size / grown[layout] - 1)
         table.add_row(
             f"{layout.model} {layout.name}", str(layout.ranks), f"{seconds * 1e3:.2f} ms",
             f"{low * 1e3:.2f} - {high * 1e3:.2f}", f"{predicted * 1e3:.2f} ms", f"{errors[-1]:+.1%}",
-            f"{overlapped * 1e3:.2f} ms", f"{grown / 2**20:.1f} MiB", f"{size / 2**20:.1f} MiB",
+            f"{overlapped * 1e3:.2f} ms", f"{grown[layout] / 2**20:.1f} MiB", f"{size / 2**20:.1f} MiB",
             f"{memory[-1]:+.1%}",
         )  # fmt: skip
     Console(width=140).print(table)

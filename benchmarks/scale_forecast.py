@@ -1,6 +1,7 @@
 """How long a forecast of GPT-175B takes, and how that grows with devices and micro-batches.
 
-Every case runs in a process of its own, from the first import to the printed forecast: trace, gradients,
+Every case runs in a process of its own, from the first import to the printed forecast (seconds of the clock;
+beside them those of the CPU, which other work on the machine changes less): trace, gradients,
 completion, lowering, tasks, schedule, rank programs, costs, simulation. 96 blocks, 16 stages, 8-way tensor
 parallel, the rest data parallel, 1F1B, blocks computed again in the backward part, on DGX A100 machines. The
 efficiencies of the devices are round numbers: they decide what is forecast, not how long it takes.
@@ -84,11 +85,27 @@ def run(devices: int, micro_batches: int) -> dict[str, Any]:
         "micro_batches": micro_batches,
         "ops": len(built.lowered.ops),
         "seconds": sum(phases.values()),
+        "cpu_seconds": time.process_time(),
         "phases": phases,
         "step_seconds": found.step_seconds,
         "peak_gib": found.peak_memory / 2**30,
         "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
+
+
+def growth(rows: list[dict[str, Any]]) -> list[str]:
+    """In words how CPU seconds grow with devices and with micro-batches, the other held."""
+    said = []
+    for axis, other, held in (
+        ("devices", "micro_batches", CASES["gpt175b_1024"][1]),
+        ("micro_batches", "devices", CASES["gpt175b_1024"][0]),
+    ):
+        found = sorted((row[axis], row["cpu_seconds"]) for row in rows if row[other] == held)
+        (few, first), (many, last) = found[0], found[-1]
+        if many > few:
+            more, longer = many / few, last / first
+            said.append(f"{axis.replace('_', '-')} {few} to {many}, x{more:g}: CPU seconds x{longer:.2f}")
+    return said
 
 
 def main() -> None:
@@ -100,7 +117,7 @@ def main() -> None:
     arguments = parser.parse_args()
     columns = ("cluster", "trace", "complete", "lower", "forecast")
     print(f"{'devices':>8}{'micro':>7}{'ops':>8}" + "".join(f"{c:>10}" for c in columns), end="")
-    print(f"{'seconds':>10}{'RSS GiB':>10}{'step s':>10}{'peak GiB':>10}")
+    print(f"{'seconds':>10}{'CPU s':>10}{'RSS GiB':>10}{'step s':>10}{'peak GiB':>10}")
     figures: dict[str, Any] = {}
     rows = []
     for name, case in [*CASES.items(), *((None, case) for case in GROWTH if not arguments.quick)]:
@@ -110,10 +127,13 @@ def main() -> None:
         print(f"{row['devices']:>8}{row['micro_batches']:>7}{row['ops']:>8}", end="")
         print("".join(f"{row['phases'][c]:>10.2f}" for c in columns), end="")
         print(
-            f"{row['seconds']:>10.2f}{row['rss_gib']:>10.2f}{row['step_seconds']:>10.2f}{row['peak_gib']:>10.2f}"
+            f"{row['seconds']:>10.2f}{row['cpu_seconds']:>10.2f}{row['rss_gib']:>10.2f}"
+            f"{row['step_seconds']:>10.2f}{row['peak_gib']:>10.2f}"
         )
         if name is not None:
             figures[f"{name}_seconds"] = row["seconds"]
+    figures["growth"] = growth(rows)
+    print("\n".join(figures["growth"]))
     figures["peak_rss_gib"] = max(row["rss_gib"] for row in rows)
     figures["rows"] = rows
     if arguments.json:

@@ -136,7 +136,14 @@ def _compute(entry: ComputeEntry) -> Compute:
         for kind, tables in entry.ops.items()
     }
     return Compute(
-        entry.launch, entry.memory_efficiency, entry.lookup_efficiency, rates, ops, entry.error, entry.issue
+        entry.launch,
+        entry.memory_efficiency,
+        entry.lookup_efficiency,
+        rates,
+        ops,
+        entry.error,
+        entry.issue,
+        entry.message,
     )
 
 

@@ -60,6 +60,8 @@ class Compute:
         launch: seconds that starting one op costs.
         issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None
             where that never decides.
+        message: seconds in which a device that moves its messages itself, such as a CPU, computes nothing for
+            one end of a message to another mesh; None where others move them.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
         matmul: by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
@@ -73,6 +75,7 @@ class Compute:
     ops: Mapping[str, Mapping[str, OpTable]] = field(default_factory=dict, hash=False)
     error: Mapping[str, float] = field(default_factory=dict, hash=False)
     issue: float | None = None
+    message: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from distgraph.mesh import ProcessMesh
 from distgraph.runtime import collectives
 from distgraph.runtime.transport import Group, Transport, even_counts
 
+ATTEND: Final = "attend"
+"""Kind of the pattern that measures how long a rank is busy with a message, not how long that takes."""
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send")
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
@@ -71,6 +73,7 @@ def patterns(ranks: int, limit: float = 2.0**28) -> tuple[Pattern, ...]:
     """
     groups = axis_groups(ranks)
     found = []
+    found.append(Pattern(ATTEND, ((0, 1),), SIZES[0]))
     for nbytes in (size for size in SIZES if size <= limit):
         for kind in KINDS:
             if kind == "send":  # from the first rank to every kind of place: next door and far away
@@ -84,6 +87,8 @@ def patterns(ranks: int, limit: float = 2.0**28) -> tuple[Pattern, ...]:
 def measure(transport: Transport, pattern: Pattern, repeats: int) -> float:
     """Seconds of one run on this rank; collective over all ranks of the job, 0.0 on one that has no part."""
     group = next((members for members in pattern.groups if transport.rank in members), None)
+    if pattern.kind == ATTEND:
+        return 0.0 if group is None else _attended(transport, group, pattern.nbytes, repeats)
     run = None if group is None else _prepared(transport, pattern, group)
     if run is not None:
         run()  # first touch of the buffers, and of the way
@@ -95,6 +100,30 @@ def measure(transport: Transport, pattern: Pattern, repeats: int) -> float:
         run()
         marks.append(time.perf_counter())
     return float(np.median(np.diff(marks))) / (2 if pattern.kind == "send" else 1)
+
+
+def _attended(transport: Transport, group: Group, nbytes: int, repeats: int) -> float:
+    """Seconds that a rank spends on one end of a message: in the calls that start it and that end it.
+
+    Both ranks send to each other. The time in which a message is under way does not count: ranks ask for it,
+    and wait for it when it is there.
+    """
+    other = group[1 - group.index(transport.rank)]
+    mine, theirs = (np.zeros(max(1, nbytes // _ITEM), np.float32) for _ in range(2))
+    whole = ((slice(0, mine.size),),)
+    spans = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        received = collectives.exchange_start(transport, None, (), ((other, *whole),), theirs)
+        sent = collectives.exchange_start(transport, mine, ((other, *whole),), (), None)
+        busy = time.perf_counter() - begin
+        while not (received.done() and sent.done()):
+            pass
+        begin = time.perf_counter()
+        received.wait()
+        sent.wait()
+        spans.append((busy + time.perf_counter() - begin) / 2)
+    return float(np.median(spans[1:]))
 
 
 def _prepared(transport: Transport, pattern: Pattern, group: Group) -> Any:

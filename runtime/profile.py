@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -321,6 +321,7 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measure
     samples: dict[str, list[tuple[Work, float]]] = {}
     sent: list[Message] = []
     tables: dict[str, list[tuple[float, float]]] = {}
+    attend: float | None = None
     for key, entry in runs.items():
         seconds = [statistics.median(column) for column in zip(*entry["runs"], strict=True)]
         if "works" in entry:
@@ -328,6 +329,9 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measure
             samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
             continue
         pattern = entry["message"]
+        if pattern["kind"] == messages.ATTEND:
+            attend = seconds[0]
+            continue
         groups = tuple(tuple(group) for group in pattern["groups"])
         sent.append(Message(pattern["kind"], groups[0], groups[1:], pattern["nbytes"], seconds[0]))
         if len(groups) == 1:
@@ -336,7 +340,8 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measure
     compute: dict[str, ComputeFit] = {}
     for origin, own in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)
-        compute[origin] = fit_compute(own, device.peak, device.memory_bandwidth)
+        found = fit_compute(own, device.peak, device.memory_bandwidth)
+        compute[origin] = replace(found, compute=replace(found.compute, message=attend))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     return Measured(compute, links, tuple(_tables(cluster, tables)))
 

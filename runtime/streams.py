@@ -5,7 +5,9 @@
 *Invariant:* a collective starts where the generated program starts it, once those of its group before it
 are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
 the computing stream stand still, but a task ends no earlier than the host has issued its ops
-(`Compute.issue`). Collectives of two groups over one kind of link at the same time get half of it each.
+(`Compute.issue`), and a device that moves its messages to other meshes itself stands still for
+`Compute.message` at each end of one. Collectives of two groups over one kind of link at the same time get
+half of it each.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
@@ -91,7 +93,8 @@ class Streams:
             traffic,
             overlap,
         )
-        self.issue = ops.cost.cluster.devices[ops.device].compute.issue or 0.0
+        compute = ops.cost.cluster.devices[ops.device].compute
+        self.issue, self.message = compute.issue or 0.0, compute.message or 0.0
 
     def run(
         self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
@@ -172,10 +175,13 @@ class _Run:
             start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
             self.outgoing = self.sends[local.op.name] = start + message.seconds
             self._note("send", local, start, message.seconds)
+            self._attend(len(local.attrs["sends"]))
             return
         if is_started(local) and local.mode != "recv":
             self._communicate(local)
             return
+        if local.mode == "recv":
+            self._attend(len(local.attrs["recvs"]))
         work, seconds = self.streams.ops.of(local)
         self.issued += work.kind != "none"
         if local.mode == "accumulate" and self.last:
@@ -187,6 +193,10 @@ class _Run:
         self.clock += seconds
         self.compute += seconds
         self.flops += work.flops if work.kind == "matmul" else 0.0
+
+    def _attend(self, messages: int) -> None:
+        """A device that moves its messages itself computes nothing meanwhile."""
+        self._wait(self.clock + messages * self.streams.message)
 
     def _communicate(self, local: LocalOp) -> None:
         message = self._message(local)

@@ -4,7 +4,8 @@ import itertools
 
 import networkx as nx
 import pytest
-from forecasts import BANDWIDTH, LAUNCH, RATE, chain, machines
+from clusters import cluster_of
+from forecasts import BANDWIDTH, LAUNCH, RATE, chain, document, machines
 
 from distgraph.errors import GraphError, ResourceError
 from distgraph.graph import Op, Value
@@ -304,3 +305,18 @@ def test_mistakes():
         forecast(build, machines(2))
     with pytest.raises(ResourceError, match=r"names 1 different ones"):
         forecast(build, machines(4), [0, 0, 0, 0])
+
+
+def test_a_device_that_moves_its_messages_stands_still_at_both_ends():
+    """One micro-batch goes through two stages and back: two messages, four ends, all on the critical path."""
+    build = chain(64, [64, 128, 64, 32], [grid(0, x=1), grid(0, x=1), grid(1, x=1)], 1)
+    described = document(2)
+    alone = forecast(build, cluster_of(described))
+    ends = 1e-3  # of a message: longer than it is under way
+    described["machines"][0]["devices"]["compute"]["message"] = "1 ms"
+    attended = forecast(build, cluster_of(described))
+    under_way = [seconds for seconds in alone.transfers.values() if seconds]
+    assert len(under_way) == 2
+    assert max(under_way) < ends
+    assert attended.step_seconds == pytest.approx(alone.step_seconds + 4 * ends - sum(under_way))
+    assert attended.exposed_seconds == pytest.approx({0: 2 * ends, 1: 2 * ends})

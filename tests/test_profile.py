@@ -31,7 +31,7 @@ from distgraph.runtime.fit import (
 )
 from distgraph.runtime.inprocess import connect
 from distgraph.runtime.measured_file import Measured, write_measured
-from distgraph.runtime.messages import KINDS, axis_groups, measure, patterns
+from distgraph.runtime.messages import ATTEND, KINDS, axis_groups, measure, patterns
 from distgraph.runtime.probes import Timed, probes
 from distgraph.runtime.profile import Request, Store, evaluate, profile
 
@@ -207,7 +207,7 @@ def test_groups_of_every_mesh_axis() -> None:
 def test_every_collective_runs_on_every_pattern() -> None:
     transports = connect(3)
     chosen = [p for p in patterns(3) if p.nbytes <= 4096]
-    assert {p.kind for p in chosen} == set(KINDS)
+    assert {p.kind for p in chosen} == {*KINDS, ATTEND}
 
     def rank(at: int) -> list[float]:
         return [measure(transports[at], pattern, 2) for pattern in chosen]
@@ -451,3 +451,18 @@ def test_medians_of_rounds_are_fitted() -> None:
     compute = found.compute["machines[0].devices"].compute
     assert compute.launch == pytest.approx(2e-6, rel=0.05)
     assert found.links is None
+
+
+def test_what_a_rank_is_busy_with_for_a_message_goes_to_its_device(tmp_path: Path) -> None:
+    """The median of the rounds, a number of its own: no link is fitted to it; the file holds it."""
+    given = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
+    samples = works_of(given, 20e9, {"f32": 2e11})
+    works = {"works": [asdict(work) for work, _ in samples], "runs": [[seconds for _, seconds in samples]]}
+    pattern = {"kind": ATTEND, "groups": [[0, 1]], "nbytes": 1024}
+    attended = {"message": pattern, "runs": [[3e-5], [9e-5], [4e-5]]}
+    found = evaluate(load_cluster("local"), {"machines[0].devices|all": works, "|attend": attended})
+    assert found.compute["machines[0].devices"].compute.message == 4e-5
+    assert found.links is None
+    path = tmp_path / "here.yaml"
+    write_measured(str(path), "", 2, found)
+    assert load_cluster(path).devices[1].compute.message == pytest.approx(4e-5)
