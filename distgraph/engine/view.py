@@ -199,8 +199,8 @@ class PlanView:
         stages = list(dict.fromkeys(mesh.rank_set for mesh in self.meshes))
         parts = [head + (f", {self.build.policy}" if len(stages) > 1 else "")]
         if len(self.meshes) > 1:
-            rows = [(f"{stages.index(mesh.rank_set)}", str(mesh)) for mesh in self.meshes]
-            parts.append("stages\n" + _table(rows))
+            numbered = [(f"{stages.index(mesh.rank_set)}", str(mesh)) for mesh in self.meshes]
+            parts.append("stages\n" + _table(numbered))
         shown = [line for line in self.tensors if line.kind != "state" or self._stands_out(line)]
         parts.append(
             "tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown]))
