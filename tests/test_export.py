@@ -372,9 +372,30 @@ def moe() -> Plan:
 
 def test_experts_on_the_axis_of_the_batch_have_no_torch_plan() -> None:
     with pytest.raises(
-        ShardingError, match=r"axis dp .* splits the batch, and \S*mlp\S* is computed split over it"
+        ShardingError, match=r"mlp\.down \(66% of its parameters\) are computed split over dp"
     ):
         moe().export("torch")
+
+
+def stray() -> Plan:
+    """Positions, a small part of all parameters, are computed split over the axis of the batch."""
+    plan = plan_of("dp")
+    assert plan.surface is not None
+    read = replace(plan.surface.tensors["positions"], used=ShardSpec.parse("[_, dp]"))
+    tensors = {**plan.surface.tensors, "positions": read}
+    moved = changed(plan, {"positions": "[_, dp]", "positions.adam_m": "[_, dp]"})
+    return replace(moved, surface=Surface(tensors, plan.surface.modules))
+
+
+@pytest.mark.parametrize("framework", ["torch", "megatron"])
+def test_a_small_part_on_the_axis_of_the_batch_is_a_note(framework: str) -> None:
+    export, usual = stray().export(framework), plan_of("dp").export(framework)
+    assert any("positions (2% of its parameters) are computed split over dp" in n for n in export.notes)
+    if framework == "megatron":
+        assert export.data == usual.data
+    else:
+        (stage,), (expected,) = export.data["stages"], usual.data["stages"]
+        assert (stage["ranks"], stage["fully_shard"]) == (expected["ranks"], expected["fully_shard"])
 
 
 def test_two_axes_for_matrices_have_no_torch_plan() -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distgraph.errors import ShardingError
-from distgraph.export.result import Export, data_axes, listed, owner, surface
+from distgraph.export.result import Export, data_axes, listed, surface
+from distgraph.export.roles import MOST, mostly_split, strays_of
 from distgraph.export.surface import Read, in_order
 from distgraph.spec import ShardSpec
 
@@ -87,7 +88,18 @@ def export_megatron(plan: Plan) -> Export:
         for mesh, split in zip(meshes, data, strict=True)
     ]
     found = _Translation(plan, data, tensor, [_blocks(plan, number) for number in stages])
-    for part in (_sizes, _batch, _pipeline, _matrices, _tables, _sequence, _zero, _experts, _recompute):
+    for part in (
+        _sizes,
+        _batch,
+        _pipeline,
+        _strays,
+        _matrices,
+        _tables,
+        _sequence,
+        _zero,
+        _experts,
+        _recompute,
+    ):
         part(found)
     if found.reasons:
         reasons = "".join(f"\n  {reason}" for reason in found.reasons)
@@ -168,6 +180,17 @@ def _pipeline(found: _Translation) -> None:
         found.arguments["pipeline-model-parallel-layout"] = f"E{'|'.join(layers)}L"
 
 
+def _strays(found: _Translation) -> None:
+    """What the plan computes over the ranks that share a batch, experts apart."""
+    experts = _experts_of(found)
+    for number in range(len(found.plan.stages)):
+        strays = strays_of(found.plan, number)
+        if set(strays.names) <= experts.keys():
+            continue
+        said = f"stage {number}: {strays}; Megatron-LM computes them on the rows of each data-parallel rank"
+        (found.reasons if strays.share > MOST else found.notes).append(said)
+
+
 def _matrices(found: _Translation) -> None:
     """Every matrix of a layer is split by its outputs or its inputs, in all layers alike."""
     first: dict[str, str] = {}
@@ -220,42 +243,25 @@ def _sequence(found: _Translation) -> None:
 
 
 def _zero(found: _Translation) -> None:
-    """What is split over the data-parallel ranks: states, or parameters too."""
-    stored = {kind: _stored_by_data(found, kind) for kind in ("param", "state")}
-    if stored["param"]:
+    """What is split over the data-parallel ranks: states, or parameters too; experts are apart."""
+    stages = range(len(found.plan.stages))
+    split = {kind: any(mostly_split(found.plan, n, kind) for n in stages) for kind in ("param", "state")}
+    if split["param"] and not _experts_of(found):
         found.arguments |= {
             "use-distributed-optimizer": True,
             "use-megatron-fsdp": True,
             "data-parallel-sharding-strategy": "optim_grads_params",
             "no-gradient-accumulation-fusion": True,
         }
-    elif stored["state"]:
+    elif split["state"] and not _experts_of(found):
         found.arguments["use-distributed-optimizer"] = True
-    for kind, names in stored.items():
-        every = [name for name, t in found.plan.tensors.items() if t.kind == kind and _large(found, name)]
-        rest = [name for name in every if name not in names]
-        if names and rest:
+    for kind in (kind for kind, on in split.items() if on):
+        tensors = {n: t for n, t in found.plan.tensors.items() if t.kind == kind and len(t.spec.dims) > 1}
+        rest = [n for n, t in tensors.items() if not set(t.spec.axes) & set(found.data[t.stage])]
+        if rest:
             found.notes.append(
                 f"{listed(rest)} are whole on all data-parallel ranks in the plan; Megatron-LM splits all"
             )
-
-
-def _stored_by_data(found: _Translation, kind: str) -> dict[str, None]:
-    """Tensors split over data axes that their readers are not computed over."""
-    known, experts = surface(found.plan).tensors, _experts_of(found)
-    names: dict[str, None] = {}
-    for name, tensor in found.plan.tensors.items():
-        used = known[name].used.axes if name in known else ()
-        data = found.data[tensor.stage]
-        if tensor.kind != kind or (kind == "state" and owner(name) in experts):
-            continue
-        if any(axis in data and axis not in used for axis in tensor.spec.axes):
-            names[name] = None
-    return names
-
-
-def _large(found: _Translation, name: str) -> bool:
-    return len(found.plan.tensors[name].spec.dims) > 1
 
 
 def _experts_of(found: _Translation) -> dict[str, Read]:
@@ -265,7 +271,7 @@ def _experts_of(found: _Translation) -> dict[str, Read]:
         name: read
         for name, read in known.items()
         if found.plan.tensors[name].kind == "param"
-        and len(read.shape) > 1
+        and len(read.shape) > 2
         and any(axis in found.data[found.plan.tensors[name].stage] for axis in read.used.dims[0])
     }
 
@@ -326,3 +332,8 @@ def _shell(arguments: Mapping[str, int | str | bool]) -> str:
         for name, value in arguments.items()
     ]
     return " \\\n".join(lines) + "\n"
+
+
+_PARTS = (
+    _sizes, _batch, _pipeline, _strays, _matrices, _tables, _sequence, _zero, _experts, _recompute,
+)  # fmt: skip

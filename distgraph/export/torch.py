@@ -30,7 +30,7 @@ from distgraph.export.result import (
     owner,
     surface,
 )
-from distgraph.export.roles import Roles, roles_of
+from distgraph.export.roles import Roles, roles_of, strays_of
 from distgraph.export.surface import MATRICES, Part, Read, in_order, prefixes
 from distgraph.export.torch_source import torch_source
 from distgraph.mesh import ProcessMesh
@@ -114,6 +114,11 @@ def _translate(plan: Plan, number: int) -> _Stage:
         raise ShardingError(f"{moved}; PyTorch moves activations at the borders of modules only")
     if moved:
         stage.notes.append(f"activations are kept whole along the sequence, for {moved}")
+    strays = strays_of(plan, number)
+    if strays.names:
+        stage.notes.append(
+            f"stage {number}: {strays}; here fully_shard gathers them and every rank computes its rows"
+        )
     _check_left(stage)
     return stage
 
