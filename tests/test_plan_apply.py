@@ -342,7 +342,7 @@ def test_an_edited_plan_is_told(change: Any, message: str) -> None:
 def test_no_edit_of_a_file_ends_in_an_exception_of_python() -> None:
     """Random fields set, deleted, doubled, or a character changed: a program comes out, or a house error."""
     case, draw = CASES["tp"], random.Random(7)
-    engine, plan = plan_of(case)
+    _, plan = plan_of(case)
     told = 0
     for _ in range(150):
         document = json.loads(plan.text())

@@ -19,7 +19,7 @@ from distgraph import nn, optim
 from distgraph.data import whole
 from distgraph.engine import planning
 from distgraph.engine.interrupt import Interrupt, remembered
-from distgraph.engine.planning import Progress, SearchOptions, search, settled
+from distgraph.engine.planning import Candidate, Progress, SearchOptions, search, settled
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.plan import Plan
@@ -115,15 +115,15 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
     plan = engine.plan.portable
     more = []
 
-    def improved(*given: Any) -> Iterator[Plan]:
-        yield plan
+    def improved(*given: Any) -> Iterator[tuple[str, Candidate | None]]:
+        yield "first", Candidate(1.0, lambda: plan)
         try:
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
         except KeyboardInterrupt:
             if not swallowed:
                 raise
-        yield replace(plan, cluster="better")
+        yield "second", Candidate(0.9, lambda: replace(plan, cluster="better"))
         more.append("went on")
 
     monkeypatch.setattr(planning, "_improved", improved)
@@ -135,7 +135,7 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
 
 
 def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def improved(*given: Any) -> Iterator[Plan]:
+    def improved(*given: Any) -> Iterator[tuple[str, Candidate | None]]:
         raise KeyboardInterrupt
         yield
 
