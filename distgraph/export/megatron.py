@@ -244,16 +244,18 @@ def _sequence(found: _Translation) -> None:
 
 def _zero(found: _Translation) -> None:
     """What is split over the data-parallel ranks: states, or parameters too; experts are apart."""
-    stages = range(len(found.plan.stages))
-    split = {kind: any(mostly_split(found.plan, n, kind) for n in stages) for kind in ("param", "state")}
-    if split["param"] and not _experts_of(found):
+    stages, experts = range(len(found.plan.stages)), _experts_of(found)
+    split = {
+        kind: any(mostly_split(found.plan, n, kind, experts) for n in stages) for kind in ("param", "state")
+    }
+    if split["param"]:
         found.arguments |= {
             "use-distributed-optimizer": True,
             "use-megatron-fsdp": True,
             "data-parallel-sharding-strategy": "optim_grads_params",
             "no-gradient-accumulation-fusion": True,
         }
-    elif split["state"] and not _experts_of(found):
+    elif split["state"]:
         found.arguments["use-distributed-optimizer"] = True
     for kind in (kind for kind, on in split.items() if on):
         tensors = {n: t for n, t in found.plan.tensors.items() if t.kind == kind and len(t.spec.dims) > 1}

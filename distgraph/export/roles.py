@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,16 +91,22 @@ def roles_of(plan: Plan, number: int) -> Roles:
     return Roles(replicate, shard, model[0] if model else None, bool(split["param"]))
 
 
-def mostly_split(plan: Plan, number: int, kind: str) -> tuple[str, ...]:
-    """Data axes of a stage over which most of its parameters, or states, are stored split (ZeRO)."""
+def mostly_split(plan: Plan, number: int, kind: str, apart: Collection[str] = ()) -> tuple[str, ...]:
+    """Data axes of a stage over which most of its parameters, or states, are stored split (ZeRO).
+
+    Args:
+        plan, number: the stage.
+        kind: param or state.
+        apart: parameters that do not count, nor their states.
+    """
     known, data = surface(plan).tensors, data_axes(plan, number)
     sizes: dict[str, int] = {}
     for name, tensor in plan.tensors.items():
-        held = known.get(name if kind == "param" else owner(name))
+        parameter = name if kind == "param" else owner(name)
+        held = None if parameter in apart else known.get(parameter)
         if tensor.kind == kind and tensor.stage == number and held is not None:
             sizes[name] = math.prod(held.shape)
     total = sum(sizes.values())
-    over = {
-        axis: sum(n for name, n in sizes.items() if axis in plan.tensors[name].spec.axes) for axis in data
-    }
+    axes = {name: plan.tensors[name].spec.axes for name in sizes}
+    over = {axis: sum(size for name, size in sizes.items() if axis in axes[name]) for axis in data}
     return tuple(axis for axis in data if over[axis] > MOST * total)
