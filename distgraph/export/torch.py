@@ -78,8 +78,9 @@ def export_torch(plan: Plan) -> Export:
 
     Raises:
         GraphError: the plan has no surface.
-        ShardingError: an axis of a mesh splits the batch here and a computation of weights there, or several
-            axes split matrices; PyTorch has one use for a mesh dim.
+        ShardingError: most of a stage's parameters are computed split over axes that split the batch elsewhere,
+            several axes split other things than the batch, or the code of a module would have to move
+            activations.
     """
     stages = [_translate(plan, number) for number in range(len(plan.stages))]
     notes = [note for stage in stages for note in stage.notes]
