@@ -1,14 +1,17 @@
-"""Keeps the doctest collection of the package away from modules that need a device library at import."""
+"""Keeps the doctest collection of the package away from modules that need a device library at import, and what
+tests solve out of the user's cache."""
 
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent / "distgraph"
 NEEDS_DEVICE = {"cupy", "mpi4py"}
+os.environ["DISTGRAPH_CACHE"] = "off"
 
 
 def imported_roots(source: str) -> set[str]:
