@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from distgraph.errors import GraphError
 from distgraph.passes.search.contest import problem_of, read_contest
 from distgraph.passes.search.intra import solve
 from distgraph.passes.search.intra.dual import Dual
+from distgraph.passes.search.intra.exact import solve_exactly
 from distgraph.passes.search.intra.flat import Flat
 from distgraph.passes.search.intra.network import Network
 from distgraph.passes.search.intra.reductions import reduce_network
 from distgraph.passes.search.intra.restrict import restrict
+from distgraph.passes.search.intra.worker import Job, Worker
 from distgraph.passes.search.problem import Problem, Use, gap_of
 
 DATA = Path(__file__).parent / "data" / "iopddl"
@@ -69,7 +72,7 @@ def random_problem(seed: int) -> Problem:
 def brute_force(problem: Problem) -> float:
     """Least cost by looking at every choice; costs and memory are summed here anew."""
     best = math.inf
-    times = range(0, 16)
+    times = range(16)
     for choice in itertools.product(*(range(len(c)) for c in problem.costs)):
         cost = sum(c[s] for c, s in zip(problem.costs, choice, strict=True))
         cost += sum(
@@ -282,6 +285,62 @@ def test_interrupt_returns_the_best_so_far() -> None:
     assert "interrupted" in found.message
 
 
+def hard_problem() -> Problem:
+    """A grid with tight memory, which neither reductions nor the first bounds decide."""
+    random = np.random.default_rng(3)
+    side, strategies = 6, 5
+    node = np.arange(side * side).reshape(side, side)
+    edges = [*zip(node[:, :-1].ravel().tolist(), node[:, 1:].ravel().tolist(), strict=True)]
+    edges += [*zip(node[:-1].ravel().tolist(), node[1:].ravel().tolist(), strict=True)]
+    costs = tuple(random.integers(0, 50, strategies).astype(float) for _ in range(side * side))
+    tables = tuple(random.integers(0, 50, (strategies, strategies)).astype(float) for _ in edges)
+    uses = tuple((Use(0, 1, random.integers(0, 50, strategies).astype(float)),) for _ in costs)
+    return Problem("hard", costs, tuple(edges), tables, uses, limit=600.0)
+
+
+def test_one_and_two_processes_agree_on_a_problem_that_needs_branching() -> None:
+    problem = hard_problem()
+    one, two = (solve(problem, seconds=100, threads=threads) for threads in (1, 2))
+    assert one.status == two.status == "optimal"
+    assert one.objective == pytest.approx(two.objective)
+    assert "tree" in one.seconds
+    assert (one.message, two.message) == ("", "")
+
+
+def test_scip_agrees_with_the_own_search() -> None:
+    problem = hard_problem()
+    network = Network.of(problem)
+    reduce_network(network)
+    flat = Flat.of(network)
+    choice, bound, ended = solve_exactly(flat, 100.0)
+    found = solve(problem, seconds=100)
+    assert ended
+    assert choice is not None
+    assert flat.objective(choice) == pytest.approx(found.objective)
+    assert bound == pytest.approx(found.objective)
+
+
+def test_scip_that_is_missing_is_said_and_does_not_stop_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyscipopt", None)
+    found = solve(hard_problem(), seconds=100)
+    assert found.status == "optimal"
+    assert "pyscipopt cannot be imported" in found.message
+
+
+def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(Worker):
+        def __init__(self, job: Job) -> None:
+            super().__init__(job)
+            self._process.kill()
+            self._process.wait()
+
+    monkeypatch.setattr("distgraph.passes.search.intra.team.Worker", Killed)
+    monkeypatch.setattr("distgraph.passes.search.intra.solve._TURN_SHARE", 1e-6)  # or the tree ends at once
+    found = solve(hard_problem(), seconds=100)
+    assert found.status == "optimal"
+    assert "SCIP (pyscipopt) stopped with exit code -9" in found.message
+
+
 def test_a_gap_ends_the_search() -> None:
     problem = read_contest(DATA / "G.json.gz")
     found = solve(problem, seconds=60, gap=0.2)
@@ -337,8 +396,8 @@ def test_bad_arguments_are_refused() -> None:
         ("{}", "no entry 'problem'"),
         ('{"problem": {"nodes": {"costs": [[1, 2]], "intervals": [], "usages": []}}}', "no entry 'edges'"),
         (
-            '{"problem": {"nodes": {"costs": [[1], [1]], "intervals": [], "usages": []}, '
-            '"edges": {"nodes": [[0, 1]], "costs": [[1, 2]]}}}',
+            """{"problem": {"nodes": {"costs": [[1], [1]], "intervals": [], "usages": []},
+                            "edges": {"nodes": [[0, 1]], "costs": [[1, 2]]}}}""",
             "2 costs, expected 1 x 1",
         ),
     ],

@@ -1,9 +1,9 @@
 """Branch and bound on the Lagrangian dual: every node of the tree is a smaller flat network.
 
 At a node the dual is improved from where its parent left it; strategies that cannot be part of a choice
-below the cutoff are struck out, and the network shrinks with them (`restrict`). What then remains undecided is
-split in two: for one node of the network, the strategies with the memory that rounding takes most often, and
-the others. The search plunges into the half that rounding prefers and keeps the other for later, lowest bound
+below the cutoff are struck out, and the network shrinks with them (`restrict`). What then remains undecided
+is split in two: for one node of the network, the strategies with the memory that rounding takes most often,
+and the others. The search plunges into the half that rounding prefers and keeps the other for later, lowest bound
 first.
 """
 
@@ -200,7 +200,7 @@ def _split(dual: Dual, least: Floats, mask: Mask) -> tuple[Mask, slice]:
 def _group(share: Floats, above: Floats, rent: Floats, mask: Mask) -> Mask:
     """The strategies to be tried first at one node, never all that the mask has."""
     top = int(np.lexsort((above, -share))[0])
-    level = mask & np.isclose(rent, rent[top], rtol=1e-9, atol=0.0)
+    level: Mask = mask & np.isclose(rent, rent[top], rtol=1e-9, atol=0.0)
     if rent[mask].any() and (level != mask).any():
         return level
     alone = np.zeros(len(mask), dtype=bool)

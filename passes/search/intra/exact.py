@@ -26,43 +26,39 @@ def missing_scip() -> str:
     return ""
 
 
-def solve_exactly(
-    flat: Flat, seconds: float, cutoff: float, start: Ints | None = None
-) -> tuple[Ints | None, float, bool]:
-    """Search for a choice below a cutoff by branch and cut.
+def solve_exactly(flat: Flat, seconds: float, start: Ints | None = None) -> tuple[Ints | None, float, bool]:
+    """Solve a network by branch and cut.
 
     Args:
         flat: the network.
         seconds: wall-clock limit.
-        cutoff: only choices that cost less are of interest; inf for any.
         start: a choice to start from, [nodes].
 
     Returns:
-        The best choice found below the cutoff, or None; a lower bound on every choice below the cutoff (the
-        cutoff itself where there is none); whether the search came to its end.
+        The best choice found, None where there is none that fits beyond SCIP's tolerance; a lower bound on
+        every choice; whether the search came to its end.
     """
     if flat.nodes == 0:
-        return (np.zeros(0, dtype=np.int64), flat.constant, True)
-    model, taken = _model(flat, cutoff)
+        return np.zeros(0, dtype=np.int64), flat.constant, True
+    model, taken = _model(flat)
     model.setParam("limits/time", max(0.01, seconds))
     if start is not None:
         _suggest(model, taken, start)
     model.optimize()
     ended = model.getStatus() in ("optimal", "infeasible")
-    bound = min(cutoff, model.getDualbound() + flat.constant) if model.getStatus() != "infeasible" else cutoff
+    bound = math.inf if model.getStatus() == "infeasible" else model.getDualbound() + flat.constant
     choice = None
     if model.getNSols():
         solution = model.getBestSol()
-        choice = np.array(
-            [int(np.argmax([model.getSolVal(solution, x) for x in own])) for own in taken], dtype=np.int64
-        )
+        rounded = [int(np.argmax([model.getSolVal(solution, x) for x in own])) for own in taken]
+        choice = np.array(rounded, dtype=np.int64)
         if not (math.isfinite(flat.objective(choice)) and flat.fits(choice)):
             choice = None
     model.freeProb()
     return choice, bound, ended
 
 
-def _model(flat: Flat, cutoff: float) -> tuple[Any, list[list[Any]]]:
+def _model(flat: Flat) -> tuple[Any, list[list[Any]]]:
     scip = import_module("pyscipopt")
     model = scip.Model()
     model.hideOutput()
@@ -79,8 +75,6 @@ def _model(flat: Flat, cutoff: float) -> tuple[Any, list[list[Any]]]:
         table = flat.table[flat.table_first[e] : flat.table_first[e + 1]].reshape(shape)
         _add_edge(model, scip.quicksum, taken[u], taken[v], table)
     _add_limit(model, scip.quicksum, flat, taken)
-    if math.isfinite(cutoff):
-        model.setObjlimit(cutoff - flat.constant)
     return model, taken
 
 

@@ -122,6 +122,12 @@ class Flat:
         whole[self.names] = self.numbers[self.first[:-1] + choice]
         return whole
 
+    def locate(self, whole: Ints) -> Ints:
+        """The choice [nodes] that expands to a choice of the network that all this began with; its strategies
+        must be left."""
+        rank = np.flatnonzero(self.numbers == whole[self.names][self.owner])
+        return rank - self.first[:-1]
+
     def objective(self, choice: Ints) -> float:
         """Cost of a choice [nodes], the constant included; inf where it takes something forbidden."""
         lower, upper = self.ends[:, 0], self.ends[:, 1]

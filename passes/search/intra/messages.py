@@ -64,7 +64,8 @@ class Messages:
         around = np.zeros(f.nodes)
         np.add.at(around, f.ends.ravel(), np.repeat(held, 2))
         rest = minima.sum() - minima + held.sum() - around
-        return total + rest[f.owner]
+        total += rest[f.owner]
+        return total
 
 
 @exact

@@ -114,7 +114,8 @@ class Neighbourhoods:
         users = np.unique(flat.user[(flat.span[:, 0] <= t) & (t < flat.span[:, 1])])
         if not len(users):
             return [int(self.generator.integers(flat.nodes))]
-        return self.generator.choice(users, size=min(wanted, len(users)), replace=False).tolist()
+        picked = self.generator.permutation(users)[:wanted]
+        return [int(node) for node in picked]
 
     def _along_edges(self, seeds: list[int], wanted: int) -> list[int]:
         """Nodes around some seeds, nearest first."""

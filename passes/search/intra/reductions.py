@@ -41,9 +41,8 @@ def reduce_network(network: Network, left: Callable[[], float] = lambda: math.in
     `network.dead` tells that no choice is feasible.
     """
     pending, patterns, before = set(network.costs), _Patterns(), math.inf
-    while pending and not network.dead and left() > 0:
-        _settle_nodes(network, pending, patterns, left)
-        if network.dead:
+    while pending and left() > 0:
+        if not _settle_nodes(network, pending, patterns, left):
             return
         pending = {i for i in tighten(network) if i in network.costs}
         size = sum(len(cost) for cost in network.costs.values()) + len(network.times)
@@ -54,13 +53,14 @@ def reduce_network(network: Network, left: Callable[[], float] = lambda: math.in
 
 def _settle_nodes(
     network: Network, pending: set[int], patterns: _Patterns, left: Callable[[], float]
-) -> None:
-    """Apply the rules to nodes until none of them changes any."""
+) -> bool:
+    """Apply the rules to nodes until none of them changes any; whether a choice may remain."""
     queue = _Queue(pending)
     while queue.nodes and not network.dead and left() > 0:
         node = queue.pop()
         if node in network.costs:
             _reduce_node(network, node, queue, patterns)
+    return not network.dead
 
 
 class _Queue:

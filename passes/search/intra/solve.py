@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -36,13 +36,15 @@ from distgraph.passes.search.intra.network import Network
 from distgraph.passes.search.intra.reductions import reduce_network
 from distgraph.passes.search.intra.restrict import restrict
 from distgraph.passes.search.intra.shortage import explain_shortage
-from distgraph.passes.search.problem import Floats, Problem, Solution, gap_of
+from distgraph.passes.search.intra.team import Team
+from distgraph.passes.search.problem import Floats, Problem, Solution, Status, gap_of
 
 __all__ = ["solve"]
 
 _ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
 _DUAL_SHARE = 0.15  # of the seconds, for the dual before anything is branched on
 _TURN_SHARE = 0.08  # of the seconds, for one turn of the tree or of neighbourhoods
+_HOPELESS = 0.2  # of a turn, for a tree that has not come to the end of a plunge
 _PARTS = (0.3, 0.1)  # of the nodes, decided at a time in the first dives
 _DIVE_STEPS = 12  # of the dual between decisions of a dive
 _STEPS = 40  # of the dual at a node of the tree
@@ -88,11 +90,11 @@ def solve(
         raise GraphError(
             f"{problem.name}: seconds={seconds} and gap={gap} must be 0 or more, threads={threads} 1 or more"
         )
-    search = _Search(problem, seconds, gap, on_incumbent, seed)
+    search = _Search(problem, seconds, gap, on_incumbent, threads, seed)
     try:
         search.run(start)
     except KeyboardInterrupt:
-        search.message = "interrupted; the best choice so far is returned"
+        search.message = "; ".join(filter(None, ["interrupted: the best choice so far", search.message]))
     return search.solution()
 
 
@@ -105,8 +107,10 @@ class _Search:
         seconds: float,
         gap: float,
         on_incumbent: Callable[[Solution], None] | None,
+        threads: int,
         seed: int,
     ) -> None:
+        self.threads = threads
         self.problem, self.gap, self.on_incumbent = problem, gap, on_incumbent
         self.generator = np.random.default_rng(seed)
         self.began = time.perf_counter()
@@ -126,7 +130,8 @@ class _Search:
         return self.limit - (time.perf_counter() - self.began)
 
     @contextmanager
-    def phase(self, name: str):  # type: ignore[no-untyped-def]
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of a phase."""
         began = time.perf_counter()
         try:
             yield
@@ -162,7 +167,6 @@ class _Search:
             best.see(flat, np.zeros(0, dtype=np.int64))
             self.finish(best)
             return
-        whole = flat
         with self.phase("dual"):
             dual = Dual(flat, vectors, prices)
             until = self.left() * (1 - _DUAL_SHARE)
@@ -177,30 +181,45 @@ class _Search:
         with self.phase("dive"):
             for part in _PARTS:
                 dive(flat, best, dual.messages.vectors, dual.prices, self.left, _DIVE_STEPS, part)
+        if self.left() > 0:
+            self.alternate(flat, dual, best)
+
+    def alternate(self, flat: Flat, dual: Dual, best: Best) -> None:
+        """The tree and neighbourhoods in turns, beside a second process where there may be one."""
         permitted = dual.least() < best.cutoff
-        tree = Tree(flat, best, dual.messages.vectors, dual.prices, permitted)
-        tree_turn = True
-        neighbours: Neighbourhoods | None = None
-        turn = _TURN_SHARE * self.limit
-        while self.left() > 0:
-            until = max(0.0, self.left() - turn)
-            ends = lambda until=until: self.left() - until  # noqa: E731
-            if tree_turn or best.choice is None:
+        dual.restore()
+        vectors, prices = dual.messages.vectors, dual.prices
+        tree = Tree(flat, best, vectors, prices, permitted)
+        neighbours = Neighbourhoods(flat, best, vectors, prices, self.generator)
+        team = Team(flat, vectors, prices, best, self.threads, int(self.generator.integers(1 << 30)))
+        length = tree_length = _TURN_SHARE * self.limit
+        try:
+            while self.left() > 0 and not tree.ended:
                 with self.phase("tree"):
-                    tree.search(ends, _STEPS)
-                    self.prove(min(tree.bound, best.cutoff))
-                if tree.ended:
-                    self.finish(best)
-                    return
-            else:
+                    tree.search(self.until(tree_length if best.choice is not None else math.inf), _STEPS)
+                    self.prove(tree.bound)
+                tree_length = length if tree.plunges else _HOPELESS * length
+                if best.choice is None or tree.ended:
+                    continue
+                permitted = dual.least() < best.cutoff
+                with self.phase("exact"):
+                    team.exact(permitted, self.left(), self.until(length))
+                    self.prove(team.bound)
                 with self.phase("neighbourhoods"):
-                    if neighbours is None:
-                        neighbours = Neighbourhoods(
-                            whole, best, dual.messages.vectors, dual.prices, self.generator
-                        )
+                    ends = self.until(length)
                     while ends() > 0:
                         neighbours.improve(permitted, ends)
-            tree_turn = not tree_turn
+                        team.exchange(permitted, self.left())
+                        self.prove(team.bound)
+        finally:
+            self.message = team.close()
+        if tree.ended:
+            self.finish(best)
+
+    def until(self, seconds: float) -> Callable[[], float]:
+        """Seconds left of some seconds from now, or of the whole search where that is less."""
+        end = time.perf_counter() + seconds
+        return lambda: min(self.left(), end - time.perf_counter())
 
     def look_at_obvious(self, start: Sequence[int] | None) -> None:
         """The given choice, the cheapest strategies and the smallest ones; a bound that needs no search."""
@@ -216,7 +235,8 @@ class _Search:
 
     def take(self, best: Best) -> None:
         """A better choice of the reduced network."""
-        assert self.network is not None and best.choice is not None
+        if self.network is None or best.choice is None:
+            return
         names = sorted(self.network.costs)
         reduced = self.flat.expand(best.choice)
         choice = self.network.expand(dict(zip(names, reduced.tolist(), strict=True)))
@@ -249,14 +269,21 @@ class _Search:
     def solution(self) -> Solution:
         """What is known now."""
         if self.choice is None:
-            status = "infeasible" if self.infeasible else "unknown"
+            bound = math.inf if self.infeasible else self.bound
+            short = self.short or (None, 0.0)
             return Solution(
-                None, math.inf, math.inf if self.infeasible else self.bound, math.inf, status, dict(self.seconds),
-                *(self.short or (None, 0.0)), message=self.message,
-            )  # fmt: skip
+                choice=None,
+                objective=math.inf,
+                bound=bound,
+                gap=math.inf,
+                status="infeasible" if self.infeasible else "unknown",
+                seconds=dict(self.seconds),
+                time=short[0],
+                missing=short[1],
+                message=self.message,
+            )
         bound = min(self.bound, self.objective)
         gap = gap_of(self.objective, bound)
-        status = "optimal" if gap <= _ROUNDING else "feasible"
-        return Solution(
-            self.choice, self.objective, bound, gap, status, dict(self.seconds), message=self.message
-        )
+        status: Status = "optimal" if gap <= _ROUNDING else "feasible"
+        seconds = dict(self.seconds)
+        return Solution(self.choice, self.objective, bound, gap, status, seconds, message=self.message)
