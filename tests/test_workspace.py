@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 from workspace_cases import FAMILIES, Case
 
 from distgraph import ops  # registers every op
@@ -52,6 +53,13 @@ def measured(case: Case, results: list[Value]) -> int:
         return tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of BLAS that wait for cores which others use would take longer than the products."""
+    with threadpool_limits(1):
+        yield
 
 
 def mismatch(case: Case) -> str:
