@@ -1,5 +1,5 @@
-"""Keeps the doctest collection of the package away from modules that need a device library at import, and what
-tests solve out of the user's cache."""
+"""Keeps the doctest collection of the package away from modules that need a device library at import,
+and what tests solve out of the cache of the user."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ def test_infeasible_is_remembered(tmp_path: Path, solved: list[str]) -> None:
         found = solve_cached(problem(limit=2.5), cache=Cache(tmp_path))
         assert (found.status, found.choice, found.time) == ("infeasible", None, 1)
         assert found.missing == pytest.approx(0.5)
+        assert found.message
     assert len(solved) == 1
 
 
@@ -76,6 +77,24 @@ def test_a_poor_answer_serves_questions_that_ask_no_more(tmp_path: Path, solved:
     assert solved == ["two from (0, 1)"]  # what is known is where the search starts
     assert solve_cached(problem(), seconds=9.0, cache=kept).status == "optimal"
     assert len(solved) == 1
+
+
+def test_what_was_interrupted_is_no_answer_to_the_same_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept for the little time that it took, and the next search starts from it."""
+    starts: list[Any] = []
+
+    def solve(given: Problem, **options: Any) -> Solution:
+        starts.append(options["start"])
+        return Solution((0, 1), 3.0, 1.5, 0.5, "feasible", message="interrupted")
+
+    monkeypatch.setattr(module, "solve", solve)
+    for _ in range(2):
+        solve_cached(problem(), seconds=60.0, cache=Cache(tmp_path))
+    assert starts == [None, (0, 1)]
+    solve_cached(problem(), seconds=0.0, cache=Cache(tmp_path))
+    assert len(starts) == 2
 
 
 @pytest.mark.parametrize(

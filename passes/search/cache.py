@@ -2,7 +2,7 @@
 
 The name of an entry is the SHA-256 of the problem (costs, edges, uses and limit as 64-bit numbers; not names
 and labels) and of the version of the solver. An entry answers a question whose gap it reaches or that asks
-for no more time than it was given; for others it is where the search starts. A choice is checked against the
+for no more time than was spent on it; for others it is where the search starts. A choice is checked against the
 problem before it is trusted. What cannot be read is ignored with a warning, so the folder may be deleted, or
 its files cut short, at any time.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,10 @@ def solve_cached(
     if known is not None and known.answers(seconds, gap):
         return known.solution
     start = None if known is None else known.solution.choice
+    began = time.perf_counter()
     found = solve(problem, seconds=seconds, gap=gap, start=start)
-    if not found.message:  # an interrupted search is no answer to keep
-        cache.put(name, found, seconds)
+    spent = time.perf_counter() - began  # less than asked for where it was interrupted
+    cache.put(name, found, min(seconds, spent))
     return found
 
 
@@ -100,7 +102,7 @@ def digest(problem: Problem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution and the seconds that the search for it was given."""
+    """A solution and the seconds that the search for it took, at most those that it was given."""
 
     solution: Solution
     seconds: float
@@ -177,20 +179,21 @@ class Cache:
 def _document(solution: Solution, seconds: float) -> dict[str, Any]:
     return {
         "solver": SOLVER,
-        "asked_seconds": seconds,
+        "spent": seconds,
         "status": solution.status,
         "objective": _text(solution.objective),
         "bound": _text(solution.bound),
         "time": solution.time,
         "missing": solution.missing,
         "seconds": Record(solution.seconds),
+        "message": solution.message,
         "choice": None if solution.choice is None else " ".join(map(str, solution.choice)),
     }
 
 
 def _read(node: Node) -> Entry:
     node.only(
-        "solver", "asked_seconds", "status", "objective", "bound", "time", "missing", "seconds", "choice"
+        "solver", "spent", "status", "objective", "bound", "time", "missing", "seconds", "message", "choice"
     )
     objective, bound = (node[name].read(float, "a number as text") for name in ("objective", "bound"))
     status = node["status"].text()
@@ -206,8 +209,9 @@ def _read(node: Node) -> Entry:
         {name: entry.number() for name, entry in node["seconds"].items()},
         None if node["time"].value is None else int(node["time"].number()),
         node["missing"].number(),
+        node["message"].text(),
     )
-    return Entry(found, node["asked_seconds"].number())
+    return Entry(found, node["spent"].number())
 
 
 def _check(found: Solution, problem: Problem, path: str) -> None:
