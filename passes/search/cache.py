@@ -2,9 +2,9 @@
 
 The name of an entry is the SHA-256 of the problem (costs, edges, uses and limit as 64-bit numbers; not names
 and labels) and of the version of the solver. An entry answers a question whose gap it reaches or that asks
-for no more time than was spent on it; for others it is where the search starts. A choice is checked against the
-problem before it is trusted. What cannot be read is ignored with a warning, so the folder may be deleted, or
-its files cut short, at any time.
+for no more time than was spent on it; for others it is where the search starts. A choice is checked against
+the problem before it is trusted. What cannot be read is ignored with a warning, so the folder may be deleted,
+or its files cut short, at any time.
 
 The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`); `DISTGRAPH_CACHE=folder` moves
 it and `DISTGRAPH_CACHE=off` does without. Of more than 64 MiB, what was not used for longest goes.
