@@ -1,15 +1,33 @@
-"""Why a plan is as it is: what else was forecast, and how much slower it was.
+"""Why a plan is as it is: what else could have been, and how much slower that is.
 
-*In:* the best program and all that were forecast. *Out:* `Decision`s of a plan. *Invariant:* a runner-up is a
-program that was built, and its seconds are its forecast.
+*In:* the best program, all that were forecast. *Out:* `Decision`s of a plan. *Invariant:* a runner-up with
+seconds is a program that was built, and they are its forecast.
+
+For the whole program the runner-up is the best one forecast that differs in a choice. For a parameter it is
+the layout that costs least, by the problem, once its neighbours have followed; everything else stays, and
+the program is built and forecast. A runner-up may turn out faster than what it replaces, for
+the problem adds up what overlaps: then it is taken (`Searcher` goes on from it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from distgraph.engine.searching.proposal import Realized
+import numpy as np
+
+from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.searching.proposal import Realized, rechosen
+from distgraph.folding import fold
+from distgraph.mesh import ProcessMesh
+from distgraph.passes.search.alternatives import Neighbourhoods
+from distgraph.passes.search.nodes import ValueNode
+from distgraph.passes.search.problem import Problem
 from distgraph.plan import Decision
+from distgraph.resources.units import format_bytes
+
+_FOLLOWERS = 4  # moves a node, at most, when neighbours follow
 
 
 def decisions(best: Realized, forecasts: Sequence[Realized]) -> dict[str, Decision]:
@@ -48,3 +66,98 @@ _CHOICES: dict[str, Callable[[Realized], str]] = {
     "recompute": _recompute,
     "schedule": lambda found: found.build.policy,
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Where parameters that are laid out as one are stored, and where else they could be.
+
+    Attributes:
+        name: of the parameters, those of repeated layers in one.
+        decision: without the forecast of the runner-up.
+        nbytes: of one of them.
+        meshes: whose choices change with it.
+        node, option: of their problem, for the runner-up; option is None where there is none.
+    """
+
+    name: str
+    decision: Decision
+    nbytes: int
+    meshes: tuple[ProcessMesh, ...]
+    node: int
+    option: int | None
+
+
+def storages(found: Realized) -> list[Storage]:
+    """Every group of parameters of a program, the largest first."""
+    groups: dict[int, list[ProcessMesh]] = {}
+    for mesh, (formulation, _) in found.solved.items():
+        groups.setdefault(id(formulation.nodes), []).append(mesh)
+    rows = [row for meshes in groups.values() for row in _stored(found, tuple(meshes))]
+    return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def _stored(found: Realized, meshes: tuple[ProcessMesh, ...]) -> Iterator[Storage]:
+    assert found.placements is not None
+    formulation, choice = found.solved[meshes[0]]
+    producers = found.traced.graph.producers
+    for number, node in enumerate(formulation.nodes.all):
+        if not isinstance(node, ValueNode):
+            continue
+        value = formulation.fold.values[node.number]
+        if producers[value.members[0]].kind != "param":
+            continue
+        here = [name for name in value.members if found.placements[name] in meshes]
+        if not here:
+            continue
+        terms = formulation.terms(choice, number)
+        costs = {"compute": terms.compute, "communication": terms.communication}
+        option = terms.runner_up
+        yield Storage(
+            next(iter(fold({str(producers[name].attrs["name"]): 0 for name in here}))),
+            Decision(
+                chosen=terms.options[terms.chosen],
+                terms=costs,
+                runner_up="" if option is None else terms.options[option],
+                note=_held(value.value.type, len(here), terms.nbytes),
+            ),
+            value.value.nbytes,
+            meshes,
+            number,
+            option,
+        )
+
+
+def _held(type_: str, layers: int, nbytes: float) -> str:
+    """What is stored, and what it takes."""
+    where = f", in {layers} layers" if layers > 1 else ""
+    return f"{type_}{where}, {format_bytes(nbytes)} of a rank"
+
+
+def with_runner_up(found: Realized, storage: Storage, oracle: Oracle) -> Realized:
+    """The program with parameters stored as the runner-up has it, once what is around them has followed."""
+    assert storage.option is not None
+    formulation, choice = found.solved[storage.meshes[0]]
+    other = followed(formulation.problem, choice, storage.node, storage.option)
+    changed = {mesh: (found.solved[mesh][0], other) for mesh in storage.meshes}
+    return rechosen(found, {**found.solved, **changed}, oracle)
+
+
+def followed(problem: Problem, choice: Sequence[int], node: int, option: int) -> tuple[int, ...]:
+    """A choice with one node on another option; neighbours take what is best for them, and theirs again."""
+    around = Neighbourhoods(problem)
+    found = list(choice)
+    found[node] = option
+    waiting = deque(other for other, _ in around.edges[node])
+    for _ in range(_FOLLOWERS * len(found)):
+        if not waiting:
+            break
+        at = waiting.popleft()
+        if at == node:
+            continue
+        change = around.fixed(found, at)
+        best = int(change.argmin())
+        if change[best] < 0 or not np.isfinite(change[best]):
+            found[at] = best
+            waiting.extend(other for other, _ in around.edges[at])
+    return tuple(found)

@@ -7,7 +7,7 @@ the forecast is that of the program that `Engine(plan=...)` would run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distgraph.engine.extracting import describe, estimate
 from distgraph.engine.fingerprint import program_of
@@ -18,11 +18,14 @@ from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.place import place
 from distgraph.passes.search.assign import assign
+from distgraph.passes.search.formulate import Formulation
 from distgraph.passes.search.layouts import Layouts
 from distgraph.plan import Plan
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.memory import Shortage
+
+Solved = Mapping[ProcessMesh, tuple[Formulation, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class Realized:
         traced: the serial graph and its layers.
         placements: mesh of every op of the serial graph; None where `place` finds them.
         completed, build, devices, forecast: the program on the cluster.
+        solved: mesh -> the problem that its layouts solve and the choice; empty where they come from
+            elsewhere.
         shortages: what it lacks of memory; nothing where it fits.
     """
 
@@ -91,6 +96,7 @@ class Realized:
     devices: tuple[int, ...]
     forecast: Forecast
     shortages: tuple[Shortage, ...]
+    solved: Solved = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -108,11 +114,45 @@ def realize(proposal: Proposal, oracle: Oracle) -> Realized:
     traced = oracle.traced(proposal.micro_batches, proposal.recompute)
     meshes, devices = _meshes(proposal.stages)
     placements = _placements(traced, proposal.stages, meshes)
-    layouts = _layouts(proposal, oracle, traced, meshes)
-    completed = replace(assign(traced.graph, placements, layouts), micro_batches=proposal.micro_batches)
-    return program(
-        oracle, completed, traced, devices, proposal.schedule, proposal.origin, proposal, placements
+    solved: dict[ProcessMesh, tuple[Formulation, tuple[int, ...]]] = {}
+    for mesh, stage in zip(meshes, proposal.stages, strict=True):
+        key = oracle.like(stage.devices), stage.shape, stage.memory_price
+        found, choice, _, _ = oracle.chosen(traced, *key, proposal.restriction)
+        solved[mesh] = found, choice
+    completed = _completed(traced, placements, solved)
+    schedule, origin = proposal.schedule, proposal.origin
+    built = program(oracle, completed, traced, devices, schedule, origin, proposal, placements)
+    return replace(built, solved=solved)
+
+
+def rechosen(found: Realized, solved: Solved, oracle: Oracle) -> Realized:
+    """A program with other choices of layouts, everything else as it is."""
+    assert found.placements is not None
+    completed = _completed(found.traced, found.placements, solved)
+    schedule = found.build.policy
+    built = program(
+        oracle,
+        completed,
+        found.traced,
+        found.devices,
+        schedule,
+        found.origin,
+        found.proposal,
+        found.placements,
     )
+    return replace(built, solved=solved)
+
+
+def _completed(traced: Traced, placements: Mapping[str, ProcessMesh], solved: Solved) -> Graph:
+    """Every op and value laid out by the choices of its mesh."""
+    decoded: dict[tuple[int, tuple[int, ...]], Layouts] = {}
+    layouts: dict[ProcessMesh, Layouts] = {}
+    for mesh, (found, choice) in solved.items():
+        key = id(found.nodes), choice
+        if key not in decoded:
+            decoded[key] = found.decode(choice)
+        layouts[mesh] = decoded[key]
+    return replace(assign(traced.graph, placements, layouts), micro_batches=traced.graph.micro_batches)
 
 
 def program(
@@ -177,18 +217,3 @@ def _placements(
     known = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}
     _, found = place(replace(graph, placements=known))
     return {op.name: found[op.name] for op in graph.ops}
-
-
-def _layouts(
-    proposal: Proposal, oracle: Oracle, traced: Traced, meshes: Sequence[ProcessMesh]
-) -> dict[ProcessMesh, Layouts]:
-    """Layouts of every op and value on the mesh of every stage."""
-    decoded: dict[object, Layouts] = {}
-    found: dict[ProcessMesh, Layouts] = {}
-    for mesh, stage in zip(meshes, proposal.stages, strict=True):
-        key = oracle.like(stage.devices), stage.shape, stage.memory_price
-        if key not in decoded:
-            formulation, choice, _, _ = oracle.chosen(traced, *key, proposal.restriction)
-            decoded[key] = formulation.decode(choice)
-        found[mesh] = decoded[key]
-    return found

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.engine.forecasting import plain
-from distgraph.engine.searching.decisions import decisions
+from distgraph.engine.searching.decisions import decisions, storages, with_runner_up
 from distgraph.engine.searching.fixed import annotated_meshes, fronts, on_annotated, propagated, recursively
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row, front
@@ -36,14 +36,14 @@ from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.search.placing import SubMesh
-from distgraph.plan import Found, Plan
+from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
 _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.25  # an estimate that is this much above the best forecast is not forecast any more
 _RETRIES = 2  # rows that do not fit are searched again with less memory
-_COARSE = 4  # numbers of micro-batches differ by this factor at first
+_EXPLAINED = 12  # parameters whose runners-up are forecast
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
 
@@ -82,6 +82,7 @@ class Searcher:
     baselines: dict[str, float | str] = field(default_factory=dict)
     forecasts: list[Realized] = field(default_factory=list)
     _rows: dict[int, Proposal] = field(default_factory=dict)
+    _stored: dict[str, Decision] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.end = self.clock() + self.seconds
@@ -112,6 +113,7 @@ class Searcher:
             yield from self._searched()
             yield from self._uniform()
             yield from self._others(annotated)
+        yield from self._explained()
         if self.best is None:
             raise InfeasibleError(self._nothing_fits())
 
@@ -124,8 +126,31 @@ class Searcher:
             plan_of(self.best, self.oracle),
             baselines=dict(self.baselines),
             search=found,
-            decisions=decisions(self.best, self.forecasts),
+            decisions={**decisions(self.best, self.forecasts), **self._stored},
         )
+
+    def _explained(self) -> Iterator[Event]:
+        """Forecast the runners-up of the largest parameters; one that is faster is taken."""
+        looked: set[str] = set()
+        while self.best is not None and self.best.solved:
+            best = self.best
+            rows = storages(best)
+            self._stored = {row.name: self._stored.get(row.name, row.decision) for row in rows}
+            row = next((r for r in rows if r.option is not None and r.name not in looked), None)
+            if row is None or len(looked) >= _EXPLAINED or self.expired():
+                return
+            looked.add(row.name)
+            yield Event(f"another layout of {row.name}")
+            other = with_runner_up(best, row, self.oracle)
+            if other.fits and other.seconds < best.seconds:
+                self._stored.clear()
+                looked.clear()
+                yield self._judged(other)
+                continue
+            note = (
+                row.decision.note if other.fits else f"{row.decision.note}; the runner-up does not fit memory"
+            )
+            self._stored[row.name] = replace(row.decision, runner_up_seconds=other.seconds, note=note)
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
         """One program of another search, with the micro-batches of the strategy."""
