@@ -1,9 +1,9 @@
 """Training graphs of multi-layer perceptrons whose optimum is published: Alpa's tests of its solver.
 
 The cost of a collective over mesh axis d of n devices that leaves V bytes on a device is a_d + b_d f(n) V,
-cut to an integer, plus a small constant by kind. Computation is free, but no two devices compute the same part
-of a matmul. A layout names for each of the two dims of a tensor the mesh axis that splits it; two axes never split
-the same dim or loop, as in those tests (`allow_mixed_mesh_shape` is off).
+cut to an integer, plus a small constant by kind. Computation is free, but no two devices compute the same
+part of a matmul. A layout names for each of the two dims of a tensor the mesh axis that splits it; two axes
+never split the same dim or loop, as in those tests (`allow_mixed_mesh_shape` is off).
 
 Source: alpa-projects/alpa, tests/shard_parallel/test_mlp.py and test_solver_mlp.py.
 """

@@ -335,7 +335,8 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
             self._process.wait()
 
     monkeypatch.setattr("distgraph.passes.search.intra.team.Worker", Killed)
-    monkeypatch.setattr("distgraph.passes.search.intra.solve._TURN_SHARE", 1e-6)  # or the tree ends at once
+    module = sys.modules["distgraph.passes.search.intra.solve"]
+    monkeypatch.setattr(module, "_TURN_SHARE", 1e-6)  # or the tree ends in its first turn
     found = solve(hard_problem(), seconds=100)
     assert found.status == "optimal"
     assert "SCIP (pyscipopt) stopped with exit code -9" in found.message

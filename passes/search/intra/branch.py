@@ -3,8 +3,8 @@
 At a node the dual is improved from where its parent left it; strategies that cannot be part of a choice
 below the cutoff are struck out, and the network shrinks with them (`restrict`). What then remains undecided
 is split in two: for one node of the network, the strategies with the memory that rounding takes most often,
-and the others. The search plunges into the half that rounding prefers and keeps the other for later, lowest bound
-first.
+and the others. The search plunges into the half that rounding prefers and keeps the other for later, lowest
+bound first.
 """
 
 from __future__ import annotations
