@@ -23,7 +23,7 @@ without its pending sums.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,17 +32,17 @@ from distgraph.dtypes import is_float, itemsize
 from distgraph.errors import ShardingError
 from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import flops
+from distgraph.ops.registry import flops, linear_groups, lookup, rule_of
 from distgraph.passes.complete import follow
 from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
 from distgraph.passes.refine import multiplicity
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.strategies import Strategies, local_bytes, strategies_of
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.rule import OpLayout
+from distgraph.rule import OpLayout, operand_spec, result_spec
 from distgraph.spec import DistAttr, Origin, ShardSpec
 
-__all__ = ["pins", "propagate"]
+__all__ = ["laid_out", "propagate", "spread"]
 
 
 def propagate(
@@ -65,8 +65,27 @@ def propagate(
     Raises:
         ShardingError: nothing is configured, or an annotation does not fit the mesh.
     """
-    found = _Propagation(graph, mesh, price)
-    seeds = found.configure(configured or {})
+    return laid_out(graph, mesh, spread(graph, mesh, price, configured or {}), price, mode)
+
+
+def spread(
+    graph: Graph,
+    mesh: ProcessMesh,
+    price: Price,
+    configured: Mapping[str, OpLayout],
+    allowed: Callable[[Op, OpLayout], bool] | None = None,
+) -> dict[str, OpLayout]:
+    """The layout of every op from those of some.
+
+    Args:
+        graph, mesh, price, configured: see `propagate`.
+        allowed: whether an op may have a layout that its rule permits; all of them by default.
+
+    Raises:
+        ShardingError: see `propagate`.
+    """
+    found = _Propagation(graph, mesh, price, allowed)
+    seeds = found.configure(configured)
     if not seeds:
         raise ShardingError(
             f"graph @{graph.name} has no op with a layout on {mesh} to propagate from; annotate an input or "
@@ -74,6 +93,18 @@ def propagate(
         )
     found.spread(seeds)
     found.finish()
+    return {op.name: found.strategies(op).layout(mesh, found.chosen[op.name]) for op in graph.ops}
+
+
+def laid_out(
+    graph: Graph, mesh: ProcessMesh, ops: Mapping[str, OpLayout], price: Price, mode: str
+) -> Layouts:
+    """The layouts of all ops, with the best places for values between them."""
+    found = _Propagation(graph, mesh, price)
+    for op in graph.ops:
+        if not found.stands(op):
+            found.known[op.name] = _only(op, ops[op.name])
+        found.chosen[op.name] = 0
     return found.layouts(Origin("search", mode))
 
 
@@ -113,8 +144,14 @@ class _Around:
 class _Propagation:
     """Layouts decided so far."""
 
-    def __init__(self, graph: Graph, mesh: ProcessMesh, price: Price) -> None:
-        self.graph, self.mesh, self.price = graph, mesh, price
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: ProcessMesh,
+        price: Price,
+        allowed: Callable[[Op, OpLayout], bool] | None = None,
+    ) -> None:
+        self.graph, self.mesh, self.price, self.allowed = graph, mesh, price, allowed
         # sums that can wait for the end of the step are to: there is more than one micro-batch
         self.times = multiplicity(replace(graph, micro_batches=max(2, graph.micro_batches)))
         self.pinned = pins(graph, mesh)
@@ -129,6 +166,7 @@ class _Propagation:
                 self.readers[value.name].append((op, i))
         self.replaced = {value.name: source for source, value in graph.updates}
         self.known: dict[str, Strategies] = {}
+        self.kept: dict[tuple[int, tuple[int, ...]], Strategies] = {}
         self.decided: dict[object, int] = {}
 
     def strategies(self, op: Op) -> Strategies:
@@ -137,12 +175,24 @@ class _Propagation:
             self.known[op.name] = self._strategies(op)
         return self.known[op.name]
 
+    def stands(self, op: Op) -> bool:
+        """Whether an annotation says all of an op: of a source, or of a change of layout."""
+        return op.name in self.pinned and (op.kind in SOURCES or op.kind == "reshard")
+
     def _strategies(self, op: Op) -> Strategies:
-        spec = self.pinned.get(op.name)
-        if spec is None or (op.kind not in SOURCES and op.kind != "reshard"):
-            return strategies_of(op, self.mesh)
-        layout = follow(op, DistAttr(self.mesh, spec))
-        return Strategies(((layout.axes, layout.partial),), ((spec,),), ((spec,),) * len(op.operands))
+        if self.stands(op):
+            spec = self.pinned[op.name]
+            layout = follow(op, DistAttr(self.mesh, spec))
+            return Strategies(((layout.axes, layout.partial),), ((spec,),), ((spec,),) * len(op.operands))
+        every = strategies_of(op, self.mesh)
+        if self.allowed is None:
+            return every
+        layouts = every.layouts(self.mesh)
+        kept = tuple(i for i, layout in enumerate(layouts) if self.allowed(op, layout))
+        key = id(every), kept
+        if key not in self.kept:
+            self.kept[key] = _some(every, kept)
+        return self.kept[key]
 
     def configure(self, given: Mapping[str, OpLayout]) -> list[Op]:
         """Decide the ops that are configured: those given, annotated sources, ops with annotated results."""
@@ -360,6 +410,25 @@ class _Propagation:
             return self.cost(value, made, spec) + sum(self.cost(value, spec, w) for w in wanted)
 
         return min(candidates, key=total)
+
+
+def _some(every: Strategies, kept: tuple[int, ...]) -> Strategies:
+    """Some of the options of an op."""
+    return Strategies(
+        tuple(every.options[i] for i in kept),
+        tuple(tuple(specs[i] for i in kept) for specs in every.made),
+        tuple(tuple(specs[i] for i in kept) for specs in every.needed),
+    )
+
+
+def _only(op: Op, layout: OpLayout) -> Strategies:
+    """One option."""
+    rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
+    return Strategies(
+        ((layout.axes, layout.partial),),
+        tuple((result_spec(rule, i, layout, reduction),) for i in range(len(op.results))),
+        tuple((operand_spec(rule, i, layout, linear),) for i in range(len(op.operands))),
+    )
 
 
 def _forward(op: Op) -> bool:

@@ -22,7 +22,7 @@ Ops are decided
 by weight, the greatest cost that a cut of theirs can have, largest first, each towards what is decided: one
 pass over the ops for every prime.
 
-Gradients and updates follow as in `propagation`.
+Sources, gradients and updates follow, along one axis after the other, as in `propagation`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from distgraph.errors import ShardingError
 from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import rule_of
 from distgraph.passes.redistribute import Price, wire_price
 from distgraph.passes.search.layouts import Layouts
-from distgraph.passes.search.propagation import propagate
-from distgraph.rule import OpLayout, Rule, Term, representable
+from distgraph.passes.search.propagation import laid_out, spread
+from distgraph.rule import OpLayout, Term, representable
 from distgraph.spec import DistAttr, ShardSpec
 
 __all__ = ["Cut", "cut_costs", "prime_factors", "prime_mesh", "recursive"]
@@ -64,15 +65,20 @@ def recursive(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> tup
     Raises:
         ShardingError: an annotation does not fit the mesh.
     """
-    search = _Recursion(graph, prime_mesh(mesh))
-    for axis in search.mesh.axes:
-        search.divide(axis)
-    parts = {axis: _runs(_finer(mesh, axis), search.cuts) for axis in mesh.axes}
-    shape = [search.mesh.count(run) for axis in mesh.axes for run in parts[axis]]
+    primes = prime_mesh(mesh)
+    search = _Recursion(graph, primes)
+    cuts = {}
+    for axis in primes.axes:
+        single = ProcessMesh.grid(**{axis: primes.sizes[axis]})
+        along = _along(graph, mesh, single)
+        cuts[axis] = spread(along, single, price, search.divide(single), search.allows)
+        search.take(cuts[axis], axis)
+    parts = {axis: _runs(_finer(mesh, axis), cuts) for axis in mesh.axes}
     names = {
         axis: [axis] if len(runs) == 1 else [f"{axis}_{i}" for i in range(len(runs))]
         for axis, runs in parts.items()
     }
+    shape = [primes.count(run) for axis in mesh.axes for run in parts[axis]]
     found = ProcessMesh(mesh.ranks.reshape(shape), [name for axis in mesh.axes for name in names[axis]])
     joined = {
         prime: name
@@ -80,34 +86,53 @@ def recursive(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> tup
         for name, run in zip(names[axis], parts[axis], strict=True)
         for prime in run
     }
-    configured = {name: _joined(layout, found, joined) for name, layout in search.layouts().items()}
-    return found, propagate(_renamed(graph, mesh, found, names), found, price, configured, mode="recursive")
+    ops = {op.name: _joined(search.layout(op), found, joined) for op in graph.ops}
+    return found, laid_out(_renamed(graph, mesh, found, names), found, ops, price, "recursive")
 
 
-def _runs(axes: Sequence[str], cuts: Mapping[str, object]) -> list[tuple[str, ...]]:
+def _runs(axes: Sequence[str], cuts: Mapping[str, Mapping[str, OpLayout]]) -> list[tuple[str, ...]]:
     """Neighbouring axes along which all ops are cut alike."""
-    return [tuple(run) for _, run in groupby(axes, key=cuts.__getitem__)]
+
+    def cut(axis: str) -> list[object]:
+        layouts = cuts[axis].values()
+        return [([index for index, _ in x.axes], [group for _, group in x.partial]) for x in layouts]
+
+    return [tuple(run) for _, run in groupby(axes, key=cut)]
 
 
 def _joined(layout: OpLayout, mesh: ProcessMesh, names: Mapping[str, str]) -> OpLayout:
     """A layout on joined axes."""
     axes = tuple((index, tuple(dict.fromkeys(names[a] for a in split))) for index, split in layout.axes)
-    return OpLayout(mesh, axes)
+    return OpLayout(mesh, axes, tuple(dict.fromkeys((names[a], group) for a, group in layout.partial)))
 
 
 def _renamed(
     graph: Graph, mesh: ProcessMesh, found: ProcessMesh, names: Mapping[str, Sequence[str]]
 ) -> Graph:
-    """The graph with its annotations on the axes into which those of a mesh are divided."""
+    """The graph with its annotations on the axes into which those of a mesh are divided.
+
+    Axes that `found` lacks split nothing there.
+    """
 
     def divided(attr: DistAttr) -> DistAttr:
+        if not attr.spec.axes:
+            return DistAttr(found, attr.spec, attr.origin)
         if attr.mesh.sizes != mesh.sizes:
-            return attr
-        dims = tuple(tuple(a for axis in dim for a in names[axis]) for dim in attr.spec.dims)
-        partial = tuple((a, kind) for axis, kind in attr.spec.partial for a in names[axis])
-        return DistAttr(found, ShardSpec(dims, partial), attr.origin)
+            raise ShardingError(
+                f"annotation at {attr.origin.where} is on {attr.mesh} but the search divides {mesh}; search "
+                f"the mesh that is annotated, or take the annotation out"
+            )
+        dims = tuple(
+            tuple(a for axis in dim for a in names[axis] if a in found.sizes) for dim in attr.spec.dims
+        )
+        return DistAttr(found, ShardSpec(dims), attr.origin)
 
     return graph.with_ops(graph.ops, attrs={name: divided(attr) for name, attr in graph.attrs.items()})
+
+
+def _along(graph: Graph, mesh: ProcessMesh, single: ProcessMesh) -> Graph:
+    """The graph with its annotations on one prime axis alone."""
+    return _renamed(graph, mesh, single, {axis: _finer(mesh, axis) for axis in mesh.axes})
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
@@ -201,15 +226,18 @@ class _End:
 
 
 class _Recursion:
-    """Cuts of the forward ops so far."""
+    """Cuts so far, of all ops; those of forward ops are decided here."""
 
     def __init__(self, graph: Graph, mesh: ProcessMesh) -> None:
         self.mesh = mesh
-        self.ops = [op for op in graph.ops if op.role == "forward" and op.kind not in SOURCES]
+        self.all = graph.ops
+        self.ops = [
+            op for op in graph.ops if op.role == "forward" and op.kind not in SOURCES and op.kind != "reshard"
+        ]
         self.parameters = frozenset(op.name for op in graph.sources("param"))
-        self.sizes = {op.name: dict(rule_of(op).sizes) for op in self.ops}
-        self.axes: dict[str, dict[str, tuple[str, ...]]] = {op.name: {} for op in self.ops}
-        self.cuts: dict[str, tuple[Cut, ...]] = dict.fromkeys(mesh.axes, ())
+        self.sizes = {op.name: dict(rule_of(op).sizes) for op in graph.ops}
+        self.axes: dict[str, dict[str, tuple[str, ...]]] = {op.name: {} for op in graph.ops}
+        self.partial: dict[str, tuple[tuple[str, int], ...]] = dict.fromkeys(self.axes, ())
         self.ends = self._ends()
 
     def _ends(self) -> dict[str, list[_End]]:
@@ -226,33 +254,52 @@ class _Recursion:
                 found[maker.name].append(_End(result, op, read, value))
         return found
 
-    def divide(self, axis: str) -> None:
-        """Cut every op along one axis, or not, the weightiest first."""
-        prime = self.mesh.sizes[axis]
-        if prime == 1:
-            return
-        costs = {op.name: self._allowed(op, axis, prime) for op in self.ops}
-        order = sorted(self.ops, key=lambda op: -_weight(costs[op.name]))
+    def divide(self, single: ProcessMesh) -> dict[str, OpLayout]:
+        """Cut every forward op along one axis, or not, the weightiest first."""
+        (axis,), (prime,) = single.axes, single.shape
+        costs = {op.name: self._allowed(op, single) for op in self.ops}
         cuts: dict[str, Cut] = {}
-        for op in order:
+        for op in sorted(self.ops, key=lambda op: -_weight(costs[op.name])):
             options = costs[op.name]
             totals = {cut: options[cut] + self._moved(op, cut, cuts, prime) for cut in options}
             cuts[op.name] = min(totals, key=totals.__getitem__)
-        self.cuts[axis] = tuple(cuts[op.name] for op in self.ops)
-        for op, cut in zip(self.ops, self.cuts[axis], strict=True):
-            if cut is not None:
-                self.sizes[op.name][cut] //= prime
-                self.axes[op.name][cut] = (*self.axes[op.name].get(cut, ()), axis)
+        return {
+            name: OpLayout(single, () if cut is None or prime == 1 else ((cut, (axis,)),))
+            for name, cut in cuts.items()
+        }
 
-    def _allowed(self, op: Op, axis: str, prime: int) -> dict[Cut, float]:
+    def _allowed(self, op: Op, single: ProcessMesh) -> dict[Cut, float]:
         """Costs of the cuts that leave plain blocks."""
-        found = cut_costs(op, self.sizes[op.name], prime, self.parameters)
-        rule = rule_of(op)
-        return {cut: cost for cut, cost in found.items() if cut is None or self._plain(op, rule, cut, axis)}
+        found = cut_costs(op, self.sizes[op.name], single.size, self.parameters)
+        return {
+            cut: cost
+            for cut, cost in found.items()
+            if cut is None or self.allows(op, OpLayout(single, ((cut, single.axes),)))
+        }
 
-    def _plain(self, op: Op, rule: Rule, cut: str, axis: str) -> bool:
-        axes = {**self.axes[op.name], cut: (*self.axes[op.name].get(cut, ()), axis)}
-        return representable(rule, OpLayout(self.mesh, tuple(sorted(axes.items()))))
+    def allows(self, op: Op, layout: OpLayout) -> bool:
+        """Whether a layout on one axis leaves plain blocks of equal size, beside what is cut already."""
+        sizes = self.sizes[op.name]
+        if any(sizes[index] % layout.mesh.count(split) for index, split in layout.axes):
+            return False
+        return representable(rule_of(op), OpLayout(self.mesh, tuple(sorted(self._grown(op, layout).items()))))
+
+    def _grown(self, op: Op, layout: OpLayout) -> dict[str, tuple[str, ...]]:
+        axes = self.axes[op.name]
+        return {**axes, **{index: (*axes.get(index, ()), *split) for index, split in layout.axes}}
+
+    def take(self, layouts: Mapping[str, OpLayout], axis: str) -> None:
+        """Cut all ops along an axis."""
+        for op in self.all:
+            layout = layouts[op.name]
+            self.axes[op.name] = self._grown(op, layout)
+            self.partial[op.name] += layout.partial
+            for index, _ in layout.axes:
+                self.sizes[op.name][index] //= self.mesh.sizes[axis]
+
+    def layout(self, op: Op) -> OpLayout:
+        """The layout of an op, on axes of prime size."""
+        return OpLayout(self.mesh, tuple(sorted(self.axes[op.name].items())), self.partial[op.name])
 
     def _moved(self, op: Op, cut: Cut, cuts: Mapping[str, Cut], prime: int) -> float:
         """Elements that move between an op and those that are decided, there and back."""
@@ -265,10 +312,6 @@ class _Recursion:
                 ways = (here is not None) + (there is not None)
                 total += ways * _elements(end.own, self.sizes[op.name], end.value)
         return (1 - 1 / prime) * total
-
-    def layouts(self) -> dict[str, OpLayout]:
-        """The layout of every forward op."""
-        return {name: OpLayout(self.mesh, tuple(sorted(axes.items()))) for name, axes in self.axes.items()}
 
 
 def _weight(costs: Mapping[Cut, float]) -> float:
