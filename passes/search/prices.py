@@ -32,7 +32,7 @@ from distgraph.ops.registry import (
 )
 from distgraph.passes.halo import halo_volume
 from distgraph.passes.redistribute import STEP_PRICES, redistribute_cost
-from distgraph.passes.search.routes import Routes, representative, routes
+from distgraph.passes.search.routes import Routes, representatives, routes
 from distgraph.passes.search.strategies import Specs, Strategies, local_bytes, parts_of
 from distgraph.passes.work import Work, work_of
 from distgraph.resources import Cluster, CollectiveCost, ComputeCost
@@ -135,7 +135,7 @@ class Prices:
 
     def _table(self, shape: tuple[int, ...], mesh: ProcessMesh) -> _Table:
         """Routes of a shape, and the number of every layout of it among their states."""
-        key = (tuple(representative(size, mesh) for size in shape), mesh.axes, mesh.shape)
+        key = (representatives(shape, mesh), mesh.axes, mesh.shape)
         if key not in self._tables:
             order = sorted(range(len(shape)), key=lambda dim: key[0][dim])
             found = routes(tuple(key[0][dim] for dim in order), ProcessMesh.grid(**mesh.sizes))

@@ -4,8 +4,9 @@
 those that `redistribute` finds. *Invariant:* the same steps, bytes and goal-directed pruning as there.
 
 What a step sends is a fraction of the tensor that depends on the layouts only, as long as blocks divide
-evenly: one `Routes` serves all shapes of a kind (`representative`), and prices come in later, as one number a
-kind of step. With d(s, t) the least seconds from layout s to layout t, and E(t) the steps on the way to t,
+evenly: one `Routes` serves all shapes of a kind (`representatives`), and prices come in later, as one
+number a kind of step. With d(s, t) the least seconds from layout s to layout t, and E(t) the steps on the
+way to t,
 
     d(t, t) = 0,     d(s, t) = min over steps (s -> r) in E(t) of seconds(s -> r) + d(r, t),
 
@@ -93,12 +94,33 @@ def representative(size: int, mesh: ProcessMesh) -> int:
         >>> [representative(size, mesh) for size in (8192, 24, 5, 100)]
         [64, 8, 1, 100]
     """
-    sizes = [n for n in mesh.shape if n > 1]
-    counts = {math.prod(some) for k in range(1, len(sizes) + 1) for some in itertools.combinations(sizes, k)}
-    legal = [count for count in counts if count <= size]
-    if any(size % count for count in legal):
+    if not _is_even(size, mesh):
         return size
+    legal = [count for count in _counts(mesh) if count <= size]
     return math.lcm(*legal) if legal else 1
+
+
+@lru_cache(maxsize=1 << 14)
+def representatives(shape: tuple[int, ...], mesh: ProcessMesh) -> tuple[int, ...]:
+    """Sizes for which `routes` are those of a shape.
+
+    Beside a dim with shorter blocks a way may lead over empty blocks, so that only dims which the whole mesh
+    divides stand for others; elsewhere a way over empty blocks is left out, were it a little cheaper.
+    """
+    if all(_is_even(size, mesh) for size in shape):
+        return tuple(representative(size, mesh) for size in shape)
+    return tuple(mesh.size if size and size % mesh.size == 0 else size for size in shape)
+
+
+def _is_even(size: int, mesh: ProcessMesh) -> bool:
+    """Whether a dim divides by every number of parts that it may be cut in."""
+    return all(size % count == 0 for count in _counts(mesh) if count <= size)
+
+
+def _counts(mesh: ProcessMesh) -> set[int]:
+    """Numbers of parts that axes of a mesh make."""
+    sizes = [n for n in mesh.shape if n > 1]
+    return {math.prod(some) for k in range(1, len(sizes) + 1) for some in itertools.combinations(sizes, k)}
 
 
 @lru_cache(maxsize=1024)
@@ -106,7 +128,7 @@ def routes(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
     """Steps between all layouts of a tensor with sums pending.
 
     Args:
-        sizes: `representative` of every dim.
+        sizes: see `representatives`.
         mesh: only its axes and their sizes count.
     """
     axes = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1)
@@ -123,21 +145,19 @@ def routes(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
 
 
 def _states(sizes: tuple[int, ...], mesh: ProcessMesh, axes: tuple[str, ...]) -> Iterator[ShardSpec]:
-    """Every layout: each axis on a dim, pending or unused; all orders of the axes of a dim."""
-    unused, pending = len(sizes), len(sizes) + 1
-    even = all(representative(size, mesh) == size and _is_even(size, mesh, axes) for size in sizes)
+    """Every layout: each axis on a dim, pending or unused; all orders of the axes of a dim.
+
+    Where blocks are even, no dim has more parts than positions: sizes that are cut alike differ beyond.
+    """
+    pending = len(sizes) + 1
+    even = all(_is_even(size, mesh) for size in sizes)
     for places in itertools.product(range(len(sizes) + 2), repeat=len(axes)):
         split = [tuple(a for a, p in zip(axes, places, strict=True) if p == dim) for dim in range(len(sizes))]
         if even and any(mesh.count(d) > n for d, n in zip(split, sizes, strict=True)):
             continue
-        partial = tuple((a, "sum") for a, p in zip(axes, places, strict=True) if p == pending and p != unused)
+        partial = tuple((a, "sum") for a, p in zip(axes, places, strict=True) if p == pending)
         for dims in itertools.product(*(itertools.permutations(d) for d in split)):
             yield ShardSpec(tuple(dims), partial)
-
-
-def _is_even(size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> bool:
-    counts = {mesh.count(some) for k in range(1, len(axes) + 1) for some in itertools.combinations(axes, k)}
-    return all(size % count == 0 for count in counts if count <= size)
 
 
 class _Steps:
