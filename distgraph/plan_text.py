@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distgraph.folding import fold, spans
+from distgraph.folding import fold, spans, unfold
 from distgraph.plan_parts import Decision, LayerOps, mesh_text
 
 if TYPE_CHECKING:
@@ -40,14 +40,23 @@ def shown(plan: Plan) -> str:
     parts.append("stages\n" + _table([(str(i), *stage_cells(plan, i)) for i in range(len(plan.stages))]))
     if plan.recompute:
         parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
-    layouts = {name: str(at) for name, at in plan.tensors.items() if at.kind != "state"}
-    parts.append("tensors (layout @ stage)\n" + _table(list(fold(layouts).items())))
+    parts.append("tensors\n" + _table(_layouts(plan)))
     if plan.forecast is not None:
         parts.append("forecast of a step\n" + _table(_times(plan)))
     if plan.search.status:
         gap = "" if plan.search.gap is None else f", at most {plan.search.gap:.2%} above the bound"
         parts.append(f"search {plan.search.mode}: {plan.search.status}{gap}")
     return "\n".join(parts)
+
+
+def _layouts(plan: Plan) -> list[tuple[str, str, str]]:
+    """Inputs and parameters with their layouts and stages, those of equal layers in one row."""
+    specs = {name: str(at.spec) for name, at in plan.tensors.items() if at.kind != "state"}
+    rows = []
+    for pattern, spec in fold(specs).items():
+        stages = sorted({plan.tensors[name].stage for name in unfold(pattern)})
+        rows.append((pattern, spec, f"stage{'s' * (len(stages) > 1)} {spans(stages)}"))
+    return rows
 
 
 def told(plan: Plan, decision: Decision) -> list[str]:

@@ -216,7 +216,8 @@ def test_print_shows_stages_tensors_and_baselines() -> None:
     text = str(plan_of())
     assert "plan of Net on pod: 8 ranks, batch 16 in 4 micro-batches, 1f1b" in text
     assert re.search(r"0  layers 0-2  mesh\(dp=2, tp=2\) +devices 3, 2, 1, 0  1 GiB", text)
-    assert re.search(r"blocks\.\{0\.\.2\}\.weight  \[_, tp\] @0", text)
+    assert re.search(r"\n  x +\[dp, _\]  stage 0\n", text)
+    assert re.search(r"\n  blocks\.\{0\.\.5\}\.weight  \[_, tp\]  stages 0-1\n", text)
     assert re.search(r"dp=8 +500 ms", text)
     assert "at most 25.00% above the bound" in text
 
