@@ -79,8 +79,8 @@ def export_torch(plan: Plan) -> Export:
     Raises:
         GraphError: the plan has no surface.
         ShardingError: most of a stage's parameters are computed split over axes that split the batch
-            elsewhere, several axes split other things than the batch, or the code of a module would have to move
-            activations.
+            elsewhere, several axes split other things than the batch, or the code of a module would have to
+            move activations.
     """
     stages = [_translate(plan, number) for number in range(len(plan.stages))]
     notes = [note for stage in stages for note in stage.notes]
