@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import follow
 from distgraph.passes.search.fold import Fold, FoldedValue
@@ -95,7 +94,7 @@ def encoded(fold: Fold, nodes: Nodes, mesh: ProcessMesh, layouts: Layouts) -> tu
     for number, node in enumerate(nodes.all):
         if isinstance(node, OpNode):
             op = fold.ops[node.number]
-            layout = without_idle(layouts.ops[op.op.name], mesh)
+            layout = _without_idle(layouts.ops[op.op.name], mesh)
             options = {_key(*option): i for i, option in enumerate(node.strategies.options)}
             if len(options) > 1 and layout not in options:
                 raise ShardingError(
@@ -115,7 +114,7 @@ def _key(
     return tuple(sorted(axes)), tuple(sorted(partial))
 
 
-def without_idle(layout: OpLayout, mesh: ProcessMesh) -> tuple[object, object]:
+def _without_idle(layout: OpLayout, mesh: ProcessMesh) -> tuple[object, object]:
     """What of a layout matters: axes of more than one rank, in one order."""
     axes = [(index, tuple(a for a in split if mesh.axis_size(a) > 1)) for index, split in layout.axes]
     partial = [(axis, group) for axis, group in layout.partial if mesh.axis_size(axis) > 1]
@@ -138,8 +137,3 @@ def _option(fold: Fold, node: ValueNode, reading: Reading, layouts: Layouts, mes
 
     best = max(found, key=lambda option: (shared(option), -option))
     return best if shared(best) > 1 else found[0]
-
-
-def sources(fold: Fold) -> tuple[int, ...]:
-    """Folded ops that bring data in."""
-    return tuple(number for number, op in enumerate(fold.ops) if op.op.kind in SOURCES)

@@ -226,10 +226,10 @@ class Prices:
         for position, (value, part) in enumerate(zip(values, parts, strict=True)):
             twice = adds and position >= len(op.operands)
             total += (1 + twice) * local_bytes(value.shape, itemsize(value.dtype), part)
-        sizes, position = np.unique(total, return_inverse=True)
+        sizes, which = np.unique(total, return_inverse=True)
         kind = "memory" if all(math.prod(v.shape) for v in op.results) else "launch"
         works = [Work(kind, 0.0, float(size), values[0].dtype, op=op.kind) for size in sizes]
-        return np.array([self._timed(mesh, work) for work in works])[position.ravel()]
+        return np.array([self._timed(mesh, work) for work in works])[which.ravel()]
 
     def _seconds(
         self,

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.graph import SOURCES, Op
+from distgraph.graph import Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import linear_groups, lookup, rule_of
 from distgraph.passes.search.routes import representative
@@ -171,9 +171,3 @@ def _idle_axes(layout: OpLayout) -> bool:
     """Whether an axis of one rank takes part."""
     axes = [*(axis for _, split in layout.axes for axis in split), *(axis for axis, _ in layout.partial)]
     return any(layout.mesh.axis_size(axis) == 1 for axis in axes)
-
-
-def stored(op: Op, mesh: ProcessMesh) -> Specs:
-    """Every layout in which a source may lie."""
-    assert op.kind in SOURCES
-    return strategies_of(op, mesh).made[0]
