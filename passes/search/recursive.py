@@ -39,7 +39,7 @@ from distgraph.ops.registry import rule_of
 from distgraph.passes.redistribute import Price, wire_price
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import laid_out, spread
-from distgraph.rule import OpLayout, Term, representable
+from distgraph.rule import OpLayout, Rule, Term, representable
 from distgraph.spec import DistAttr, ShardSpec
 
 __all__ = ["Cut", "cut_costs", "prime_factors", "prime_mesh", "recursive"]
@@ -47,6 +47,7 @@ __all__ = ["Cut", "cut_costs", "prime_factors", "prime_mesh", "recursive"]
 ONCE = 0.25
 """Weight of what is summed once a step, beside what is sent for every micro-batch."""
 
+Axes = tuple[tuple[str, tuple[str, ...]], ...]
 Cut = str | None
 """The index of an op that is cut, or None."""
 
@@ -235,9 +236,11 @@ class _Recursion:
             op for op in graph.ops if op.role == "forward" and op.kind not in SOURCES and op.kind != "reshard"
         ]
         self.parameters = frozenset(op.name for op in graph.sources("param"))
-        self.sizes = {op.name: dict(rule_of(op).sizes) for op in graph.ops}
-        self.axes: dict[str, dict[str, tuple[str, ...]]] = {op.name: {} for op in graph.ops}
-        self.partial: dict[str, tuple[tuple[str, int], ...]] = dict.fromkeys(self.axes, ())
+        self.rules = {op.name: rule_of(op) for op in graph.ops}
+        self.sizes = {name: dict(rule.sizes) for name, rule in self.rules.items()}
+        self.axes: dict[str, Axes] = dict.fromkeys(self.rules, ())
+        self.partial: dict[str, tuple[tuple[str, int], ...]] = dict.fromkeys(self.rules, ())
+        self.legal: dict[tuple[Rule, Axes, OpLayout], bool] = {}
         self.ends = self._ends()
 
     def _ends(self) -> dict[str, list[_End]]:
@@ -279,27 +282,26 @@ class _Recursion:
 
     def allows(self, op: Op, layout: OpLayout) -> bool:
         """Whether a layout on one axis leaves plain blocks of equal size, beside what is cut already."""
-        sizes = self.sizes[op.name]
-        if any(sizes[index] % layout.mesh.count(split) for index, split in layout.axes):
-            return False
-        return representable(rule_of(op), OpLayout(self.mesh, tuple(sorted(self._grown(op, layout).items()))))
-
-    def _grown(self, op: Op, layout: OpLayout) -> dict[str, tuple[str, ...]]:
-        axes = self.axes[op.name]
-        return {**axes, **{index: (*axes.get(index, ()), *split) for index, split in layout.axes}}
+        rule, axes = self.rules[op.name], self.axes[op.name]
+        key = rule, axes, layout
+        if key not in self.legal:
+            sizes = self.sizes[op.name]
+            even = not any(sizes[index] % layout.mesh.count(split) for index, split in layout.axes)
+            self.legal[key] = even and representable(rule, OpLayout(self.mesh, _grown(axes, layout)))
+        return self.legal[key]
 
     def take(self, layouts: Mapping[str, OpLayout], axis: str) -> None:
         """Cut all ops along an axis."""
         for op in self.all:
             layout = layouts[op.name]
-            self.axes[op.name] = self._grown(op, layout)
+            self.axes[op.name] = _grown(self.axes[op.name], layout)
             self.partial[op.name] += layout.partial
             for index, _ in layout.axes:
                 self.sizes[op.name][index] //= self.mesh.sizes[axis]
 
     def layout(self, op: Op) -> OpLayout:
         """The layout of an op, on axes of prime size."""
-        return OpLayout(self.mesh, tuple(sorted(self.axes[op.name].items())), self.partial[op.name])
+        return OpLayout(self.mesh, self.axes[op.name], self.partial[op.name])
 
     def _moved(self, op: Op, cut: Cut, cuts: Mapping[str, Cut], prime: int) -> float:
         """Elements that move between an op and those that are decided, there and back."""
@@ -312,6 +314,14 @@ class _Recursion:
                 ways = (here is not None) + (there is not None)
                 total += ways * _elements(end.own, self.sizes[op.name], end.value)
         return (1 - 1 / prime) * total
+
+
+def _grown(axes: Axes, layout: OpLayout) -> Axes:
+    """Axes of the indices of an op, with those of one more layout."""
+    found = dict(axes)
+    for index, split in layout.axes:
+        found[index] = (*found.get(index, ()), *split)
+    return tuple(sorted(found.items()))
 
 
 def _weight(costs: Mapping[Cut, float]) -> float:
