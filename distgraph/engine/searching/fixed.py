@@ -14,6 +14,7 @@ from distgraph.engine.searching.proposal import Realized, program
 from distgraph.errors import ResourceError, ShardingError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
+from distgraph.passes.complete import complete
 from distgraph.passes.place import place
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.cache import solve_cached
@@ -65,6 +66,15 @@ def on_annotated(
         mesh: _solved(oracle, traced, mesh, memory_share) for mesh in dict.fromkeys(placements.values())
     }
     return _assigned(oracle, traced, placements, layouts, "1f1b", "search")
+
+
+def as_annotated(oracle: Oracle, micro_batches: int) -> Realized:
+    """What completion makes of the annotations."""
+    traced = oracle.traced(micro_batches)
+    meshes = annotated_meshes(traced.graph, oracle.cluster)
+    completed = replace(complete(traced.graph, meshes[0]), micro_batches=micro_batches)
+    devices = tuple(range(max(rank for mesh in completed.meshes for rank in mesh.members) + 1))
+    return program(oracle, completed, traced, devices, "1f1b", "annotations, completed")
 
 
 def _solved(oracle: Oracle, traced: Traced, mesh: ProcessMesh, memory_share: float) -> Layouts:

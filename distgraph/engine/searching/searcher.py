@@ -24,7 +24,14 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.decisions import decisions, storages, with_runner_up
-from distgraph.engine.searching.fixed import annotated_meshes, fronts, on_annotated, propagated, recursively
+from distgraph.engine.searching.fixed import (
+    annotated_meshes,
+    as_annotated,
+    fronts,
+    on_annotated,
+    propagated,
+    recursively,
+)
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row, front
 from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, program, realize
@@ -176,6 +183,7 @@ class Searcher:
         """Layouts on the meshes that annotations name, for several numbers of micro-batches."""
         wanted = self.training.micro_batches
         counts = (wanted,) if wanted > 1 else micro_batch_counts(self.training.size)[::-1][:_FORECASTS]
+        yield self._judged(as_annotated(self.oracle, wanted))
         for micro, recompute, share in fronts(self.oracle, counts):
             if share and self.best is not None:
                 return  # what fits needs no dearer memory
