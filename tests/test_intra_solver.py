@@ -320,6 +320,27 @@ def test_scip_agrees_with_the_own_search() -> None:
     assert bound == pytest.approx(found.objective)
 
 
+@pytest.mark.parametrize("task", ["exact", "neighbourhoods"])
+def test_a_second_process_sends_what_it_finds(task: Any) -> None:
+    """From a bad choice to start with; what comes back is judged by the network itself."""
+    flat = Flat.of(Network.of(hard_problem()))
+    prices, vectors = np.zeros(len(flat.room)), np.zeros(flat.side_first[-1])
+    bad = np.array([int(np.argmin(use[0].amounts)) for use in hard_problem().uses], dtype=np.int64)
+    everything = np.ones(len(flat.cost), dtype=bool)
+    assert flat.fits(bad)
+    worker = Worker(Job(task, flat, vectors, prices, everything, bad, flat.objective(bad), 60.0, 0))
+    try:
+        found = worker.hear(60.0)
+        assert worker.failure == ""
+    finally:
+        worker.close()
+    choice = found[0].choice
+    assert choice is not None
+    assert flat.fits(choice)
+    assert flat.objective(choice) < flat.objective(bad)
+    assert found[0].ended == (task == "exact")
+
+
 def test_scip_that_is_missing_is_said_and_does_not_stop_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyscipopt", None)
     found = solve(hard_problem(), seconds=100)

@@ -90,17 +90,16 @@ class Problem:
 
     def objective(self, choice: Sequence[int]) -> float:
         """Cost of a choice [nodes] of strategies; inf where it takes something forbidden."""
-        self._check_choice(choice)
-        total = math.fsum(float(costs[s]) for costs, s in zip(self.costs, choice, strict=True))
-        return total + math.fsum(
-            float(costs[choice[u], choice[v]])
-            for (u, v), costs in zip(self.edges, self.edge_costs, strict=True)
-        )
+        taken = self._check_choice(choice)
+        (costs, first), (tables, table_first, ends, widths) = self._flat_costs, self._flat_edges
+        pairs = tables[table_first + taken[ends[:, 0]] * widths + taken[ends[:, 1]]]
+        return float(costs[first + taken].sum() + pairs.sum())
 
     def peak(self, choice: Sequence[int]) -> tuple[int, float]:
         """The time at which a choice uses most memory, the first of several, and the units used then."""
-        self._check_choice(choice)
-        return self._peak(np.array([u.amounts[choice[i]] for i, u in self._flat_uses], dtype=np.float64))
+        taken = self._check_choice(choice)
+        amounts, first, users = self._flat_amounts
+        return self._peak(amounts[first + taken[users]])
 
     def feasible(self, choice: Sequence[int]) -> bool:
         """Whether a choice takes nothing forbidden and stays within the limit at every time."""
@@ -130,6 +129,35 @@ class Problem:
     @cached_property
     def _flat_uses(self) -> list[tuple[int, Use]]:
         return [(i, use) for i, uses in enumerate(self.uses) for use in uses]
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        return np.array([len(costs) for costs in self.costs], dtype=np.int64)
+
+    @cached_property
+    def _flat_costs(self) -> tuple[Floats, NDArray[np.int64]]:
+        """All costs of strategies, and where those of every node begin."""
+        return _joined(self.costs), np.cumsum(self._sizes) - self._sizes
+
+    @cached_property
+    def _flat_edges(self) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """All costs of pairs; for every edge where they begin, its ends, and how many its second end has."""
+        ends = np.array(self.edges, dtype=np.int64).reshape(-1, 2)
+        sizes = self._sizes[ends]
+        areas = sizes[:, 0] * sizes[:, 1]
+        return (
+            _joined([costs.ravel() for costs in self.edge_costs]),
+            np.cumsum(areas) - areas,
+            ends,
+            sizes[:, 1],
+        )
+
+    @cached_property
+    def _flat_amounts(self) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+        """All amounts, and of every use where they begin and its node."""
+        users = np.array([i for i, _ in self._flat_uses], dtype=np.int64)
+        sizes = self._sizes[users]
+        return _joined([use.amounts for _, use in self._flat_uses]), np.cumsum(sizes) - sizes, users
 
     @cached_property
     def _moments(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
@@ -195,14 +223,19 @@ class Problem:
             bad = next(i for i, use in self._flat_uses if not _are_amounts(use.amounts))
             raise GraphError(f"{self.name}: a use of {self.label(bad)} is negative, nan or infinite")
 
-    def _check_choice(self, choice: Sequence[int]) -> None:
+    def _check_choice(self, choice: Sequence[int]) -> NDArray[np.int64]:
+        """The choice as an array."""
         if len(choice) != len(self.costs):
             raise GraphError(f"{self.name}: a choice of {len(choice)} strategies for {len(self.costs)} nodes")
-        for i, (costs, s) in enumerate(zip(self.costs, choice, strict=True)):
-            if not 0 <= s < len(costs):
-                raise GraphError(
-                    f"{self.name}: {self.label(i)} has {len(costs)} strategies, the choice takes number {s}"
-                )
+        taken = np.array(choice, dtype=np.int64)
+        wrong = np.flatnonzero((taken < 0) | (taken >= self._sizes))
+        if len(wrong):
+            i = int(wrong[0])
+            has, takes = self._sizes[i], taken[i]
+            raise GraphError(
+                f"{self.name}: {self.label(i)} has {has} strategies, the choice takes number {takes}"
+            )
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +275,10 @@ def gap_of(objective: float, bound: float) -> float:
     if not (math.isfinite(objective) and math.isfinite(bound)):
         return math.inf
     return max(0.0, objective - bound) / max(abs(objective), 1e-300)
+
+
+def _joined(arrays: Sequence[Floats]) -> Floats:
+    return np.concatenate(arrays) if len(arrays) else np.zeros(0)
 
 
 def _are_costs(numbers: Floats) -> bool:

@@ -25,6 +25,7 @@ __all__ = ["Dual"]
 _WARM = 10  # passes in both directions before prices move: rounding says little earlier
 _PATIENCE = 20  # steps without a better bound until the step is shortened
 _GUESS = 1.05  # of the bound: what is aimed at while nothing that fits is known
+_RESUMED = 0.3  # step length to go on with
 _LEAST_STEP = 1e-4  # shortest step length at which going on is worth while
 
 
@@ -75,6 +76,11 @@ class Dual:
         if self._steps > _WARM and len(flat.room):
             self._move(target)
         return rounded
+
+    def resume(self) -> None:
+        """Go on from the best bound with longer steps: the target may have come closer."""
+        self.restore()
+        self._length, self._idle = max(self._length, _RESUMED), 0
 
     def restore(self) -> None:
         """Go back to the prices and messages of the best bound."""

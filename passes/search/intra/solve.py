@@ -44,7 +44,7 @@ __all__ = ["solve"]
 _ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
 _DUAL_SHARE = 0.15  # of the seconds, for the dual before anything is branched on
 _TURN_SHARE = 0.08  # of the seconds, for one turn of the tree or of neighbourhoods
-_HOPELESS = 0.2  # of a turn, for a tree that has not come to the end of a plunge
+_LONGER = 3.0  # turns, for neighbourhoods of a network that is too large for the tree
 _PARTS = (0.3, 0.1)  # of the nodes, decided at a time in the first dives
 _DIVE_STEPS = 12  # of the dual between decisions of a dive
 _STEPS = 40  # of the dual at a node of the tree
@@ -169,12 +169,7 @@ class _Search:
             return
         with self.phase("dual"):
             dual = Dual(flat, vectors, prices)
-            until = self.left() * (1 - _DUAL_SHARE)
-            while self.left() > until and not dual.settled and dual.bound < best.cutoff:
-                for choice in dual.step(best.objective):
-                    best.see(flat, choice)
-                self.prove(min(dual.bound, best.cutoff))
-            dual.restore()
+            self.ascend(dual, best, self.until(_DUAL_SHARE * self.left()))
         if dual.bound >= best.cutoff:
             self.finish(best)
             return
@@ -187,26 +182,29 @@ class _Search:
     def alternate(self, flat: Flat, dual: Dual, best: Best) -> None:
         """The tree and neighbourhoods in turns, beside a second process where there may be one."""
         permitted = dual.least() < best.cutoff
-        dual.restore()
-        vectors, prices = dual.messages.vectors, dual.prices
+        vectors, prices = dual.messages.vectors.copy(), dual.prices
         tree = Tree(flat, best, vectors, prices, permitted)
         neighbours = Neighbourhoods(flat, best, vectors, prices, self.generator)
         team = Team(flat, vectors, prices, best, self.threads, int(self.generator.integers(1 << 30)))
-        length = tree_length = _TURN_SHARE * self.limit
+        turn = _TURN_SHARE * self.limit
         try:
             while self.left() > 0 and not tree.ended:
-                with self.phase("tree"):
-                    tree.search(self.until(tree_length if best.choice is not None else math.inf), _STEPS)
-                    self.prove(tree.bound)
-                tree_length = length if tree.plunges else _HOPELESS * length
+                if tree.visited == 0 or tree.plunges or best.choice is None:
+                    with self.phase("tree"):
+                        tree.search(self.until(turn if best.choice is not None else math.inf), _STEPS)
+                        self.prove(tree.bound)
+                else:  # too large to branch on
+                    with self.phase("dual"):
+                        dual.resume()
+                        self.ascend(dual, best, self.until(turn))
                 if best.choice is None or tree.ended:
                     continue
                 permitted = dual.least() < best.cutoff
                 with self.phase("exact"):
-                    team.exact(permitted, self.left(), self.until(length))
+                    team.exact(permitted, self.left(), self.until(turn))
                     self.prove(team.bound)
                 with self.phase("neighbourhoods"):
-                    ends = self.until(length)
+                    ends = self.until(turn if tree.plunges else _LONGER * turn)
                     while ends() > 0:
                         neighbours.improve(permitted, ends)
                         team.exchange(permitted, self.left())
@@ -215,6 +213,14 @@ class _Search:
             self.message = team.close()
         if tree.ended:
             self.finish(best)
+
+    def ascend(self, dual: Dual, best: Best, left: Callable[[], float]) -> None:
+        """Improve the dual and look at all choices that it is rounded to."""
+        while left() > 0 and not dual.settled and dual.bound < best.cutoff:
+            for choice in dual.step(best.objective):
+                best.see(dual.flat, choice)
+            self.prove(min(dual.bound, best.cutoff))
+        dual.restore()
 
     def until(self, seconds: float) -> Callable[[], float]:
         """Seconds left of some seconds from now, or of the whole search where that is less."""

@@ -28,6 +28,7 @@ from distgraph.passes.search.problem import Floats
 
 __all__ = ["Found", "Job", "Task", "Worker"]
 
+_PROGRAM = "from distgraph.passes.search.intra.worker import main; main()"
 Task = Literal["neighbourhoods", "exact"]
 
 
@@ -67,7 +68,7 @@ class Worker:
         self._found: queue.Queue[Found] = queue.Queue()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "distgraph.passes.search.intra.worker"],
+            [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -125,7 +126,7 @@ class Worker:
             return
 
 
-def _main() -> None:
+def main() -> None:
     """Do the job on standard input; only what it finds goes to standard output."""
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -167,7 +168,3 @@ def _listen(news: queue.Queue[tuple[Ints, float]]) -> None:
 def _send(pipe: BinaryIO, found: Found) -> None:
     pickle.dump(found, pipe)
     pipe.flush()
-
-
-if __name__ == "__main__":
-    _main()
