@@ -357,7 +357,8 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
 
     monkeypatch.setattr("distgraph.passes.search.intra.team.Worker", Killed)
     module = sys.modules["distgraph.passes.search.intra.solve"]
-    monkeypatch.setattr(module, "_TURN_SHARE", 1e-6)  # or the tree ends in its first turn
+    monkeypatch.setattr(module, "_SHORTEST", 0.05)  # or the tree ends in its first turn
+    monkeypatch.setattr(module, "_TURN_SHARE", 0.0)
     found = solve(hard_problem(), seconds=100)
     assert found.status == "optimal"
     assert "SCIP (pyscipopt) stopped with exit code -9" in found.message

@@ -85,7 +85,8 @@ class Tree:
         self.visited = self.plunges = 0
         self._turn = count()
         self._waiting = [_Open(-math.inf, next(self._turn), flat, vectors, prices, mask)]
-        self._visiting = math.inf
+        self._next: _Open | None = None  # where the search goes on
+        self._visiting = math.inf  # its bound
 
     @property
     def bound(self) -> float:
@@ -107,17 +108,15 @@ class Tree:
             visits: nodes to visit.
         """
         last = self.visited + visits
-        while not self.ended and left() > 0 and self.visited < last:
-            node: _Open | None = heapq.heappop(self._waiting)
+        while not self.ended:
+            node = self._next or heapq.heappop(self._waiting)
             while node is not None and node.bound < self.best.cutoff:
-                self._visiting = node.bound  # stays when an interrupt leaves this loop
+                self._next, self._visiting = node, node.bound
                 if left() <= 0 or self.visited >= last:
-                    heapq.heappush(self._waiting, node)
-                    break
+                    return
                 node = self._visit(node, left, steps)
-            else:
-                self.plunges += 1
-            self._visiting = math.inf
+            self.plunges += 1
+            self._next, self._visiting = None, math.inf
 
     def _visit(self, node: _Open, left: Callable[[], float], steps: int) -> _Open | None:
         """Improve, strike out and branch at a node; the child to visit next, if any."""

@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import numpy as np
 
@@ -44,7 +45,9 @@ __all__ = ["solve"]
 _ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
 _DUAL_SHARE = 0.15  # of the seconds, for the dual before anything is branched on
 _TURN_SHARE = 0.08  # of the seconds, for one turn of the tree or of neighbourhoods
-_LONGER = 3.0  # turns, for neighbourhoods of a network that is too large for the tree
+_SHORTEST = 0.2  # seconds of a turn
+_SELDOM = 4  # one in so many turns is the tree's, while it has not come to the end of its first plunge
+_LONGER = 3.0  # turns, for neighbourhoods, in that time
 _PARTS = (0.3, 0.1)  # of the nodes, decided at a time in the first dives
 _DIVE_STEPS = 12  # of the dual between decisions of a dive
 _STEPS = 40  # of the dual at a node of the tree
@@ -186,14 +189,16 @@ class _Search:
         tree = Tree(flat, best, vectors, prices, permitted)
         neighbours = Neighbourhoods(flat, best, vectors, prices, self.generator)
         team = Team(flat, vectors, prices, best, self.threads, int(self.generator.integers(1 << 30)))
-        turn = _TURN_SHARE * self.limit
+        turn = max(_SHORTEST, _TURN_SHARE * self.limit)
         try:
-            while self.left() > 0 and not tree.ended:
-                if tree.visited == 0 or tree.plunges or best.choice is None:
+            for turns in count():
+                if self.left() <= 0 or tree.ended:
+                    break
+                if tree.plunges or best.choice is None or turns % _SELDOM == 0:
                     with self.phase("tree"):
                         tree.search(self.until(turn if best.choice is not None else math.inf), _STEPS)
                         self.prove(tree.bound)
-                else:  # too large to branch on
+                else:
                     with self.phase("dual"):
                         dual.resume()
                         self.ascend(dual, best, self.until(turn))
