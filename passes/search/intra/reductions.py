@@ -1,6 +1,6 @@
 """Exact reductions: a smaller network with the same optimum, from which every choice can be expanded.
 
-Until nothing changes:
+Until hardly anything changes:
 
 - arc consistency: a strategy without a permitted partner at some neighbour goes;
 - dominance: a strategy that another one always beats goes (`dominance`);
@@ -9,8 +9,6 @@ Until nothing changes:
   of its strategies is best for cost and memory at once, and otherwise it joins the neighbour while the pairs
   that are not beaten are no more than both had strategies;
 - the times of the limit that matter (`times`).
-
-Nodes that look alike, tables and all, are reduced once: repeated layers cost little.
 """
 
 from __future__ import annotations
