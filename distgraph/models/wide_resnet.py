@@ -7,6 +7,7 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.annotate import on
+from distgraph.annotate import recompute as again
 from distgraph.errors import GraphError
 from distgraph.models.gpt import find
 from distgraph.models.layout import Placed, Stack
@@ -114,11 +115,16 @@ class WideResNet(Stack):
         if images.ndim != 4 or images.shape[1] != 3:
             raise GraphError(f"images are {images.value.type} but must be [n, 3, h, w]")
         with on(self.layout.mesh):
-            x = self.pool(ops.relu(self.bn(self.stem(self.layout.batch(images)))))
-            x = self.layout.batch(x)
+            x = self.layout.batch(images)
+            x = self.layout.batch(again(self._begin)(x) if self.recompute else self._begin(x))
         x = self.through(x)
         with on(self.end.mesh):
             y: Tensor = self.head(ops.mean(x, (2, 3)))
+        return y
+
+    def _begin(self, images: Any) -> Tensor:
+        """What comes before the blocks: the largest values of all, so computed again as blocks are."""
+        y: Tensor = self.pool(ops.relu(self.bn(self.stem(images))))
         return y
 
     def loss(self, logits: Any, labels: Any) -> Tensor:

@@ -1,0 +1,214 @@
+"""Bytes that a compiler which plans memory and fuses needs for a rank program: the bound of liveness.
+
+*In:* a rank program, its storage (which value is the memory of which), its order of tasks.
+*Out:* category -> bytes at the peak.
+*Invariant:* a value is counted from the op that makes it to the op that reads it last, and nothing is lost
+between values. Our runtime needs more (`distgraph.runtime.memory`): it shares scratch blocks of similar size
+only, keeps what a collective reads until the collective is waited for, and has room for messages under way.
+
+The rest is what Alpa does, as its artifact sets it. What streaming ops pass on to each other is never in
+memory: XLA fuses them. New parameters and states are written over the old ones. One-hot rows of the embedding
+are made again in the backward part. The reductions of all gradients are combined into one (the threshold
+`combiner::all_reduce_threshold` is 2^60), so whole gradients are alive until the backward part ends. With
+ZeRO-3 parameters are gathered in small pieces (2^25) right before their use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from distgraph.ops.registry import lookup
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.storage import Storage, nbytes
+
+STREAMS = ("memory", "lookup")
+Order = Sequence[tuple[str, int]]
+
+
+CATEGORIES = (
+    "parameters",
+    "states",
+    "gradients",
+    "activations",
+    "temporary",
+    "communication",
+    "inputs",
+)
+
+
+def moments(program: RankProgram, storage: Storage, order: Order, micro: int) -> tuple[dict[str, float], ...]:
+    """Category -> bytes while micro-batches run, and while parameters are updated.
+
+    Args:
+        program, storage: of one rank.
+        order: its (task, micro-batch) pairs; may be that of a step of fewer micro-batches.
+        micro: number of micro-batches.
+    """
+    return _Ledger(program, storage, order).moments(micro)
+
+
+class _Ledger:
+    def __init__(self, program: RankProgram, storage: Storage, order: Order) -> None:
+        self.program, self.storage, self.order = program, storage, order
+        self.producers = program.graph.producers
+        self.tasks = {task.name: task for task in program.tasks}
+        self.made: dict[str, tuple[str, int]] = {}
+        self.read: dict[str, dict[str, int]] = {}  # root -> task -> last op that reads it
+        self.stored: set[str] = set()
+        self.first: dict[str, dict[str, int]] = {}  # root -> task -> first op that reads it
+        for task in program.tasks:
+            for number, local in enumerate(task.ops):
+                self._visit(task.name, number, local)
+        self.whole: set[str] = set()
+        self.shards: set[str] = set()
+        for task in program.tasks:
+            self._reduced(task)
+        updated = {new.name for _, new in program.graph.updates}
+        self.over = {self._root(name) for name in updated if name in storage.slots}
+
+    def _root(self, name: str) -> str:
+        return self.storage.slots[name].root
+
+    def _visit(self, task: str, number: int, local: LocalOp) -> None:
+        operands = [v.name for v in local.op.operands if v.name in self.storage.slots]
+        if local.mode == "recv":
+            operands = []
+        for name in operands:
+            self.read.setdefault(self._root(name), {})[task] = number
+            self.first.setdefault(self._root(name), {}).setdefault(task, number)
+        results = [] if local.mode == "send" else [v.name for v in local.op.results]
+        for name in results:
+            if self._root(name) == name:
+                self.made[name] = (task, number)
+        if local.mode != "compute" or lookup(local.op.kind).cost not in STREAMS:
+            self.stored |= {self._root(name) for name in (*operands, *results)}
+
+    def _reduced(self, task: LocalTask) -> None:
+        """Gradients that a task reduces for the update, and what becomes of them."""
+        for local in task.ops if task.per_micro else ():
+            if local.mode in ("comm.reduce_scatter", "comm.all_reduce") and local.op.role == "backward":
+                source, result = self._root(local.op.operands[0].name), self._root(local.op.result.name)
+                later = any(not self.tasks[other].per_micro for other in self.read.get(result, ()))
+                if later and source in self.made:
+                    self.whole.add(source)
+                    if result != source:
+                        self.shards.add(result)
+
+    def moments(self, micro: int) -> tuple[dict[str, float], ...]:
+        """While micro-batches run, and while parameters are updated."""
+        found: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+        kinds = {"param": "parameters", "state": "states"}
+        for name, slot in self.storage.slots.items():
+            if slot.kind == "source" and slot.root == name:
+                kind = self.producers[name].kind
+                copies = micro if kind == "input" else 1
+                found[kinds.get(kind, "inputs")] += nbytes(self.program, name) * copies
+        running, updating = dict(found), dict(found)
+        for name in self.made:
+            if self._is_resident(name):
+                self._place(name, running, updating, micro)
+        once = [task for task in self.program.tasks if not task.per_micro]
+        loops = [task for task in self.program.tasks if task.per_micro]
+        running["temporary"] = max((self._temporary(task) for task in loops), default=0.0)
+        updating["temporary"] = max((self._temporary(task) for task in once), default=0.0)
+        return running, updating
+
+    def _is_resident(self, name: str) -> bool:
+        """Whether a value outlives the run of the task that makes it."""
+        if name in self.over or self.storage.slots[name].kind == "source":
+            return False
+        task, number = self.made[name]
+        local = self.tasks[task].ops[number]
+        added = local.mode == "accumulate" and self.program.graph.micro_batches > 1
+        if name in self.whole and not added:
+            return False
+        return added or any(other != task for other in self.read.get(name, ()))
+
+    def _place(self, name: str, running: dict[str, float], updating: dict[str, float], micro: int) -> None:
+        task, number = self.made[name]
+        local, size = self.tasks[task].ops[number], nbytes(self.program, name)
+        phase = self.program.parts.phase[name]
+        if phase == 0:  # whole parameters, gathered right before they are used: temporary
+            return
+        if name in self.whole or local.mode == "accumulate" or local.tail or phase == 2:
+            updating["gradients"] += size
+            if name not in self.shards:
+                running["gradients"] += size
+        elif not (self.producers[name].kind == "one_hot" and self.producers[name].scope.startswith("tokens")):
+            category = "communication" if local.mode == "recv" else "activations"
+            running[category] += size * self._in_flight(name)
+
+    def _in_flight(self, name: str) -> int:
+        """Most micro-batches of which a value is alive at the same time."""
+        first, readers = self.made[name][0], self.read.get(name, {})
+        at = {step: place for place, step in enumerate(self.order)}
+        ends: list[int] = []
+        most = 1
+        for step, start in at.items():
+            if step[0] != first:
+                continue
+            end = max((at[task, step[1]] for task in readers if (task, step[1]) in at), default=start)
+            while ends and ends[0] < start:
+                heapq.heappop(ends)
+            heapq.heappush(ends, end)
+            most = max(most, len(ends))
+        return most
+
+    def _temporary(self, task: LocalTask) -> float:
+        """Most bytes of what lives within one run of a task.
+
+        With one micro-batch the gradients come one by one, and stay until the last is there.
+        """
+        born: dict[int, list[str]] = {}
+        dying: dict[int, list[str]] = {}
+        for name, (where, number) in self.made.items():
+            at = self.read.get(name, {}).get(task.name, number)
+            if self.program.parts.phase[name] == 0 and where != task.name:
+                first = self.first.get(name, {}).get(task.name)
+                if first is not None:
+                    born.setdefault(first, []).append(name)
+                    dying.setdefault(at, []).append(name)
+            elif where == task.name and self._is_held(name):
+                born.setdefault(number, []).append(name)
+                end = len(task.ops) - 1 if name in self.whole else max(number, at)
+                dying.setdefault(end, []).append(name)
+        for number, local in enumerate(task.ops):
+            self._add_gradient(task, number, local, born, dying)
+        return self._sweep(task.ops, born, dying)
+
+    def _add_gradient(
+        self,
+        task: LocalTask,
+        number: int,
+        local: LocalOp,
+        born: dict[int, list[str]],
+        dying: dict[int, list[str]],
+    ) -> None:
+        """The gradient of a convolution is whole before it is added to the sum; a product adds at once."""
+        if local.mode != "accumulate" or self.program.graph.micro_batches == 1:
+            return
+        value = local.op.operands[0].name
+        if self.producers[value].kind == "conv_grad_weight" and self._root(value) != value:
+            made = next(n for n, each in enumerate(task.ops) if value in {v.name for v in each.op.results})
+            born.setdefault(made, []).append(value)
+            dying.setdefault(number, []).append(value)
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a value is in memory within the run of its task only."""
+        if name in self.over or self.storage.slots[name].kind == "source":
+            return False
+        return not self._is_resident(name) and (name in self.stored or name in self.whole)
+
+    def _sweep(
+        self, ops: Sequence[LocalOp], born: Mapping[int, list[str]], dying: Mapping[int, list[str]]
+    ) -> float:
+        """A streaming op writes its result over what it reads last."""
+        now = top = 0
+        for number, local in enumerate(ops):
+            in_place = local.mode != "compute" or lookup(local.op.kind).cost in STREAMS
+            freed = sum(nbytes(self.program, name) for name in dying.get(number, ()))
+            made = sum(nbytes(self.program, name) for name in born.get(number, ()))
+            top = max(top, now + made - min(freed, made) * in_place)
+            now += made - freed
+        return float(top)
