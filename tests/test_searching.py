@@ -1,0 +1,178 @@
+"""Plans that the search finds: they train as one rank does and are never behind what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from forecasts import machines
+from searched import PROGRAMS, Net, Program, slow, two_by_two
+
+import distgraph as dg
+from distgraph.engine.inspection import check_step
+from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
+from distgraph.passes.search import cache as solved
+from distgraph.plan import Plan
+from distgraph.resources import load_cluster
+
+GRID = dg.ProcessMesh.grid
+MLP = PROGRAMS["mlp"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of solved problems of its own."""
+    path = tmp_path_factory.mktemp("solved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(solved.VARIABLE, str(path))
+        yield path
+
+
+@cache
+def found(name: str) -> Plan:
+    """The plan of a program on two machines of two devices, as it comes back from its text."""
+    return Plan.parse(PROGRAMS[name].search(two_by_two()).text())
+
+
+def trains_as_one_rank(program: Program, plan: Plan, model: Callable[[], object] | None = None) -> None:
+    """Three steps in-process with the plan, against the serial engine; and `check`, value by value."""
+    model = model or program.make
+    serial, planned = program.engine(), program.engine(model(), plan=plan)
+    training = planned._session.training("train", program.first())
+    report = check_step(training, planned._session.memory, program.first(), planned._scalars())
+    assert report.ok, str(report)
+    assert report.ranks == len(plan.ranks)
+    planned = program.engine(model(), plan=plan)
+    for engine in (serial, planned):
+        engine.fit(program.data(3), batch_size=program.batch, shuffle=False, progress=False)
+    assert planned.plan.build.ranks == plan.ranks
+    np.testing.assert_allclose(planned.history.losses, serial.history.losses, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_searched_plan_trains_as_one_rank_does(name: str) -> None:
+    trains_as_one_rank(PROGRAMS[name], found(name))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_auto_is_not_behind_its_baselines(name: str) -> None:
+    plan = found(name)
+    assert plan.forecast is not None
+    seconds = {name: other for name, other in plan.baselines.items() if not isinstance(other, str)}
+    assert min(seconds.values()) >= plan.forecast.seconds
+    assert {"data parallel", "double recursion"} < set(plan.baselines)
+    assert [name.partition(":")[0] for name in plan.baselines][1:5] == ["uniform", "zero1", "zero3", "none"]
+    if PROGRAMS[name].batch < 4:
+        assert plan.baselines["data parallel"] == "the batch has 2 samples, fewer than 4 devices"
+    else:
+        assert seconds["data parallel"] > plan.forecast.seconds  # there is something to gain on this cluster
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_forecast_of_the_file_is_that_of_the_program(name: str) -> None:
+    plan, program, cluster = found(name), PROGRAMS[name], two_by_two()
+    assert plan.forecast is not None
+    engine = program.engine(plan=plan, cluster=cluster)
+    x, y = program.data(1)
+    engine.prepare((x, y))
+    assert engine.forecast().step_seconds == plan.forecast.seconds
+
+
+@pytest.mark.parametrize("mode", ["recursive", "sharding_propagation"])
+def test_other_modes_give_plans(mode: str) -> None:
+    mesh = GRID(dp=2, tp=2)
+    plan = MLP.search(two_by_two(), mode, Net(mesh))
+    assert plan.search.mode == mode
+    assert str(plan.tensors["first.weight"]) == "[_, tp] @0"
+    trains_as_one_rank(MLP, plan, lambda: Net(mesh))
+
+
+def test_auto_keeps_to_annotations() -> None:
+    mesh = GRID(dp=2, tp=2)
+    plan = MLP.search(two_by_two(), model=Net(mesh))
+    assert [str(stage.mesh) for stage in plan.stages] == [str(mesh)]
+    trains_as_one_rank(MLP, plan, lambda: Net(mesh))
+
+
+def test_modes_that_need_annotations_say_so() -> None:
+    with pytest.raises(ShardingError, match=r"no annotation to propagate from .* with dg\.shard_tensor"):
+        MLP.search(two_by_two(), "sharding_propagation")
+
+
+@pytest.mark.parametrize("mode", ["auto", "recursive", "sharding_propagation"])
+def test_annotations_need_more_devices_than_there_are(mode: str) -> None:
+    with pytest.raises(ResourceError, match=r"mesh\(dp=4, tp=2\) .* needs 8 devices but cluster boxes has 4"):
+        MLP.search(two_by_two(), mode, Net(GRID(dp=4, tp=2)))
+
+
+@pytest.mark.parametrize("mode", ["auto", "recursive", "sharding_propagation"])
+def test_annotations_that_contradict_each_other(mode: str) -> None:
+    class Twice(Net):
+        def forward(self, x: object) -> object:
+            y = super().forward(dg.shard_tensor(x, GRID(dp=2), ["dp", None]))
+            dg.shard_tensor(x, GRID(dp=2), [None, "dp"])
+            return y
+
+    with pytest.raises(ShardingError, match=r"\[_, dp\].*test_searching.*\[dp, _\]"):
+        MLP.search(two_by_two(), mode, Twice())
+
+
+def test_less_memory_than_the_fastest_plan_takes() -> None:
+    """Another plan that fits by its forecast; at last the error says which device lacks how many bytes."""
+    fastest = found("mlp").forecast
+    assert fastest is not None
+    memory = 0.95 * max(fastest.memory)
+    plan = MLP.search(two_by_two(memory=f"{memory / 1024} KiB"))
+    assert plan.forecast is not None
+    assert max(plan.forecast.memory) <= memory
+    assert plan.forecast.seconds > fastest.seconds
+    trains_as_one_rank(MLP, plan)
+    with pytest.raises(InfeasibleError, match=r"no plan fits cluster boxes; .* lacks .*B on device \d"):
+        MLP.search(two_by_two(memory="4 KiB"))
+
+
+def test_no_time_at_all() -> None:
+    """The first program that is looked at is the answer."""
+    plan = MLP.search(two_by_two(), seconds=0.0)
+    assert plan.search.status == "out of time"
+    assert list(plan.baselines) == ["data parallel"]
+    trains_as_one_rank(MLP, plan)
+
+
+def test_the_same_plan_again_from_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = found("mlp")
+    assert list(folder.glob("*.json"))
+
+    def solve(*args: object, **given: object) -> None:
+        pytest.fail("a problem is solved again")
+
+    monkeypatch.setattr(solved, "solve", solve)
+    again = MLP.search(two_by_two())
+    assert _timeless(again) == _timeless(plan)
+
+
+def test_the_same_plan_again_without_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(solved.VARIABLE, "off")
+    assert _timeless(MLP.search(two_by_two())) == _timeless(found("mlp"))
+
+
+def _timeless(plan: Plan) -> Plan:
+    return replace(plan, search=replace(plan.search, seconds=None))
+
+
+def test_resource_files(tmp_path: Path) -> None:
+    """A cluster from its file gives the plan of the cluster from its description."""
+    file = tmp_path / "boxes.yaml"
+    file.write_text(yaml.safe_dump(slow(2, 2)))
+    assert _timeless(MLP.search(load_cluster(str(file)))) == _timeless(found("mlp"))
+
+
+def test_an_unfit_cluster() -> None:
+    """A device without numbers for matmuls of the dtype of the program."""
+    with pytest.raises(DistGraphError, match="f64"):
+        MLP.search(machines(2, 2))
