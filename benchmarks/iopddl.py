@@ -25,8 +25,8 @@ machine of two that had a load of 5 to 20, so perhaps twice those of a quiet one
     V     dual and tree 1.055 in 15 s   dual, tree and neighbourhoods 1.00000 in 4 s
 
 History (what was expected, what was measured):
-    two times of the limit compared node by node, not use by use: some fewer times -> A 15,151 to 1,765, M 11,959
-      to 3,427
+    two times of the limit compared node by node, not use by use: some fewer times -> A 15,151 to 1,765,
+      M 11,959 to 3,427
     that comparison by running sums: linear -> 36 s to 4 s on M
     compiled loops over flat arrays for the dual: fast enough to branch on -> 400 steps a second on V, 20 on K
     tree only: V better -> 1.055, and 1.384 left as it was on K, where 5 s did not end one plunge

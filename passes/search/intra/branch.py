@@ -86,13 +86,13 @@ class Tree:
         self._turn = count()
         self._waiting = [_Open(-math.inf, next(self._turn), flat, vectors, prices, mask)]
         self._next: _Open | None = None  # where the search goes on
-        self._visiting = math.inf  # its bound
 
     @property
     def bound(self) -> float:
         """No choice below the cutoff costs less; the cutoff where the search has ended."""
         waiting = self._waiting[0].bound if self._waiting else math.inf
-        return min(self.best.cutoff, waiting, self._visiting)
+        going_on = self._next.bound if self._next is not None else math.inf
+        return min(self.best.cutoff, waiting, going_on)
 
     @property
     def ended(self) -> bool:
@@ -109,14 +109,14 @@ class Tree:
         """
         last = self.visited + visits
         while not self.ended:
-            node = self._next or heapq.heappop(self._waiting)
-            while node is not None and node.bound < self.best.cutoff:
-                self._next, self._visiting = node, node.bound
+            if self._next is None:
+                self._next = heapq.heappop(self._waiting)
+            while self._next is not None and self._next.bound < self.best.cutoff:
                 if left() <= 0 or self.visited >= last:
                     return
-                node = self._visit(node, left, steps)
+                self._next = self._visit(self._next, left, steps)
             self.plunges += 1
-            self._next, self._visiting = None, math.inf
+            self._next = None
 
     def _visit(self, node: _Open, left: Callable[[], float], steps: int) -> _Open | None:
         """Improve, strike out and branch at a node; the child to visit next, if any."""

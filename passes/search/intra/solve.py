@@ -43,9 +43,12 @@ from distgraph.passes.search.problem import Floats, Problem, Solution, Status, g
 __all__ = ["solve"]
 
 _ROUNDING = 1e-9  # gap below which a choice counts as optimal: sums of floats are no more exact
+_RESERVE = 0.02  # of the seconds, for what is under way when they are over
+_REDUCE_SHARE = 0.4  # of the seconds, for reductions
 _DUAL_SHARE = 0.15  # of the seconds, for the dual before anything is branched on
 _TURN_SHARE = 0.08  # of the seconds, for one turn of the tree or of neighbourhoods
 _SHORTEST = 0.2  # seconds of a turn
+_LEAST_PART = 0.1  # of a turn, for neighbourhoods that find nothing any more
 _SELDOM = 4  # one in so many turns is the tree's, while it has not come to the end of its first plunge
 _LONGER = 3.0  # turns, for neighbourhoods, in that time
 _PARTS = (0.3, 0.1)  # of the nodes, decided at a time in the first dives
@@ -117,7 +120,7 @@ class _Search:
         self.problem, self.gap, self.on_incumbent = problem, gap, on_incumbent
         self.generator = np.random.default_rng(seed)
         self.began = time.perf_counter()
-        self.limit = seconds
+        self.limit = (1 - _RESERVE) * seconds
         self.seconds: dict[str, float] = {}
         self.choice: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
@@ -149,7 +152,7 @@ class _Search:
             return
         with self.phase("reduce"):
             network = self.network = Network.of(self.problem)
-            reduce_network(network, self.left)
+            reduce_network(network, self.until(_REDUCE_SHARE * self.left()))
         if network.dead:
             self.no_choice()
             return
@@ -177,10 +180,23 @@ class _Search:
             self.finish(best)
             return
         with self.phase("dive"):
-            for part in _PARTS:
-                dive(flat, best, dual.messages.vectors, dual.prices, self.left, _DIVE_STEPS, part)
+            self.dive(dual, best)
         if self.left() > 0:
             self.alternate(flat, dual, best)
+
+    def dive(self, dual: Dual, best: Best) -> None:
+        """A few dives; while nothing that fits is known more of them, with ever higher prices of memory."""
+        half = self.until(0.5 * self.left())
+        for part in _PARTS:
+            dive(dual.flat, best, dual.messages.vectors, dual.prices, half, _DIVE_STEPS, part)
+        dearer = dual.prices + dual.prices.mean() if len(dual.prices) else dual.prices
+        while math.isinf(best.objective) and half() > 0 and len(dual.prices):
+            dearer = 2.0 * dearer
+            part = float(self.generator.uniform(0.02, 0.3))
+            if not dive(dual.flat, best, dual.messages.vectors, dearer, half, _DIVE_STEPS, part):
+                dual.resume()
+                self.ascend(dual, best, self.until(0.1 * half()))
+                dearer = dearer if dearer.max() < 1e6 * (1e-9 + dual.prices.max()) else dual.prices
 
     def alternate(self, flat: Flat, dual: Dual, best: Best) -> None:
         """The tree and neighbourhoods in turns, beside a second process where there may be one."""
@@ -189,12 +205,13 @@ class _Search:
         tree = Tree(flat, best, vectors, prices, permitted)
         neighbours = Neighbourhoods(flat, best, vectors, prices, self.generator)
         team = Team(flat, vectors, prices, best, self.threads, int(self.generator.integers(1 << 30)))
-        turn = max(_SHORTEST, _TURN_SHARE * self.limit)
+        turn, part = max(_SHORTEST, _TURN_SHARE * self.limit), 1.0
         try:
             for turns in count():
                 if self.left() <= 0 or tree.ended:
                     break
-                if tree.plunges or best.choice is None or turns % _SELDOM == 0:
+                if tree.plunges or best.choice is None or turns % _LEAST_PART = 0.1  # of a turn, for neighbourhoods that find nothing any more
+_SELDOM == 0:
                     with self.phase("tree"):
                         tree.search(self.until(turn if best.choice is not None else math.inf), _STEPS)
                         self.prove(tree.bound)
@@ -209,11 +226,13 @@ class _Search:
                     team.exact(permitted, self.left(), self.until(turn))
                     self.prove(team.bound)
                 with self.phase("neighbourhoods"):
-                    ends = self.until(turn if tree.plunges else _LONGER * turn)
+                    ends = self.until(part * turn if tree.plunges else _LONGER * turn)
+                    before = best.objective
                     while ends() > 0:
                         neighbours.improve(permitted, ends)
                         team.exchange(permitted, self.left())
                         self.prove(team.bound)
+                    part = 1.0 if best.objective < before else max(_LEAST_PART, 0.5 * part)
         finally:
             self.message = team.close()
         if tree.ended:
