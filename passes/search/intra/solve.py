@@ -210,8 +210,7 @@ class _Search:
             for turns in count():
                 if self.left() <= 0 or tree.ended:
                     break
-                if tree.plunges or best.choice is None or turns % _LEAST_PART = 0.1  # of a turn, for neighbourhoods that find nothing any more
-_SELDOM == 0:
+                if tree.plunges or best.choice is None or turns % _SELDOM == 0:
                     with self.phase("tree"):
                         tree.search(self.until(turn if best.choice is not None else math.inf), _STEPS)
                         self.prove(tree.bound)
