@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,19 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
     found = solve(hard_problem(), seconds=100)
     assert found.status == "optimal"
     assert "SCIP (pyscipopt) stopped with exit code -9" in found.message
+
+
+def test_without_numba_the_loops_are_interpreted() -> None:
+    program = f"""
+import sys
+sys.modules["numba"] = None
+from distgraph.passes.search.contest import read_contest
+from distgraph.passes.search.intra import solve
+found = solve(read_contest({str(DATA / "example.json")!r}), seconds=60)
+print(found.choice, found.status)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(0, 0, 2, 1, 0) optimal"
 
 
 def test_a_gap_ends_the_search() -> None:
