@@ -1,0 +1,200 @@
+"""Plans for clusters of unequal devices against plans that ignore, or shun, the slower ones. Forecasts only.
+
+    python benchmarks/mixed_clusters.py [--seconds 120] [--json FILE] [--quick]
+
+    a100_v100   resources/files/mixed_a100_v100.yaml: 2 x 8 A100, 2 x 4 V100 on PCIe
+    gpu_xpu     resources/files/gpu2_xpu2.yaml: 2 x 8 V100, 2 x 8 Kunlun R300 (the figure of Paddle's talk)
+    unequal     three machines on one switch: 8 A100, 8 V100 of 32 GB, 4 V100 of 16 GB
+
+For each cluster and model, seconds of a step by forecast on the cluster:
+
+    ours              the searched plan, mode auto
+    homogeneous_only  the plan searched for the machines of the one model that has the most FLOP/s together
+    slowest_uniform   the best uniform dp x tp x pp plan, without and with ZeRO, for as many devices of the
+                      slowest model: what who knows no difference between devices would run. It is chosen
+                      there, among the numbers of micro-batches that the search itself takes first, and forecast
+                      on the real cluster, where the faster devices wait for the slowest
+
+Efficiencies of the devices are partly estimates (see the files), so are the ratios. With --quick the models
+have a quarter of the layers and searches 10 s each.
+
+History:
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distgraph import nn, optim
+from distgraph.engine.planning import SearchOptions, search
+from distgraph.engine.program import Recipe
+from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.searching.proposal import Proposal, realize
+from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.space import micro_batch_counts, pools_of
+from distgraph.engine.searching.uniform import uniform_rows
+from distgraph.engine.training import Training
+from distgraph.errors import InfeasibleError
+from distgraph.models import GPT, GPT_PRESETS
+from distgraph.resources import Cluster
+from distgraph.resources.build import build_cluster
+from distgraph.resources.schema import check
+from distgraph.runtime.forecast import forecast, out_of_memory
+from distgraph.strategy import Strategy
+
+FILES = Path(__file__).parent.parent / "resources" / "files"
+MODELS = {"GPT-1.3B": ("1.3B", 256), "GPT-6.7B": ("6.7B", 256)}
+UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3")
+
+
+def document(name: str) -> dict[str, Any]:
+    """A resource file."""
+    found: dict[str, Any] = yaml.safe_load((FILES / f"{name}.yaml").read_text())
+    return found
+
+
+def built(given: dict[str, Any]) -> Cluster:
+    """The cluster of a description."""
+    return build_cluster(check(copy.deepcopy(given), given["name"]), given["name"])
+
+
+def unequal() -> dict[str, Any]:
+    """Three machines, each of its own kind, from those of the files."""
+    a100, small = document("mixed_a100_v100")["machines"]
+    large = document("gpu2_xpu2")["machines"][0]
+    machines = [{**machine, "count": 1} for machine in (a100, large, small)]
+    network = {"topology": "switch", "kind": "ethernet"}
+    return {"name": "unequal", "launch": "20 us", "machines": machines, "network": network}
+
+
+def clusters() -> dict[str, dict[str, Any]]:
+    """Descriptions."""
+    return {
+        "a100_v100": document("mixed_a100_v100"),
+        "gpu_xpu": document("gpu2_xpu2"),
+        "unequal": unequal(),
+    }
+
+
+def speed(entry: dict[str, Any]) -> float:
+    """FLOP/s that one device of a machine reaches in f16."""
+    device = entry["devices"]
+    peak = float(device["peak"]["f16"].split()[0])
+    return peak * float(device["compute"]["matmul"]["f16"]["efficiency"])
+
+
+def homogeneous(given: dict[str, Any]) -> Cluster:
+    """The machines of the model that has the most FLOP/s together."""
+    best = max(given["machines"], key=lambda m: m.get("count", 1) * m["devices"]["count"] * speed(m))
+    alone = {**given, "name": f"{given['name']} without the others", "machines": [best]}
+    if best.get("count", 1) == 1:
+        alone.pop("network")
+    return built(alone)
+
+
+def slowest(given: dict[str, Any]) -> Cluster:
+    """As many devices, all of the slowest kind, in machines that all sizes are multiples of."""
+    sizes = [m["devices"]["count"] for m in given["machines"] for _ in range(m.get("count", 1))]
+    size = math.gcd(*sizes)
+    machine = copy.deepcopy(min(given["machines"], key=speed))
+    machine |= {"count": sum(sizes) // size}
+    machine["devices"]["count"] = size
+    return built({**given, "name": "slowest", "machines": [machine], "network": {"topology": "switch"}})
+
+
+def training(model: str, batch: int, layers: int | None) -> Training:
+    """A step of a GPT."""
+    config = GPT_PRESETS[model]
+    config = dataclasses.replace(config, layers=layers or config.layers)
+    tokens = ((config.sequence,), "i32")
+    recipe = Recipe(GPT(config), nn.CrossEntropy(), optim.Adam(), {}, Strategy())
+    return Training(recipe, "train", batch, {"batch.0": tokens, "batch.1": tokens}, {})
+
+
+def searched(program: Training, cluster: Cluster, seconds: float) -> tuple[float | None, str]:
+    """Forecast of the searched plan, and what it is."""
+    try:
+        plan = search(program, cluster, SearchOptions(seconds=seconds))
+    except InfeasibleError as error:
+        return None, str(error)
+    assert plan.forecast is not None
+    stages = "; ".join(
+        f"{len(stage.devices)} x {cluster.devices[stage.devices[0]].model}" for stage in plan.stages
+    )
+    return plan.forecast.seconds, f"{plan.micro_batches} micro-batches on {stages}"
+
+
+def uniform(program: Training, alike: Cluster, real: Cluster, seconds: float) -> tuple[float | None, str]:
+    """Forecast on the real cluster of the best uniform plan for devices that are all alike."""
+    oracle = Oracle(program, alike, pools_of(alike))
+    end = time.monotonic() + seconds
+    best: tuple[float | None, str] = (None, "none fits")
+    for proposal in _uniform_proposals(oracle, program, end):
+        found = realize(proposal, oracle)
+        if not found.fits:
+            continue
+        there = forecast(found.build, real, found.devices)
+        if not out_of_memory(there, real) and (best[0] is None or there.step_seconds < best[0]):
+            best = there.step_seconds, proposal.origin
+    return best
+
+
+def _uniform_proposals(oracle: Oracle, program: Training, end: float) -> Iterator[Proposal]:
+    """The best rows by estimate of every restriction."""
+    counts = micro_batch_counts(program.size)[::2]
+    rows: dict[Restriction, list[Proposal]] = {restriction: [] for restriction in UNIFORM}
+    for micro in counts:
+        for restriction in UNIFORM:
+            if any(rows.values()) and time.monotonic() > end:
+                break
+            rows[restriction] += uniform_rows(oracle, micro, restriction)
+    for found in rows.values():
+        yield from sorted(found, key=lambda row: row.estimate)[:2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="of one search")
+    parser.add_argument("--only", default="", help="name of a cluster")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--quick", action="store_true", help="fewer layers, 10 s a search, the smaller model")
+    given = parser.parse_args()
+    seconds = 10.0 if given.quick else given.seconds
+    print(f"load {os.getloadavg()[0]:.1f}")
+    print(f"{'cluster':<11}{'model':<10}{'ours':>9}{'homogeneous':>13}{'slowest':>9}   ours is")
+    figures = []
+    for name, description in clusters().items():
+        for title, (model, batch) in list(MODELS.items())[: 1 if given.quick else None]:
+            if not name.startswith(given.only):
+                continue
+            program = training(model, batch, GPT_PRESETS[model].layers // 4 if given.quick else None)
+            cluster = built(description)
+            ours, what = searched(program, cluster, seconds)
+            alone, _ = searched(program, homogeneous(description), seconds)
+            alike, uniform_what = uniform(program, slowest(description), cluster, seconds)
+            row = {"cluster": name, "model": title, "ours": ours, "homogeneous_only": alone}
+            figures.append(row | {"slowest_uniform": alike, "plan": what, "uniform_plan": uniform_what})
+            numbers = "".join(
+                f"{'none fits' if found is None else format(found, '.4g'):>{width}}"
+                for found, width in ((ours, 9), (alone, 13), (alike, 9))
+            )
+            print(f"{name:<11}{title:<10}{numbers}   {what}", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""How long the search for a plan takes, and how that grows with layers and devices.
+
+    python benchmarks/search_time.py [--only NAME] [--limit SECONDS] [--json FILE] [--quick] [--profile FILE]
+
+Every case runs in a process of its own and starts from nothing: the cache of solved problems is off. Its time
+is that of `search` (mode auto: trace, layers, layouts, stages, micro-batches, recomputation, the uniform
+plans that the answer is compared with, all forecasts), without imports and without building model and cluster.
+`seconds` are of the clock; CPU seconds stand beside them, for other work on the machine changes those less.
+
+    gpt39b_64          GPT-39B of the Alpa paper (table 4), batch 1024, on its 8 x p3.16xlarge. Alpa: hours
+    llama8b_64_layouts layouts of Llama 3 8B (32 layers), 64 sequences of 8192, on one 8 x 8 mesh of 64 H100:
+                       layers, problem, solution; its trace is a line of its own. autoparallel: 35 s
+    gpt175b_1024       GPT-175B, batch 1536, on 128 DGX A100
+    gpt1t_3072         96 layers of width 29696 (1.0 T parameters), batch 3072, on 384 DGX A100
+
+Targets: 30 s, 5 s, 60 s, 120 s. The DGX pods are those of resources/files with more machines; efficiencies
+are round numbers that decide what is chosen, hardly how long that takes. With --quick the first two only, the
+search of the first with fewer layers (12 of 48: repeated layers are folded, so it does almost the same work).
+
+History (2 cores shared with other work, load above 10, so CPU seconds):
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import dataclasses
+import json
+import multiprocessing
+import os
+import pstats
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PER_MACHINE = 8
+EFFICIENCY: Mapping[str, Any] = {
+    "launch": "5 us",
+    "memory_efficiency": 0.8,
+    "lookup_efficiency": 0.3,
+    "matmul": {
+        "f16": {"efficiency": 0.8, "half": [128, 128, 64]},
+        "bf16": {"efficiency": 0.8, "half": [128, 128, 64]},
+        "f32": {"efficiency": 0.8, "half": [64, 64, 32]},
+    },
+}
+GROWTH = {
+    "layers": [("gpt39b", 64, layers) for layers in (12, 24, 96)],
+    "devices": [("gpt175b", devices, None) for devices in (256, 4096)],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and as many devices."""
+
+    model: str
+    devices: int
+    layers: int | None = None
+
+
+CASES = {
+    "gpt39b_64": Case("gpt39b", 64),
+    "llama8b_64_layouts": Case("llama8b", 64),
+    "gpt175b_1024": Case("gpt175b", 1024),
+    "gpt1t_3072": Case("gpt1t", 3072),
+}
+
+
+def pod(name: str, devices: int) -> Any:
+    """A cluster of resources/files with as many machines as it takes."""
+    import yaml
+
+    from distgraph.resources.build import build_cluster
+    from distgraph.resources.schema import check
+
+    file = Path(__file__).parent.parent / "resources" / "files" / f"{name}.yaml"
+    document = yaml.safe_load(file.read_text())
+    document["machines"][0]["count"] = devices // PER_MACHINE
+    document["machines"][0]["devices"].setdefault("compute", EFFICIENCY)
+    return build_cluster(check(document, str(file)), str(file))
+
+
+def training(model: Any, batch: int, sequence: int) -> Any:
+    """A training step on `batch` sequences of tokens."""
+    from distgraph import nn, optim
+    from distgraph.engine.program import Recipe
+    from distgraph.engine.training import Training
+    from distgraph.strategy import Strategy
+
+    tokens = ((sequence,), "i32")
+    recipe = Recipe(model, nn.CrossEntropy(), optim.Adam(), {}, Strategy())
+    return Training(recipe, "train", batch, {"batch.0": tokens, "batch.1": tokens}, {})
+
+
+def problem(case: Case) -> tuple[Any, Any]:
+    """Program and cluster of a search."""
+    from distgraph.models import GPT, GPT_PRESETS
+
+    if case.model == "gpt39b":
+        config, batch, cluster = GPT_PRESETS["39B"], 1024, pod("p3_16xlarge_x8", case.devices)
+    else:
+        config, batch = dataclasses.replace(GPT_PRESETS["175B"], fused=True), 1536
+        cluster = pod("dgx_a100_pod", case.devices)
+    if case.model == "gpt1t":
+        config, batch = dataclasses.replace(config, hidden=29696, heads=232), 3072
+    config = dataclasses.replace(config, layers=case.layers or config.layers)
+    return training(GPT(config), batch, config.sequence), cluster
+
+
+def searched(case: Case, limit: float) -> dict[str, Any]:
+    """A search of everything."""
+    from distgraph.engine.planning import SearchOptions, search
+
+    program, cluster = problem(case)
+    lines: list[str] = []
+    start, cpu = time.perf_counter(), time.process_time()
+
+    def watch(progress: Any) -> None:
+        lines.append(f"{time.process_time() - cpu:8.1f} CPU s  {progress}")
+
+    plan = search(program, cluster, SearchOptions(seconds=limit, watch=watch))
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
+    assert plan.forecast is not None
+    return {
+        "seconds": seconds,
+        "cpu_seconds": used,
+        "step_seconds": plan.forecast.seconds,
+        "status": plan.search.status,
+        "stages": len(plan.stages),
+        "micro_batches": plan.micro_batches,
+        "baselines": dict(plan.baselines),
+        "log": lines,
+    }
+
+
+def layouts(case: Case, limit: float) -> dict[str, Any]:
+    """The layouts of everything on one mesh of 8 x 8."""
+    from distgraph.mesh import ProcessMesh
+    from distgraph.models import Llama
+    from distgraph.passes.search.cache import solve_cached
+    from distgraph.passes.search.formulate import formulate
+    from distgraph.passes.search.layers import cluster_layers, layering
+    from distgraph.passes.search.prices import Prices
+
+    model = Llama.preset("3-8B")
+    program, cluster = training(model, 64, model.config.sequence), pod("dgx_h100_pod", case.devices)
+    start, cpu = time.perf_counter(), time.process_time()
+    graph = program.recipe.trace("train", program.blocks(1), {})
+    traced, traced_cpu = time.perf_counter() - start, time.process_time() - cpu
+    lines = [f"{traced_cpu:8.1f} CPU s  trace, {traced:.1f} s, not counted"]
+    start, cpu = time.perf_counter(), time.process_time()
+    devices = tuple(range(case.devices))
+    rows = layering(graph, cluster_layers(graph))
+    lines.append(f"{time.process_time() - cpu:8.1f} CPU s  layers")
+    found = formulate(graph, ProcessMesh.grid(dp=8, tp=8), Prices(cluster, devices), rows)
+    lines.append(f"{time.process_time() - cpu:8.1f} CPU s  problem of {len(found.problem.costs)} nodes")
+    solution = solve_cached(found.problem, seconds=limit, gap=1e-3)
+    found.decode(solution.choice)
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
+    lines.append(f"{used:8.1f} CPU s  {solution.status}, gap {solution.gap:.2%}")
+    return {
+        "seconds": seconds,
+        "cpu_seconds": used,
+        "step_seconds": solution.objective,
+        "status": solution.status,
+        "stages": 1,
+        "micro_batches": 1,
+        "baselines": {},
+        "log": lines,
+    }
+
+
+def run(case: Case, limit: float, profile: str | None) -> dict[str, Any]:
+    """One case in this process."""
+    os.environ["DISTGRAPH_CACHE"] = "off"
+    work: Callable[[Case, float], dict[str, Any]] = layouts if case.model == "llama8b" else searched
+    profiler = cProfile.Profile(time.process_time) if profile else None
+    found = profiler.runcall(work, case, limit) if profiler else work(case, limit)
+    if profiler is not None and profile is not None:
+        with Path(profile).open("w") as out:
+            pstats.Stats(profiler, stream=out).sort_stats("cumulative").print_stats(90)
+            pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(40)
+    found["rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return found
+
+
+def measured(name: str, case: Case, limit: float, profile: str | None, verbose: bool) -> dict[str, Any]:
+    """One case in a process of its own, printed."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(run, (case, limit, profile))
+    print(
+        f"{name:<26}{found['seconds']:>9.1f}{found['cpu_seconds']:>9.1f}{found['rss_gib']:>9.2f}"
+        f"{found['step_seconds']:>10.4g}{found['stages']:>8}{found['micro_batches']:>7}  {found['status']}",
+        flush=True,
+    )
+    if verbose:
+        print("\n".join(f"    {line}" for line in found["log"]), flush=True)
+    return {"name": name, **dataclasses.asdict(case), **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="one case")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds of one search")
+    parser.add_argument("--profile", help="write where CPU time goes, of the last case, there")
+    parser.add_argument("--verbose", action="store_true", help="the progress of every search")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--quick", action="store_true", help="two cases, see above")
+    given = parser.parse_args()
+    cases = dict(CASES)
+    if given.quick:
+        cases = {"gpt39b_64": Case("gpt39b", 64, 12), "llama8b_64_layouts": CASES["llama8b_64_layouts"]}
+    if given.only:
+        cases = {given.only: cases[given.only]}
+    print(f"load {os.getloadavg()[0]:.1f}")
+    print(f"{'case':<26}{'seconds':>9}{'CPU s':>9}{'RSS GiB':>9}{'step s':>10}{'stages':>8}{'micro':>7}")
+    figures: dict[str, Any] = {}
+    rows = []
+    for name, case in cases.items():
+        rows.append(measured(name, case, given.limit, given.profile, given.verbose))
+        figures[f"{name}_seconds"] = rows[-1]["seconds"]
+    for axis, growth in GROWTH.items() if not given.quick and not given.only else ():
+        for case in (Case(*entry) for entry in growth):
+            name = (
+                f"{case.model}, {case.layers} layers" if axis == "layers" else f"{case.model}, {case.devices}"
+            )
+            rows.append(measured(name, case, given.limit, None, given.verbose))
+    figures["rows"] = rows
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
