@@ -36,18 +36,22 @@ class Best:
 
     Attributes:
         objective: its cost.
+        ceiling: no choice that is permitted costs more.
         choice: [nodes]; None where the objective is that of a choice from elsewhere, or inf.
         told: called when there is a better one.
     """
 
     objective: float = math.inf
+    ceiling: float = math.inf
     choice: Ints | None = None
     told: Callable[[Best], None] | None = None
 
     @property
     def cutoff(self) -> float:
         """What a choice must cost less than to be worth finding."""
-        return self.objective - _ROUNDING * abs(self.objective) if self.objective < math.inf else math.inf
+        if self.objective < math.inf:
+            return self.objective - _ROUNDING * abs(self.objective)
+        return self.ceiling + _ROUNDING * abs(self.ceiling) + 1.0
 
     def see(self, flat: Flat, choice: Ints) -> bool:
         """Take a choice of a network if it is better and fits; whether it was taken."""

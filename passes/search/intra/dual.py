@@ -35,6 +35,8 @@ class Dual:
     Attributes:
         bound: the best lower bound so far, the network's constant included.
         choice: [nodes], rounded in the last step; may break the limit or a pair.
+        counts: [strategies], how often rounding took each, older steps less.
+        steps: how many there have been.
     """
 
     def __init__(self, flat: Flat, vectors: Floats | None = None, prices: Floats | None = None) -> None:
@@ -43,9 +45,9 @@ class Dual:
         self.prices = np.zeros(len(flat.room)) if prices is None else prices
         self.bound = -math.inf
         self.choice: Ints = np.zeros(flat.nodes, dtype=np.int64)
-        self.counts = np.zeros(len(flat.cost))  # how often rounding took each strategy, older steps less
+        self.counts = np.zeros(len(flat.cost))
         self._best = (self.prices, self.messages.vectors)
-        self._length, self._idle, self._steps = 1.0, 0, _WARM if self.prices.any() else 0
+        self._length, self._idle, self.steps = 1.0, 0, _WARM if self.prices.any() else 0
 
     @property
     def settled(self) -> bool:
@@ -69,11 +71,11 @@ class Dual:
             self.bound = bound
             self._best = (self.prices, self.messages.vectors.copy())
         self._idle = 0 if bound > before + 1e-5 * abs(before) or before == -math.inf else self._idle + 1
-        self._steps += 1
+        self.steps += 1
         if self._idle > _PATIENCE:
             self._length, self._idle = self._length * 0.7, 0
             self.prices, self.messages.vectors = self._best[0], self._best[1].copy()
-        if self._steps > _WARM and len(flat.room):
+        if self.steps > _WARM and len(flat.room):
             self._move(target)
         return rounded
 

@@ -148,6 +148,18 @@ class Flat:
         return not len(self.room) or bool((self.used(choice) <= self.room + self.slack).all())
 
     @cached_property
+    def ceiling(self) -> float:
+        """No permitted choice costs more: the sum of the largest finite costs."""
+        if not self.nodes:
+            return self.constant
+        costs = np.where(np.isfinite(self.cost), self.cost, -np.inf)
+        pairs = np.where(np.isfinite(self.table), self.table, -np.inf)
+        total = np.maximum.reduceat(costs, self.first[:-1]).sum()
+        if len(self.ends):
+            total += np.maximum.reduceat(pairs, self.table_first[:-1]).sum()
+        return self.constant + float(total)
+
+    @cached_property
     def slack(self) -> float:
         """Rounding that a sum of uses is allowed."""
         return 1e-12 * float(np.abs(self.room).max(initial=0.0))

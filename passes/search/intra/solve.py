@@ -49,9 +49,10 @@ _DUAL_SHARE = 0.15  # of the seconds, for the dual before anything is branched o
 _TURN_SHARE = 0.08  # of the seconds, for one turn of the tree or of neighbourhoods
 _SHORTEST = 0.2  # seconds of a turn
 _LEAST_PART = 0.1  # of a turn, for neighbourhoods that find nothing any more
-_SELDOM = 4  # one in so many turns is the tree's, while it has not come to the end of its first plunge
-_LONGER = 3.0  # turns, for neighbourhoods, in that time
+_PATIENCE = 40.0  # turns that a visit for every node of the network may take, or else the tree is left alone
+_LONGER = 3.0  # turns, for neighbourhoods, in that case
 _PARTS = (0.3, 0.1)  # of the nodes, decided at a time in the first dives
+_DEARER = 20  # dives with prices twice as high each time
 _DIVE_STEPS = 12  # of the dual between decisions of a dive
 _STEPS = 40  # of the dual at a node of the tree
 
@@ -157,7 +158,7 @@ class _Search:
             self.no_choice()
             return
         flat = Flat.of(network)
-        best = Best(self.objective, told=self.take)
+        best = Best(self.objective, flat.ceiling, told=self.take)
         state = restrict(
             flat, np.isfinite(flat.cost), np.zeros(int(flat.side_first[-1])), np.zeros(len(flat.room))
         )
@@ -190,13 +191,12 @@ class _Search:
         for part in _PARTS:
             dive(dual.flat, best, dual.messages.vectors, dual.prices, half, _DIVE_STEPS, part)
         dearer = dual.prices + dual.prices.mean() if len(dual.prices) else dual.prices
-        while math.isinf(best.objective) and half() > 0 and len(dual.prices):
+        for _ in range(_DEARER):
+            if best.objective < math.inf or half() <= 0:
+                return
             dearer = 2.0 * dearer
             part = float(self.generator.uniform(0.02, 0.3))
-            if not dive(dual.flat, best, dual.messages.vectors, dearer, half, _DIVE_STEPS, part):
-                dual.resume()
-                self.ascend(dual, best, self.until(0.1 * half()))
-                dearer = dearer if dearer.max() < 1e6 * (1e-9 + dual.prices.max()) else dual.prices
+            dive(dual.flat, best, dual.messages.vectors, dearer, half, _DIVE_STEPS, part)
 
     def alternate(self, flat: Flat, dual: Dual, best: Best) -> None:
         """The tree and neighbourhoods in turns, beside a second process where there may be one."""
@@ -206,15 +206,17 @@ class _Search:
         neighbours = Neighbourhoods(flat, best, vectors, prices, self.generator)
         team = Team(flat, vectors, prices, best, self.threads, int(self.generator.integers(1 << 30)))
         turn, part = max(_SHORTEST, _TURN_SHARE * self.limit), 1.0
+        a_step = self.seconds["dual"] / max(1, dual.steps)
+        small = flat.nodes * _STEPS * a_step < _PATIENCE * turn
         try:
             for turns in count():
                 if self.left() <= 0 or tree.ended:
                     break
-                if tree.plunges or best.choice is None or turns % _SELDOM == 0:
+                if small or best.choice is None:
                     with self.phase("tree"):
                         tree.search(self.until(turn if best.choice is not None else math.inf), _STEPS)
                         self.prove(tree.bound)
-                else:
+                elif turns:
                     with self.phase("dual"):
                         dual.resume()
                         self.ascend(dual, best, self.until(turn))
@@ -225,7 +227,7 @@ class _Search:
                     team.exact(permitted, self.left(), self.until(turn))
                     self.prove(team.bound)
                 with self.phase("neighbourhoods"):
-                    ends = self.until(part * turn if tree.plunges else _LONGER * turn)
+                    ends = self.until(part * turn if small else _LONGER * turn)
                     before = best.objective
                     while ends() > 0:
                         neighbours.improve(permitted, ends)

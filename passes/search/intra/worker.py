@@ -146,7 +146,7 @@ def _neighbourhoods(job: Job, pipe: BinaryIO) -> None:
     def tell(best: Best) -> None:
         _send(pipe, Found(best.choice, -np.inf, False))
 
-    best = Best(job.objective, job.choice, told=tell)
+    best = Best(job.objective, choice=job.choice, told=tell)
     search = Neighbourhoods(job.flat, best, job.vectors, job.prices, np.random.default_rng(job.seed))
     while time.perf_counter() < until:
         search.improve(job.permitted, lambda: until - time.perf_counter())
