@@ -1,4 +1,4 @@
-"""Plans that the search finds: they train as one rank does and are never behind what they are compared with."""
+"""Plans that the search finds: they train as one rank does and are not behind what they are compared with."""
 
 from __future__ import annotations
 

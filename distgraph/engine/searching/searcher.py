@@ -10,7 +10,8 @@ the answer is never behind them.
     the rows with the best estimates are built and forecast; the best forecast that fits memory wins
 
 Micro-batches are tried about a factor of four apart first, then next to the best. A row that does not fit
-memory by its forecast is searched again with that much less memory.
+memory by its forecast is searched again with that much less memory. What lies beside the rows that were
+forecast (a border moved, stages exchanged, other micro-batches) is forecast too, less of larger programs.
 
 Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; what is compared by forecast instead of by estimate
 is ours.
@@ -19,7 +20,7 @@ is ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.engine.forecasting import plain
@@ -32,6 +33,7 @@ from distgraph.engine.searching.fixed import (
     propagated,
     recursively,
 )
+from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row, front
 from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, program, realize
@@ -51,6 +53,7 @@ _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.25  # an estimate that is this much above the best forecast is not forecast any more
 _RETRIES = 2  # rows that do not fit are searched again with less memory
 _EXPLAINED = 12  # parameters whose runners-up are forecast
+_LOOKED_AT = 50_000  # ops of the programs, together, that are built to see what lies beside a row
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
 
@@ -248,6 +251,29 @@ class Searcher:
             ):
                 break
             yield from self._forecast(proposal)
+        yield from self._beside()
+
+    def _beside(self) -> Iterator[Event]:
+        """From each row that was forecast to the first neighbour that is faster, as long as there is one."""
+        looked = 0
+        seen = {found.proposal.decisions for found in self.forecasts if found.proposal is not None}
+        rows = [found for found in self.forecasts if found.proposal is not None and found.fits]
+        for row in sorted(rows, key=lambda found: found.seconds):
+            here, waiting = row, self._unseen(row, seen)
+            while waiting and looked < _LOOKED_AT and not self.expired():
+                proposal = waiting.pop(0)
+                seen.add(proposal.decisions)
+                other = realize(proposal, self.oracle)
+                looked += len(other.build.lowered.ops)
+                yield self._judged(other)
+                if other.fits and other.seconds < here.seconds:
+                    here, waiting = other, self._unseen(other, seen)
+
+    def _unseen(self, found: Realized, seen: Collection[object]) -> list[Proposal]:
+        """Neighbours of a row that were not looked at yet."""
+        assert found.proposal is not None
+        beside = neighbours(found.proposal, tuple(self._rows))
+        return [proposal for proposal in beside if proposal.decisions not in seen]
 
     def _row(self, micro_batches: int, slack: float = 1.0) -> None:
         """The best row for a number of micro-batches, if any fits."""

@@ -55,6 +55,8 @@ def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -
         if devices is None:
             continue
         for shape in _shapes(oracle, submesh):
+            if oracle.expired():
+                return
             variant = oracle.variants(micro_batches, submesh, shape, restriction)[0]
             firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
             if firsts is not None:

@@ -1,0 +1,63 @@
+"""Rows of stages that differ from one in a single decision: a forecast may like one better.
+
+*In:* a `Proposal`. *Out:* others. *Invariant:* every layer has one stage, and no stage is empty; devices and
+schedule stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from distgraph.engine.searching.proposal import Proposal, StageChoice
+
+
+def neighbours(proposal: Proposal, counts: Sequence[int] = ()) -> Iterator[Proposal]:
+    """Another number of micro-batches, a border moved by one layer, two stages exchanged, all in reverse.
+
+    Exchanged stages keep their devices and about their share of the layers. Layers that are computed again
+    stay the same.
+
+    Args:
+        proposal: of any number of stages.
+        counts: of micro-batches, where layouts do not depend on a price of memory, which is for one of them.
+    """
+    stages = proposal.stages
+    for count in sorted(counts, key=lambda count: abs(count - proposal.micro_batches)):
+        if count != proposal.micro_batches and not any(stage.memory_price for stage in stages):
+            yield replace(proposal, micro_batches=count)
+    for at in range(1, len(stages)):
+        before, behind = stages[at - 1 : at + 1]
+        for border in (before.stop - 1, before.stop + 1):
+            if before.first < border < behind.stop:
+                moved = replace(before, stop=border), replace(behind, first=border)
+                yield replace(proposal, stages=(*stages[: at - 1], *moved, *stages[at + 1 :]))
+    for at in range(1, len(stages)):
+        before, behind = stages[at - 1 : at + 1]
+        if _alike(before, behind):
+            continue
+        exchanged = _row(before.first, (behind, before))
+        yield replace(proposal, stages=(*stages[: at - 1], *exchanged, *stages[at + 1 :]))
+    if len(stages) > 2 and not all(_alike(a, b) for a, b in pairwise(stages)):
+        yield replace(proposal, stages=_row(0, stages[::-1]))
+
+
+def _alike(one: StageChoice, other: StageChoice) -> bool:
+    """Whether exchanging them may only change which devices of a kind they have."""
+    return (one.shape, one.memory_price, one.stop - one.first, len(one.devices)) == (
+        other.shape,
+        other.memory_price,
+        other.stop - other.first,
+        len(other.devices),
+    )
+
+
+def _row(first: int, stages: tuple[StageChoice, ...]) -> tuple[StageChoice, ...]:
+    """Stages one behind the other, with as many layers as they had."""
+    found = []
+    for stage in stages:
+        stop = first + stage.stop - stage.first
+        found.append(replace(stage, first=first, stop=stop))
+        first = stop
+    return tuple(found)
