@@ -33,7 +33,7 @@ History (what was expected, what was measured):
     neighbourhoods of about 24 nodes: V and K better -> V 1.00000, K 1.247 after 43 s
     dives, and neighbourhoods of 8 to 1,024 nodes, the size that gains most per second: K better -> 0.98602
     large networks improve the dual instead of branching, and a second process searches neighbourhoods: a
-      better bound on K -> bound 0.895 to 0.929, objective 0.98965 to 0.98477 (wall clock of 60 s, load 10 and 3.5)
+      better bound on K -> bound 0.895 to 0.929, objective 0.98965 to 0.98477 (60 s, load 10 and 3.5)
     neighbourhoods that find nothing leave their time to the tree: bound of V 0.834 to 0.927 (load 10 and 6)
 
 The clock is that of the wall, so other work on the machine shows: runs of 60 s on K gave 0.98477 (load 3.5),
