@@ -6,19 +6,20 @@ are used; restrictions say what dp may split (see `restrict`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.engine.searching.oracle import Oracle, Variant
+from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Bordered, borders
 from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import Shape, shapes_of
 from distgraph.passes.search.costs import Config, ProfileCosts
+from distgraph.passes.search.formulate import Profile
 from distgraph.passes.search.placing import SubMesh, place
 from distgraph.passes.search.schedules import OneForwardOneBackward, makespan
 
@@ -27,11 +28,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Equal stages on all devices: which layers, on which."""
+    """Equal stages on all devices: how many micro-batches, on which devices, in which shape."""
 
+    micro_batches: int
     submesh: SubMesh
     shape: Shape
-    firsts: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
 
@@ -45,6 +46,35 @@ def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -
         micro_batches: in a step.
         restriction: what dp may split.
     """
+    for row in _rows(oracle, micro_batches):
+        found = None if oracle.expired() else _proposed(oracle, row, restriction)
+        if found is not None:
+            yield found
+
+
+def best_uniform(oracle: Oracle, counts: Sequence[int], restriction: Restriction) -> Proposal | None:
+    """The row of `uniform_rows` with the least estimate; None where none fits.
+
+    Rows are looked at in the order of what they would take without restriction and with memory enough. A
+    restriction takes choices away, so once that is above the best estimate, no other row can be better.
+
+    Args:
+        oracle: of the program.
+        counts: numbers of micro-batches.
+        restriction: what dp may split.
+    """
+    rows = [row for count in counts for row in _rows(oracle, count)]
+    best: Proposal | None = None
+    for floor, row in sorted(((_floor(oracle, row), row) for row in rows), key=lambda pair: pair[0]):
+        if oracle.expired() or (best is not None and floor >= best.estimate):
+            break
+        found = _proposed(oracle, row, restriction)
+        if found is not None and (best is None or found.estimate < best.estimate):
+            best = found
+    return best
+
+
+def _rows(oracle: Oracle, micro_batches: int) -> Iterator[_Row]:
     if len(oracle.pools) > 1:
         return
     (pool,) = oracle.pools
@@ -52,46 +82,57 @@ def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -
     for count in range(1, min(layers, pool.size) + 1):
         submesh = SubMesh((pool.size // count,))
         devices = place(oracle.pools, [submesh] * count) if pool.size % count == 0 else None
-        if devices is None:
-            continue
-        for shape in _shapes(oracle, submesh):
-            if oracle.expired():
-                return
-            variant = oracle.variants(micro_batches, submesh, shape, restriction)[0]
-            firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
-            if firsts is not None:
-                yield from _proposed(oracle, variant, _Row(submesh, shape, firsts, devices))
+        if devices is not None:
+            for shape in _shapes(oracle, submesh):
+                yield _Row(micro_batches, submesh, shape, devices)
 
 
-def _proposed(oracle: Oracle, variant: Variant, row: _Row) -> Iterator[Proposal]:
-    """A row without recomputation, or else with it; nothing where neither fits."""
-    micro, count = variant.micro_batches, len(row.firsts)
-    layers = len(variant.profile.forward) - 1
-    choices = tuple(
-        StageChoice(first, stop, devices, row.shape)
-        for (first, stop), devices in zip(pairwise((*row.firsts, layers)), row.devices, strict=True)
-    )
+def _floor(oracle: Oracle, row: _Row) -> float:
+    """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
+    shape = row.shape if len(row.shape.axes) > 1 else Shape((("dp", row.submesh.size),))
+    if oracle.expired():
+        return 0.0
+    profile = oracle.variants(row.micro_batches, row.submesh, shape, "none")[0].profile
+    firsts = _divided(profile.forward[:-1] + profile.backward[:-1], len(row.devices))
+    if firsts is None:
+        return float("inf")
+    return _seconds(oracle, ProfileCosts([[Config(profile)]], [np.inf]), row, _choices(row, profile, firsts))
+
+
+def _proposed(oracle: Oracle, row: _Row, restriction: Restriction) -> Proposal | None:
+    """A row without recomputation, or else with it; None where neither fits, or a stage would be empty."""
+    variant = oracle.variants(row.micro_batches, row.submesh, row.shape, restriction)[0]
+    count, layers = len(row.devices), len(variant.profile.forward) - 1
+    firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
+    if firsts is None:
+        return None
+    choices = _choices(row, variant.profile, firsts)
     for profile, recompute in ((variant.profile, ()), (variant.recompute, tuple(range(layers)))):
-        seconds = _seconds(
-            oracle, ProfileCosts([[Config(profile)]], [oracle.memory(row.submesh)]), row, choices, micro
-        )
+        costs = ProfileCosts([[Config(profile)]], [oracle.memory(row.submesh)])
+        seconds = _seconds(oracle, costs, row, choices)
         if np.isfinite(seconds):
             name = f"{variant.restriction}: {row.shape}, {count} stage{'s' * (count > 1)}"
-            yield Proposal(name, micro, "1f1b", choices, recompute, variant.restriction, seconds)
-            return
+            return Proposal(name, row.micro_batches, "1f1b", choices, recompute, variant.restriction, seconds)
+    return None
 
 
-def _seconds(
-    oracle: Oracle, costs: ProfileCosts, row: _Row, choices: tuple[StageChoice, ...], micro_batches: int
-) -> float:
+def _choices(row: _Row, profile: Profile, firsts: tuple[int, ...]) -> tuple[StageChoice, ...]:
+    layers = len(profile.forward) - 1
+    return tuple(
+        StageChoice(first, stop, devices, row.shape)
+        for (first, stop), devices in zip(pairwise((*firsts, layers)), row.devices, strict=True)
+    )
+
+
+def _seconds(oracle: Oracle, costs: ProfileCosts, row: _Row, choices: tuple[StageChoice, ...]) -> float:
     policy = OneForwardOneBackward()
-    bordered = Bordered(costs, borders(oracle, micro_batches, [row.submesh]))
+    bordered = Bordered(costs, borders(oracle, row.micro_batches, [row.submesh]))
     times, steps = [], []
     for position, choice in enumerate(choices):
-        at = bordered.at(policy.live(position, len(choices), micro_batches))
+        at = bordered.at(policy.live(position, len(choices), row.micro_batches))
         times.append(float(at.seconds[choice.first, choice.stop - 1, 0, 0]))
         steps.append(float(at.step[choice.first, choice.stop - 1, 0, 0]))
-    return makespan(policy, times, [0.0] * len(times), micro_batches, step=steps)
+    return makespan(policy, times, [0.0] * len(times), row.micro_batches, step=steps)
 
 
 def _shapes(oracle: Oracle, submesh: SubMesh) -> tuple[Shape, ...]:
