@@ -158,6 +158,7 @@ def formulate(
     memory_limit: float | None = None,
     memory_price: float = 0.0,
     live_micro_batches: int = 1,
+    folded: Fold | None = None,
 ) -> Formulation:
     """Formulate the search for layouts on one mesh.
 
@@ -169,12 +170,13 @@ def formulate(
         memory_limit: bytes that a rank may use; None for no limit.
         memory_price: seconds that a byte costs which is held for the whole step.
         live_micro_batches: micro-batches whose activations are held at the same time.
+        folded: of this graph and layering, where it is known.
 
     Raises:
         ShardingError: annotations that do not fit the mesh or each other.
         ResourceError: a number that a price needs is not in the resource file.
     """
-    folded = fold(graph, layering)
+    folded = fold(graph, layering) if folded is None else folded
     lifetimes = Lifetimes(folded)
     nodes = nodes_of(folded, mesh, lifetimes)
     terms = Assembly(folded, nodes, lifetimes, mesh, prices).terms()

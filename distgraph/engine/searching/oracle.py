@@ -23,13 +23,14 @@ from distgraph.engine.searching.space import Shape, devices_for
 from distgraph.engine.training import Training
 from distgraph.graph import Graph
 from distgraph.passes.search.cache import solve_cached
+from distgraph.passes.search.fold import Fold, fold
 from distgraph.passes.search.formulate import Formulation, Profile, formulate
 from distgraph.passes.search.layers import Layer, Layering, cluster_layers, layering
 from distgraph.passes.search.placing import Pool, SubMesh
 from distgraph.passes.search.prices import Prices
 from distgraph.resources import Cluster, CollectiveCost
 
-_MEMORY_PRICES = (0.0, 0.3, 3.0)
+MEMORY_PRICES = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
 SOLVE_SECONDS = 2.0
 GAP = 1e-3
@@ -44,6 +45,11 @@ class Traced:
     layers: tuple[Layer, ...]
     layering: Layering
     recompute: tuple[int, ...]
+
+    @cached_property
+    def fold(self) -> Fold:
+        """Equal layers on top of each other."""
+        return fold(self.graph, self.layering)
 
     @cached_property
     def crossing(self) -> np.ndarray:
@@ -157,7 +163,7 @@ class Oracle:
         key = traced.graph.micro_batches, traced.recompute, devices, shape
         if key not in self._formulations:
             self._formulations[key] = formulate(
-                traced.graph, shape.mesh(), self.prices(devices), traced.layering
+                traced.graph, shape.mesh(), self.prices(devices), traced.layering, folded=traced.fold
             )
         return self._formulations[key]
 
@@ -175,16 +181,21 @@ class Oracle:
         return (found, *self._choices[key])
 
     def variants(
-        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
+        self,
+        micro_batches: int,
+        submesh: SubMesh,
+        shape: Shape,
+        restriction: Restriction,
+        shares: Sequence[float] = MEMORY_PRICES,
     ) -> list[Variant]:
-        """The front of one shape, fastest first."""
+        """The front of one shape, fastest first; of the given prices of memory."""
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
         plain, again = self.traced(micro_batches), self.traced(micro_batches, self.everything(micro_batches))
         stages = max(1, len(self.cluster.devices) // submesh.size)
         found: list[Variant] = []
         fastest, held = 0.0, np.inf
-        for share in _MEMORY_PRICES:
+        for share in shares:
             price = share * fastest / memory
             a, choice, estimate, bound = self.chosen(plain, devices, shape, price, restriction)
             b, other, _, _ = self.chosen(again, devices, shape, price, restriction)

@@ -57,6 +57,22 @@ def front(
     return Front(micro_batches, tuple(kept), tuple(rows))
 
 
+def may_fit(oracle: Oracle, micro_batches: int, whole: SubMesh) -> bool:
+    """Whether one stage on a whole pool could hold all layers with one micro-batch in flight.
+
+    A pipeline needs no less: of p equal stages a device holds the layers of one, for p micro-batches, on
+    1 / p of the devices. Always true where there are several pools.
+    """
+    if len(oracle.pools) > 1:
+        return True
+    (pool,) = oracle.pools
+    for shape in shapes_of(pool, whole.size):
+        for variant in oracle.variants(micro_batches, whole, shape, "none"):
+            if min(variant.profile.nbytes(1), variant.recompute.nbytes(1)) <= oracle.memory(whole):
+                return True
+    return False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Bordered:
     """Costs of stages with those of the border behind each.

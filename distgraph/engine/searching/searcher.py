@@ -35,11 +35,11 @@ from distgraph.engine.searching.fixed import (
 )
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.pipelines import Front, best_row, front
+from distgraph.engine.searching.pipelines import Front, best_row, front, may_fit
 from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, program, realize
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import micro_batch_counts, pools_of, submeshes_of
-from distgraph.engine.searching.uniform import uniform_rows
+from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.mesh import ProcessMesh
@@ -119,7 +119,7 @@ class Searcher:
             yield from self._compared("double recursion", recursively)
         elif annotated:
             yield from self._on_annotated()
-        elif not self.expired():
+        elif self.best is None or not self.expired():
             yield from self._searched()
             yield from self._uniform()
             yield from self._others(annotated)
@@ -229,22 +229,21 @@ class Searcher:
     def _searched(self) -> Iterator[Event]:
         counts = micro_batch_counts(self.training.size)
         tried: set[int] = set()
-        for micro in counts[:: 2 if len(counts) > 4 else 1]:
+        for at in range(0, len(counts), 2 if len(counts) > 4 else 1):
             if tried and self.expired():
                 break
-            tried.add(micro)
-            yield Event(f"stages, {micro} micro-batches")
-            self._row(micro)
+            best = min((row.estimate for row in self._rows.values()), default=None)
+            yield from self._try(counts[at], tried)
+            row = self._rows.get(counts[at])
+            if best is not None and (row is None or row.estimate > best):
+                break  # fewer and larger micro-batches have begun to cost more
         while self._rows and not self.expired():
-            best = min(self._rows, key=lambda m: self._rows[m].estimate)
-            at = counts.index(best)
+            at = counts.index(min(self._rows, key=lambda m: self._rows[m].estimate))
             near = [m for m in counts[max(0, at - 1) : at + 2] if m not in tried]
             if not near:
                 break
             for micro in near:
-                tried.add(micro)
-                yield Event(f"stages, {micro} micro-batches")
-                self._row(micro)
+                yield from self._try(micro, tried)
         for proposal in sorted(self._rows.values(), key=lambda p: p.estimate)[:_FORECASTS]:
             if self.best is not None and (
                 proposal.estimate > _WORSE * self.best.seconds or (self.expired() and self.best.fits)
@@ -275,11 +274,14 @@ class Searcher:
         beside = neighbours(found.proposal, tuple(self._rows))
         return [proposal for proposal in beside if proposal.decisions not in seen]
 
-    def _row(self, micro_batches: int, slack: float = 1.0) -> None:
+    def _try(self, micro_batches: int, tried: set[int]) -> Iterator[Event]:
         """The best row for a number of micro-batches, if any fits."""
+        tried.add(micro_batches)
+        yield Event(f"stages, {micro_batches} micro-batches")
         submeshes = self._submeshes(micro_batches)
-        found = front(self.oracle, micro_batches, submeshes)
-        row = self._solved(found, slack)
+        if not may_fit(self.oracle, micro_batches, submeshes[-1]):
+            return
+        row = self._solved(front(self.oracle, micro_batches, submeshes), 1.0)
         if row is not None:
             self._rows[micro_batches] = row
 
@@ -316,13 +318,11 @@ class Searcher:
     def _uniform(self) -> Iterator[Event]:
         """The best uniform row of every kind, by estimate, forecast."""
         yield Event("uniform grid")
-        micro = sorted(self._rows, key=lambda m: self._rows[m].estimate)[:2] or [1]
+        micro = min(self._rows, key=lambda m: self._rows[m].estimate, default=1)
         for restriction in _UNIFORM:
-            rows = [row for m in micro for row in uniform_rows(self.oracle, m, restriction)]
-            if not rows or self.expired():
-                continue
-            proposal = min(rows, key=lambda row: row.estimate)
-            yield self._judged(realize(proposal, self.oracle))
+            proposal = best_uniform(self.oracle, [micro], restriction)
+            if proposal is not None and not self.expired():
+                yield self._judged(realize(proposal, self.oracle))
 
     def _nothing_fits(self) -> str:
         least = min(
@@ -331,6 +331,8 @@ class Searcher:
             default=None,
         )
         head = f"search: no plan fits cluster {self.cluster.name}"
+        if self.expired():
+            head = f"search: no plan that fits cluster {self.cluster.name} was found in {self.seconds:g} s"
         if least is None:
             return f"{head}; use more or larger devices, or a smaller batch"
         worst = max(least.shortages, key=lambda s: s.missing)
