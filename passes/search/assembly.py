@@ -284,8 +284,8 @@ class Assembly:
                 amounts[where] += self._bytes(value, parts_of(tuple(copy for _, copy in copies), self.mesh))
         members = len(value.members)
         if lifetime.kind == "fixed":
-            copies = self.fold.graph.micro_batches if op.op.kind == "input" else 1
-            self.fixed[at] += members * copies * amounts
+            rounds = self.fold.graph.micro_batches if op.op.kind == "input" else 1
+            self.fixed[at] += members * rounds * amounts
         elif lifetime.kind == "held":
             self.held[at] += members * amounts
         else:
