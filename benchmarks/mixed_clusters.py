@@ -11,9 +11,9 @@ For each cluster and model, seconds of a step by forecast on the cluster:
     ours              the searched plan, mode auto
     homogeneous_only  the plan searched for the machines of the one model that has the most FLOP/s together
     slowest_uniform   the best uniform dp x tp x pp plan, without and with ZeRO, for as many devices of the
-                      slowest model: what who knows no difference between devices would run. It is chosen
-                      there, among the numbers of micro-batches that the search itself takes first, and forecast
-                      on the real cluster, where the faster devices wait for the slowest
+                      slowest model: what who knows no difference between devices would run. The two best
+                      by estimate of each kind, over every second number of micro-batches, are forecast on
+                      the real cluster, where the faster devices wait for the slowest
 
 Efficiencies of the devices are partly estimates (see the files), so are the ratios. With --quick the models
 have a quarter of the layers and searches 10 s each.

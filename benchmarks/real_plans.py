@@ -1,19 +1,21 @@
 """Searched plans against all uniform plans, measured: 2 and 4 MPI ranks of this machine.
 
-    python -m benchmarks.real_plans [--clusters FILE2 FILE4] [--seconds 60] [--rounds 3] [--json FILE] [--quick]
+    python -m benchmarks.real_plans [--clusters FILE2 FILE4] [--seconds 60] [--rounds 3] [--only gpt]
+                                    [--json FILE] [--quick]
 
 First `distgraph profile` measures the machine with as many ranks (unless --clusters names files that it
 wrote). Then for a GPT, a conv net and a mixture of experts the search (mode auto) makes a plan, and every
 uniform plan is made beside: equal pipeline stages, dp x tp on each, batch split over dp, without ZeRO, with
 optimiser states split, with parameters split too, in each of 1, 2 and 4 micro-batches; the same program once.
-All of them run, each in processes of its own with one BLAS thread a rank, in turns over several rounds. A step
-takes as long as on the slowest rank; what counts is the median over all rounds.
+All of them run, each in processes of its own with one BLAS thread a rank, in turns over several rounds. A
+step takes as long as on the slowest rank; what counts is the median over all rounds.
 
 Keys of the result: a list of {model, ranks, searched_seconds, best_uniform_seconds}, with the plans' names,
 forecasts and the load average beside. With more ranks than cores ranks wait for each other's time slices, and
 on a machine that others use, too: then the order of plans close to each other says little.
 
-With --quick: 2 ranks, a profile of 12 s, the three uniform plans that the estimate ranks first, one round.
+With --quick: 2 ranks, a profile and a search of 10 s each, the two uniform plans that the estimate ranks first,
+one round.
 
 History:
 """
@@ -186,7 +188,7 @@ def compared(name: str, cluster: Cluster, given: argparse.Namespace, folder: Pat
     training = MODELS[name].training()
     ranks = len(cluster.devices)
     plans = {"searched": search(training, cluster, SearchOptions(seconds=given.seconds))}
-    plans |= uniform_plans(training, cluster, 3 if given.quick else None)
+    plans |= uniform_plans(training, cluster, 2 if given.quick else None)
     files = {title: folder / f"{name}_{ranks}_{number}.json" for number, title in enumerate(plans)}
     for title, plan in plans.items():
         plan.save(files[title])
@@ -236,20 +238,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="2 ranks, few plans, one round")
     given = parser.parse_args()
+    if given.quick:
+        given.seconds = 10.0
     figures = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         files = given.clusters
         for ranks in () if files else (2,) if given.quick else (2, 4):
             file = str(folder / f"here{ranks}.yaml")
-            seconds = 12.0 if given.quick else given.seconds
-            if profile(Request(file, ranks=ranks, seconds=seconds, fresh=True)):
+            if profile(Request(file, ranks=ranks, seconds=given.seconds, fresh=True)):
                 sys.exit("the profile failed")
             files = [*files, file]
         for file in files:
             cluster = load_cluster(file)
-            for name in (name for name in MODELS if name.startswith(given.only)):
-                figures.append(compared(name, cluster, given, folder))
+            names = [name for name in MODELS if name.startswith(given.only)]
+            figures += [compared(name, cluster, given, folder) for name in names]
     print(json.dumps(figures))
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))

@@ -1,4 +1,4 @@
-"""Plans that the search finds: they train as one rank does and are not behind what they are compared with."""
+"""Plans that the search finds: they train as one rank does and are not behind what they are compared to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from searched import PROGRAMS, Net, Program, slow, two_by_two
 
 import distgraph as dg
 from distgraph.engine.inspection import check_step
-from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
+from distgraph.errors import InfeasibleError, ResourceError, ShardingError
 from distgraph.passes.search import cache as solved
 from distgraph.plan import Plan
 from distgraph.resources import load_cluster
@@ -144,6 +144,18 @@ def test_no_time_at_all() -> None:
     trains_as_one_rank(MLP, plan)
 
 
+def test_no_time_and_no_data_parallelism() -> None:
+    """Two samples for four devices: the first row of stages that fits, else an error that says so."""
+    program = PROGRAMS["conv"]
+    few = replace(program, batch=2)
+    plan = few.search(two_by_two(), seconds=0.0)
+    assert plan.search.status == "out of time"
+    assert plan.baselines == {"data parallel": "the batch has 2 samples, fewer than 4 devices"}
+    trains_as_one_rank(few, plan)
+    with pytest.raises(InfeasibleError, match="no plan that fits cluster boxes was found in 0 s"):
+        few.search(two_by_two(memory="1 KiB"), seconds=0.0)
+
+
 def test_the_same_plan_again_from_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = found("mlp")
     assert list(folder.glob("*.json"))
@@ -174,5 +186,5 @@ def test_resource_files(tmp_path: Path) -> None:
 
 def test_an_unfit_cluster() -> None:
     """A device without numbers for matmuls of the dtype of the program."""
-    with pytest.raises(DistGraphError, match="f64"):
+    with pytest.raises(ResourceError, match=r"machines\[0\]\.devices\..*f64"):
         MLP.search(machines(2, 2))
