@@ -14,7 +14,7 @@ Keys of the result: a list of {model, ranks, searched_seconds, best_uniform_seco
 forecasts and the load average beside. With more ranks than cores ranks wait for each other's time slices, and
 on a machine that others use, too: then the order of plans close to each other says little.
 
-With --quick: 2 ranks, a profile and a search of 10 s each, the two uniform plans that the estimate ranks first,
+With --quick: 2 ranks, a profile and a search of 10 s each, the two uniform plans ranked first by estimate,
 one round.
 
 History:

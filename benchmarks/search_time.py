@@ -3,8 +3,8 @@
     python benchmarks/search_time.py [--only NAME] [--limit SECONDS] [--json FILE] [--quick] [--profile FILE]
 
 Every case runs in a process of its own and starts from nothing, the cache of solved problems off. Its time
-is that of `search` (mode auto: trace, layers, layouts, stages, micro-batches, recomputation, the uniform plans
-that the answer is compared with, all forecasts), without imports, model and cluster.
+is that of `search` (mode auto: trace, layers, layouts, stages, micro-batches, recomputation, uniform plans to
+compare with, all forecasts), without imports, model and cluster.
 `seconds` are of the clock; CPU seconds stand beside them, for other work on the machine changes those less.
 
     gpt39b_64          GPT-39B of the Alpa paper (table 4), batch 1024, on its 8 x p3.16xlarge. Alpa: hours
