@@ -1,0 +1,109 @@
+"""Parts of the search by themselves: uniform rows, neighbours of a row, pools, borders, restrictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from clusters import cluster_of
+from searched import CHAIN, PROGRAMS, mixed, two_by_two
+
+from distgraph.engine.searching.neighbours import neighbours
+from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
+from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
+from distgraph.engine.searching.uniform import best_uniform, uniform_rows
+from distgraph.passes.search.cache import VARIABLE
+
+ONE, TWO = Shape((("dp", 1),)), Shape((("dp", 2),))
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    """Of the perceptron on two machines of two devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("solved")))
+        cluster = two_by_two()
+        yield Oracle(PROGRAMS["mlp"].training(), cluster, pools_of(cluster))
+
+
+@pytest.mark.parametrize("restriction", ["uniform", "zero1", "zero3", "none"])
+def test_the_best_uniform_row_is_the_best_of_all(oracle: Oracle, restriction: Restriction) -> None:
+    every = [row for count in (1, 2) for row in uniform_rows(oracle, count, restriction)]
+    best = best_uniform(oracle, [1, 2], restriction)
+    assert best is not None
+    assert best.estimate == min(row.estimate for row in every)
+    shapes = {(str(row.stages[0].shape), len(row.stages)) for row in every}
+    assert shapes == {
+        ("dp=4", 1),
+        ("dp=2 x tp=2", 1),
+        ("dp=2", 2),
+        ("tp=2", 2),
+    }  # three layers: not four stages
+
+
+def test_uniform_rows_split_what_they_say(oracle: Oracle) -> None:
+    """dp splits inputs by the batch; parameters only with zero3, states from zero1 on."""
+    split: dict[str, set[str]] = {}
+    for restriction in ("uniform", "zero1", "zero3"):
+        row = next(r for r in uniform_rows(oracle, 1, restriction) if str(r.stages[0].shape) == "dp=4")
+        graph = realize(row, oracle).completed
+        kinds = ("input", "param", "state")
+        split[restriction] = {
+            op.kind
+            for op in graph.sources(*kinds)
+            if any("dp" in dim for dim in graph.attrs[op.result.name].spec.dims)
+        }
+        (x,) = (op for op in graph.sources("input") if op.attrs["name"] == "x")
+        assert graph.attrs[x.result.name].spec.dims == (("dp",), ())
+    assert split["uniform"] == {"input"}
+    assert split["zero1"] <= {"input", "state"}
+    assert "param" in split["zero3"]
+
+
+def row(*stages: StageChoice, micro_batches: int = 2) -> Proposal:
+    return Proposal("search", micro_batches, "1f1b", stages, (), "none", 0.0)
+
+
+def borders(proposal: Proposal) -> list[tuple[int, tuple[int, ...]]]:
+    return [(stage.stop, stage.devices) for stage in proposal.stages]
+
+
+def test_neighbours_of_a_row() -> None:
+    given = row(StageChoice(0, 2, (0, 1), TWO), StageChoice(2, 3, (2,), ONE), StageChoice(3, 6, (3,), ONE))
+    assert [borders(found) for found in neighbours(given)] == [
+        [(1, (0, 1)), (3, (2,)), (6, (3,))],
+        [(2, (0, 1)), (4, (2,)), (6, (3,))],
+        [(1, (2,)), (3, (0, 1)), (6, (3,))],
+        [(2, (0, 1)), (5, (3,)), (6, (2,))],
+        [(3, (3,)), (4, (2,)), (6, (0, 1))],
+    ]
+    for found in neighbours(given):
+        assert [stage.first for stage in found.stages] == [0, *(stage.stop for stage in found.stages[:-1])]
+
+
+def test_neighbours_by_micro_batches() -> None:
+    one = row(StageChoice(0, 3, (0,), ONE), micro_batches=2)
+    assert [found.micro_batches for found in neighbours(one, (1, 2, 8, 4))] == [1, 4, 8]
+    assert list(neighbours(one)) == []
+    priced = row(StageChoice(0, 3, (0,), ONE, memory_price=1.0))
+    assert list(neighbours(priced, (1, 2))) == []
+
+
+def test_pools_and_what_stages_may_take_of_them() -> None:
+    cluster = cluster_of(mixed(0.5, 4, 2))
+    pools = pools_of(cluster)
+    assert [(pool.name, pool.machines) for pool in pools] == [("G", ((0, 1, 2, 3),)), ("H", ((4, 5),))]
+    assert [submesh.sizes for submesh in submeshes_of(pools)] == [(1, 0), (2, 0), (4, 0), (0, 1), (0, 2)]
+    assert micro_batch_counts(7) == (7, 1)
+    assert micro_batch_counts(96) == (96, 48, 24, 12, 6, 3, 1)
+
+
+def test_bytes_across_borders_of_a_chain() -> None:
+    """Behind each linear layer its output and the gradient of that: rows x 24 doubles each."""
+    cluster = two_by_two()
+    traced = Oracle(CHAIN.training(), cluster, pools_of(cluster)).traced(2)
+    assert len(traced.layers) == 5
+    np.testing.assert_array_equal(traced.crossing, 2 * 8 * (CHAIN.batch // 2) * 24)
