@@ -124,6 +124,8 @@ class Searcher:
             yield from self._uniform()
             yield from self._others(annotated)
         yield from self._explained()
+        if not self.forecasts:  # the error tells how much is missing
+            yield from self._data_parallel(eligible=not annotated, hopeless=True)
         if self.best is None:
             raise InfeasibleError(self._nothing_fits())
 
@@ -195,15 +197,27 @@ class Searcher:
             yield Event(f"layouts on the annotated meshes, {micro} micro-batches")
             yield self._judged(on_annotated(self.oracle, micro, recompute, share))
 
-    def _data_parallel(self, eligible: bool) -> Iterator[Event]:
-        """Plain data parallelism on all devices, from completion alone; not `eligible` where annotations say
-        otherwise."""
+    def _data_parallel(self, eligible: bool, hopeless: bool = False) -> Iterator[Event]:
+        """Plain data parallelism on all devices, from completion alone.
+
+        Args:
+            eligible: whether it may be the answer; not where annotations say otherwise.
+            hopeless: build it also where parameters and states alone are too large.
+        """
         ranks = len(self.cluster.devices)
         name, micro = "data parallel", 1
         if self.training.size < ranks:
             self.baselines[name] = f"the batch has {self.training.size} samples, fewer than {ranks} devices"
             return
         traced = self.oracle.traced(micro)
+        held = sum(op.result.nbytes for op in traced.graph.sources("param", "state"))
+        missing = held - min(device.memory for device in self.cluster.devices)
+        if missing > 0 and not hopeless:
+            self.baselines[name] = (
+                f"out of memory by at least {format_bytes(missing)}: every device would hold all parameters "
+                f"and states"
+            )
+            return
         mesh = ProcessMesh.grid(dp=ranks)
         try:
             completed = replace(complete(plain(traced.graph, mesh), mesh), micro_batches=micro)
