@@ -110,7 +110,7 @@ def problem(case: Case) -> tuple[Any, Any]:
     return training(GPT(config), batch, config.sequence), cluster
 
 
-def searched(case: Case, limit: float) -> dict[str, Any]:
+def searched(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     """A search of everything."""
     from distgraph.engine.planning import SearchOptions, search
 
@@ -120,6 +120,8 @@ def searched(case: Case, limit: float) -> dict[str, Any]:
 
     def watch(progress: Any) -> None:
         lines.append(f"{time.process_time() - cpu:8.1f} CPU s  {progress}")
+        if verbose:
+            print(f"    {lines[-1]}", flush=True)
 
     plan = search(program, cluster, SearchOptions(seconds=limit, watch=watch))
     seconds, used = time.perf_counter() - start, time.process_time() - cpu
@@ -136,7 +138,7 @@ def searched(case: Case, limit: float) -> dict[str, Any]:
     }
 
 
-def layouts(case: Case, limit: float) -> dict[str, Any]:
+def layouts(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     """The layouts of everything on one mesh of 8 x 8."""
     from distgraph.mesh import ProcessMesh
     from distgraph.models import Llama
@@ -161,6 +163,8 @@ def layouts(case: Case, limit: float) -> dict[str, Any]:
     found.decode(solution.choice)
     seconds, used = time.perf_counter() - start, time.process_time() - cpu
     lines.append(f"{used:8.1f} CPU s  {solution.status}, gap {solution.gap:.2%}")
+    if verbose:
+        print("\n".join(f"    {line}" for line in lines), flush=True)
     return {
         "seconds": seconds,
         "cpu_seconds": used,
@@ -173,12 +177,12 @@ def layouts(case: Case, limit: float) -> dict[str, Any]:
     }
 
 
-def run(case: Case, limit: float, profile: str | None) -> dict[str, Any]:
+def run(case: Case, limit: float, profile: str | None, verbose: bool) -> dict[str, Any]:
     """One case in this process."""
     os.environ["DISTGRAPH_CACHE"] = "off"
-    work: Callable[[Case, float], dict[str, Any]] = layouts if case.model == "llama8b" else searched
+    work: Callable[[Case, float, bool], dict[str, Any]] = layouts if case.model == "llama8b" else searched
     profiler = cProfile.Profile(time.process_time) if profile else None
-    found = profiler.runcall(work, case, limit) if profiler else work(case, limit)
+    found = profiler.runcall(work, case, limit, verbose) if profiler else work(case, limit, verbose)
     if profiler is not None and profile is not None:
         with Path(profile).open("w") as out:
             pstats.Stats(profiler, stream=out).sort_stats("cumulative").print_stats(90)
@@ -190,14 +194,12 @@ def run(case: Case, limit: float, profile: str | None) -> dict[str, Any]:
 def measured(name: str, case: Case, limit: float, profile: str | None, verbose: bool) -> dict[str, Any]:
     """One case in a process of its own, printed."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(run, (case, limit, profile))
+        found = pool.apply(run, (case, limit, profile, verbose))
     print(
         f"{name:<26}{found['seconds']:>9.1f}{found['cpu_seconds']:>9.1f}{found['rss_gib']:>9.2f}"
         f"{found['step_seconds']:>10.4g}{found['stages']:>8}{found['micro_batches']:>7}  {found['status']}",
         flush=True,
     )
-    if verbose:
-        print("\n".join(f"    {line}" for line in found["log"]), flush=True)
     return {"name": name, **dataclasses.asdict(case), **found}
 
 
