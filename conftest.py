@@ -1,5 +1,5 @@
-"""Keeps the doctest collection of the package away from modules that need a device library at import,
-and what tests solve out of the cache of the user."""
+"""Keeps the doctest collection away from modules that need a device library at import and from programs that
+tests run with another framework, and what tests solve out of the cache of the user."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent / "distgraph"
 NEEDS_DEVICE = {"cupy", "mpi4py"}
+OTHERS = {"torch", "jax"}
 os.environ["DISTGRAPH_CACHE"] = "off"
 
 
@@ -27,6 +28,7 @@ def imported_roots(source: str) -> set[str]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Collecting doctests imports: importing mpi4py starts MPI, importing cupy wants a GPU's libraries."""
-    if collection_path.suffix != ".py" or PACKAGE not in collection_path.parents:
+    if collection_path.suffix != ".py":
         return None
-    return True if imported_roots(collection_path.read_text()) & NEEDS_DEVICE else None
+    wants = NEEDS_DEVICE if PACKAGE in collection_path.parents else OTHERS
+    return True if imported_roots(collection_path.read_text()) & wants else None
