@@ -18,7 +18,10 @@ For each cluster and model, seconds of a step by forecast on the cluster:
 Efficiencies of the devices are partly estimates (see the files), so are the ratios. With --quick the models
 have a quarter of the layers and searches 10 s each.
 
-History:
+History (2 cores shared with other work, load about 4):
+  first version, 60 s a search     a100_v100: 1.10 and 1.74 times as fast (GPT-1.3B), 1.10 and 1.95 (GPT-6.7B)
+                --quick            unequal: 0.65 and 0.86: in 10 s only one number of micro-batches, on small
+                                   sub-meshes, was looked at
 """
 
 from __future__ import annotations

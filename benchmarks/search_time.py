@@ -17,7 +17,12 @@ Targets: 30 s, 5 s, 60 s, 120 s. The DGX pods are those of resources/files with 
 are round numbers that decide what is chosen, hardly how long that takes. With --quick the first two only, the
 search of the first with fewer layers (12 of 48: repeated layers are folded, so it does almost the same work).
 
-History (2 cores shared with other work, load above 10, so CPU seconds):
+History (2 cores shared with other work, load about 4, so CPU seconds; searches of everything were cut off by
+--limit, so that these are no figures of a finished search):
+  first version, under a profiler            gpt39b: 116 for one number of micro-batches, 187 for uniform rows
+  uniform rows by a bound, folds once, data parallelism that cannot fit not built
+                                             gpt39b: 28 for one number; 61 at a limit of 100 s
+                                             gpt175b: 46 and 32 for two numbers; llama8b layouts: 1.6
 """
 
 from __future__ import annotations
