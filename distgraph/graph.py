@@ -14,7 +14,7 @@ from distgraph.dtypes import itemsize
 from distgraph.errors import GraphError
 from distgraph.mesh import ProcessMesh
 from distgraph.printing import print_graph
-from distgraph.rule import OpLayout
+from distgraph.rule import OpLayout, Rule
 from distgraph.spec import DistAttr
 
 ROLES = ("data", "forward", "backward", "optimize")
@@ -69,6 +69,7 @@ class Op:
     source: str = ""
     link: str = ""
     layout: OpLayout | None = None
+    _rule: Rule | None = field(default=None, init=False, repr=False, compare=False)  # see ops.rule_of
 
     @property
     def name(self) -> str:

@@ -56,12 +56,17 @@ class Rule:
 
     def reduced(self, result: int) -> frozenset[str]:
         """Indices of the operands that one result lacks: splitting them makes that result partial."""
-        present = {i for dim in self.results[result] for i in dim}
-        return frozenset(i for term in self.operands for dim in term for i in dim if i not in present)
+        return _reduced(self, result)
 
     def dims_of(self, index: str) -> tuple[tuple[bool, int, int], ...]:
         """Every (is_result, tensor, dim) that carries an index."""
         return _dims_of(self, index)
+
+
+@lru_cache(maxsize=65536)
+def _reduced(rule: Rule, result: int) -> frozenset[str]:
+    present = {i for dim in rule.results[result] for i in dim}
+    return frozenset(i for term in rule.operands for dim in term for i in dim if i not in present)
 
 
 @lru_cache(maxsize=65536)

@@ -137,10 +137,7 @@ class ShardSpec:
 
     def bounds(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[tuple[int, int], ...]:
         """(start, stop) of a rank's block on every dim."""
-        return tuple(
-            shard_bounds(size, mesh.count(dim), mesh.index(rank, dim)) if dim else (0, size)
-            for size, dim in zip(shape, self.dims, strict=True)
-        )
+        return _bounds(self, tuple(shape), mesh, rank)
 
     def slices(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[slice, ...]:
         """Index of a rank's block in the global tensor."""
@@ -161,6 +158,16 @@ class ShardSpec:
         if not self.partial:
             return body
         return f"{body} partial({', '.join(a if k == 'sum' else f'{a}:{k}' for a, k in self.partial)})"
+
+
+@lru_cache(maxsize=65536)
+def _bounds(
+    spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh, rank: int
+) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        shard_bounds(size, mesh.count(dim), mesh.index(rank, dim)) if dim else (0, size)
+        for size, dim in zip(shape, spec.dims, strict=True)
+    )
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from distgraph.collecting import collector_paused
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import rule_of
@@ -35,6 +36,7 @@ from distgraph.spec import DistAttr, Origin, ShardSpec
 _ROUNDS = 4  # a decomposition may bring a fused op of its own whose dim is split
 
 
+@collector_paused()
 def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "data") -> Graph:
     """Give every value and op its layout.
 

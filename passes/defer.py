@@ -38,21 +38,21 @@ def produced_partials(op: Op, layout: OpLayout) -> dict[str, frozenset[str]]:
 
 def deferred(graph: Graph, settled: Settled, layouts: Mapping[str, OpLayout]) -> Kept:
     """(value, axis) pairs whose reduction waits for the readers."""
-    candidates = _candidates(graph, layouts)
+    own = {op.name: produced_partials(op, layouts[op.name]) for op in graph.ops}
+    candidates = _candidates(graph, layouts, own)
     kept: Kept = {
         (name, axis)
         for name, axes in candidates.items()
         for axis in axes
         if name not in graph.attrs and name not in graph.kept and graph.users[name]
     }
-    own = {name: axes for op in graph.ops for name, axes in produced_partials(op, layouts[op.name]).items()}
     waiting = sorted(kept)
     while waiting:
         name, axis = waiting.pop()
         if (name, axis) not in kept:
             continue
         producer = graph.producers[name]
-        made = axis in own.get(name, ()) or any(
+        made = axis in own[producer.name].get(name, ()) or any(
             passing_group(producer, v.name, axis, kept, layouts) is not None for v in producer.operands
         )
         if made and all(passing_group(op, name, axis, kept, layouts) is not None for op in graph.users[name]):
@@ -121,13 +121,15 @@ def passing_group(op: Op, name: str, axis: str, kept: Kept, layouts: Mapping[str
     return None
 
 
-def _candidates(graph: Graph, layouts: Mapping[str, OpLayout]) -> dict[str, frozenset[str]]:
+def _candidates(
+    graph: Graph, layouts: Mapping[str, OpLayout], own: Mapping[str, Mapping[str, frozenset[str]]]
+) -> dict[str, frozenset[str]]:
     """Upper bound: partial by the op itself, or by a linear op all of whose group's operands are
     candidates."""
     found: dict[str, frozenset[str]] = {}
     for op in graph.ops:
         layout = layouts[op.name]
-        found.update(produced_partials(op, layout))
+        found.update(own[op.name])
         if lookup(op.kind).cost in _COSTLY or len(op.results) != 1 or op.kind == "reshard":
             continue
         for group in linear_groups(op):

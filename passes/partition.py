@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.collecting import collector_paused
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import local_attrs, window_bounds
@@ -94,6 +95,7 @@ class RankProgram:
         return total
 
 
+@collector_paused()
 def partition(parts: Parts, rank: int) -> RankProgram:
     """The program of one rank."""
     graph = parts.graph

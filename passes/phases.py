@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from distgraph.collecting import collector_paused
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import lookup
@@ -77,6 +78,7 @@ class _State:
     tail: set[str] = field(default_factory=set)
 
 
+@collector_paused()
 def phases(graph: Graph) -> Parts:
     """Tasks of a lowered graph."""
     places: dict[frozenset[int], ProcessMesh] = {}

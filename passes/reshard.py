@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from distgraph.collecting import collector_paused
 from distgraph.dtypes import itemsize
 from distgraph.errors import GraphError
 from distgraph.graph import SOURCES, Graph, Op, Value
@@ -47,6 +48,7 @@ class Shared(dict[Key, Value]):
         self.landings = landings
 
 
+@collector_paused()
 def reshard(graph: Graph) -> Graph:
     """Insert reshard ops. Raises GraphError when the graph is not completed."""
     attrs = dict(graph.attrs)
@@ -157,11 +159,14 @@ def _landings(graph: Graph, attrs: Mapping[str, DistAttr]) -> Landings:
     """Where values go once that ops of another mesh read in several layouts."""
     wanted: dict[tuple[str, ProcessMesh], dict[DistAttr, None]] = {}
     for op in graph.ops:
-        if op.kind == "reshard":
+        if op.kind == "reshard" or op.layout is None:
             continue
+        ranks = op.layout.mesh.rank_set
         for position, value in enumerate(op.operands):
+            if attrs[value.name].mesh.rank_set == ranks:
+                continue
             there = _wanted(op, position)
-            if there.mesh.rank_set != attrs[value.name].mesh.rank_set and not there.spec.partial:
+            if not there.spec.partial:
                 wanted.setdefault((value.name, there.mesh), {}).setdefault(there)
     return {
         key: landing

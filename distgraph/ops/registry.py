@@ -211,12 +211,15 @@ class _Same:
 
 
 def rule_of(op: Op) -> Rule:
-    """The bound index rule of an op (cached on kind, shapes and attrs)."""
+    """The bound index rule of an op: kept with the op, and shared by ops of one kind, shapes and attrs."""
+    if op._rule is not None:
+        return op._rule
     # what a source holds (perhaps megabytes) has no part in its rule
     key = () if op.kind in SOURCES else tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
-    return _rule(
-        op.kind, tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results), key, _Box(op.attrs)
-    )
+    operands, results = tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results)
+    rule = _rule(op.kind, operands, results, key, _Box(op.attrs))
+    object.__setattr__(op, "_rule", rule)  # it follows from the other fields, so nothing changes
+    return rule
 
 
 class _Box:
