@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -79,14 +80,15 @@ def padded(xp: Namespace, x: Array, window: Window, value: float = 0.0) -> Array
     """``x`` with its spatial dims padded; ``x`` itself where there is nothing to pad."""
     if not any(a or b for a, b in window.padding):
         return x
-    return xp.pad(x, ((0, 0), (0, 0), *window.padding), constant_values=value)
+    wide = xp.full((*x.shape[:2], *_padded_size(window)), value, x.dtype)  # `xp.pad` does the same, slower
+    wide[_inside(window)] = x
+    return wide
 
 
 def spread(xp: Namespace, dx: Array, window: Window) -> Array:
     """Zeros of the shape of a block of inputs with its padding: ``dx`` itself where there is none."""
     if any(a or b for a, b in window.padding):
-        wide = [i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True)]
-        return xp.zeros((*dx.shape[:2], *wide), dx.dtype)
+        return xp.zeros((*dx.shape[:2], *_padded_size(window)), dx.dtype)
     dx[...] = 0
     return dx
 
@@ -94,20 +96,31 @@ def spread(xp: Namespace, dx: Array, window: Window) -> Array:
 def gather(dx: Array, wide: Array, window: Window) -> None:
     """dx = ``wide``, made by `spread`, without its padding."""
     if wide is not dx:
-        inner = (slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
-        dx[...] = wide[(ALL, ALL, *inner)]
+        dx[...] = wide[_inside(window)]
 
 
-def positions(window: Window) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+def _padded_size(window: Window) -> tuple[int, ...]:
+    return tuple(i + a + b for i, (a, b) in zip(window.input, window.padding, strict=True))
+
+
+def _inside(window: Window) -> tuple[slice, ...]:
+    """Index of the input in itself padded."""
+    return ALL, ALL, *(slice(a, a + i) for i, (a, _) in zip(window.input, window.padding, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def positions(window: Window) -> tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...]:
     """Each place in the window, with the slices of the padded input that it meets over all outputs."""
-    for place in product(*(range(k) for k in window.kernel)):
-        yield (
+    spaced = tuple(zip(window.dilation, window.output, window.stride, strict=True))
+    return tuple(
+        (
             place,
             tuple(
-                slice(p * d, p * d + (o - 1) * s + 1, s)
-                for p, d, o, s in zip(place, window.dilation, window.output, window.stride, strict=True)
+                slice(p * d, p * d + (o - 1) * s + 1, s) for p, (d, o, s) in zip(place, spaced, strict=True)
             ),
         )
+        for place in product(*(range(k) for k in window.kernel))
+    )
 
 
 def _columns(xp: Namespace, x: Array, window: Window) -> Array:
