@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from distgraph import __version__
 from distgraph.engine.given import VARIABLE, giving
 from distgraph.engine.inspection import check_script
 from distgraph.engine.planning import Progress, SearchOptions
@@ -29,13 +31,27 @@ from distgraph.text import parse_graph, print_graph
 
 app = typer.Typer(
     name="distgraph",
-    help="Distributed training programs from serial ones.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 _PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; also behind the script.")
 _PASS_ON = {"allow_interspersed_args": False}  # options after the script are the script's
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"distgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Distributed training programs from serial ones."""
 
 
 @app.command(context_settings=_PASS_ON)
@@ -48,6 +64,8 @@ def run(
     plan: Annotated[str, _PLAN] = "",
 ) -> None:
     """Run a script on N MPI ranks of this machine."""
+    if ranks is None:
+        _refuse("run", "-n", script, args)
     plan, left = _with_plan(plan, args)
     command = [script, *left]
     if not plan:
@@ -67,6 +85,8 @@ def check(
     plan: Annotated[str, _PLAN] = "",
 ) -> None:
     """Compare partitioned with serial on the first batch of a script, value by value."""
+    if not samples:
+        _refuse("check", "--samples", script, args)
     plan, left = _with_plan(plan, args)
     with giving(Plan.load(plan) if plan else None):
         report = check_script(script, left, samples)
@@ -213,16 +233,39 @@ def cluster(
         typer.echo(describe(load_cluster(shipped)).partition("\n")[0])
 
 
+def _refuse(command: str, option: str, script: str, args: list[str] | None) -> None:
+    """Ours behind the script and nowhere else: a slip, unless -- says that it is the script's.
+
+    Raises:
+        GraphError: the option is there, as `-n 2`, `-n2` or `-n=2`.
+    """
+    ours, _ = _ours(args)
+    for position, word in enumerate(ours):
+        if not re.fullmatch(rf"{option}(=.*|\d+)?", word):
+            continue
+        said = " ".join(ours[position : position + 1 + (word == option)])
+        raise GraphError(
+            f"{command}: {said} stands behind {script}, where options are the script's; write distgraph "
+            f"{command} {said} {script}, or, if it is the script's, distgraph {command} {script} -- {said}"
+        )
+
+
 def _with_plan(plan: str, args: list[str] | None) -> tuple[str, list[str]]:
     """A plan that stands behind the script is ours too; what follows -- is the script's alone."""
-    left = list(args or ())
-    end = left.index("--") if "--" in left else len(left)
-    for position, word in enumerate(left[:end]):
+    ours, rest = _ours(args)
+    for position, word in enumerate(ours):
         if word.startswith("--plan="):
-            return word.removeprefix("--plan="), left[:position] + left[position + 1 :]
-        if word == "--plan" and position + 1 < end:
-            return left[position + 1], left[:position] + left[position + 2 :]
-    return plan, left
+            return word.removeprefix("--plan="), [*ours[:position], *ours[position + 1 :], *rest]
+        if word == "--plan" and position + 1 < len(ours):
+            return ours[position + 1], [*ours[:position], *ours[position + 2 :], *rest]
+    return plan, [*ours, *rest]
+
+
+def _ours(args: list[str] | None) -> tuple[list[str], list[str]]:
+    """Arguments before and after the first --, which is ours too."""
+    words = list(args or ())
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
 
 
 def _read(file: str) -> str:

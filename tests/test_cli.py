@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from small_graphs import mlp
 from typer.testing import CliRunner
 
+import distgraph
 from distgraph import cli
 from distgraph.resources import shipped_clusters
 from distgraph.text import parse_graph, print_graph
@@ -186,6 +188,38 @@ def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
     code, _ = invoke("run", "-n", "3", "train.py", "-n", "9", "--flag")
     assert code == 7
     assert seen == [(3, ["train.py", "-n", "9", "--flag"])]
+
+
+@pytest.mark.parametrize("given", [["-n", "2"], ["-n2"], ["-n=2"], ["-v", "-n", "2"]])
+def test_ranks_behind_the_script_are_refused_unless_they_are_the_script_s(given, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "launch", lambda n, argv: seen.append((n, argv)) or 0)
+    code, output = invoke("run", "train.py", *given)
+    said = " ".join(word for word in given if word != "-v")
+    assert code == 1
+    assert f"run: {said} stands behind train.py" in output
+    assert f"write distgraph run {said} train.py, or" in output
+    assert f"distgraph run train.py -- {said}" in output
+    assert seen == []
+    assert invoke("run", "train.py", "--", *given)[0] == 0
+    assert invoke("run", "train.py", "-v", "--n", "2", "--", "--", "-n")[0] == 0
+    assert seen == [(1, ["train.py", *given]), (1, ["train.py", "-v", "--n", "2", "--", "-n"])]
+
+
+def test_samples_behind_the_script_are_refused_unless_they_are_the_script_s(script):
+    code, output = invoke("check", str(script), "--samples", "3")
+    assert code == 1
+    assert f"check: --samples 3 stands behind {script}" in output
+    code, output = invoke("check", str(script), "--", "--samples", "3")
+    assert code == 0, output
+
+
+def test_version_is_that_of_the_package():
+    code, output = invoke("--version")
+    assert (code, output) == (0, f"distgraph {distgraph.__version__}\n")
+    metadata = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert metadata["project"]["dynamic"] == ["version"]
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "distgraph.__version__"}
 
 
 def test_a_mistake_is_no_traceback(tmp_path):

@@ -118,7 +118,7 @@ def test_run_takes_the_ranks_of_the_plan(planned: dict[str, str], monkeypatch: p
     ]
     monkeypatch.setattr("distgraph.cli.launch", lambda n, argv: seen.append((n, argv)) or 0)
     assert invoke("run", planned["plain"], "--", "--plan", "mine")[0] == 0
-    assert seen[-1] == (1, [planned["plain"], "--", "--plan", "mine"])
+    assert seen[-1] == (1, [planned["plain"], "--plan", "mine"])
     code, output = invoke("run", "-n", "2", "--plan", planned["plan"], planned["plain"])
     assert code == 1
     assert "needs 4 ranks but -n is 2; leave out -n" in output
