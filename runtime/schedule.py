@@ -20,7 +20,7 @@ Invariant: `parse(str(schedule)) == schedule`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distgraph.errors import GraphError, RuntimeFault
@@ -28,7 +28,7 @@ from distgraph.runtime.actor import Policy, resolve
 from distgraph.runtime.simulate import Timeline, simulate, symbols
 from distgraph.runtime.task import TaskGraph
 
-__all__ = ["Column", "RecordedOrder", "Schedule", "Step", "check", "parse", "schedule"]
+__all__ = ["Column", "Schedule", "Step", "check", "parse", "schedule"]
 
 _HEADER = re.compile(r"(?P<policy>\S+) n=(?P<columns>\d+) m=(?P<micro>\d+)")
 _LEGEND = re.compile(r"(?P<ranks>\d+(?:,\d+)*):(?P<names>(?: [A-Z][a-z]*=\S+)*)")
@@ -272,90 +272,3 @@ def check(
                 f"rank {rank} has {task} {micro} in its order after all its work is done; remove it"
             )
     return timeline
-
-
-class RecordedOrder:
-    """What one rank runs in one step, in the recorded order; iterate over it and report each start and end.
-
-    The reports are assertions: a runtime that runs anything else, or twice, or stops early, is told at once.
-
-    Args:
-        planned: the schedule.
-        rank: the rank.
-
-    Example:
-        >>> from distgraph.runtime.task import pipeline
-        >>> order = RecordedOrder(schedule(pipeline([(0,)], 1, optimize=False)), 0)
-        >>> for task, micro in order:
-        ...     order.started(task, micro)
-        ...     order.finished(task, micro)
-        >>> order.complete()
-    """
-
-    __slots__ = ("_position", "_running", "order", "rank")
-
-    def __init__(self, planned: Schedule, rank: int) -> None:
-        self.rank = rank
-        self.order = planned.order(rank)
-        self._position = 0
-        self._running = False
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        """The (task, micro-batch) pairs that are left; each must be reported started and finished before the
-        next."""
-        while self._position < len(self.order):
-            before = self._position
-            yield self.order[before]
-            if self._position != before + 1:
-                task, micro = self.order[before]
-                raise RuntimeFault(
-                    f"rank {self.rank} asked for its next task but {task} {micro} has not finished"
-                )
-
-    @property
-    def head(self) -> tuple[str, int] | None:
-        """What runs now or next; None at the end of the step."""
-        return self.order[self._position] if self._position < len(self.order) else None
-
-    def started(self, task: str, micro: int) -> None:
-        """Report that the rank begins a task.
-
-        Raises:
-            RuntimeFault: another task is next in the recorded order, or one is still running.
-        """
-        if self.head != (task, micro) or self._running:
-            raise RuntimeFault(
-                f"rank {self.rank} began {task} {micro} but its recorded order is at {self._where()}"
-            )
-        self._running = True
-
-    def finished(self, task: str, micro: int) -> None:
-        """Report that the task which was begun has ended.
-
-        Raises:
-            RuntimeFault: it was not begun.
-        """
-        if self.head != (task, micro) or not self._running:
-            raise RuntimeFault(
-                f"rank {self.rank} ended {task} {micro} but its recorded order is at {self._where()}"
-            )
-        self._running = False
-        self._position += 1
-
-    def complete(self) -> None:
-        """Assert that the whole step has run.
-
-        Raises:
-            RuntimeFault: something is left.
-        """
-        if self.head is not None:
-            left = len(self.order) - self._position
-            raise RuntimeFault(
-                f"rank {self.rank} stopped with {left} tasks left; its recorded order is at {self._where()}"
-            )
-
-    def _where(self) -> str:
-        if self.head is None:
-            return "its end"
-        task, micro = self.head
-        return f"{task} {micro}, {'running' if self._running else 'not begun'}"

@@ -8,7 +8,7 @@ result is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distgraph.dtypes import to_numpy
@@ -18,7 +18,7 @@ from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
 from distgraph.runtime.recording import Recorder
-from distgraph.runtime.schedule import RecordedOrder, Schedule
+from distgraph.runtime.schedule import Schedule
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.transport import Transport
 
@@ -55,16 +55,17 @@ class Worker:
         xp: Any,
         sources: Mapping[str, Any],
     ) -> None:
-        self.program, self.schedule, self.xp = program, schedule, xp
+        self.program, self.xp = program, xp
         self._transport = transport
-        order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
-        self.storage = plan_storage(program, order)
+        self._order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
+        self.storage = plan_storage(program, self._order)
         self.arena = Arena({}, {}, {}, {}, {})
         self._allocate(sources)
         self.tasks: dict[str, CompiledTask] = {
             task.name: compile_task(task, program, self.storage, self.arena, transport, xp)
             for task in program.tasks
         }
+        self._once = {task.name for task in program.tasks if not task.per_micro}
         self._outputs = [
             (label, value) for label, value in program.graph.outputs if value.name in program.types
         ]
@@ -151,17 +152,15 @@ class Worker:
             label: [] if value.name in self._home else [self._block(value, m).copy() for m in range(last + 1)]
             for label, value in self._per_micro
         }
-        record = RecordedOrder(self.schedule, self.program.rank) if self.program.tasks else None
-        order: Sequence[tuple[str, int]] = record.order if record is not None else ()
+        order = self._order
         if order:
             post(*order[0], self.tasks[order[0][0]].post)
-        per_micro = {task.name: task.per_micro for task in self.program.tasks}
         for position, (name, m) in enumerate(order):
             if position + 1 < len(order):
                 following, at = order[position + 1]
                 post(following, at, self.tasks[following].post)
             task = self.tasks[name]
-            run(name, m, task.last if m == last or not per_micro[name] else task.body)
+            run(name, m, task.last if m == last or name in self._once else task.body)
             for label, value in self._per_micro:
                 if self._home.get(value.name) == name:
                     if (value.name, m) in arena.pending:  # a collective leaves it

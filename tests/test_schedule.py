@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_simulate import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.schedule import RecordedOrder, Schedule, check, parse, schedule
+from distgraph.runtime.schedule import Schedule, check, parse, schedule
 from distgraph.runtime.task import Edge, Task, TaskGraph, pipeline
 
 FILE = (
@@ -183,47 +183,6 @@ def test_malformed_text(text: str, message: str) -> None:
     with pytest.raises(GraphError) as error:
         parse(text)
     assert message in str(error.value)
-
-
-def test_the_recorded_order_is_followed_and_watched() -> None:
-    planned = schedule(plain(2, 2))
-    order = RecordedOrder(planned, 1)
-    seen = []
-    for task, micro in order:
-        order.started(task, micro)
-        with pytest.raises(
-            RuntimeFault, match=f"rank 1 began {task} {micro} but its recorded order is at .*running"
-        ):
-            order.started(task, micro)
-        order.finished(task, micro)
-        seen.append((task, micro))
-    assert tuple(seen) == planned.order(1)
-    assert order.head is None
-    order.complete()
-    with pytest.raises(
-        RuntimeFault, match=r"rank 1 began forward\.s1 0 but its recorded order is at its end"
-    ):
-        order.started("forward.s1", 0)
-
-
-def test_leaving_the_recorded_order_is_told_at_once() -> None:
-    order = RecordedOrder(schedule(plain(2, 2)), 0)
-    with pytest.raises(
-        RuntimeFault, match=r"rank 0 began forward\.s0 1 but .* is at forward\.s0 0, not begun"
-    ):
-        order.started("forward.s0", 1)
-    with pytest.raises(
-        RuntimeFault, match=r"rank 0 ended forward\.s0 0 but .* is at forward\.s0 0, not begun"
-    ):
-        order.finished("forward.s0", 0)
-    with pytest.raises(RuntimeFault, match="rank 0 stopped with 4 tasks left"):
-        order.complete()
-    steps = iter(order)
-    order.started(*next(steps))
-    with pytest.raises(
-        RuntimeFault, match=r"rank 0 asked for its next task but forward\.s0 0 has not finished"
-    ):
-        next(steps)
 
 
 def test_the_graphs_own_limits_may_deadlock_a_policy() -> None:
