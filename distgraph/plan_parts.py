@@ -79,7 +79,7 @@ class Stage:
         """The form in a file."""
         return Record(
             layers=spans(range(self.first, self.last)),
-            mesh=mesh_text(self.mesh),
+            mesh=self.mesh.described,
             ranks=spans(self.mesh.members),
             devices=spans(self.devices),
         )
@@ -91,13 +91,13 @@ class Stage:
         layers = node["layers"].read(parse_spans, 'numbers such as "0-11"')
         if layers != tuple(range(after, after + len(layers))):
             node["layers"].refuse(f"consecutive layers from {after} on")
-        sizes = node["mesh"].read(_parse_sizes, 'a mesh such as "dp=2, tp=4"')
+        sizes, weights = node["mesh"].read(_parse_axes, 'a mesh such as "dp=2, tp=4" or "dp=3:1"')
         ranks = node["ranks"].read(parse_spans, 'numbers such as "0-7"')
         shape = tuple(sizes.values())
         if len(ranks) != int(np.prod(shape)):
             node["ranks"].refuse(f"{int(np.prod(shape))} ranks, as many as the mesh has")
         try:
-            mesh = ProcessMesh(np.array(ranks).reshape(shape), tuple(sizes))
+            mesh = ProcessMesh(np.array(ranks).reshape(shape), tuple(sizes), weights)
         except ShardingError:
             node["ranks"].refuse("distinct ranks")
         devices = node["devices"].read(parse_spans, 'numbers such as "0-7"')
@@ -397,16 +397,15 @@ def optional(node: Node) -> float | None:
     return None if node.value is None else node.number()
 
 
-def mesh_text(mesh: ProcessMesh) -> str:
-    """`dp=2, tp=4`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
-
-
-def _parse_sizes(text: str) -> dict[str, int]:
-    sizes = {}
+def _parse_axes(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Sizes of axes, and weights of those that have some; see `ProcessMesh.described`."""
+    sizes, weights = {}, {}
     for part in text.split(","):
-        axis, _, size = part.partition("=")
-        sizes[axis.strip()] = int(size)
-        if int(size) < 1 or not axis.strip().isidentifier():
+        name, _, numbers = part.partition("=")
+        axis, given = name.strip(), tuple(int(number) for number in numbers.split(":"))
+        if min(given) < 1 or not axis.isidentifier():
             raise ValueError(text)
-    return sizes
+        sizes[axis] = given[0] if len(given) == 1 else len(given)
+        if len(given) > 1:
+            weights[axis] = given
+    return sizes, weights

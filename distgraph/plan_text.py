@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distgraph.folding import fold, spans, unfold
-from distgraph.plan_parts import Decision, LayerOps, mesh_text
+from distgraph.plan_parts import Decision, LayerOps
 
 if TYPE_CHECKING:
     from distgraph.plan import Plan
@@ -120,7 +120,7 @@ def _stage_text(plan: Plan, number: int) -> str:
         return "none"
     stage = plan.stages[number]
     layers, ranks = spans(range(stage.first, stage.last)) or "none", spans(stage.mesh.members)
-    return f"layers {layers} on ({mesh_text(stage.mesh)}) ranks {ranks}"
+    return f"layers {layers} on ({stage.mesh.described}) ranks {ranks}"
 
 
 def _tensor_text(plan: Plan, name: str) -> str:

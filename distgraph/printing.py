@@ -60,12 +60,11 @@ def print_op(graph: Graph, op: Op) -> str:
 
 
 def mesh_text(mesh: ProcessMesh) -> str:
-    """`(dp=2, tp=2) ranks 0..3`; other ranks are listed."""
-    body = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
+    """`(dp=2, tp=2) ranks 0..3`, with weights `(dp=3:1, tp=2) ranks 0..3`; other ranks are listed."""
     ranks = mesh.members
     consecutive = ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
     listed = f"{ranks[0]}..{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
-    return f"({body}) ranks {listed}"
+    return f"({mesh.described}) ranks {listed}"
 
 
 class _Printer:

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from distgraph.errors import GraphError
 from distgraph.mesh import ProcessMesh
-from distgraph.spec import ShardSpec, shard_bounds
+from distgraph.spec import ShardSpec
 
 Shape = tuple[int, ...]
 Term = tuple[tuple[str, ...], ...]  # per dim the indices it is made of, major to minor
@@ -261,8 +261,8 @@ def _dim_ok(dim: tuple[str, ...], sizes: Mapping[str, int], layout: OpLayout) ->
     minor_split = False
     for index in reversed(dim):
         axes, size = layout.of(index), sizes[index]
-        parts = layout.mesh.count(axes)
-        if minor_split and parts != size:
+        parts = layout.mesh.units(axes)
+        if minor_split and not parts == layout.mesh.count(axes) == size:
             return False  # something minor is split: everything major must be split down to single elements
         if parts > 1:
             if len(dim) > 1 and size % parts:
@@ -297,7 +297,7 @@ def bounds(rule: Rule, layout: OpLayout, rank: int, index: str) -> tuple[int, in
     axes = layout.of(index)
     mesh = layout.mesh
     return (
-        shard_bounds(rule.sizes[index], mesh.count(axes), mesh.index(rank, axes))
+        mesh.block(rule.sizes[index], axes, mesh.index(rank, axes))
         if axes
         else (0, rule.sizes[index])
     )
@@ -306,7 +306,7 @@ def bounds(rule: Rule, layout: OpLayout, rank: int, index: str) -> tuple[int, in
 def choices(rule: Rule, mesh: ProcessMesh, linear: Sequence[tuple[int, ...]] = ()) -> tuple[OpLayout, ...]:
     """Every legal layout of an op on a mesh: for each axis one index, a linear group, or nothing.
 
-    An axis never splits an index into more parts than it has positions. With two axes on one index the major
+    An axis never splits an index into more parts, or units of uneven parts, than it has positions. With two axes on one index the major
     one comes first in mesh order.
     """
     layouts = [OpLayout(mesh)]
@@ -317,7 +317,7 @@ def choices(rule: Rule, mesh: ProcessMesh, linear: Sequence[tuple[int, ...]] = (
                 axes = dict(layout.axes)
                 axes[index] = (*axes.get(index, ()), axis)
                 candidate = OpLayout(mesh, tuple(sorted(axes.items())), layout.partial)
-                if mesh.count(axes[index]) <= rule.sizes[index] and representable(rule, candidate):
+                if mesh.units(axes[index]) <= rule.sizes[index] and representable(rule, candidate):
                     grown.append(candidate)
             grown += [
                 OpLayout(mesh, layout.axes, (*layout.partial, (axis, group))) for group in range(len(linear))

@@ -19,7 +19,8 @@ UserDim = str | Sequence[str] | None
 class ShardSpec:
     """For each dim of a tensor the mesh axes that split it, major to minor; and the axes it is partial over.
 
-    A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty.
+    A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty. Axes
+    with weights cut unevenly, see `ProcessMesh`.
     Partial over an axis means: the true value is the reduction (sum, max, min, prod) of what the ranks along
     it hold.
     Frozen, hashable, and parseable from its own print.
@@ -165,7 +166,7 @@ def _bounds(
     spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh, rank: int
 ) -> tuple[tuple[int, int], ...]:
     return tuple(
-        shard_bounds(size, mesh.count(dim), mesh.index(rank, dim)) if dim else (0, size)
+        mesh.block(size, dim, mesh.index(rank, dim)) if dim else (0, size)
         for size, dim in zip(shape, spec.dims, strict=True)
     )
 

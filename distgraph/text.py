@@ -31,6 +31,7 @@ from distgraph.spec import DistAttr, Origin, ShardSpec
 __all__ = ["parse_graph", "print_graph", "print_op", "same_graph"]
 
 _FIRST_MESH = "m0"
+_Axis = tuple[str, int, tuple[int, ...]]  # name, size, weights where there are any
 
 
 def parse_graph(text: str) -> Graph:
@@ -176,19 +177,21 @@ class _Reader(Transformer[Token, Any]):
         return _assemble(_name(name), int(micro or 1), statements)
 
     def mesh(self, name: Token, sizes: Any, ranks: Sequence[int]) -> tuple[str, Any]:
-        axes, shape = [axis for axis, _ in sizes], [size for _, size in sizes]
+        axes, shape = [axis for axis, *_ in sizes], [size for _, size, _ in sizes]
+        weights = {axis: own for axis, _, own in sizes if own}
         if int(np.prod(shape)) != len(ranks):
             _refuse(name, f"mesh {name} has {len(ranks)} ranks but its axes make {int(np.prod(shape))}")
         try:
-            return "mesh", (name, ProcessMesh(np.array(ranks).reshape(shape), axes))
+            return "mesh", (name, ProcessMesh(np.array(ranks).reshape(shape), axes, weights))
         except DistGraphError as error:
             _refuse(name, str(error))
 
-    def sizes(self, *sizes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+    def sizes(self, *sizes: _Axis) -> tuple[_Axis, ...]:
         return sizes
 
-    def size(self, axis: Token, count: Token) -> tuple[str, int]:
-        return str(axis), int(count)
+    def size(self, axis: Token, *counts: Token) -> _Axis:
+        numbers = tuple(map(int, counts))
+        return (str(axis), len(numbers), numbers) if len(numbers) > 1 else (str(axis), numbers[0], ())
 
     def span(self, first: Token, last: Token) -> list[int]:
         return list(range(int(first), int(last) + 1))

@@ -210,13 +210,14 @@ class _Propagation:
         """The index of a composite dim that a further axis splits: the major one until it is used up."""
         mesh, settled = self.op_mesh[op.name], self.result.ops[op.name]
         for index in term:
-            parts = 1
+            parts, even = 1, True
             for other, (held, _, _) in settled.items():
                 if held == index:
-                    parts *= mesh.axis_size(other)
-            if parts == rule.sizes[index]:
+                    parts *= mesh.units((other,))
+                    even = even and other not in mesh.weights
+            if even and parts == rule.sizes[index]:
                 continue
-            return index if rule.sizes[index] % (parts * mesh.axis_size(axis)) == 0 else None
+            return index if rule.sizes[index] % (parts * mesh.units((axis,))) == 0 else None
         return None
 
     def lose(self, claim: Claim, op: Op, index: str, value: str, held: Origin, reason: str) -> None:

@@ -29,7 +29,7 @@ from scipy.optimize import linear_sum_assignment
 from distgraph.graph import Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import Windows, operand_layout, operand_windows, window_bounds
-from distgraph.passes.tiles import Bounds, Need, Tile, assign, holders, without_unit_axes
+from distgraph.passes.tiles import Bounds, Need, Tile, assign, holders, overlaps, without_unit_axes
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, ShardSpec
 
@@ -58,14 +58,14 @@ def halo_tiles(
     """
     source = mesh if held is None else held.mesh
     plain = without_unit_axes(spec if held is None else held.spec, source)
-    blocks = [-(-size // source.count(axes)) for size, axes in zip(shape, plain.dims, strict=True)]
+    blocks = [source.blocks(size, axes) for size, axes in zip(shape, plain.dims, strict=True)]
     held_by, found = holders(source, plain), []
     for rank in mesh.members:
         bounds = window_bounds(shape, mesh, spec, windows, rank)
         pending = tuple(mesh.index(rank, (axis,)) for axis, _ in plain.partial)
         pieces = (
-            list(_pieces(start, stop, size, block))
-            for (start, stop), size, block in zip(bounds, shape, blocks, strict=True)
+            list(_pieces(start, stop, size, own))
+            for (start, stop), size, own in zip(bounds, shape, blocks, strict=True)
         )
         for piece in itertools.product(*pieces):
             at = tuple(part for part, _ in piece) + pending
@@ -73,12 +73,12 @@ def halo_tiles(
     return assign(found)
 
 
-def _pieces(start: int, stop: int, size: int, block: int) -> Iterator[tuple[int, tuple[int, int]]]:
+def _pieces(start: int, stop: int, size: int, blocks: Bounds) -> Iterator[tuple[int, tuple[int, int]]]:
     """A window of one dim cut at the borders of blocks and where it wraps: (block, global positions)."""
     while start < stop:
         at = start % size
-        end = min(at + stop - start, size, (at // block + 1) * block)
-        yield at // block, (at, end)
+        end = min(at + stop - start, size)
+        yield from overlaps(blocks, at, end)
         start += end - at
 
 
@@ -103,23 +103,23 @@ def halo_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, wind
         return 0
     split = dict(windows)
     others = math.prod(
-        -(-size // mesh.count(axes))
+        mesh.longest(size, axes)
         for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True))
         if dim not in split
     )
     most = 0
-    for parts in itertools.product(*(_traffic(shape[dim], read) for dim, read in windows)):
+    traffic = (_traffic(shape[dim], mesh.blocks(shape[dim], spec.dims[dim]), read) for dim, read in windows)
+    for parts in itertools.product(*traffic):
         taken, given, kept = (math.prod(numbers) for numbers in zip(*parts, strict=True))
         most = max(most, taken - kept, given - kept)
     return others * most
 
 
-def _traffic(size: int, read: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
+def _traffic(size: int, blocks: Bounds, read: Bounds) -> list[tuple[int, int, int]]:
     """For every part of a dim: positions of its window, those that windows take from it, those it has."""
-    block = -(-size // len(read))
     given, kept = [0] * len(read), [0] * len(read)
     for part, (start, stop) in enumerate(read):
-        for owner, (first, last) in _pieces(start, stop, size, block):
+        for owner, (first, last) in _pieces(start, stop, size, blocks):
             given[owner] += last - first
             kept[part] += (last - first) * (owner == part)
     return list(zip((stop - start for start, stop in read), given, kept, strict=True))
@@ -134,7 +134,8 @@ def nearest(op: Op, layout: OpLayout) -> ProcessMesh:
     for position, value in enumerate(op.operands):
         spec = operand_layout(op, position, layout)
         for dim, read in operand_windows(op, position, layout):
-            orders.setdefault(spec.dims[dim], _order(value.shape[dim], read))
+            axes, size = spec.dims[dim], value.shape[dim]
+            orders.setdefault(axes, _order(size, mesh.blocks(size, axes), read))
     for axes, order in orders.items():
         if order != tuple(range(len(order))):
             mesh = mesh.reordered(axes, order)
@@ -142,19 +143,21 @@ def nearest(op: Op, layout: OpLayout) -> ProcessMesh:
 
 
 @lru_cache(maxsize=4096)
-def _order(size: int, read: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def _order(size: int, blocks: Bounds, read: Bounds) -> tuple[int, ...]:
     """For every window the part whose holder should read it, so that most positions stay where they are.
 
     An assignment problem; its answer is taken where it beats every part reading its own window.
 
     Example:
-        >>> _order(8, ((6, 8), (4, 6), (2, 4), (0, 2))), _order(8, ((-1, 5), (3, 9)))
-        ((3, 2, 1, 0), (0, 1))
+        >>> _order(8, ((0, 2), (2, 4), (4, 6), (6, 8)), ((6, 8), (4, 6), (2, 4), (0, 2)))
+        (3, 2, 1, 0)
+        >>> _order(8, ((0, 4), (4, 8)), ((-1, 5), (3, 9)))
+        (0, 1)
     """
-    block, parts = -(-size // len(read)), len(read)
+    parts = len(read)
     kept = np.zeros((parts, parts), np.int64)
     for part, (start, stop) in enumerate(read):
-        for owner, (first, last) in _pieces(start, stop, size, block):
+        for owner, (first, last) in _pieces(start, stop, size, blocks):
             kept[part, owner] += last - first
     rows, owners = linear_sum_assignment(kept, maximize=True)
     better = kept[rows, owners].sum() > kept.trace()

@@ -22,7 +22,7 @@ from distgraph.ops.registry import local_attrs, window_bounds
 from distgraph.passes.halo import halo_tiles, inside_window
 from distgraph.passes.phases import Part, Parts
 from distgraph.passes.tiles import Tile, crossing_tiles, exchange_tiles
-from distgraph.spec import DistAttr, shard_bounds
+from distgraph.spec import DistAttr
 
 LocalType = tuple[tuple[int, ...], str]
 Slices = tuple[slice, ...]
@@ -247,7 +247,7 @@ def _inside(tile: Tile, block: tuple[tuple[int, int], ...]) -> Slices:
 def _sizes(attr: DistAttr, shape: tuple[int, ...], dim: int, group: tuple[int, ...]) -> tuple[int, ...]:
     """Length of a dim on every member of a group."""
     axes, mesh = attr.spec.dims[dim], attr.mesh
-    bounds = (shard_bounds(shape[dim], mesh.count(axes), mesh.index(member, axes)) for member in group)
+    bounds = (mesh.block(shape[dim], axes, mesh.index(member, axes)) for member in group)
     return tuple(stop - start for start, stop in bounds)
 
 

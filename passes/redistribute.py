@@ -128,7 +128,7 @@ def step_price(
 @lru_cache(maxsize=1 << 18)
 def block_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec) -> int:
     """Elements of the largest block."""
-    return math.prod(-(-size // mesh.count(axes)) for size, axes in zip(shape, spec.dims, strict=True))
+    return math.prod(mesh.longest(size, axes) for size, axes in zip(shape, spec.dims, strict=True))
 
 
 @lru_cache(maxsize=1 << 18)
@@ -162,7 +162,7 @@ def _plan(
     used = set(start.axes + goal.axes)
     working = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and (exhaustive or axis in used))
     wide = exhaustive or not all(
-        size % mesh.count({*before, *after}) == 0
+        size % mesh.units(tuple({*before, *after})) == 0
         for size, before, after in zip(shape, start.dims, goal.dims, strict=True)
     )
     space = Space(shape, mesh, working, goal, wide)

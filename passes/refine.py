@@ -486,7 +486,7 @@ def _scattered(spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh) -> li
         grown = []
         for base in found:
             for dim, axes in enumerate(base.dims):
-                if shape[dim] % mesh.count((*axes, axis)) == 0:
+                if shape[dim] % mesh.units((*axes, axis)) == 0:
                     grown.append(ShardSpec((*base.dims[:dim], (*axes, axis), *base.dims[dim + 1 :])))
         found = grown or found
     return found

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 
@@ -127,7 +129,7 @@ def renumbered(first: ProcessMesh, second: ProcessMesh) -> tuple[ProcessMesh, Pr
         ((3, 4), (0, 1, 2), (2, 3, 4, 6, 7))
     """
     ranks = np.union1d(first.ranks, second.ranks)
-    one, other = (ProcessMesh(np.searchsorted(ranks, mesh.ranks), mesh.axes) for mesh in (first, second))
+    one, other = (mesh.renumbered(np.searchsorted(ranks, mesh.ranks)) for mesh in (first, second))
     return one, other, tuple(int(rank) for rank in ranks)
 
 
@@ -153,24 +155,33 @@ def needs(
 ) -> list[Need]:
     """Every intersection of a target rank's block with a source block; empty ones are left out."""
     held_by = holders(mesh, spec)
-    blocks = [-(-size // mesh.count(axes)) for size, axes in zip(shape, spec.dims, strict=True)]
+    blocks = [mesh.blocks(size, axes) for size, axes in zip(shape, spec.dims, strict=True)]
     found: list[Need] = []
     for rank in target_mesh.members:
         bounds = target_spec.bounds(shape, target_mesh, rank)
         if volume(bounds) == 0:
             continue
         pending = tuple(target_mesh.index(rank, (axis,)) for axis, _ in target_spec.partial)
-        ranges = [
-            range(start // block, (stop - 1) // block + 1)
-            for (start, stop), block in zip(bounds, blocks, strict=True)
-        ]
-        for at in itertools.product(*ranges):
-            piece = tuple(
-                (max(start, i * block), min(stop, (i + 1) * block))
-                for (start, stop), i, block in zip(bounds, at, blocks, strict=True)
-            )
-            found.append(Need(rank, piece, held_by[at + pending]))
+        pieces = (list(overlaps(block, *b)) for b, block in zip(bounds, blocks, strict=True))
+        for piece in itertools.product(*pieces):
+            at = tuple(part for part, _ in piece)
+            found.append(Need(rank, tuple(where for _, where in piece), held_by[at + pending]))
     return found
+
+
+def overlaps(blocks: Bounds, start: int, stop: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The blocks of a dim that overlap start:stop, and where they do.
+
+    Example:
+        >>> list(overlaps(((0, 3), (3, 4), (4, 4)), 1, 4))
+        [(0, (1, 3)), (1, (3, 4))]
+    """
+    first = bisect_right(blocks, start, key=itemgetter(0)) - 1
+    for number, (begin, end) in enumerate(blocks[first:], first):
+        if begin >= stop:
+            return
+        if max(start, begin) < min(stop, end):
+            yield number, (max(start, begin), min(stop, end))
 
 
 @lru_cache(maxsize=4096)

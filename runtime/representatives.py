@@ -4,7 +4,8 @@
 *Out:* some of them, and whether they stand for the rest exactly.
 *Invariant:* exact only where every value is cut into blocks of one size and no contraction is told where
 its block lies, so that all ranks do the same work. Otherwise the corners of the meshes stand for the rest:
-blocks get shorter with the coordinate, and what an op sees of its neighbours gets more or less with it.
+blocks get shorter with the coordinate, and what an op sees of its neighbours gets more or less with it. Along
+an axis with weights, the corners of every run of equal ones do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def uneven_meshes(build: Build) -> frozenset[ProcessMesh]:
         for value in op.results:
             attr = graph.attrs[value.name]
             if attr.mesh not in found and any(
-                size % attr.mesh.count(axes)
+                size % attr.mesh.count(axes) or any(axis in attr.mesh.weights for axis in axes)
                 for size, axes in zip(value.shape, attr.spec.dims, strict=True)
                 if axes
             ):
@@ -79,11 +80,20 @@ def representatives(
 
 
 def corners(mesh: ProcessMesh) -> tuple[int, ...]:
-    """Ranks whose coordinates are the first or the last on every axis.
+    """Ranks whose coordinates are on every axis the first or the last of a run of equal weights.
 
     Example:
-        >>> corners(ProcessMesh.grid(x=2, y=3))
-        (0, 2, 3, 5)
+        >>> corners(ProcessMesh.grid(x=2, y=3)), corners(ProcessMesh.grid(x=4).weighted(x=(2, 1, 1, 1)))
+        ((0, 2, 3, 5), (0, 1, 3))
     """
-    ends = [(0, size - 1) if size > 1 else (0,) for size in mesh.shape]
+    ends = [_run_ends(mesh.weights.get(axis, (1,) * size)) for axis, size in mesh.sizes.items()]
     return tuple(int(mesh.ranks[at]) for at in itertools.product(*ends))
+
+
+def _run_ends(weights: Sequence[int]) -> tuple[int, ...]:
+    last = len(weights) - 1
+    return tuple(
+        i
+        for i, own in enumerate(weights)
+        if i in (0, last) or weights[i - 1] != own or weights[i + 1] != own
+    )

@@ -22,7 +22,7 @@ from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.kernels._common import in_f32, widened
 from distgraph.mesh import ProcessMesh
 from distgraph.rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
-from distgraph.spec import ShardSpec, shard_bounds
+from distgraph.spec import ShardSpec
 
 if TYPE_CHECKING:
     from distgraph.tensor import Tensor
@@ -294,15 +294,15 @@ def operand_windows(op: Op, operand: int, layout: OpLayout | None = None) -> Win
         if parts == 1:
             continue
         length = op.operands[operand].shape[dim]
-        own = tuple(shard_bounds(length, parts, part) for part in range(parts))
-        read = _stretches(op, operand, dim, rule, indices[0], own)
+        own = layout.mesh.blocks(length, layout.of(indices[0]))
+        read = _stretches(op, operand, dim, rule, indices[0], layout)
         if read != own:
             found.append((dim, read))
     return tuple(found)
 
 
 def _stretches(
-    op: Op, operand: int, dim: int, rule: Rule, index: str, own: tuple[tuple[int, int], ...]
+    op: Op, operand: int, dim: int, rule: Rule, index: str, layout: OpLayout
 ) -> tuple[tuple[int, int], ...]:
     reads = lookup(op.kind).reads
     if reads is None:
@@ -310,11 +310,12 @@ def _stretches(
     carriers = rule.dims_of(index)
     is_result, tensor, place = next((c for c in carriers if c[0]), carriers[-1])
     leading = (op.results if is_result else op.operands)[tensor].shape[place]
-    found = []
-    for part, (start, _) in enumerate(own):
-        block = shard_bounds(leading, len(own), part)
-        found.append(reads(op, operand, dim, *block) if block[0] < block[1] else (start, start))
-    return tuple(found)
+    own = layout.mesh.blocks(op.operands[operand].shape[dim], layout.of(index))
+    made = layout.mesh.blocks(leading, layout.of(index))
+    return tuple(
+        reads(op, operand, dim, *block) if block[0] < block[1] else (start, start)
+        for (start, _), block in zip(own, made, strict=True)
+    )
 
 
 def window_bounds(

@@ -86,5 +86,5 @@ def _moved(op: Op, layout: OpLayout, mesh: ProcessMesh) -> OpLayout:
 
 
 def _check(op: Op, planned: ProcessMesh, mesh: ProcessMesh) -> None:
-    if planned.sizes != mesh.sizes:
+    if (planned.sizes, planned.weights) != (mesh.sizes, mesh.weights):
         raise ShardingError(f"{op} is laid out for {planned} but runs on {mesh}; formulate it for that mesh")
