@@ -18,7 +18,8 @@ def test_a_script_beside_the_clone_imports_the_package(command: list[str], tmp_p
     script = tmp_path / "train.py"
     script.write_text("import distgraph as dg\nprint(dg.Engine.__name__)\nprint(dg.__file__)\n")
     done = subprocess.run(
-        [sys.executable, *command, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *command, script.name],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     engine, file = done.stdout.split()
     assert engine == "Engine"
