@@ -1,0 +1,389 @@
+"""Whether the search is at least as fast as every plan of Alpa's tables (OSDI 2022), by one forecast.
+
+    python benchmarks/alpa_search.py [--quick] [--only NAME ...] [--limit SECONDS] [--done FILE] [--json FILE]
+
+A point is a published model on as many GPUs of p3.16xlarge (GPT, MoE and Wide-ResNet on 1 to 64, and the
+models of the ablations on 1 to 8). Its baselines are the plans of Alpa, Megatron-LM, DeepSpeed and of all
+ablations (`alpa_plans`), each laid out by its recorded meshes, micro-batches, recomputation and ZeRO, and
+once more with recomputation the other way round. Ours is what the search of mode auto finds.
+
+Both are the same program: the model of `distgraph.models` with embeddings by lookup, its loss without the
+auxiliary term, one optimiser (AdamW for GPT, Adafactor for MoE, each with f32 masters; SGD with momentum for
+Wide-ResNet), one batch. Where a row was run with a smaller batch, its micro-batches keep their size. Both are
+built by `runtime.build` with the same price of collectives, forecast by `runtime.forecast` with overlap on
+the same devices, and have to fit the same memory, that of the resource file, as the runtime needs it.
+
+A baseline counts with the fastest of its plans that fits. Where none fits by our runtime though its authors
+ran it, it counts with the fastest all the same (*): Alpa's compiler keeps less than our runtime. `equal
+operator`, which cuts inside blocks, is our own search on layers of equal numbers of ops.
+
+`seconds` of a search are CPU seconds of its process. Points that --done has are not searched again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.alpa_search`
+
+from alpa_forecast import batch_of, meshes_of, model_of, optimizer_of
+from alpa_plans import Plan, Stage, blocks_of
+from alpa_rows import Row, read_rows
+from rich.console import Console
+from rich.table import Table
+
+from distgraph import data
+from distgraph.engine.graphs import train_graph
+from distgraph.engine.price import price_on
+from distgraph.engine.program import Recipe
+from distgraph.engine.searching.proposal import Realized
+from distgraph.engine.searching.searcher import Searcher
+from distgraph.engine.training import Training
+from distgraph.errors import DistGraphError
+from distgraph.models import MoEConfig
+from distgraph.models.decoder import Decoder
+from distgraph.passes.complete import complete
+from distgraph.resources import Cluster
+from distgraph.resources.build import build_cluster
+from distgraph.resources.load import read_document
+from distgraph.resources.schema import check
+from distgraph.runtime.build import build
+from distgraph.runtime.forecast import forecast, out_of_memory
+from distgraph.strategy import Strategy
+
+CLUSTER, PER_MACHINE = "p3_16xlarge_x8", 8
+LIMIT = 60.0
+QUICK = ("gpt 1", "gpt 4", "wresnet 1")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A published model on some GPUs, with the rows that it is compared with."""
+
+    table: str
+    gpus: int
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        """Table and GPUs."""
+        return f"{self.table} {self.gpus}"
+
+    @property
+    def reference(self) -> Plan:
+        """Alpa's plan: its model and its batch are those of the point."""
+        system = "ilp" if self.table.startswith("intra_") else "alpa"
+        return next(row.plans[0] for row in self.rows if row.system == system)
+
+
+def points() -> tuple[Point, ...]:
+    """All of them; the ablations of stages belong to the points whose models they train."""
+    rows = read_rows()
+    tables = dict.fromkeys(row.table for row in rows if not row.table.startswith("inter_"))
+    found = []
+    for table in tables:
+        for gpus in dict.fromkeys(row.gpus for row in rows if row.table == table):
+            same = tuple(row for row in rows if row.gpus == gpus and _is_of(row, table))
+            found.append(Point(table, gpus, same))
+    return tuple(found)
+
+
+def _is_of(row: Row, table: str) -> bool:
+    return row.table == table or (row.table.startswith(f"inter_{table}_") and row.system != "dp")
+
+
+def devices_of(gpus: int) -> Cluster:
+    """As many GPUs of the cluster: some of one machine, or several machines."""
+    document, file = read_document(CLUSTER)
+    (machine,) = document["machines"]
+    machine["count"] = max(1, gpus // PER_MACHINE)
+    if gpus < PER_MACHINE:
+        machine["devices"]["count"] = gpus
+        inside = machine["inside"]
+        inside["links"] = [link for link in inside["links"] if max(link[:2]) < gpus]
+        document["measured"] = []
+        if not inside["links"]:
+            del machine["inside"]
+    return build_cluster(check(document, file), file)
+
+
+# the same program for both
+
+
+def _loss(model: Any) -> Any:
+    """Without the auxiliary loss of experts, which neither Alpa nor DeepSpeed's script has."""
+    return partial(Decoder.loss, model) if isinstance(model, Decoder) else model.loss
+
+
+def _lookups(plan: Plan) -> Plan:
+    """A plan whose model looks its embeddings up."""
+    return replace(plan, software="torch")
+
+
+def _optimizer(plan: Plan) -> Any:
+    return optimizer_of(replace(plan, software="xla"))
+
+
+def training_of(point: Point) -> Training:
+    """The serial program."""
+    plan = point.reference
+    serial = replace(plan, stages=(Stage(blocks_of(plan.config), 1),), same=False, zero=0, recompute=False)
+    model = type(model_of(_lookups(serial)))(plan.config)
+    recipe = Recipe(model, _loss(model), _optimizer(serial), {}, Strategy())
+    fields = {
+        f"{data.POSITION}{number}": (shape[1:], dtype)
+        for number, (shape, dtype) in enumerate(batch_of(replace(serial, micro=serial.batch)))
+    }
+    return Training(recipe, "train", plan.batch, fields, {})
+
+
+def same_program(plan: Plan, point: Point) -> Plan:
+    """A plan for the model and the batch of a point; micro-batches keep their size as far as they can."""
+    config, batch = point.reference.config, point.reference.batch
+    size = max(1, plan.batch // plan.micro)
+    micro = max(n for n in range(1, batch + 1) if batch % n == 0 and (n * size <= batch or n == 1))
+    if isinstance(config, MoEConfig):
+        config = replace(config, group=min(config.group, batch // micro * config.sequence))
+    return replace(plan, config=config, batch=batch, micro=micro, software="xla")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan with its forecast; missing: bytes that the device lacks which lacks most."""
+
+    plan: str
+    seconds: float
+    missing: float
+
+
+def judged(plan: Plan, cluster: Cluster) -> Judged:
+    """Build and forecast a plan as the search does its own."""
+    model = model_of(_lookups(plan))
+    graph = train_graph(model, batch_of(plan), _loss(model), _optimizer(plan))
+    completed = replace(complete(graph, meshes_of(plan)[0]), micro_batches=plan.micro)
+    devices = tuple(range(plan.gpus))
+    built = build(completed, micro_batches=plan.micro, price=price_on(cluster, devices))
+    found = forecast(built, cluster, devices)
+    missing = max((short.missing for short in out_of_memory(found, cluster)), default=0.0)
+    text = f"{plan}, {'all' if plan.recompute else 'nothing'} computed again"
+    return Judged(text, found.step_seconds, missing)
+
+
+def baselines_of(point: Point, cluster: Cluster) -> Iterator[tuple[Row, list[Judged]]]:
+    """Every row with the forecasts of its plans, each with and without recomputation."""
+    known: dict[Plan, Judged | None] = {}
+    for row in point.rows:
+        found = []
+        plans = [same_program(plan, point) for plan in row.plans]
+        for plan in dict.fromkeys(replace(p, recompute=again) for p in plans for again in (True, False)):
+            if plan not in known:
+                known[plan] = None
+                with contextlib.suppress(DistGraphError):  # such as more ranks than samples
+                    known[plan] = judged(plan, cluster)
+            found.append(known[plan])
+        yield row, [each for each in found if each is not None]
+
+
+def chosen(row: Row, found: Iterable[Judged]) -> Judged | None:
+    """The fastest that fits; of a row that ran, the fastest of all where none fits."""
+    found = list(found)
+    fitting = [each for each in found if not each.missing]
+    usable = fitting or (found if row.published is not None and not row.projected else [])
+    return min(usable, key=lambda each: each.seconds, default=None)
+
+
+# our plan
+
+
+def searched(point: Point, cluster: Cluster, limit: float, log: bool = False) -> dict[str, Any]:
+    """The search of everything."""
+    start = time.process_time()
+    searcher = Searcher(training_of(point), cluster, "auto", limit, clock=time.process_time)
+    for event in searcher.run():
+        if log:
+            best = "" if searcher.best is None else f"{searcher.best.seconds:.4g} s"
+            print(f"{time.process_time() - start:7.1f} {event.phase} {best}", flush=True)
+    best = searcher.best
+    assert best is not None
+    return {
+        "seconds": best.seconds,
+        "plan": _shown(best),
+        "origin": best.origin,
+        "gpus_of_stages": [len(mesh.members) for mesh in dict.fromkeys(best.build.lowered.meshes)],
+        "peak_gib": best.forecast.peak_memory / 2**30,
+        "search_seconds": time.process_time() - start,
+        "limit": limit,
+        "out_of_time": searcher.expired(),
+    }
+
+
+def _shown(found: Realized) -> str:
+    if found.proposal is None:
+        return f"{found.origin}, {found.traced.graph.micro_batches} micro-batches"
+    return str(found.proposal)
+
+
+def finish(point: Point, limit: float, log: bool = False) -> dict[str, Any]:
+    """Everything about a point."""
+    cluster = devices_of(point.gpus)
+    rows = []
+    for row, found in baselines_of(point, cluster):
+        best = chosen(row, found)
+        rows.append(
+            {
+                "table": row.table,
+                "system": row.system,
+                "gpus": row.gpus,
+                "published": row.published,
+                "projected": row.projected,
+                "sample_flop": row.sample,
+                "seconds": None if best is None else best.seconds,
+                "fits": best is not None and not best.missing,
+                "plan": None if best is None else best.plan,
+                "tried": [asdict(each) for each in found],
+            }
+        )
+    found = searched(point, cluster, limit, log)
+    return {"name": point.name, "batch": point.reference.batch, "ours": found, "rows": rows}
+
+
+# figures
+
+
+def figures_of(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What `BENCHMARKS.md` names: TFLOPS of every row beside ours, and whether ours is ever slower."""
+    rows, lost = [], []
+    for entry in entries:
+        ours = entry["ours"]["seconds"]
+        for row in entry["rows"]:
+            flop = row["sample_flop"] * entry["batch"] / row["gpus"] / 1e12
+            slower = row["seconds"] is not None and ours > row["seconds"] * (1 + 1e-9)
+            if slower:
+                lost.append(f"{row['table']} {row['system']} {row['gpus']}")
+            rows.append(
+                {
+                    **{name: row[name] for name in ("table", "system", "gpus", "published", "fits")},
+                    "forecast": None if row["seconds"] is None else flop / row["seconds"],
+                    "ours": flop / ours,
+                    "forecast_seconds": row["seconds"],
+                    "ours_seconds": ours,
+                    "ours_plan": entry["ours"]["plan"],
+                    "slower": slower,
+                }
+            )
+    return {"ours_not_slower": bool(rows) and not lost, "slower_than": lost, "rows": rows}
+
+
+def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
+    """Seconds of a step, ours beside all others."""
+    entries = list(entries)
+    for table in dict.fromkeys(entry["name"].split()[0] for entry in entries):
+        own = [entry for entry in entries if entry["name"].split()[0] == table]
+        systems = list(dict.fromkeys(_system(row) for entry in own for row in entry["rows"]))
+        shown = Table(
+            "GPUs",
+            "ours",
+            *systems,
+            "least gain",
+            "stages",
+            "plan",
+            title=f"{table}: seconds of a step by forecast",
+        )
+        for entry in own:
+            ours, seconds = entry["ours"]["seconds"], {_system(row): _cell(row) for row in entry["rows"]}
+            others = [row["seconds"] for row in entry["rows"] if row["seconds"] is not None]
+            gain = f"{min(others) / ours:.3f}" if others else "-"
+            shown.add_row(
+                entry["name"].split()[1],
+                f"{ours:.4g}",
+                *[seconds.get(system, "") for system in systems],
+                gain,
+                "/".join(map(str, entry["ours"]["gpus_of_stages"])),
+                f"{entry['ours']['origin']}: {entry['ours']['plan']}",
+            )
+        console.print(shown)
+    console.print("* does not fit by the memory of our runtime, though it ran; OOM fits nowhere")
+
+
+def _system(row: dict[str, Any]) -> str:
+    return str(row["system"])
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["seconds"] is None:
+        return "OOM" if row["tried"] else "-"
+    return f"{row['seconds']:.4g}" + ("" if row["fits"] else "*")
+
+
+# the script
+
+
+def _finish(task: tuple[str, float, bool]) -> dict[str, Any]:
+    name, limit, log = task
+    point = next(point for point in points() if point.name == name)
+    return finish(point, limit, log)
+
+
+def study(
+    names: list[str], limit: float, done: Path | None, console: Console, workers: int = 1, log: bool = False
+) -> list[dict[str, Any]]:
+    """Entries of some points; those of `done` are not made again, and every new one is written there."""
+    known = {}
+    if done is not None and done.exists():
+        known = {entry["name"]: entry for entry in json.loads(done.read_text())}
+    tasks = [(name, limit, log) for name in names if name not in known]
+    with ProcessPoolExecutor(workers) as pool:
+        for entry in pool.map(_finish, tasks):
+            known[entry["name"]] = entry
+            others = [row["seconds"] for row in entry["rows"] if row["seconds"] is not None]
+            least = f", best of the others {min(others):.4g} s" if others else ""
+            console.print(f"{entry['name']}: {entry['ours']['seconds']:.4g} s{least}")
+            if done is not None:
+                done.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+    return [known[name] for name in names if name in known]
+
+
+def main() -> None:
+    """Search every point, print the tables and write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, 5 s each")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help='tables or points, such as gpt "moe 8"')
+    parser.add_argument("--limit", type=float, default=LIMIT, help="CPU seconds of one search")
+    parser.add_argument("--done", type=Path, metavar="FILE", help="points that are finished; kept up to date")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
+    parser.add_argument("--verbose", action="store_true", help="the progress of every search")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    given = parser.parse_args()
+    os.environ["DISTGRAPH_CACHE"] = "off"
+    names = [point.name for point in points()]
+    if given.quick:
+        names = list(QUICK)
+    if given.only:
+        names = [name for name in names if name in given.only or name.split()[0] in given.only]
+    console = Console(width=200)
+    limit = 5.0 if given.quick else given.limit
+    entries = study(names, limit, given.done, console, given.workers, given.verbose)
+    show(entries, console)
+    figures = figures_of(entries)
+    console.print(
+        f"ours_not_slower: {figures['ours_not_slower']}; slower than: {figures['slower_than'] or 'none'}"
+    )
+    if given.json is not None:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
