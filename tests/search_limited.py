@@ -119,7 +119,7 @@ class Limited(Brute):
             if not self._is_kept(op, value) or root.name in taken:
                 continue
             taken.add(root.name)
-            home = (
+            home = root if root.nbytes < value.nbytes else value  # of a broadcast, what it is of
                 root if root.nbytes < value.nbytes else value
             )  # a broadcast is no larger than what it is of
             if home.shape:
@@ -145,7 +145,7 @@ class Limited(Brute):
         op = self.graph.producers[value.name]
         viewed = op.kind not in SOURCES and self.is_view(op)
         return self._root(op.operands[0]) if viewed else value
-
+        """Behind the last op that reads it or a view of it; before, where that op's result is in its place."""
     def _stop(self, op: Op, value: Value) -> int:
         """Behind the last op that reads it or a view of it; before, where that op's result takes its place."""
         last, waiting = op, [value]
