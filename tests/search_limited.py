@@ -120,8 +120,6 @@ class Limited(Brute):
                 continue
             taken.add(root.name)
             home = root if root.nbytes < value.nbytes else value  # of a broadcast, what it is of
-                root if root.nbytes < value.nbytes else value
-            )  # a broadcast is no larger than what it is of
             if home.shape:
                 found[home.name] = (0, end)
         for op, _, value in self.values:
@@ -145,9 +143,9 @@ class Limited(Brute):
         op = self.graph.producers[value.name]
         viewed = op.kind not in SOURCES and self.is_view(op)
         return self._root(op.operands[0]) if viewed else value
-        """Behind the last op that reads it or a view of it; before, where that op's result is in its place."""
+
     def _stop(self, op: Op, value: Value) -> int:
-        """Behind the last op that reads it or a view of it; before, where that op's result takes its place."""
+        """Behind the last op that reads it or a view of it; before, if that op's result takes its place."""
         last, waiting = op, [value]
         while waiting:
             for user in self.graph.users[waiting.pop().name]:
