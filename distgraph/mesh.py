@@ -213,7 +213,7 @@ class ProcessMesh:
             return ProcessMesh(part.reshape(1), (axis,))
         weights = {name: own for name, own in self.weights.items() if name in names}
         if axis in weights:
-            weights[axis] = weights[axis][at]
+            weights[axis] = tuple(weights[axis][at])
         return ProcessMesh(part, names, weights)
 
     def renumbered(self, ranks: Any) -> ProcessMesh:
@@ -230,7 +230,9 @@ class ProcessMesh:
         return other.rank_set <= self.rank_set
 
     def reordered(self, axes: Sequence[str], order: Sequence[int]) -> ProcessMesh:
-        """The same ranks, axes and weights; position p along `axes` (major first) gets the ranks of `order[p]`.
+        """The same ranks and axes; position p along `axes` (major first) gets what was at `order[p]`.
+
+        Weights stay at their positions.
 
         Example:
             >>> ProcessMesh.grid(x=2, y=3).reordered(("y",), (2, 1, 0)).ranks.tolist()
@@ -287,16 +289,15 @@ def _rank_array(ranks: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _uneven(
-    sizes: Mapping[str, int], weights: Mapping[str, Sequence[int]]
-) -> dict[str, tuple[int, ...]]:
+def _uneven(sizes: Mapping[str, int], weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Weights in lowest terms, in the order of the axes; none where all are equal."""
     for axis, own in weights.items():
         if axis not in sizes:
             raise ShardingError(f"weights of axis {axis!r}, but the mesh has {', '.join(sizes)}")
         if len(own) != sizes[axis] or not all(is_integer(n) and n > 0 for n in own):
             raise ShardingError(
-                f"weights {list(own)} of axis {axis} must be {sizes[axis]} whole numbers from 1 up, one a position"
+                f"weights {list(own)} of axis {axis} must be {sizes[axis]} whole numbers from 1 up, one for "
+                f"each of its positions"
             )
     lowest = {axis: math.gcd(*weights[axis]) for axis in sizes if axis in weights}
     return {

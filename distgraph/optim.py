@@ -340,8 +340,8 @@ def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
         if axis not in own.sizes:
             return None
         if not any(axis in dim for dim in dims):
-            blocks = [n // own.count(dim) for n, dim in zip(shape, dims, strict=True)]
-            if max(blocks, default=0) < own.sizes[axis]:
+            blocks = [n // own.units(dim) for n, dim in zip(shape, dims, strict=True)]
+            if max(blocks, default=0) < own.units((axis,)):
                 return None
             longest = blocks.index(max(blocks))
             dims = tuple((*dim, axis) if d == longest else dim for d, dim in enumerate(dims))

@@ -296,18 +296,14 @@ def bounds(rule: Rule, layout: OpLayout, rank: int, index: str) -> tuple[int, in
     """(start, stop) of the positions of an index that one rank computes."""
     axes = layout.of(index)
     mesh = layout.mesh
-    return (
-        mesh.block(rule.sizes[index], axes, mesh.index(rank, axes))
-        if axes
-        else (0, rule.sizes[index])
-    )
+    return mesh.block(rule.sizes[index], axes, mesh.index(rank, axes)) if axes else (0, rule.sizes[index])
 
 
 def choices(rule: Rule, mesh: ProcessMesh, linear: Sequence[tuple[int, ...]] = ()) -> tuple[OpLayout, ...]:
     """Every legal layout of an op on a mesh: for each axis one index, a linear group, or nothing.
 
-    An axis never splits an index into more parts, or units of uneven parts, than it has positions. With two axes on one index the major
-    one comes first in mesh order.
+    An axis never splits an index into more parts, or units of uneven parts, than it has positions. With two
+    axes on one index the major one comes first in mesh order.
     """
     layouts = [OpLayout(mesh)]
     for axis in mesh.axes:

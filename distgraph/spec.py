@@ -19,8 +19,8 @@ UserDim = str | Sequence[str] | None
 class ShardSpec:
     """For each dim of a tensor the mesh axes that split it, major to minor; and the axes it is partial over.
 
-    A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty. Axes
-    with weights cut unevenly, see `ProcessMesh`.
+    A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty.
+    Axes with weights cut unevenly, see `ProcessMesh`.
     Partial over an axis means: the true value is the reduction (sum, max, min, prod) of what the ranks along
     it hold.
     Frozen, hashable, and parseable from its own print.

@@ -16,8 +16,8 @@ them, but never more than all there is.
 
 *Invariant:* every move is exact. Blocks are ceil(n / parts) long, so the four blocks of 5 over x*y (2, 2, 1,
 0) do not nest in the two over x (3, 2): a move along trailing axes is made only where the blocks nest; where
-they do not, a permute, or an all_gather of the whole dim and a slice, takes its place. Axes with weights count
-as their units.
+they do not, a permute, or an all_gather of the whole dim and a slice, takes its place. Axes with weights
+count as their units.
 
 Reductions over several axes apply in the order of `spec.partial`, the first innermost. Equal ones commute and
 are done by one collective; an axis with an unequal one before it waits.

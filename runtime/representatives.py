@@ -93,7 +93,5 @@ def corners(mesh: ProcessMesh) -> tuple[int, ...]:
 def _run_ends(weights: Sequence[int]) -> tuple[int, ...]:
     last = len(weights) - 1
     return tuple(
-        i
-        for i, own in enumerate(weights)
-        if i in (0, last) or weights[i - 1] != own or weights[i + 1] != own
+        i for i, own in enumerate(weights) if i in (0, last) or weights[i - 1] != own or weights[i + 1] != own
     )

@@ -370,6 +370,14 @@ def layouts(model: str) -> list[Layout]:
         Layout("zero", (four,), rows="dp", states="dp"),
         Layout("zero3", (four,), rows="dp", weights=EVERY, states="dp"),
         Layout("overlap", (grid(0, dp=3), grid(1, dp=3)), rows="dp"),
+        Layout("dp_3_1", (grid(dp=2).weighted(dp=(3, 1)),), rows="dp"),
+        Layout("dp_5_2_1_zero", (grid(dp=3).weighted(dp=(5, 2, 1)),), rows="dp", states="dp"),
+        Layout("dp_1_3_tp2", (two.weighted(dp=(1, 3)),), rows="dp", weights=tensor),
+        Layout(
+            "stages_3_1_and_1_3",
+            (grid(0, dp=2).weighted(dp=(3, 1)), grid(2, dp=2).weighted(dp=(1, 3))),
+            rows="dp",
+        ),
         Layout("back", (grid(0, dp=2), grid(2, dp=2), grid(0, dp=2)), (0, 1, 1, 2), rows="dp"),
     ]
 
@@ -404,7 +412,7 @@ def cases() -> list[Case]:
             plain = ((2 if model == "gpt" else 4, "1f1b"),)
             for micro, policy in pipelined if len(layout.stages) > 1 else plain:
                 found.append(Case(model, layout, micro, policy, refine="never"))
-        # blocks of 3, 3, 3 and 1 rows; of 3, 3, 3 and none; two micro-batches of 2, 2, 1 and none
+        # blocks of 3, 3, 3 and 1 rows; of 3, 3, 3 and none; two micro-batches of 2, 2, 1 and none; 9 and 1
         uneven = (
             ("dp4", 10, 1),
             ("dp4", 9, 1),
@@ -412,6 +420,7 @@ def cases() -> list[Case]:
             ("zero", 10, 1),
             ("stages_1_3", 8, 2),
             ("overlap", 7, 1),
+            ("dp_3_1", 10, 1),
         )
         found += [Case(model, known[name], micro, size=size) for name, size, micro in uneven]
         single = ("dp4", "tp4", "dp2_tp2_pp2", "zero3", "stages_tp3_dp1")
