@@ -9,6 +9,7 @@ a GPU the stream is waited for at every border of a task, so that what was issue
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,13 +36,16 @@ class Recorder:
 
     Args:
         clock: seconds, ever growing.
+
+    Attributes:
+        origin: when the step began here.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.settle: Callable[[], None] = _nothing
         self.current = _OUTSIDE
-        self._origin = 0.0
+        self.origin = 0.0
         self._runs: list[tuple[str, int, float, float]] = []
         self._messages: list[tuple[str, str, int, float, float, float]] = []
 
@@ -51,7 +55,7 @@ class Recorder:
             self.settle = xp.cuda.get_current_stream().synchronize
         if transport is not None and len(group) > 1:
             transport.barrier(group)
-        self._origin = self.clock()
+        self.origin = self.clock()
 
     @contextmanager
     def watching(self, tasks: Iterable[CompiledTask], transport: Transport | None) -> Iterator[None]:
@@ -86,15 +90,33 @@ class Recorder:
         end = self.clock()
         self._messages.append((kind, *by, start, end, end - waits))
 
-    def content(self) -> MeasuredRank:
-        """What was taken down, from the beginning of the step."""
-        zero = self._origin
+    def content(self, zero: float) -> MeasuredRank:
+        """What was taken down, in seconds after `zero` on the clock."""
         runs = tuple(MeasuredRun(t, m, start - zero, end - zero) for t, m, start, end in self._runs)
         messages = tuple(
             MeasuredMessage(kind, t, m, start - zero, end - zero, waited)
             for kind, t, m, start, end, waited in self._messages
         )
         return MeasuredRank(runs, messages)
+
+
+def contents(
+    recorders: Mapping[int, Recorder], gather: Callable[[dict[int, Any]], Mapping[int, Any]]
+) -> dict[int, MeasuredRank]:
+    """What the ranks of this process took down, on one time axis.
+
+    Ranks of one machine read one clock, and their step begins when the first of them leaves the barrier of
+    `Recorder.begin`; those of other machines count from their own first.
+
+    Args:
+        recorders: of the ranks of this process.
+        gather: brings together what all processes have by rank.
+    """
+    here = platform.node()
+    zero: dict[str, float] = {}
+    for host, origin in gather({rank: (here, own.origin) for rank, own in recorders.items()}).values():
+        zero[host] = min(origin, zero.get(host, origin))
+    return {rank: own.content(zero[here]) for rank, own in recorders.items()}
 
 
 def _nothing() -> None:

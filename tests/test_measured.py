@@ -202,7 +202,7 @@ def test_the_clock_is_read_where_it_should_be() -> None:
     recorder.begin(None, (0,), np)
     recorder.run("forward.s0", 2, lambda m: None)
     recorder.run("optimize.s0", 0, lambda m: None)
-    assert recorder.content().runs == (
+    assert recorder.content(recorder.origin).runs == (
         MeasuredRun("forward.s0", 2, 1.0, 2.0),
         MeasuredRun("optimize.s0", 0, 3.0, 4.0),
     )

@@ -24,7 +24,7 @@ from distgraph.graph import Graph
 from distgraph.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.device import array_namespace, take_device
-from distgraph.runtime.recording import Recorder, Recording
+from distgraph.runtime.recording import Recorder, Recording, contents
 from distgraph.runtime.world import World, make_world
 from distgraph.spec import DistAttr
 
@@ -174,8 +174,8 @@ class Session:
         local = set(self.ranks().local) & set(compiled.build.ranks)
         recorders = {rank: Recorder() for rank in sorted(local)}
         found = self.numbers(compiled, batch, scalars, recorders)
-        contents = {rank: recorder.content() for rank, recorder in recorders.items()}
-        recording.add(compiled.build.task_graph, number, self.ranks().gather(contents))
+        gather = self.ranks().gather
+        recording.add(compiled.build.task_graph, number, gather(contents(recorders, gather)))
         return found
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
