@@ -211,9 +211,11 @@ class ProcessMesh:
         names = self.axes if isinstance(at, slice) else self.axes[:where] + self.axes[where + 1 :]
         if not names:
             return ProcessMesh(part.reshape(1), (axis,))
-        weights = {name: own for name, own in self.weights.items() if name in names}
-        if axis in weights:
-            weights[axis] = tuple(weights[axis][at])
+        weights = {
+            name: own[at] if name == axis and isinstance(at, slice) else own
+            for name, own in self.weights.items()
+            if name in names
+        }
         return ProcessMesh(part, names, weights)
 
     def renumbered(self, ranks: Any) -> ProcessMesh:

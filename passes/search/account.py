@@ -146,6 +146,8 @@ class Account:
     # bytes
 
     def _bytes(self, value: FoldedValue, spec: ShardSpec) -> float:
+        if self.mesh.weights:
+            return float(self.prices.nbytes(value.value, (spec,), self.mesh)[0])
         size = itemsize(value.value.dtype)
         return float(local_bytes(value.value.shape, size, parts_of((spec,), self.mesh))[0])
 

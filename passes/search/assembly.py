@@ -173,7 +173,7 @@ class Assembly:
             for position in positions:
                 needed = strategies.needed[position]
                 counted = [shared is None or spec in shared for spec in needed]
-                nbytes = count * self._bytes(value, parts_of(needed, self.mesh)) * counted
+                nbytes = count * self._bytes(value, needed) * counted
                 amounts = nbytes * (self._moves(value, specs, needed) > 0)
                 for i, (_, copy) in enumerate(stored.options):
                     if copy is not None:
@@ -273,15 +273,16 @@ class Assembly:
             at = self.nodes.of_op[value.producer]
             strategies = self._strategies(value.producer)
             assert strategies is not None
-            amounts = self._bytes(value, strategies.made_parts(self.mesh, value.result))
+            parts = strategies.made_parts(self.mesh, value.result)
+            amounts = self._bytes(value, strategies.made[value.result], parts)
         else:
             node = self.nodes.all[at]
             assert isinstance(node, ValueNode)
-            amounts = self._bytes(value, parts_of(tuple(spec for spec, _ in node.options), self.mesh))
+            amounts = self._bytes(value, tuple(spec for spec, _ in node.options))
             copies = [(i, copy) for i, (_, copy) in enumerate(node.options) if copy is not None]
             if copies:
                 where = [i for i, _ in copies]
-                amounts[where] += self._bytes(value, parts_of(tuple(copy for _, copy in copies), self.mesh))
+                amounts[where] += self._bytes(value, tuple(copy for _, copy in copies))
         members = len(value.members)
         if lifetime.kind == "fixed":
             rounds = self.fold.graph.micro_batches if op.op.kind == "input" else 1
@@ -291,5 +292,8 @@ class Assembly:
         else:
             self.temporary[at].append((lifetime.start, lifetime.stop, amounts))
 
-    def _bytes(self, value: FoldedValue, parts: Ints) -> Floats:
+    def _bytes(self, value: FoldedValue, specs: Specs, parts: Ints | None = None) -> Floats:
+        if self.mesh.weights:
+            return self.prices.nbytes(value.value, specs, self.mesh)
+        parts = parts_of(specs, self.mesh) if parts is None else parts
         return local_bytes(value.value.shape, itemsize(value.value.dtype), parts)

@@ -6,6 +6,10 @@ work of an op (`passes.work`), the same patterns of groups (`resources.patterns`
 `redistribute` takes under `Prices.price`.
 
 Every rank does what the rank with the largest blocks does; on a mesh of unequal devices the slowest counts.
+Where the mesh has weights, an op takes what it takes on the slowest of the ranks, each with its own block; a
+change of layout takes what it takes with equal blocks, as what the members of a group send together is the
+same. Bytes that unequal ranks hold are those of the device with the least memory: what is held on another
+counts by its share of that one's memory.
 """
 
 from __future__ import annotations
@@ -33,7 +37,14 @@ from distgraph.ops.registry import (
 from distgraph.passes.halo import halo_volume
 from distgraph.passes.redistribute import STEP_PRICES, redistribute_cost
 from distgraph.passes.search.routes import Routes, representatives, routes
-from distgraph.passes.search.strategies import Specs, Strategies, local_bytes, parts_of
+from distgraph.passes.search.strategies import (
+    Specs,
+    Strategies,
+    block_bytes,
+    even_blocks,
+    own_blocks,
+    parts_of,
+)
 from distgraph.passes.work import Work, work_of
 from distgraph.resources import Cluster, CollectiveCost, ComputeCost
 from distgraph.resources.collective import held_bytes
@@ -43,6 +54,7 @@ from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
+Lengths = NDArray[np.int64]
 _TRACE = 1e-9  # seconds for every unit of `STEP_PRICES`: orders equals, decides nothing else
 _MOST_AXES = 2  # with more, pairs of layouts are priced one by one, as they come
 
@@ -54,6 +66,14 @@ class _Table:
     routes: Routes
     number: dict[ShardSpec, int]
     known: dict[Specs, Ints | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Ranks of a mesh that are priced as one: a rank of them, and one device of every kind that they have."""
+
+    rank: int
+    devices: tuple[int, ...]
 
 
 class Prices:
@@ -82,7 +102,7 @@ class Prices:
         self._matrices: dict[object, Floats] = {}
         self._ops: dict[object, Floats] = {}
         self._works: dict[object, float] = {}
-        self._models: dict[ProcessMesh, tuple[int, ...]] = {}
+        self._members: dict[ProcessMesh, tuple[_Member, ...]] = {}
 
     # collectives
 
@@ -198,18 +218,57 @@ class Prices:
 
     def streamed(self, value: Value, specs: Specs, mesh: ProcessMesh, passes: int) -> Floats:
         """Seconds [layouts] to go over the block of a value several times, reading or writing."""
-        sizes = passes * local_bytes(value.shape, itemsize(value.dtype), parts_of(specs, mesh))
-        return np.array([self._timed(mesh, Work("memory", nbytes=size, dtype=value.dtype)) for size in sizes])
+        found = np.zeros(len(specs))
+        for member in self._of(mesh):
+            blocks = (
+                even_blocks(value.shape, parts_of(specs, mesh))
+                if not mesh.weights
+                else own_blocks(value.shape, specs, mesh, member.rank)
+            )
+            sizes = passes * block_bytes(blocks, itemsize(value.dtype))
+            works = [Work("memory", nbytes=size, dtype=value.dtype) for size in sizes]
+            found = np.maximum(found, [self._timed(member, work) for work in works])
+        return found
+
+    def nbytes(self, value: Value, specs: Specs, mesh: ProcessMesh) -> Floats:
+        """Bytes [layouts] of a value on a mesh with weights, as of its device with the least memory."""
+        least = min(self.cluster.devices[member.devices[0]].memory for member in self._of(mesh))
+        found = np.zeros(len(specs))
+        for member in self._of(mesh):
+            scale = least / self.cluster.devices[member.devices[0]].memory
+            blocks = own_blocks(value.shape, specs, mesh, member.rank)
+            found = np.maximum(found, scale * block_bytes(blocks, itemsize(value.dtype)))
+        return found
 
     def _computed(self, op: Op, mesh: ProcessMesh, strategies: Strategies, adds: bool) -> Floats:
-        """Seconds of the computation alone: equal local shapes are priced once."""
-        parts = strategies.parts(mesh)
+        """Seconds of the computation alone, on the slowest of the ranks."""
+        values = (*op.operands, *op.results)
+        if not mesh.weights:
+            parts = strategies.parts(mesh)
+            blocks = [even_blocks(value.shape, part) for value, part in zip(values, parts, strict=True)]
+            return self._on(self._of(mesh)[0], op, mesh, strategies, blocks, adds)
+        specs = (*strategies.needed, *strategies.made)
+        found = np.zeros(len(strategies.options))
+        for member in self._of(mesh):
+            blocks = [
+                own_blocks(value.shape, layouts, mesh, member.rank)
+                for value, layouts in zip(values, specs, strict=True)
+            ]
+            found = np.maximum(found, self._on(member, op, mesh, strategies, blocks, adds))
+        return found
+
+    def _on(
+        self,
+        member: _Member,
+        op: Op,
+        mesh: ProcessMesh,
+        strategies: Strategies,
+        blocks: Sequence[Lengths],
+        adds: bool,
+    ) -> Floats:
+        """Seconds [strategies] with blocks of some lengths: equal ones are priced once."""
         if lookup(op.kind).cost == "memory" and not rule_of(op).sliding:
-            return self._streaming(op, mesh, parts, adds)
-        shapes = [v.shape for v in (*op.operands, *op.results)]
-        blocks = [
-            -(-np.array(shape, dtype=np.int64) // part) for shape, part in zip(shapes, parts, strict=True)
-        ]
+            return self._streaming(member, op, blocks, adds)
         joined = (
             np.concatenate(blocks, axis=1) if blocks else np.zeros((len(strategies.options), 0), np.int64)
         )
@@ -217,22 +276,23 @@ class Prices:
         seconds = np.empty(len(unique))
         for number, option in enumerate(first):
             local = [tuple(int(n) for n in block[option]) for block in blocks]
-            seconds[number] = self._seconds(op, mesh, local, strategies, int(option), adds)
+            seconds[number] = self._seconds(member, op, mesh, local, strategies, int(option), adds)
         return seconds[position.ravel()]
 
-    def _streaming(self, op: Op, mesh: ProcessMesh, parts: Sequence[Ints], adds: bool) -> Floats:
+    def _streaming(self, member: _Member, op: Op, blocks: Sequence[Lengths], adds: bool) -> Floats:
         """Seconds of an op that goes over its operands and results once (see `passes.work`)."""
-        values, total = (*op.operands, *op.results), np.zeros(len(parts[0]))
-        for position, (value, part) in enumerate(zip(values, parts, strict=True)):
+        values, total = (*op.operands, *op.results), np.zeros(len(blocks[0]))
+        for position, (value, own) in enumerate(zip(values, blocks, strict=True)):
             twice = adds and position >= len(op.operands)
-            total += (1 + twice) * local_bytes(value.shape, itemsize(value.dtype), part)
+            total += (1 + twice) * block_bytes(own, itemsize(value.dtype))
         sizes, which = np.unique(total, return_inverse=True)
         kind = "memory" if all(math.prod(v.shape) for v in op.results) else "launch"
         works = [Work(kind, 0.0, float(size), values[0].dtype, op=op.kind) for size in sizes]
-        return np.array([self._timed(mesh, work) for work in works])[which.ravel()]
+        return np.array([self._timed(member, work) for work in works])[which.ravel()]
 
     def _seconds(
         self,
+        member: _Member,
         op: Op,
         mesh: ProcessMesh,
         local: Sequence[tuple[int, ...]],
@@ -242,9 +302,9 @@ class Prices:
     ) -> float:
         attrs, count = op.attrs, len(op.operands)
         if lookup(op.kind).cost == "matmul" and lookup(op.kind).localize is not None:
-            attrs = local_attrs(replace(op, layout=strategies.layout(mesh, option)), mesh.members[0])
+            attrs = local_attrs(replace(op, layout=strategies.layout(mesh, option)), member.rank)
         if rule_of(op).sliding:
-            local = [*self._windows(op, strategies.layout(mesh, option)), *local[count:]]
+            local = [*self._windows(op, strategies.layout(mesh, option), member.rank), *local[count:]]
         own = replace(
             op,
             operands=tuple(replace(v, shape=s) for v, s in zip(op.operands, local[:count], strict=True)),
@@ -252,37 +312,43 @@ class Prices:
             attrs=attrs,
             layout=None,
         )
-        return self._timed(mesh, work_of(own, [v.nbytes for v in own.operands], adds))
+        return self._timed(member, work_of(own, [v.nbytes for v in own.operands], adds))
 
     @staticmethod
-    def _windows(op: Op, layout: OpLayout) -> list[tuple[int, ...]]:
-        """What the first rank reads of every operand, neighbours' positions included."""
+    def _windows(op: Op, layout: OpLayout, rank: int) -> list[tuple[int, ...]]:
+        """What a rank reads of every operand, neighbours' positions included."""
         found = []
         for position, value in enumerate(op.operands):
             spec, windows = operand_layout(op, position, layout), operand_windows(op, position, layout)
-            bounds = window_bounds(value.shape, layout.mesh, spec, windows, layout.mesh.members[0])
+            bounds = window_bounds(value.shape, layout.mesh, spec, windows, rank)
             found.append(tuple(stop - start for start, stop in bounds))
         return found
 
-    def _timed(self, mesh: ProcessMesh, work: Work) -> float:
-        """Seconds of a work on the slowest device of a mesh."""
-        key = (mesh, work)
+    def _timed(self, member: _Member, work: Work) -> float:
+        """Seconds of a work on the slowest device of a member."""
+        key = (member.devices, work)
         if key not in self._works:
             self._works[key] = max(
                 self.compute.time(device, work.kind, work.flops, work.nbytes, work.dtype, work.dims, work.op)
-                for device in self._kinds(mesh)
+                for device in member.devices
             )
         return self._works[key]
 
-    def _kinds(self, mesh: ProcessMesh) -> tuple[int, ...]:
-        """One device of every kind on a mesh."""
-        if mesh not in self._models:
-            found: dict[object, int] = {}
-            for device in map(self.device, mesh.members):
-                entry = self.cluster.devices[device]
-                found.setdefault((entry.type, entry.model, entry.origin), device)
-            self._models[mesh] = tuple(found.values())
-        return self._models[mesh]
+    def _of(self, mesh: ProcessMesh) -> tuple[_Member, ...]:
+        """One member for all ranks of a mesh; one for each kind of device and weight where it has weights."""
+        if mesh not in self._members:
+            kinds: dict[object, dict[object, tuple[int, int]]] = {}
+            for rank in mesh.members:
+                device = self.cluster.devices[self.device(rank)]
+                at = zip(mesh.axes, mesh.coordinates(rank), strict=True)
+                own = tuple(mesh.weights[axis][i] for axis, i in at if axis in mesh.weights)
+                kind = device.type, device.model, device.origin, device.memory
+                kinds.setdefault((own, kind) if own else (), {}).setdefault(kind, (rank, device.index))
+            self._members[mesh] = tuple(
+                _Member(next(rank for rank, _ in kind.values()), tuple(number for _, number in kind.values()))
+                for kind in kinds.values()
+            )
+        return self._members[mesh]
 
     def _halo(self, op: Op, layout: OpLayout) -> float:
         """Seconds to fetch what an op reads beyond its blocks."""

@@ -101,9 +101,25 @@ def local_bytes(shape: tuple[int, ...], size: int, parts: Ints) -> NDArray[np.fl
         size: bytes of an element.
         parts: [layouts, dims], see `parts_of`.
     """
-    blocks = -(-np.array(shape, dtype=np.int64) // parts)
+    return block_bytes(even_blocks(shape, parts), size)
+
+
+def block_bytes(blocks: Ints, size: int) -> NDArray[np.float64]:
+    """Bytes [layouts] of blocks of some lengths [layouts, dims], of elements of some size."""
     found: NDArray[np.float64] = size * blocks.prod(axis=1, dtype=np.float64)
     return found
+
+
+def even_blocks(shape: tuple[int, ...], parts: Ints) -> Ints:
+    """Lengths [layouts, dims] of the largest block of a tensor; parts as in `local_bytes`."""
+    found: Ints = -(-np.array(shape, dtype=np.int64) // parts)
+    return found
+
+
+def own_blocks(shape: tuple[int, ...], specs: Specs, mesh: ProcessMesh, rank: int) -> Ints:
+    """Lengths [layouts, dims] of the block of a rank of a mesh with weights."""
+    found = [spec.local_shape(shape, mesh, rank) for spec in specs]
+    return np.array(found, dtype=np.int64).reshape(len(specs), len(shape))
 
 
 _KNOWN: dict[Hashable, Strategies] = {}
@@ -124,6 +140,7 @@ def strategies_of(op: Op, mesh: ProcessMesh) -> Strategies:
         reduction,
         mesh.axes,
         mesh.shape,
+        tuple(mesh.weights.items()),
     )
     if key not in _KNOWN:
         _KNOWN[key] = _enumerate(rule, mesh, linear, passing, reduction)
@@ -139,7 +156,7 @@ def _passes(op: Op, group: tuple[int, ...]) -> bool:
 def _size_class(rule: Rule, index: str, mesh: ProcessMesh) -> int:
     """What of a size decides which layouts are legal."""
     size = rule.sizes[index]
-    return size if index in rule.composite else representative(size, mesh)
+    return size if index in rule.composite or mesh.weights else representative(size, mesh)
 
 
 def _enumerate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -27,9 +28,11 @@ class Shape:
 
     Attributes:
         axes: name and size of every axis, major to minor; the minor one lies inside machines where it fits.
+        samples: of a micro-batch, for each position along the major axis; none where all have equally many.
     """
 
     axes: tuple[tuple[str, int], ...]
+    samples: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -40,10 +43,14 @@ class Shape:
         """A mesh of this shape on consecutive ranks."""
         names = [name for name, _ in self.axes]
         ranks = np.arange(start, start + self.size).reshape([size for _, size in self.axes])
-        return ProcessMesh(ranks, names)
+        return ProcessMesh(ranks, names, {names[0]: self.samples} if self.samples else None)
 
     def __str__(self) -> str:
-        return " x ".join(f"{name}={size}" for name, size in self.axes)
+        sizes = [f"{name}={size}" for name, size in self.axes]
+        if self.samples:
+            runs = (f"{len(list(run))} of {own}" for own, run in groupby(self.samples))
+            sizes[0] += f" ({', '.join(runs)} samples)"
+        return " x ".join(sizes)
 
 
 def pools_of(cluster: Cluster) -> tuple[Pool, ...]:
