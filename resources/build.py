@@ -197,7 +197,11 @@ def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str,
                 f"{len(nodes)}, got {pair}"
             )
         links.append(wire.join(nodes[pair[0]], nodes[pair[1]], pair[2] if len(pair) == 3 else 1))
-    return links, []
+    if entry.host is None:
+        return links, []
+    bus = Wire(entry.host.kind, entry.host.bandwidth, entry.host.latency, f"{origin}.inside.host")
+    bridged, switches = pcie_pairs(nodes, f"{name}/", bus, bus.bandwidth)
+    return links + bridged, switches
 
 
 def _levels(levels: list[Level] | None) -> list[TreeLevel]:

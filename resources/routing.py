@@ -1,6 +1,7 @@
 """Which links the bytes between two devices cross.
 
-Inside a machine: fewest links, then the fastest, never through a NIC. Between machines: device - NIC -
+Inside a machine: fewest links, then the fastest, never through a NIC, and through other devices only where no
+switch or bridge joins the two. Between machines: device - NIC -
 network - NIC - device, the network by its topology (up and down a tree, dimension by dimension on a torus,
 shortest path on a list of links). Routes are fixed: the cost of a collective is the load that its routes put
 on the links.
@@ -133,11 +134,10 @@ class Router:
             for at, link in enumerate(found):
                 graph.add_edge(link.source, link.target, at=at, source=link.source, weight=_weight(link))
             self._machine_graphs[machine.index] = graph
-        avoid = set(machine.nics) - {source, target}
-        view = graph.subgraph(node for node in graph if node not in avoid)
-        try:
-            nodes: list[str] = nx.dijkstra_path(view, source, target)
-        except (nx.NetworkXNoPath, nx.NodeNotFound):
+        devices = {self.cluster.devices[device].node for device in machine.devices}
+        nodes = _path(graph, source, target, devices | set(machine.nics))
+        nodes = nodes or _path(graph, source, target, set(machine.nics))
+        if nodes is None:
             return None
         return tuple(
             (graph.edges[a, b]["at"], int(graph.edges[a, b]["source"] != a))
@@ -219,6 +219,16 @@ class Router:
         except (nx.NetworkXNoPath, nx.NodeNotFound):
             return None
         return tuple(self._edge[a, b] for a, b in itertools.pairwise(nodes))
+
+
+def _path(graph: nx.Graph[str], source: str, target: str, avoid: set[str]) -> list[str] | None:
+    """The shortest path between two nodes that has none of the others to avoid; None where there is none."""
+    view = graph.subgraph(node for node in graph if node not in avoid - {source, target})
+    try:
+        found: list[str] = nx.dijkstra_path(view, source, target)
+    except (nx.NetworkXNoPath, nx.NodeNotFound):
+        return None
+    return found
 
 
 def _weight(link: Link) -> float:

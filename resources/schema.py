@@ -130,11 +130,14 @@ class InsideEntry(LinkEntry):
     levels: list[Level] | None = None
     links: list[list[int]] | None = None
     host_bandwidth: Bandwidth | None = None
+    host: LinkEntry | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> InsideEntry:
         needs = {"torus": "shape", "tree": "levels", "links": "links"}
         _check_topology_fields(self.topology, needs, self)
+        if self.host is not None and self.topology != "links":
+            raise ValueError(f"host only with topology links, not {self.topology}")
         for pair in self.links or ():
             if len(pair) not in (2, 3) or min(pair) < 0 or (len(pair) == 3 and pair[2] < 1):
                 raise ValueError("links as [device, device] or [device, device, lanes]")

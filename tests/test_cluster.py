@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pickle
 
@@ -102,8 +101,11 @@ def test_routes_are_shortest_paths_of_the_graph(name):
         steps = hops(cluster, source, target)
         here, there = cluster.devices[source], cluster.devices[target]
         graph = cluster.graph
-        if here.machine == there.machine:  # a machine's own traffic keeps off its NIC
+        if here.machine == there.machine:  # a machine's own traffic keeps off its NIC, and off other devices
             graph = graph.subgraph(set(graph) - nics)
+            others = {device.node for device in cluster.devices} - {here.node, there.node}
+            alone = graph.subgraph(set(graph) - others)
+            graph = alone if nx.has_path(alone, here.node, there.node) else graph
         if name == "dgx_a100_pod" and here.machine != there.machine:
             expected = 4  # device, its own NIC, switch, the other's NIC, device
         else:
@@ -158,6 +160,30 @@ def test_pcie_pairs_share_a_host_bridge():
     cluster = single(4, {"topology": "pcie_pairs", "host_bandwidth": "8 GB/s"})
     assert hops(cluster, 0, 1) == [("m/gpu0", "m/pcie0"), ("m/pcie0", "m/gpu1")]
     assert [end for _, end in hops(cluster, 1, 2)] == ["m/pcie0", "m/host", "m/pcie1", "m/gpu2"]
+
+
+LINKED = {
+    "topology": "links",
+    "bandwidth": "25 GB/s",
+    "latency": "1 us",
+    "links": [[0, 1, 2], [1, 2], [2, 3]],
+}
+HOST = {"kind": "pcie", "bandwidth": "12 GB/s", "latency": "2 us"}
+
+
+def test_devices_without_a_link_meet_at_the_host_and_only_without_one_forward_for_each_other():
+    bridged = single(4, {**LINKED, "host": HOST})
+    assert hops(bridged, 0, 1) == [("m/gpu0", "m/gpu1")]
+    assert [end for _, end in hops(bridged, 0, 2)] == ["m/pcie0", "m/host", "m/pcie1", "m/gpu2"]
+    # 12 GB/s a GPU, and 12 GB/s of a switch for both its GPUs: 0 to 2, 0 to 3 and 1 to 3, a quarter each.
+    exchange = CollectiveCost(bridged).time("all_to_all", range(4), 12e9)
+    assert exchange == pytest.approx(3 * 0.25, rel=1e-3)
+    assert hops(single(4, LINKED), 0, 2) == [("m/gpu0", "m/gpu1"), ("m/gpu1", "m/gpu2")]
+
+
+def test_a_host_stands_beside_links_only():
+    with pytest.raises(ResourceError, match="host only with topology links, not ring"):
+        single(4, {"topology": "ring", "host": HOST})
 
 
 def test_machine_without_links_inside_says_so():
@@ -328,11 +354,11 @@ def test_paddle_json_that_is_no_json_or_no_file(tmp_path):
         load_paddle(tmp_path / "absent.json")
 
 
-def test_every_pair_of_a_hybrid_cube_mesh_is_at_most_two_hops_apart():
+def test_each_gpu_of_a_hybrid_cube_mesh_has_four_neighbours_and_three_others_over_the_host():
     cluster = load_cluster("p3_16xlarge_x8")
-    lengths = [len(hops(cluster, a, b)) for a, b in itertools.permutations(range(8), 2)]
-    assert max(lengths) == 2
-    assert lengths.count(1) == 2 * 16
+    for a in range(8):
+        lengths = sorted(len(hops(cluster, a, b)) for b in range(8) if b != a)
+        assert lengths == [1, 1, 1, 1, 4, 4, 4]
 
 
 def test_describe_groups_devices_and_links_and_says_what_is_not_stated():
