@@ -25,3 +25,13 @@ class InfeasibleError(DistGraphError):
 
 class RuntimeFault(DistGraphError):
     """A rank failed, a wait ran out of time, or data or a checkpoint does not fit the program."""
+
+
+def installing(extra: str) -> str:
+    """How to install an extra, for the end of a message.
+
+    Example:
+        >>> print(installing("mpi"))
+        pip install "distgraph[mpi]", or in a clone pip install -e ".[mpi]"
+    """
+    return f'pip install "distgraph[{extra}]", or in a clone pip install -e ".[{extra}]"'

@@ -1,8 +1,8 @@
 """Starting ranks as processes, and ending all of them when one fails: `distgraph run -n 4 script.py args`.
 
-A rank that raises prints its traceback; the others print one line each and leave. When a rank is killed, the
-others say so likewise. The launcher then names the rank and the signal, passes the exit code on, and leaves
-no process behind.
+When ranks fail, the launcher tells what they left to say (`last_words`): every traceback and every error
+once, and on which ranks. Of a rank that was killed it names the signal. It passes the exit code on, and
+leaves no process behind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, TextIO
 
-from distgraph.errors import RuntimeFault
+from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.job import JOB_DIRECTORY, process_start, ranks_of_job, recorded_death, recorded_failure
+from distgraph.runtime.last_words import left, told
 from distgraph.runtime.rank import current_transport, fail
 
 __all__ = ["launch", "current_transport", "ranks_of_job", "fail", "find_mpiexec"]
@@ -52,7 +53,7 @@ def find_mpiexec() -> str:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise RuntimeFault(
-            "mpiexec is neither beside this Python nor on PATH; install it with: pip install distgraph[mpi]"
+            f"mpiexec is neither beside this Python nor on PATH; install it with: {installing('mpi')}"
         )
     return found
 
@@ -95,6 +96,7 @@ def launch(
         try:
             code = _run(command, settings, job, stdout or sys.stdout, errors)
         except KeyboardInterrupt:
+            errors.write(told(left(job), n))
             errors.write("error: interrupted; all ranks are stopped\n")
             return 130
         return _verdict(n, code, job, errors)
@@ -128,6 +130,7 @@ def _run(command: list[str], env: Mapping[str, str], job: Path, out: TextIO, err
 def _verdict(n: int, code: int, job: Path, errors: TextIO) -> int:
     """Exit code of the job; says who was killed, if one was, after what the ranks have said."""
     failure, death = recorded_failure(job), recorded_death(job)
+    errors.write(told(left(job), n, died=death is not None))
     if failure is None:
         if code:
             errors.write(f"error: mpiexec ended with exit code {code} before the ranks could say why\n")

@@ -42,7 +42,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from distgraph.errors import RuntimeFault
+from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
 from distgraph.runtime.job import LAST_WORDS_SECONDS, recorded_death
 from distgraph.runtime.rollcall import LISTEN_SECONDS, RollCall
@@ -416,5 +416,5 @@ def _load_mpi() -> Any:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise RuntimeFault(
-            f"mpi transport: mpi4py cannot be loaded ({error}); install it with: pip install distgraph[mpi]"
+            f"mpi transport: mpi4py cannot be loaded ({error}); install it with: {installing('mpi')}"
         ) from error

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from distgraph.errors import DistGraphError, RuntimeFault
-from distgraph.runtime.job import job_directory, ranks_of_job, record_failure
+from distgraph.runtime.job import job_directory, rank_in_job, ranks_of_job, record_failure
+from distgraph.runtime.last_words import LastWords, leave
 from distgraph.runtime.mpi import MpiTransport
 from distgraph.runtime.rollcall import END
 
@@ -49,24 +50,42 @@ def current_transport() -> MpiTransport | None:
 def fail(error: BaseException) -> None:
     """Report an exception that nobody caught, and take the other ranks down.
 
-    The rank where it began prints its traceback (none for a mistake that distgraph explains) and then the
-    error in one line; the others only the line. Does not return where there are several ranks.
+    The rank where it began says its traceback (none for a mistake that distgraph explains) and then the error
+    in one line; the others only the line. A launched rank leaves it to the launcher, which tells equal words
+    once. Does not return where there are several ranks.
     """
     transport = _current[0] if _current else None
     followed = transport is not None and transport.failed_elsewhere
-    if followed:
-        time.sleep(0.05)  # the traceback of the rank that failed first comes through another pipe
-    elif _deserves_traceback(error):
-        traceback.print_exception(error)
-    line = _one_line(error, transport)
-    if line:
-        sys.stderr.write(line)
+    text = _one_line(error)
+    trace = "".join(traceback.format_exception(error)) if _deserves_traceback(error) and not followed else ""
+    if not _left_to_the_launcher(text, trace, followed):
+        _say(f"{trace}error: {_named(text, transport)}\n" if text else trace, late=followed)
     sys.stdout.flush()
-    sys.stderr.flush()
     if not followed:
-        record_failure(_exit_code(error), line)
+        record_failure(_exit_code(error), text)
     if transport is not None:
         transport.abort(error)
+
+
+def _say(text: str, *, late: bool) -> None:
+    if late:
+        time.sleep(0.05)  # the traceback of the rank that failed first comes through another pipe
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _left_to_the_launcher(text: str, trace: str, followed: bool) -> bool:
+    """Leave what this rank says, without its name, so that equal words are equal; false where it cannot."""
+    job, rank = job_directory(), rank_in_job() or 0
+    if job is None:
+        return False
+    cause = text.removesuffix(f"; rank {rank} stops too") if followed else text
+    said = cause.removeprefix(f"rank {rank}: ")
+    try:
+        leave(job, LastWords(rank, time.monotonic(), said, trace, follows=cause != text))
+    except OSError:  # such as a full disk
+        return False
+    return True
 
 
 def run_script(argv: Sequence[str]) -> None:
@@ -95,14 +114,19 @@ def _deserves_traceback(error: BaseException) -> bool:
     return not isinstance(error, SystemExit | DistGraphError)
 
 
-def _one_line(error: BaseException, transport: MpiTransport | None) -> str:
+def _one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return ""
-    text = (
-        str(error) if isinstance(error, DistGraphError | SystemExit) else f"{type(error).__name__}: {error}"
+    if isinstance(error, DistGraphError | SystemExit):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _named(text: str, transport: MpiTransport | None) -> str:
+    """With the rank that says so, where there are several and it does not begin with one."""
+    return (
+        f"rank {transport.rank}: {text}" if transport is not None and not text.startswith("rank ") else text
     )
-    where = f"rank {transport.rank}: " if transport is not None and not text.startswith("rank ") else ""
-    return f"error: {where}{text}\n"
 
 
 def _exit_code(error: BaseException) -> int:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from distgraph.errors import RuntimeFault
+from distgraph.errors import RuntimeFault, installing
 from distgraph.resources import Cluster
 from distgraph.resources.describe import describe
 from distgraph.resources.units import format_bytes, format_si
@@ -125,8 +125,7 @@ class Page:
             self.plotly: Any = import_module("plotly.io")
         except ImportError:
             raise RuntimeFault(
-                "report needs plotly, which is not installed; pip install 'distgraph[report]', or print the "
-                "forecast"
+                f"report needs plotly, which is not installed; {installing('report')}"
             ) from None
         self.forecast, self.subject, self.drawn = forecast, subject, 0
 

@@ -345,7 +345,8 @@ def test_a_page_of_a_forecast_alone(tmp_path):
 def test_without_plotly_the_way_out_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.io", None)
-    with pytest.raises(RuntimeFault, match=r"pip install 'distgraph\[report\]'"):
+    line = r"pip install \"distgraph\[report\]\", or in a clone pip install -e \"\.\[report\]\"$"
+    with pytest.raises(RuntimeFault, match=f"report needs plotly, which is not installed; {line}"):
         report.report(forecast(pipe(1), machines(6, 6)), tmp_path / "r.html")
 
 
