@@ -42,7 +42,8 @@ def shown(plan: Plan) -> str:
         parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
     parts.append("tensors\n" + _table(_layouts(plan)))
     if plan.forecast is not None:
-        parts.append("forecast of a step\n" + _table(_times(plan)))
+        beside = ", and of plans that it is compared with" if plan.baselines else ""
+        parts.append(f"forecast of a step{beside}\n" + _table(_times(plan)))
     if plan.search.status:
         gap = "" if plan.search.gap is None else f", at most {plan.search.gap:.2%} above the bound"
         parts.append(f"search {plan.search.mode}: {plan.search.status}{gap}")

@@ -12,7 +12,7 @@ is fixed is where inputs, parameters and states are stored, and the rest follows
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -23,6 +23,13 @@ from distgraph.spec import ShardSpec
 
 Restriction = Literal["none", "uniform", "zero1", "zero3"]
 BATCH_AXIS = "dp"
+SAID: Final[dict[Restriction, str]] = {
+    "none": "uniform stages, layouts free",
+    "uniform": "uniform, without ZeRO",
+    "zero1": "uniform, ZeRO-1",
+    "zero3": "uniform, ZeRO-3",
+}
+"""How baselines are called; docs/plan.md explains the names."""
 
 
 def restricted(formulation: Formulation, restriction: Restriction) -> Problem:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Bordered, borders
 from distgraph.engine.searching.proposal import Proposal, StageChoice
-from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.restrict import SAID, Restriction
 from distgraph.engine.searching.space import Shape, shapes_of
 from distgraph.passes.search.costs import Config, ProfileCosts
 from distgraph.passes.search.formulate import Profile
@@ -111,7 +111,7 @@ def _proposed(oracle: Oracle, row: _Row, restriction: Restriction) -> Proposal |
         costs = ProfileCosts([[Config(profile)]], [oracle.memory(row.submesh)])
         seconds = _seconds(oracle, costs, row, choices)
         if np.isfinite(seconds):
-            name = f"{variant.restriction}: {row.shape}, {count} stage{'s' * (count > 1)}"
+            name = f"{SAID[variant.restriction]}: {row.shape}, {count} stage{'s' * (count > 1)}"
             return Proposal(name, row.micro_batches, "1f1b", choices, recompute, variant.restriction, seconds)
     return None
 
