@@ -5,8 +5,9 @@ those that `redistribute` finds. *Invariant:* the same steps, bytes and goal-dir
 
 What a step sends is a fraction of the tensor that depends on the layouts only, as long as blocks divide
 evenly: one `Routes` serves all shapes of a kind (`representatives`), and prices come in later, as one
-number a kind of step. With d(s, t) the least seconds from layout s to layout t, and E(t) the steps on the
-way to t,
+number a kind of step. Which steps there are depends then on no more than which axes may share a dim and
+whether they are equal, so that they are found once for meshes of all sizes (`_model`). With d(s, t) the
+least seconds from layout s to layout t, and E(t) the steps on the way to t,
 
     d(t, t) = 0,     d(s, t) = min over steps (s -> r) in E(t) of seconds(s -> r) + d(r, t),
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -131,6 +132,48 @@ def routes(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
         sizes: see `representatives`.
         mesh: only its axes and their sizes count.
     """
+    model = _model(sizes, mesh)
+    if model is None:
+        return _found(sizes, mesh)
+    found = _found(*model)
+    return replace(found, fraction=_fractions(found, mesh))
+
+
+def _model(sizes: tuple[int, ...], mesh: ProcessMesh) -> tuple[tuple[int, ...], ProcessMesh] | None:
+    """Sizes on the smallest mesh with the same steps; None where blocks are uneven, or of many axes.
+
+    A dim may be cut by the counts that are no larger than it is: by the smaller axis, by the larger one, by
+    both together. Layouts of as many parts can be exchanged for each other, so that equal axes stay equal.
+    """
+    axes = [n for n in mesh.shape if n > 1]
+    if len(axes) > 2 or not all(_is_even(size, mesh) for size in sizes):
+        return None
+    small = iter([2, 2] if len(set(axes)) < 2 else [2, 4] if axes[0] < axes[1] else [4, 2])
+    model = ProcessMesh.grid(**{axis: next(small) if n > 1 else 1 for axis, n in mesh.sizes.items()})
+    counts, alike = sorted(_counts(mesh)), [1, *sorted(_counts(model))]
+    return tuple(alike[sum(count <= size for count in counts)] for size in sizes), model
+
+
+def _fractions(found: Routes, mesh: ProcessMesh) -> Floats:
+    """Bytes that a rank sends in every step, a byte of the tensor, where blocks are even (`step_bytes`)."""
+    parts = [mesh.count(axis for dim in state.dims for axis in dim) for state in found.states]
+    block = 1 / np.array(parts, dtype=np.float64)
+    before, after = block[found.start % len(parts)], block[found.stop % len(parts)]
+    shares = np.zeros(len(found.kind))
+    for number, (kind, axes) in enumerate(found.kinds):
+        mine, group = found.kind == number, mesh.count(axes)
+        if kind == "permute":
+            shares[mine] = np.maximum(before, after)[mine]
+        elif kind == "all_gather":
+            shares[mine] = (group - 1) * before[mine]
+        elif axes:  # all_reduce, reduce_scatter, all_to_all; without axes nothing is sent
+            shares[mine] = (2 if kind == "all_reduce" else 1) * before[mine] * (group - 1) / group
+    return shares
+
+
+@lru_cache(maxsize=1024)
+def _found(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
+    """The steps of `routes`, with what each sends."""
     axes = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1)
     states = tuple(_states(sizes, mesh, axes))
     number = {state: i for i, state in enumerate(states)}
