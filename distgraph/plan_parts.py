@@ -335,9 +335,8 @@ class Found:
     Attributes:
         mode: of the search; "annotations" for the plan of a program as it was compiled.
         status: "optimal", "feasible", "interrupted", ... as the search says.
-        bound: no plan of the searched space takes fewer seconds a step, by the estimate of the search; None
-            where there is no such proof.
-        gap: (estimate - bound) / bound.
+        bound: no plan takes fewer seconds a step by its forecast (docs/plan.md); None where nothing is known.
+        gap: (forecast - bound) / bound.
         seconds: that the search took.
         settings: what it was asked for.
     """

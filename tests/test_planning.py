@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,15 +14,18 @@ import numpy as np
 import pytest
 from forecasts import machines
 from plan_cases import CASES, classifier
+from searched import PROGRAMS, two_by_two
 
 import distgraph as dg
 from distgraph import nn, optim
 from distgraph.data import whole
 from distgraph.engine import planning
 from distgraph.engine.interrupt import Interrupt, remembered
-from distgraph.engine.planning import Candidate, Progress, SearchOptions, search, settled
+from distgraph.engine.planning import Candidate, Progress, SearchOptions, Step, search, settled
+from distgraph.engine.searching import oracle
 from distgraph.engine.training import Training
-from distgraph.errors import GraphError, ResourceError, ShardingError
+from distgraph.errors import GraphError, InfeasibleError, ResourceError, RuntimeFault, ShardingError
+from distgraph.passes.search.problem import Problem, Solution
 from distgraph.plan import Plan
 
 CASE = CASES["narrow"]
@@ -115,15 +119,15 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
     plan = engine.plan.portable
     more = []
 
-    def improved(*given: Any) -> Iterator[tuple[str, Candidate | None]]:
-        yield "first", Candidate(1.0, lambda: plan)
+    def improved(*given: Any) -> Iterator[Step]:
+        yield Step("first", Candidate(1.0, lambda: plan))
         try:
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
         except KeyboardInterrupt:
             if not swallowed:
                 raise
-        yield "second", Candidate(0.9, lambda: replace(plan, cluster="better"))
+        yield Step("second", Candidate(0.9, lambda: replace(plan, cluster="better")))
         more.append("went on")
 
     monkeypatch.setattr(planning, "_improved", improved)
@@ -134,14 +138,40 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def improved(*given: Any) -> Iterator[tuple[str, Candidate | None]]:
-        raise KeyboardInterrupt
-        yield
+@pytest.mark.parametrize("then", ["at once", "swallowed", "an error of what broke off"])
+def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """One error that says so, whatever the solver makes of the interrupt."""
+
+    def improved(*given: Any) -> Iterator[Step]:
+        yield Step("first")
+        with contextlib.ExitStack() as stack:
+            if then != "at once":
+                stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        if then != "swallowed":
+            raise InfeasibleError("nothing was found in so little time")
+        yield Step("second")
+        pytest.fail("went on")
 
     monkeypatch.setattr(planning, "_improved", improved)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeFault, match=r"search: interrupted after .* s, before there was any plan; let"):
         search(training_of(CASE.engine()), machines(2, 2), SearchOptions())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_the_first_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The solver swallows it and has no choice: no assertion of ours, no claim that nothing fits."""
+
+    def solve(problem: Problem, **given: Any) -> Solution:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        return Solution(None, np.inf, -np.inf, np.inf, "unknown", message="interrupted")
+
+    monkeypatch.setattr(oracle, "solve_cached", solve)
+    with pytest.raises(RuntimeFault, match="before there was any plan"):
+        PROGRAMS["gpt"].search(two_by_two())  # two samples: no data parallelism before
 
 
 def test_no_handler_outside_of_the_main_thread() -> None:

@@ -17,7 +17,7 @@ from distgraph.engine.interrupt import Interrupt, remembered
 from distgraph.engine.searching.proposal import Realized
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.training import Training
-from distgraph.errors import DistGraphError, GraphError, ResourceError
+from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.plan import Found, Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.rank import current_transport, ranks_of_job
@@ -32,7 +32,7 @@ class Progress:
         phase: what it is at.
         seconds: since it began.
         incumbent: seconds of a step of the best plan so far, by forecast; None while there is none.
-        bound: seconds of a step that no plan of the searched space goes below, where that is known.
+        bound: seconds of a step that no plan goes below (see `searching.bound`), where that is known.
     """
 
     phase: str
@@ -89,28 +89,34 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
         GraphError: the program does not train.
         ResourceError: the cluster is too small, or lacks a number that a cost needs.
         InfeasibleError: no plan fits the cluster.
-        KeyboardInterrupt: Ctrl-C before there was any plan.
+        RuntimeFault: Ctrl-C before there was any plan.
     """
     start = time.monotonic()
     best: Candidate | None = None
-    interrupted = False
     with remembered() as interrupt:
         try:
-            for phase, found in _improved(training, cluster, options, interrupt):
-                best = found or best
+            for event in _improved(training, cluster, options, interrupt):
+                best = event.found or best
                 if options.watch is not None:
                     now = time.monotonic() - start
-                    options.watch(Progress(phase, now, None if best is None else best.seconds))
-                if interrupt.asked and best is not None:
+                    incumbent = None if best is None else best.seconds
+                    options.watch(Progress(event.phase, now, incumbent, event.bound))
+                if interrupt.asked:
                     break
         except KeyboardInterrupt:
-            if best is None:
+            interrupt.asked = True  # also outside of the main thread
+        except DistGraphError:
+            if not interrupt.asked:  # else what broke off has nothing to show
                 raise
-            interrupted = True
-    assert best is not None  # a search without any plan raises
-    plan = best.plan()
-    status = "interrupted" if interrupted or interrupt.asked else plan.search.status
     seconds = time.monotonic() - start
+    if best is None:
+        assert interrupt.asked  # a search without any plan raises
+        raise RuntimeFault(
+            f"search: interrupted after {seconds:.1f} s, before there was any plan; let it go on, or search "
+            f"with 0 seconds for the first plan that fits"
+        )
+    plan = best.plan()
+    status = "interrupted" if interrupt.asked else plan.search.status
     return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
 
 
@@ -147,10 +153,19 @@ class Candidate:
     plan: Callable[[], Plan]
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A phase that began, or a program that is better than those before; `bound` as in `Progress`."""
+
+    phase: str
+    found: Candidate | None = None
+    bound: float | None = None
+
+
 def _improved(
     training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
-) -> Iterator[tuple[str, Candidate | None]]:
-    """Phases, and programs that are better than those before; ends soon after an interrupt."""
+) -> Iterator[Step]:
+    """What the search finds; ends soon after an interrupt."""
     if options.mode in SEARCHED:
         yield from _searched(training, cluster, options, interrupt)
         return
@@ -165,20 +180,21 @@ def _improved(
         search = Found(mode=options.mode, status="not searched", settings=options.settings())
         return replace(plan, forecast=estimate(plan, forecasted.forecast), baselines=baselines, search=search)
 
-    yield "forecast", Candidate(forecasted.forecast.step_seconds, as_compiled)
+    yield Step("forecast", Candidate(forecasted.forecast.step_seconds, as_compiled))
 
 
 def _searched(
     training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
-) -> Iterator[tuple[str, Candidate | None]]:
+) -> Iterator[Step]:
     searcher = Searcher(training, cluster, options.mode, options.seconds, lambda: interrupt.asked)
     best: Realized | None = None
     for event in searcher.run():
         if searcher.best is best or searcher.best is None:
-            yield event.phase, None
+            yield Step(event.phase, None, searcher.bound)
             continue
         best = searcher.best
-        yield event.phase, Candidate(best.seconds, partial(searcher.plan, options.settings()))
+        found = Candidate(best.seconds, partial(searcher.plan, options.settings()))
+        yield Step(event.phase, found, searcher.bound)
 
 
 def _alike(make: Callable[[], Plan]) -> Plan:

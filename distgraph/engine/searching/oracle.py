@@ -21,6 +21,7 @@ from distgraph.engine.positions import cut
 from distgraph.engine.searching.restrict import Restriction, restricted
 from distgraph.engine.searching.space import Shape, devices_for
 from distgraph.engine.training import Training
+from distgraph.errors import InfeasibleError
 from distgraph.graph import Graph
 from distgraph.passes.search.cache import solve_cached
 from distgraph.passes.search.fold import Fold, fold
@@ -80,7 +81,7 @@ class Variant:
         memory_price: seconds a byte.
         restriction: what was forbidden.
         profile: costs by layer; recompute: the same where every layer is computed again.
-        estimate, bound: objective of the problem, and what none goes below.
+        estimate: objective of the problem.
     """
 
     micro_batches: int
@@ -91,7 +92,6 @@ class Variant:
     profile: Profile
     recompute: Profile
     estimate: float
-    bound: float
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Oracle:
     _traces: dict[tuple[int, tuple[int, ...]], Traced] = field(default_factory=dict)
     _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
-    _choices: dict[object, tuple[tuple[int, ...], float, float]] = field(default_factory=dict)
+    _choices: dict[object, tuple[tuple[int, ...], float]] = field(default_factory=dict)
 
     def traced(self, micro_batches: int, recompute: Sequence[int] = ()) -> Traced:
         """The serial graph for a number of micro-batches, with some layers computed again."""
@@ -169,15 +169,24 @@ class Oracle:
 
     def chosen(
         self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
-    ) -> tuple[Formulation, tuple[int, ...], float, float]:
-        """The formulation, its best choice, objective and bound."""
+    ) -> tuple[Formulation, tuple[int, ...], float]:
+        """The formulation, its best choice and objective.
+
+        Raises:
+            InfeasibleError: none was found, as after Ctrl-C.
+        """
         key = traced.graph.micro_batches, traced.recompute, devices, shape, price, restriction
         found = self.formulation(traced, devices, shape).priced(memory_price=price, live_micro_batches=1)
         if key not in self._choices:
             problem = restricted(found, restriction)
             solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
-            assert solution.choice is not None, f"{problem.name}: {solution.message}"
-            self._choices[key] = (tuple(solution.choice), solution.objective, solution.bound)
+            if solution.choice is None:
+                reason = solution.message or solution.status
+                raise InfeasibleError(
+                    f"{problem.name}: no layouts on {shape} were found ({reason}); take annotations out, or "
+                    f"give the search more time"
+                )
+            self._choices[key] = tuple(solution.choice), solution.objective
         return (found, *self._choices[key])
 
     def variants(
@@ -197,8 +206,8 @@ class Oracle:
         fastest, held = 0.0, np.inf
         for share in shares:
             price = share * fastest / memory
-            a, choice, estimate, bound = self.chosen(plain, devices, shape, price, restriction)
-            b, other, _, _ = self.chosen(again, devices, shape, price, restriction)
+            a, choice, estimate = self.chosen(plain, devices, shape, price, restriction)
+            b, other, _ = self.chosen(again, devices, shape, price, restriction)
             profile = a.profile(choice)
             size = profile.nbytes(1)
             if size * _REPLANNED < held:
@@ -212,7 +221,6 @@ class Oracle:
                         profile,
                         b.profile(other),
                         estimate,
-                        bound,
                     )
                 )
                 held = size

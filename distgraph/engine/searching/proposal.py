@@ -117,7 +117,7 @@ def realize(proposal: Proposal, oracle: Oracle) -> Realized:
     solved: dict[ProcessMesh, tuple[Formulation, tuple[int, ...]]] = {}
     for mesh, stage in zip(meshes, proposal.stages, strict=True):
         key = oracle.like(stage.devices), stage.shape, stage.memory_price
-        found, choice, _, _ = oracle.chosen(traced, *key, proposal.restriction)
+        found, choice, _ = oracle.chosen(traced, *key, proposal.restriction)
         solved[mesh] = found, choice
     completed = _completed(traced, placements, solved)
     schedule, origin = proposal.schedule, proposal.origin

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.engine.forecasting import plain
+from distgraph.engine.searching.bound import least_seconds
 from distgraph.engine.searching.decisions import decisions, storages, with_runner_up
 from distgraph.engine.searching.fixed import (
     annotated_meshes,
@@ -80,6 +81,7 @@ class Searcher:
         best: the best program that fits so far.
         baselines: name -> seconds of a step, or why there is none.
         forecasts: everything that was forecast.
+        bound: seconds of a step that no plan goes below; None where nothing is known.
     """
 
     training: Training
@@ -91,6 +93,7 @@ class Searcher:
     best: Realized | None = None
     baselines: dict[str, float | str] = field(default_factory=dict)
     forecasts: list[Realized] = field(default_factory=list)
+    bound: float | None = None
     _rows: dict[int, Proposal] = field(default_factory=dict)
     _stored: dict[str, Decision] = field(default_factory=dict)
 
@@ -111,6 +114,7 @@ class Searcher:
             ShardingError: annotations contradict each other.
         """
         annotated = annotated_meshes(self.oracle.traced(1).graph, self.cluster)
+        self.bound = least_seconds(self.oracle.traced(1).fold, self.cluster) or None
         yield Event("data parallel")
         yield from self._data_parallel(eligible=not annotated)
         if self.mode == "sharding_propagation":
@@ -133,7 +137,8 @@ class Searcher:
         """The best so far as a plan, with what it was compared with."""
         assert self.best is not None
         status = "feasible" if not self.expired() else "out of time"
-        found = Found(mode=self.mode, status=status, settings=settings)
+        gap = None if self.bound is None else self.best.seconds / self.bound - 1
+        found = Found(mode=self.mode, status=status, bound=self.bound, gap=gap, settings=settings)
         return replace(
             plan_of(self.best, self.oracle),
             baselines=dict(self.baselines),
