@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from distgraph import __version__
+from distgraph.documents import check_writable
 from distgraph.engine.given import VARIABLE, giving
 from distgraph.engine.inspection import check_script
 from distgraph.engine.planning import Progress, SearchOptions
@@ -112,6 +113,8 @@ def plan(
 ) -> None:
     """Search the best plan for a script on a cluster that need not be there; Ctrl-C keeps the best so far."""
     beside = Plan.load(other) if other else None
+    if output:
+        check_writable(output, GraphError)
     with Console(stderr=True).status("tracing") as status:
 
         def watch(progress: Progress) -> None:

@@ -169,6 +169,23 @@ def _dump(node: Any, indent: str) -> str:
     return "[\n" + ",\n".join(inner + _dump(value, inner) for value in node) + f"\n{indent}]"
 
 
+def check_writable(path: str | Path, error: type[DistGraphError]) -> None:
+    """Refuse a place where `write_atomically` could not write, before the work whose result goes there.
+
+    Raises:
+        error: there is no such folder, it takes no new files, or the path is a folder itself.
+    """
+    target = Path(path)
+    reasons = (
+        (target.is_dir(), "it is a folder"),
+        (not target.parent.is_dir(), f"{target.parent} is no folder"),
+        (not os.access(target.parent, os.W_OK | os.X_OK), f"{target.parent} takes no new files"),
+    )
+    for fails, reason in reasons:
+        if fails:
+            raise error(f"{path}: cannot be written: {reason}; choose another place")
+
+
 def write_atomically(path: str | Path, text: str, error: type[DistGraphError]) -> None:
     """Write a file so that readers see the old one or the new one, never a part. Raises `error`."""
     target = Path(path)

@@ -6,6 +6,9 @@ import importlib.util
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,41 @@ def test_the_command_s_plan_goes_before_the_script_s(planned: dict[str, str]) ->
     with giving(plan):
         assert plan_for(recipe, "nowhere.json") is plan
         assert plan_for(dg.Engine(dg.nn.ReLU()).recipe, None) is None  # it does not train
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("missing/p.json", r"missing is no folder; choose another place"),
+        (".", r"it is a folder"),
+        ("train.py/p.json", r"train\.py is no folder"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_refused_before_the_search(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, place: str, reason: str
+) -> None:
+    monkeypatch.setattr("distgraph.cli.plan_script", lambda *given: pytest.fail("the script was run"))
+    output = Path(files["train"]).parent / place
+    code, text = invoke("plan", files["train"], "--cluster", files["boxes"], "-o", str(output))
+    assert code == 1
+    assert re.search(rf"{re.escape(str(output))}: cannot be written: .*{reason}", text)
+
+
+def test_ctrl_c_before_any_plan_is_one_message(files: dict[str, str]) -> None:
+    """The program itself presses it while it is traced."""
+    script = Path(files["plain"])
+    text = script.read_text()
+    assert "def forward(self, x):\n" in text
+    pressed = "        import os, signal\n        os.kill(os.getpid(), signal.SIGINT)\n"
+    script.write_text(text.replace("def forward(self, x):\n", f"def forward(self, x):\n{pressed}"))
+    command = [sys.executable, "-m", "distgraph", "plan", str(script), "--cluster", files["boxes"]]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert found.returncode == 1
+    assert re.search(
+        r"^error: search: interrupted after .* s, before there was any plan; let it", found.stderr
+    )
+    assert "Traceback" not in found.stderr
+    assert not found.stdout
 
 
 @pytest.mark.parametrize(
