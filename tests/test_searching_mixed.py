@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
+from pathlib import Path
 
 import pytest
 from clusters import cluster_of
-from searched import CHAIN, mixed
+from searched import CHAIN, Program, mixed
 from test_searching import trains_as_one_rank
 
+from distgraph import nn
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
+from distgraph.engine.searching.sharing import rebalanced
 from distgraph.engine.searching.space import (
+    Shape,
     micro_batch_counts,
     pools_of,
     shapes_of,
@@ -20,6 +24,7 @@ from distgraph.engine.searching.space import (
 )
 from distgraph.passes.search.cache import VARIABLE
 from distgraph.passes.search.placing import SubMesh, place
+from distgraph.plan import Plan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,12 +58,23 @@ def proposals(oracle: Oracle, micro_batches: int) -> Iterator[Proposal]:
     layers = len(oracle.traced(micro_batches).layers)
     for row in rows(oracle, layers):
         for cuts in combinations(range(1, layers), len(row) - 1):
-            stages = []
-            for (first, stop), (submesh, devices) in zip(pairwise((0, *cuts, layers)), row, strict=True):
-                pool = next(p for p, n in zip(oracle.pools, submesh.sizes, strict=True) if n)
-                (shape,) = shapes_of(pool, submesh.size)
-                stages.append(StageChoice(first, stop, devices, shape))
-            yield Proposal("exhaustive", micro_batches, "1f1b", tuple(stages), (), "none", 0.0)
+            for shapes in product(*(every_shape(oracle, micro_batches, submesh) for submesh, _ in row)):
+                parts = zip(pairwise((0, *cuts, layers)), row, shapes, strict=True)
+                stages = [
+                    StageChoice(first, stop, devices, shape) for (first, stop), (_, devices), shape in parts
+                ]
+                yield Proposal("exhaustive", micro_batches, "1f1b", tuple(stages), (), "none", 0.0)
+
+
+def every_shape(oracle: Oracle, micro_batches: int, submesh: SubMesh) -> list[Shape]:
+    """The one shape of a sub-mesh of these clusters; across both models, all shares of the samples."""
+    own = [pool for pool, n in zip(oracle.pools, submesh.sizes, strict=True) if n]
+    if len(own) == 1:
+        (shape,) = shapes_of(own[0], submesh.size)
+        return [shape]
+    batch = oracle.training.size // micro_batches
+    every = product(range(1, batch + 1), repeat=submesh.size)
+    return [Shape((("dp", submesh.size),), samples) for samples in every if sum(samples) == batch]
 
 
 @pytest.mark.parametrize(("speed", "models"), [(0.8, {"G", "H"}), (0.1, {"G"})])
@@ -71,7 +87,8 @@ def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> No
         for count in micro_batch_counts(CHAIN.batch)
         for proposal in proposals(oracle, count)
     ]
-    assert len(every) == 4 * (2 + 2 * 4)  # micro-batch counts x (one stage + two, in both orders, four cuts)
+    # micro-batch counts x (one stage + two, in both orders, four cuts), and one across both: b - 1 ways each
+    assert len(every) == 4 * (2 + 2 * 4) + (7 + 3 + 1)
     best = min(every, key=lambda found: found.seconds)
     plan = CHAIN.search(cluster)
     assert plan.forecast is not None
@@ -88,3 +105,35 @@ def test_three_devices_of_two_models() -> None:
     plan = CHAIN.search(cluster)
     assert plan.forecast is not None
     assert plan.forecast.seconds <= min(found.seconds for found in every)
+
+
+@pytest.mark.parametrize("speed", [0.8, 0.5])
+@pytest.mark.parametrize(("batch", "width"), [(12, 24), (24, 24), (24, 48)])
+def test_shares_as_exhaustive_search_by_forecasts(speed: float, batch: int, width: int) -> None:
+    """One layer: on either device, or on both, with the batch shared in any way."""
+    program = Program(lambda: nn.Linear(width, 6, dtype="f64"), (width,), batch=batch)
+    cluster = cluster_of(mixed(speed, 1, 1))
+    oracle = Oracle(program.training(), cluster, pools_of(cluster))
+    every = [
+        realize(proposal, oracle)
+        for count in micro_batch_counts(batch)
+        for proposal in proposals(oracle, count)
+    ]
+    plan = program.search(cluster)
+    assert plan.forecast is not None
+    assert plan.forecast.seconds == pytest.approx(min(found.seconds for found in every))
+
+
+def test_a_plan_with_uneven_shares_runs(tmp_path: Path) -> None:
+    """The device that is half as fast gets half as many samples; the plan file says so, and it trains."""
+    program = Program(lambda: nn.Linear(48, 6, dtype="f64"), (48,), batch=24)
+    plan = program.search(cluster_of(mixed(0.5, 1, 1)))
+    assert [stage.mesh.weights for stage in plan.stages] == [{"dp": (2, 1)}]
+    plan.save(tmp_path / "plan.json")
+    trains_as_one_rank(program, Plan.load(tmp_path / "plan.json"))
+
+
+def test_samples_pass_between_kinds() -> None:
+    shape = Shape((("dp", 4), ("tp", 2)), (5, 5, 3, 3))
+    assert [found.samples for found in rebalanced(shape, (0, 0, 1, 1))] == [(4, 4, 4, 4), (6, 6, 2, 2)]
+    assert not list(rebalanced(Shape((("dp", 2),), (1, 1)), (0, 1)))

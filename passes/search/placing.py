@@ -14,13 +14,14 @@ packed by search.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from distgraph.errors import ResourceError
 
-__all__ = ["Pool", "SubMesh", "chains", "place", "pool_sizes", "submeshes"]
+__all__ = ["Pool", "SubMesh", "chains", "place", "pool_sizes", "spanning", "submeshes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,23 @@ def submeshes(pools: Sequence[Pool], machines: Iterable[int] | None = None) -> t
         for i, pool in enumerate(pools)
         for size in pool_sizes(pool, counts)
     )
+
+
+def spanning(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
+    """Sub-meshes across pools: some pools whole, or equal fractions of them in whole machines.
+
+    Example:
+        >>> [str(s) for s in spanning([Pool.grid("a", 2, 8), Pool.grid("b", 2, 4, 16)])]
+        ['16 of pool 0 + 8 of pool 1', '8 of pool 0 + 4 of pool 1']
+    """
+    found = []
+    for count in range(2, len(pools) + 1):
+        for chosen in combinations(range(len(pools)), count):
+            most = math.gcd(*(len(pools[i].machines) for i in chosen))
+            for parts in (n for n in range(1, most + 1) if most % n == 0):
+                sizes = (pool.size // parts if i in chosen else 0 for i, pool in enumerate(pools))
+                found.append(SubMesh(tuple(sizes)))
+    return tuple(found)
 
 
 def chains(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:

@@ -11,21 +11,34 @@ from dataclasses import replace
 from itertools import pairwise
 
 from distgraph.engine.searching.proposal import Proposal, StageChoice
+from distgraph.engine.searching.sharing import rebalanced
 
 
-def neighbours(proposal: Proposal, counts: Sequence[int] = ()) -> Iterator[Proposal]:
-    """Another number of micro-batches, a border moved by one layer, two stages exchanged, all in reverse.
+def neighbours(
+    proposal: Proposal, counts: Sequence[int] = (), kinds: Sequence[int] = ()
+) -> Iterator[Proposal]:
+    """Other shares of samples, another number of micro-batches, a border moved by one layer, two stages
+    exchanged, all in reverse.
 
     Exchanged stages keep their devices and about their share of the layers. Layers that are computed again
     stay the same.
 
     Args:
         proposal: of any number of stages.
-        counts: of micro-batches, where layouts do not depend on a price of memory, which is for one of them.
+        counts: of micro-batches, where layouts depend neither on a price of memory, which is for one of them,
+            nor on shares of samples.
+        kinds: of all devices of the cluster: samples pass from one kind to another.
     """
     stages = proposal.stages
+    for at, stage in enumerate(stages):
+        if stage.shape.samples:
+            inner = stage.shape.size // len(stage.shape.samples)
+            own = [kinds[device] for device in stage.devices[::inner]]
+            for shape in rebalanced(stage.shape, own):
+                yield replace(proposal, stages=(*stages[:at], replace(stage, shape=shape), *stages[at + 1 :]))
+    bound = any(stage.memory_price or stage.shape.samples for stage in stages)
     for count in sorted(counts, key=lambda count: abs(count - proposal.micro_batches)):
-        if count != proposal.micro_batches and not any(stage.memory_price for stage in stages):
+        if count != proposal.micro_batches and not bound:
             yield replace(proposal, micro_batches=count)
     for at in range(1, len(stages)):
         before, behind = stages[at - 1 : at + 1]

@@ -154,6 +154,12 @@ class Oracle:
         sizes = [len(set(devices) & {d for row in pool.machines for d in row}) for pool in self.pools]
         return devices_for(self.pools, SubMesh(tuple(sizes)))
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Number of the pool of every device."""
+        found = {d: n for n, pool in enumerate(self.pools) for machine in pool.machines for d in machine}
+        return tuple(found[device] for device in range(len(found)))
+
     def memory(self, submesh: SubMesh) -> float:
         """Bytes of the smallest device of a sub-mesh."""
         return min(self.cluster.devices[device].memory for device in devices_for(self.pools, submesh))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from distgraph.engine.searching.oracle import Oracle, Variant
 from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.sharing import shared_shapes
 from distgraph.engine.searching.space import shapes_of
 from distgraph.passes.search.costs import Config, IntervalCosts, ProfileCosts, StageCosts
 from distgraph.passes.search.placing import SubMesh, place
@@ -41,7 +42,7 @@ def front(
     Args:
         oracle: of the program.
         micro_batches: in a step.
-        submeshes: each in one pool.
+        submeshes: each in one pool, or across several with a share of the samples for each device.
         restriction: what layouts may not be.
     """
     rows: list[tuple[Variant, ...]] = []
@@ -49,8 +50,9 @@ def front(
     for submesh in submeshes:
         if rows and oracle.expired():
             break
-        pool = next(p for p, size in zip(oracle.pools, submesh.sizes, strict=True) if size)
-        shapes = shapes_of(pool, submesh.size)
+        pools = [p for p, size in zip(oracle.pools, submesh.sizes, strict=True) if size]
+        one = len(pools) == 1
+        shapes = shapes_of(pools[0], submesh.size) if one else shared_shapes(oracle, micro_batches, submesh)
         row = [v for shape in shapes for v in oracle.variants(micro_batches, submesh, shape, restriction)]
         kept.append(submesh)
         rows.append(tuple(row))

@@ -290,7 +290,7 @@ class Searcher:
     def _unseen(self, found: Realized, seen: Collection[object]) -> list[Proposal]:
         """Neighbours of a row that were not looked at yet."""
         assert found.proposal is not None
-        beside = neighbours(found.proposal, tuple(self._rows))
+        beside = neighbours(found.proposal, tuple(self._rows), self.oracle.kinds)
         return [proposal for proposal in beside if proposal.decisions not in seen]
 
     def _try(self, micro_batches: int, tried: set[int]) -> Iterator[Event]:

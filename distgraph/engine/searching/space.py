@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.search.placing import Pool, SubMesh, place, submeshes
+from distgraph.passes.search.placing import Pool, SubMesh, place, spanning, submeshes
 from distgraph.resources import Cluster
 
 _WIDEST = 8
@@ -70,13 +70,13 @@ def pools_of(cluster: Cluster) -> tuple[Pool, ...]:
 
 
 def submeshes_of(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
-    """What a stage may take: divisors of a machine, and numbers of machines."""
+    """What a stage may take: divisors of a machine, numbers of machines, and machines of several pools."""
     counts: set[int] = set()
     for pool in pools:
         machines = len(pool.machines)
         every = range(2, machines + 1)
         counts |= set(every) if machines <= _MOST_SHARES else {n for n in every if machines % n == 0}
-    return submeshes(pools, sorted(counts))
+    return (*submeshes(pools, sorted(counts)), *spanning(pools))
 
 
 def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
