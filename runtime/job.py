@@ -18,6 +18,7 @@ LAST_WORDS_SECONDS: Final = 5.0
 """How long a failing rank waits for the others to say why they stop."""
 _SIZE_VARIABLES: Final = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANK_VARIABLES: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_LOCAL_VARIABLES: Final = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 _KILLED: Final = " was killed by "
 
 
@@ -29,6 +30,11 @@ def ranks_of_job() -> int:
 def rank_in_job() -> int | None:
     """This process's rank as its launcher numbers it; None without a launcher."""
     return _first_number(_RANK_VARIABLES)
+
+
+def ranks_here() -> int:
+    """Of the ranks that the launcher started, those on this machine, where it tells; else all."""
+    return _first_number(_LOCAL_VARIABLES) or ranks_of_job()
 
 
 def job_directory() -> Path | None:

@@ -44,7 +44,7 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
-from distgraph.runtime.job import LAST_WORDS_SECONDS, recorded_death
+from distgraph.runtime.job import LAST_WORDS_SECONDS, ranks_here, recorded_death
 from distgraph.runtime.rollcall import LISTEN_SECONDS, RollCall
 from distgraph.runtime.transport import (
     Array,
@@ -139,7 +139,7 @@ class MpiTransport:
         self._looked = time.monotonic()
         self._last_progress = time.monotonic()
         # With a core per rank a long wait may spin; with fewer the rank that is waited for wants the core.
-        crowded = int(os.environ.get("MPI_LOCALNRANKS", self._size)) > len(os.sched_getaffinity(0))
+        crowded = ranks_here() > len(os.sched_getaffinity(0))
         self._patience = 0.001 if crowded else 0.02
 
     @property

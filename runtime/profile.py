@@ -32,6 +32,7 @@ from distgraph.resources.cluster import MeasuredTable
 from distgraph.runtime import messages
 from distgraph.runtime.cost import Work
 from distgraph.runtime.fit import ComputeFit, LinkFit, Message, fit_compute, fit_links
+from distgraph.runtime.job import ranks_here
 from distgraph.runtime.launch import launch
 from distgraph.runtime.measured_file import Measured, write_measured
 from distgraph.runtime.probes import Timed, probes
@@ -216,6 +217,11 @@ class _Profile:
         self.begin = time.monotonic()
 
     @property
+    def share(self) -> float:
+        """Ranks that a core of this machine computes in turns, from 1 up."""
+        return max(1.0, ranks_here() / len(os.sched_getaffinity(0)))
+
+    @property
     def rank(self) -> int:
         return 0 if self.transport is None else self.transport.rank
 
@@ -272,7 +278,7 @@ class _Profile:
                 self.timed[probe.name] = timed
         if self.transport is not None:
             self.transport.barrier()
-        own = timed.run()
+        own = [seconds * self.share for seconds in timed.run()]
         found = [own] if self.transport is None else self.transport.gather_objects(own, 0)
         if found is None:
             return {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,8 +17,10 @@ from typer.testing import CliRunner
 
 from distgraph import cli
 from distgraph.errors import ResourceError
+from distgraph.ops.registry import flops as flops_of
 from distgraph.resources import CollectiveCost, ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster, Compute, MatmulRate, MeasuredTable, OpTable
+from distgraph.runtime import probes as probing
 from distgraph.runtime import profile as profiling
 from distgraph.runtime.cost import Work
 from distgraph.runtime.fit import (
@@ -234,6 +238,34 @@ def test_probe_times_every_op_that_costs() -> None:
     first = timed.works[ops.index("matmul")]
     assert first.dims == (1, 8, 64, 64)
     assert first.flops == 2 * 8 * 64 * 64
+
+
+def test_an_op_takes_what_the_clock_says_that_shows_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wall clock that shows ten times as much as the other, as where other programs take turns."""
+    probe = next(p for p in probes() if p.name == "stream/65536")
+    monkeypatch.setattr(probing, "CLOCKS", (lambda: 10 * time.thread_time(),))
+    slow = Timed(probe, load_cluster("local"))
+    monkeypatch.setattr(probing, "CLOCKS", (lambda: 10 * time.thread_time(), time.thread_time))
+    both = Timed(probe, load_cluster("local"))
+    assert slow.works == both.works
+    assert sum(slow.run()) > 4 * sum(both.run())
+
+
+def test_convolutions_are_met_at_sizes_that_train() -> None:
+    """Tables go on in proportion above their last entry, which is wrong by factors above small ones."""
+    graphs = [probe.graph() for probe in probes() if probe.name.startswith("convolution")]
+    flops = [flops_of(op) for graph in graphs for op in graph.ops if op.kind == "conv"]
+    assert min(flops) < 1e5
+    assert max(flops) == 2 * 64 * 8 * 8 * 128 * 64 * 9
+
+
+def test_ranks_without_a_core_of_their_own_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("x.yaml", ranks=1)
+    measuring = profiling._Profile(request, load_cluster("local"), None, Store({}, None))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for here, share in (("1", 1.0), ("2", 1.0), ("3", 1.5), ("4", 2.0)):
+        monkeypatch.setenv("MPI_LOCALNRANKS", here)
+        assert measuring.share == share
 
 
 # ------------------------------------------------------------------ the file
