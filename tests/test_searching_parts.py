@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,7 +74,9 @@ def borders(proposal: Proposal) -> list[tuple[int, tuple[int, ...]]]:
 
 def test_neighbours_of_a_row() -> None:
     given = row(StageChoice(0, 2, (0, 1), TWO), StageChoice(2, 3, (2,), ONE), StageChoice(3, 6, (3,), ONE))
-    assert [borders(found) for found in neighbours(given)] == [
+    *moved, scheduled = neighbours(given)
+    assert scheduled == replace(given, schedule="gpipe")
+    assert [borders(found) for found in moved] == [
         [(1, (0, 1)), (3, (2,)), (6, (3,))],
         [(2, (0, 1)), (4, (2,)), (6, (3,))],
         [(1, (2,)), (3, (0, 1)), (6, (3,))],

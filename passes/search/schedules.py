@@ -6,8 +6,9 @@ With t_i the seconds of stage i for one micro-batch, forward and backward, and m
 
 under GPipe and 1F1B alike (Zheng et al., Alpa, OSDI 2022, equation 2; equal stages: (m + p - 1) t). They
 differ in the micro-batches whose activations a stage holds: all of them under GPipe (Huang et al., 2019),
-min(m, p - i) on stage i = 0..p - 1 of p under 1F1B (Narayanan et al., PipeDream-2BW, 2021). A schedule that
-fills the pipeline in smaller pieces has a `fill` below 1.
+min(m, p - i) on stage i = 0..p - 1 of p under 1F1B (Narayanan et al., PipeDream-2BW, 2021). So few in flight
+make a stage wait for what is on its way (`waits`); all of them hide it behind each other, for memory. A
+schedule that fills the pipeline in smaller pieces has a `fill` below 1.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class SchedulePolicy(Protocol):
     def fill(self) -> float:
         """Share of the other stages' time that a step waits for: 1 where whole micro-batches fill it."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether the border behind a stage is part of its period: as many are in flight as stages follow."""
+
     def live(self, stage: int, stages: int, micro_batches: int) -> int:
         """Micro-batches whose activations stage number `stage` holds at most."""
 
@@ -43,6 +48,7 @@ class GPipe:
 
     name: str = "gpipe"
     fill: float = 1.0
+    waits: bool = False
 
     def live(self, stage: int, stages: int, micro_batches: int) -> int:
         """All of them."""
@@ -55,13 +61,14 @@ class OneForwardOneBackward:
 
     name: str = "1f1b"
     fill: float = 1.0
+    waits: bool = True
 
     def live(self, stage: int, stages: int, micro_batches: int) -> int:
         """One for each stage from this one to the last."""
         return min(micro_batches, stages - stage)
 
 
-SCHEDULES: dict[str, SchedulePolicy] = {"gpipe": GPipe(), "1f1b": OneForwardOneBackward()}
+SCHEDULES: dict[str, SchedulePolicy] = {"1f1b": OneForwardOneBackward(), "gpipe": GPipe()}
 
 
 def schedule_policy(name: str) -> SchedulePolicy:

@@ -1,7 +1,7 @@
 """Rows of stages that differ from one in a single decision: a forecast may like one better.
 
-*In:* a `Proposal`. *Out:* others. *Invariant:* every layer has one stage, and no stage is empty; devices and
-schedule stay.
+*In:* a `Proposal`. *Out:* others. *Invariant:* every layer has one stage, and no stage is empty; devices
+stay.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from itertools import pairwise
 
 from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.sharing import rebalanced
+from distgraph.passes.search.schedules import SCHEDULES
 
 
 def neighbours(
     proposal: Proposal, counts: Sequence[int] = (), kinds: Sequence[int] = ()
 ) -> Iterator[Proposal]:
     """Other shares of samples, another number of micro-batches, a border moved by one layer, two stages
-    exchanged, all in reverse.
+    exchanged, all in reverse, another schedule.
 
     Exchanged stages keep their devices and about their share of the layers. Layers that are computed again
     stay the same.
@@ -54,6 +55,9 @@ def neighbours(
         yield replace(proposal, stages=(*stages[: at - 1], *exchanged, *stages[at + 1 :]))
     if len(stages) > 2 and not all(_alike(a, b) for a, b in pairwise(stages)):
         yield replace(proposal, stages=_row(0, stages[::-1]))
+    for schedule in SCHEDULES if len(stages) > 1 else ():
+        if schedule != proposal.schedule:
+            yield replace(proposal, schedule=schedule)
 
 
 def _alike(one: StageChoice, other: StageChoice) -> bool:

@@ -77,7 +77,7 @@ def may_fit(oracle: Oracle, micro_batches: int, whole: SubMesh) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bordered:
-    """Costs of stages with those of the border behind each.
+    """Costs of stages with those of the border behind each, for a schedule that waits for it.
 
     1F1B keeps p - i micro-batches in flight on stage i of p, so that (Little's law) a micro-batch takes every
     stage behind i at least (sum of t_k + x_k over k >= i) / (p - i): with stages alike, t + x. The border is
@@ -131,7 +131,12 @@ def borders(oracle: Oracle, micro_batches: int, submeshes: Sequence[SubMesh]) ->
 
 
 def best_row(
-    oracle: Oracle, found: Front, *, slack: float = 1.0, schedule: str = "1f1b"
+    oracle: Oracle,
+    found: Front,
+    *,
+    slack: float = 1.0,
+    schedule: str = "1f1b",
+    below: float = np.inf,
 ) -> tuple[Proposal, Stages]:
     """The best stages by dynamic programme.
 
@@ -140,23 +145,27 @@ def best_row(
         found: costs.
         slack: share of a device's memory that may be used by the estimate.
         schedule: name.
+        below: seconds; a row has to take less.
 
     Raises:
-        InfeasibleError: nothing fits.
+        InfeasibleError: nothing fits, or nothing takes less.
     """
     costs = ProfileCosts(
         [[Config(v.profile, v.recompute) for v in row] for row in found.variants],
         [slack * oracle.memory(submesh) for submesh in found.submeshes],
     )
+    behind, policy = borders(oracle, found.micro_batches, found.submeshes), schedule_policy(schedule)
+    count = len(found.submeshes)
     problem = StageProblem(
-        Bordered(costs, borders(oracle, found.micro_batches, found.submeshes)),
+        Bordered(costs, behind) if policy.waits else costs,
         oracle.pools,
         found.submeshes,
         found.micro_batches,
-        schedule_policy(schedule),
+        policy,
+        None if policy.waits else np.repeat(behind[:-1, :, None], count, axis=2),
         whole=False,
     )
-    stages = find_stages(problem, runner_up=False)
+    stages = find_stages(problem, runner_up=False, below=below)
     return _proposal(oracle, found, stages, schedule), stages
 
 

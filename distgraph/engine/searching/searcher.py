@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.bound import least_seconds
 from distgraph.engine.searching.decisions import decisions, storages, with_runner_up
@@ -42,10 +44,11 @@ from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
-from distgraph.errors import DistGraphError, InfeasibleError
+from distgraph.errors import DistGraphError, GraphError, InfeasibleError
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.search.placing import SubMesh
+from distgraph.passes.search.schedules import SCHEDULES
 from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
@@ -297,16 +300,23 @@ class Searcher:
         """The best row for a number of micro-batches, if any fits."""
         tried.add(micro_batches)
         yield Event(f"stages, {micro_batches} micro-batches")
+        try:
+            self.oracle.traced(micro_batches)
+        except GraphError:  # so few samples are no batch of the model
+            return
         submeshes = self._submeshes(micro_batches)
         if not may_fit(self.oracle, micro_batches, submeshes[-1]):
             return
-        row = self._solved(front(self.oracle, micro_batches, submeshes), 1.0)
-        if row is not None:
-            self._rows[micro_batches] = row
+        found = front(self.oracle, micro_batches, submeshes)
+        for schedule in SCHEDULES:
+            best = self._rows.get(micro_batches)
+            row = self._solved(found, 1.0, schedule, np.inf if best is None else best.estimate)
+            if row is not None:
+                self._rows[micro_batches] = row
 
-    def _solved(self, found: Front, slack: float) -> Proposal | None:
+    def _solved(self, found: Front, slack: float, schedule: str, below: float = np.inf) -> Proposal | None:
         try:
-            return best_row(self.oracle, found, slack=slack)[0]
+            return best_row(self.oracle, found, slack=slack, schedule=schedule, below=below)[0]
         except InfeasibleError:
             return None
 
@@ -318,16 +328,15 @@ class Searcher:
         """Forecast a row; where it does not fit, search again with less memory."""
         slack = 1.0
         for _ in range(_RETRIES + 1):
-            found = realize(proposal, self.oracle)
-            yield self._judged(found)
-            if found.fits or self.expired():
+            made = realize(proposal, self.oracle)
+            yield self._judged(made)
+            if made.fits or self.expired():
                 return
             yield Event(f"stages, {proposal.micro_batches} micro-batches, with less memory")
-            worst = max(s.needed / s.available for s in found.shortages)
+            worst = max(s.needed / s.available for s in made.shortages)
             slack /= worst * 1.01
-            again = self._solved(
-                front(self.oracle, proposal.micro_batches, self._submeshes(proposal.micro_batches)), slack
-            )
+            found = front(self.oracle, proposal.micro_batches, self._submeshes(proposal.micro_batches))
+            again = self._solved(found, slack, proposal.schedule)
             if again is None or again.decisions == proposal.decisions:
                 return
             proposal = again
