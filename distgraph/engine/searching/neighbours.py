@@ -30,6 +30,20 @@ def neighbours(
             nor on shares of samples.
         kinds: of all devices of the cluster: samples pass from one kind to another.
     """
+    yield from _shared(proposal, kinds)
+    bound = any(stage.memory_price or stage.shape.samples for stage in proposal.stages)
+    for count in sorted(counts, key=lambda count: abs(count - proposal.micro_batches)):
+        if count != proposal.micro_batches and not bound:
+            yield replace(proposal, micro_batches=count)
+    for stages in _moved(proposal.stages):
+        yield replace(proposal, stages=stages)
+    for schedule in SCHEDULES if len(proposal.stages) > 1 else ():
+        if schedule != proposal.schedule:
+            yield replace(proposal, schedule=schedule)
+
+
+def _shared(proposal: Proposal, kinds: Sequence[int]) -> Iterator[Proposal]:
+    """Other shares of samples."""
     stages = proposal.stages
     for at, stage in enumerate(stages):
         if stage.shape.samples:
@@ -37,27 +51,22 @@ def neighbours(
             own = [kinds[device] for device in stage.devices[::inner]]
             for shape in rebalanced(stage.shape, own):
                 yield replace(proposal, stages=(*stages[:at], replace(stage, shape=shape), *stages[at + 1 :]))
-    bound = any(stage.memory_price or stage.shape.samples for stage in stages)
-    for count in sorted(counts, key=lambda count: abs(count - proposal.micro_batches)):
-        if count != proposal.micro_batches and not bound:
-            yield replace(proposal, micro_batches=count)
+
+
+def _moved(stages: tuple[StageChoice, ...]) -> Iterator[tuple[StageChoice, ...]]:
+    """A border moved by one layer, two stages exchanged, all in reverse."""
     for at in range(1, len(stages)):
         before, behind = stages[at - 1 : at + 1]
         for border in (before.stop - 1, before.stop + 1):
             if before.first < border < behind.stop:
                 moved = replace(before, stop=border), replace(behind, first=border)
-                yield replace(proposal, stages=(*stages[: at - 1], *moved, *stages[at + 1 :]))
+                yield (*stages[: at - 1], *moved, *stages[at + 1 :])
     for at in range(1, len(stages)):
         before, behind = stages[at - 1 : at + 1]
-        if _alike(before, behind):
-            continue
-        exchanged = _row(before.first, (behind, before))
-        yield replace(proposal, stages=(*stages[: at - 1], *exchanged, *stages[at + 1 :]))
+        if not _alike(before, behind):
+            yield (*stages[: at - 1], *_row(before.first, (behind, before)), *stages[at + 1 :])
     if len(stages) > 2 and not all(_alike(a, b) for a, b in pairwise(stages)):
-        yield replace(proposal, stages=_row(0, stages[::-1]))
-    for schedule in SCHEDULES if len(stages) > 1 else ():
-        if schedule != proposal.schedule:
-            yield replace(proposal, schedule=schedule)
+        yield _row(0, stages[::-1])
 
 
 def _alike(one: StageChoice, other: StageChoice) -> bool:
