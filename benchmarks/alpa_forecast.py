@@ -5,27 +5,30 @@
 communication, and nothing beside it but the second gathering of ZeRO-3 (`gathering`). Bytes are those of the
 same program under a compiler that fuses and plans memory (`alpa_memory`).
 
-A long pipeline repeats itself: after the first few micro-batches a stage every further one takes the same
-time. So at most `SIMULATED` micro-batches a stage are simulated, and the rest is their slope times the number
-left. Equal blocks repeat themselves too, see `cuts`.
+A long pipeline repeats itself: once it is full every further micro-batch takes the same time. So `SIMULATED`
+micro-batches a stage are simulated to fill it, as many again for the slope, and the rest is the slope times
+the number left. Equal blocks repeat themselves too, see `cuts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from alpa_memory import moments
 from alpa_plans import Plan
 
 from distgraph import nn, ops, optim
+from distgraph.annotate import shard_tensor
 from distgraph.engine.graphs import train_graph
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig, GShardMoE, MoEConfig, WideResNet, WideResNetConfig, stages
 from distgraph.models.decoder import Decoder
-from distgraph.models.layout import Stack
+from distgraph.models.layout import Layout, Stack
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster
 from distgraph.runtime.build import Build, build
@@ -33,11 +36,12 @@ from distgraph.runtime.forecast import forecast
 from distgraph.runtime.schedule import schedule
 from distgraph.runtime.simulate import simulate
 from distgraph.runtime.storage import plan_storage
+from distgraph.runtime.streams import TaskTime
 from distgraph.runtime.task import TaskGraph
 from distgraph.spec import DistAttr, Origin, ShardSpec
 from distgraph.tensor import Tensor
 
-SIMULATED = 8
+SIMULATED = 2
 STREAMS = ("memory", "lookup")
 
 
@@ -86,20 +90,60 @@ def model_of(plan: Plan) -> Stack:
         _split_longest(model, meshes[0])
     else:
         stages(model, meshes, blocks, dp=("dp", "ep"), ep="ep")
+    if isinstance(model, WideResNet) and not plan.largest:
+        _split_channels(model)
     model.recompute = plan.recompute
     if plan.zero == 3:
         _split_parameters(model)
     return model
 
 
+class ByChannels(Layout):
+    """What goes from block to block is split by channels over `tp`."""
+
+    def batch(self, x: Any) -> Any:
+        """Images [n, channels, h, w]; anything else by the batch only."""
+        return self.pin(x, "dp", "tp", None, None) if x.ndim == 4 else super().batch(x)
+
+
+def _split_channels(model: WideResNet) -> None:
+    """Blocks on a mesh with `tp` compute no convolution twice: Alpa does not replicate heavy operators (4.2).
+
+    Of the ways to do so this one sends least: the first convolution and the projection add over input
+    channels, the second splits output channels, the third adds over its input channels.
+    """
+    for block in model.blocks:
+        if block.layout.axis("tp") is None:
+            continue
+        block.layout = ByChannels(**{f.name: getattr(block.layout, f.name) for f in fields(Layout)})
+        for convolution in filter(None, (block.conv1, block.project)):
+            _lay(convolution.weight, block.layout, None, "tp", None, None)
+        for norm in filter(None, (block.bn3, block.bn4)):
+            for _, parameter in norm.named_parameters():
+                _lay(parameter, block.layout, "tp")
+
+
+def _lay(parameter: nn.Parameter, layout: Layout, *roles: str | None) -> None:
+    """Lay a parameter otherwise than the model does."""
+    assert layout.mesh is not None
+    spec = ShardSpec(tuple(layout.axes(role) for role in roles))
+    parameter.annotation = DistAttr(layout.mesh, spec, Origin("user", "channels"))
+
+
 def _split_longest(model: Stack, mesh: ProcessMesh) -> None:
-    """Every parameter split over tp by its longest dim that divides evenly, everything else left open."""
+    """Every parameter and the input split over tp by the longest dim, everything else left open."""
     for _, parameter in model.named_parameters():
-        size = mesh.sizes["tp"]
-        fitting = [n if n % size == 0 else 0 for n in parameter.shape]
-        longest = fitting.index(max(fitting))
-        dims = tuple(("tp",) if d == longest and fitting[d] else () for d in range(parameter.ndim))
-        parameter.annotation = DistAttr(mesh, ShardSpec(dims), Origin("user", "longest dim"))
+        spec = ShardSpec(longest(parameter.shape, mesh))
+        parameter.annotation = DistAttr(mesh, spec, Origin("user", "longest dim"))
+    forward = model.forward  # type: ignore[attr-defined]
+    model.forward = lambda x: forward(shard_tensor(x, mesh, longest(x.shape, mesh)))  # type: ignore[attr-defined]
+
+
+def longest(shape: Sequence[int], mesh: ProcessMesh) -> tuple[tuple[str, ...], ...]:
+    """tp on the longest dim, none where that does not divide, as in `AnnotateShardingWithSimpleHeuristic`."""
+    chosen = max(range(len(shape)), key=lambda dim: shape[dim])
+    split = ("tp",) if shape[chosen] % mesh.sizes["tp"] == 0 else ()
+    return tuple(split if dim == chosen else () for dim in range(len(shape)))
 
 
 def _split_parameters(model: Stack) -> None:
@@ -179,14 +223,14 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def built(plan: Plan) -> Build:
-    """The compiled program, of no more micro-batches than are simulated."""
+    """The compiled program, of no more micro-batches than fill the pipeline."""
     graph = graph_of(plan)
-    return build(complete(graph, meshes_of(plan)[0]), micro_batches=simulated(plan))
+    return build(complete(graph, meshes_of(plan)[0]), micro_batches=filling(plan))
 
 
-def simulated(plan: Plan) -> int:
-    """Number of micro-batches of the program that is built."""
-    return min(plan.micro, max(SIMULATED, SIMULATED * len(plan.stages)))
+def filling(plan: Plan) -> int:
+    """Number of micro-batches after which each further one takes the same time."""
+    return min(plan.micro, SIMULATED * (len(plan.stages) + 1))
 
 
 @dataclass(frozen=True)
@@ -212,7 +256,8 @@ class Priced:
 def priced(plan: Plan, cluster: Cluster) -> Priced:
     """Costs of the program of a plan, without overlap of computation and communication."""
     program = built(plan)
-    found = forecast(program, cluster, overlap=False)
+    partitioned = plan.software == "torch" and plan.zero == 2
+    found = forecast(program, cluster, overlap=False, trace=partitioned)
     stage = {rank: at for at, mesh in enumerate(meshes_of(plan)) for rank in mesh.members}
     memory: dict[int, Moments] = {}
     for rank in found.memory:
@@ -223,8 +268,9 @@ def priced(plan: Plan, cluster: Cluster) -> Priced:
         )
     body = {name: task.body.seconds for name, task in found.tasks.items()}
     last = {name: task.last.seconds for name, task in found.tasks.items()}
-    if plan.software == "torch" and plan.zero == 2:
-        # DeepSpeed keeps no whole gradients: it reduces and scatters those of every micro-batch.
+    if partitioned:
+        last = {name: seconds + chained(program, found.tasks[name].last) for name, seconds in last.items()}
+        # DeepSpeed keeps no whole gradients: it reduces those of every micro-batch.
         body = dict(last)
     for (source, target), seconds in found.transfers.items():
         # Neither end computes while a message is on its way.
@@ -239,6 +285,24 @@ def priced(plan: Plan, cluster: Cluster) -> Priced:
         last,
         memory,
     )
+
+
+def chained(program: Build, task: TaskTime) -> float:
+    """Seconds that DeepSpeed 0.5.4 takes longer to reduce gradients than a scattering reduction.
+
+    It sends every piece to the rank that will update it with a `dist.reduce` of its own, one after another
+    (`average_tensor` of runtime/zero/stage2.py): all bytes of a piece go down a chain of the n ranks that
+    ends there, over every link of it. A reduce_scatter sends (n - 1)/n of them over each.
+    """
+    ops = {op.name: op for op in program.lowered.ops}
+    seconds = 0.0
+    for span in task.spans:
+        if span.kind == "comm.reduce_scatter":
+            op = ops[span.op]
+            mesh = program.lowered.attrs[op.operands[0].name].mesh
+            ranks = math.prod(mesh.axis_size(axis) for axis in op.attrs["axes"])
+            seconds += span.seconds / (ranks - 1)
+    return seconds
 
 
 def cuts(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -303,13 +367,12 @@ def gathering(costs: Priced) -> float:
 
 def makespan(costs: Priced, micro: int) -> float:
     """Seconds of a step: simulated as far as the program goes, then along the slope."""
-    end = _simulated(costs, costs.graph)
-    left = micro - costs.graph.micro_batches
-    if not left:
+    end, filled = _simulated(costs, costs.graph), costs.graph.micro_batches
+    more = min(micro - filled, filled)
+    if not more:
         return end
-    shorter = replace(costs.graph, micro_batches=costs.graph.micro_batches // 2)
-    more = costs.graph.micro_batches - shorter.micro_batches
-    return end + left * (end - _simulated(costs, shorter)) / more
+    longer = _simulated(costs, replace(costs.graph, micro_batches=filled + more))
+    return end + (micro - filled) * (longer - end) / more
 
 
 def _simulated(costs: Priced, graph: TaskGraph) -> float:

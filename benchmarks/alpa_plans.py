@@ -270,19 +270,20 @@ def _wide(system: str, gpus: int) -> Plans:
         }[gpus]
         whole = plan([(blocks_of(config), dp, tp)], micro, batch, again=False)
         flat = plan([(blocks_of(config), gpus, 1)], micro, batch, again=False)
-        return _made([*_mixed(whole), *_mixed(flat)])
+        return _made([*_mixed(whole), *_mixed(flat)] if gpus <= 16 else _mixed(whole))
     if gpus == 1 or (system == "alpa" and gpus <= 4):
-        return _made(_mixed(plan([(16, gpus, 1)], 24)))
+        found = _mixed(plan([(16, gpus, 1)], 24))
+        # On 4 GPUs the paper says which: "the first dozens of layers" by samples, the last by channels (8.6).
+        return _made(found[1:2] if gpus == 4 else found)
     if system == "alpa":
-        # Their solver chose how tensors are split in meshes of (n, 1): by samples, by channels, some by each.
-        outer = {
-            8: ([(8, 4, 1), (8, 1, 4)], 24, 1536),
-            16: ([(5, 4, 1), (4, 4, 1), (7, 8, 1)], 32, 1536),
-            32: ([(5, 8, 1), (4, 8, 1), (4, 8, 1), (3, 8, 1)], 32, 1536),
-            64: ([(4, 8, 1), (4, 1, 8)] * 2 + [(4, 8, 1)] * 2 + [(5, 1, 8), (4, 8, 1)], 38, 1520),
-        }
-        stages, micro, batch = outer[gpus]
-        return _made(plan(chosen, micro, batch) for chosen in _by_channels(stages))
+        # In some meshes of (n, 1) their solver chose how tensors are split; `forced` of the first were not.
+        stages, micro, batch, forced = {
+            8: ([(8, 4, 1), (8, 1, 4)], 24, 1536, 2),
+            16: ([(5, 4, 1), (4, 4, 1), (7, 8, 1)], 32, 1536, 2),
+            32: ([(5, 8, 1), (4, 8, 1), (4, 8, 1), (3, 8, 1)], 32, 1536, 1),
+            64: ([(4, 8, 1), (4, 1, 8)] * 2 + [(4, 8, 1)] * 2 + [(5, 1, 8), (4, 8, 1)], 38, 1520, 4),
+        }[gpus]
+        return _made(plan(chosen, micro, batch) for chosen in _by_channels(stages, forced))
     if system == "inter_only":
         cuts = {2: (8, 8), 4: (6, 5, 3, 2), 8: (3, 3, 2, 3, 2, 1, 1, 1)}.get(gpus, (1,) * blocks_of(config))
         tried, batch = {2: 24, 4: 64, 8: 96, 16: 384}.get(gpus, 2), 1536 if gpus <= 16 else 2
@@ -298,10 +299,13 @@ def _wide(system: str, gpus: int) -> Plans:
     return _made([plan(stages, micro, batch)])
 
 
-def _by_channels(stages: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """The stages as they are, and with the last one, two, ... split by channels instead of samples."""
+def _by_channels(stages: Sequence[tuple[int, int, int]], forced: int) -> list[list[tuple[int, int, int]]]:
+    """The stages as they are, and with the last one, two, ... split by channels instead of samples.
+
+    The first `forced` stages stay as they are.
+    """
     found = [list(stages)]
-    for number in range(1, len(stages)):
+    for number in range(forced, len(stages)):
         changed = [(b, 1, dp * tp) for b, dp, tp in stages[number:]]
         found.append([*stages[:number], *changed])
     return found
@@ -339,11 +343,12 @@ def _ablation(family: str, system: str, gpus: int) -> Plans:
         return _made([plan(gpus, 1, zero={"data": 0, "zero2": 2, "zero3": 3}[system])])
     if system == "heuristic":
         return _made([plan(1, gpus, largest=True)])
-    meshes = [(gpus // tp, tp) for tp in (1, 2, 4, 8) if tp <= gpus]
+    # Of their logical meshes the fastest, by TFLOPS; for GPT the batch was tied to the first axis.
     if family == "gpt":
-        return _made(plan(dp, tp, zero=2) for dp, tp in meshes)
+        dp, tp = {2: (2, 1), 4: (4, 1), 8: (1, 8)}[gpus]
+        return _made([plan(dp, tp, zero=2)])
     if family == "moe":
-        return _made(plan(1, tp, zero=2, ep=dp) for dp, tp in meshes)
+        return _made([plan(1, 1, zero=2, ep=gpus), plan(1, gpus)])
     return _made(_mixed(plan(gpus, 1, zero=2)))
 
 
@@ -362,27 +367,32 @@ def _ablation_config(family: str, gpus: int) -> Config:
 
 
 def _cuts(family: str, system: str, gpus: int) -> Plans:
-    """Alpa's plan, and equal numbers of blocks on its meshes; cuts inside blocks cannot be expressed."""
+    """Alpa's plan, and equal numbers of blocks in every stage.
+
+    "Equal operator" cuts after equal numbers of operators, inside blocks: where is not recorded.
+    """
     if system == "equal_operator":
         return Plans((), False)
-    if system == "dp":
+    if system == "dp" or (family == "gpt" and gpus > 8):  # Alpa's stages have equal numbers of blocks there
         return plans_of(family, "alpa", gpus)
-    return _made(p for pp in (1, 2, 4, 8, 16) if pp <= gpus for p in _equal(family, gpus, pp))
-
-
-def _equal(family: str, gpus: int, pp: int) -> list[Plan]:
-    """As many blocks and as many GPUs in every stage: the ablation without clustering of layers."""
-    each = gpus // pp
-    config: Config = GPT_PRESETS[GPT_OF[gpus]] if family == "gpt" else WIDE_RESNET_PRESETS[WIDE_OF[gpus]]
-    micro = {"gpt": {8: 128, 16: 64, 32: 128}[gpus], "wresnet": 32}[family]
-    batch = 1024 if family == "gpt" else 1536
-
-    def plan(stages: tuple[Stage, ...]) -> Plan:
-        zero = 2 if any(s.dp > 1 for s in stages) else 0
-        return Plan(config=config, batch=batch, micro=micro, stages=stages, zero=zero)
-
     if family == "gpt":
-        inside = [tp for tp in (1, 2, 4, 8) if tp <= min(each, 8)]
-        return [plan(even(config, pp, each // tp, tp)) for tp in inside]
-    stages = [(s.blocks, each, 1) for s in even(config, pp)]
-    return [plan(tuple(Stage(*s) for s in chosen)) for chosen in _by_channels(stages)]
+        return _made(p for pp in (1, 2, 4, 8) for p in _equal(gpus, pp))
+    stages = {
+        8: (Stage(8, 4), Stage(8, 1, 4)),
+        16: (Stage(8, 2, 4), Stage(8, 1, 8)),
+        32: (Stage(4, 8), *[Stage(4, 1, 8)] * 3),
+    }[gpus]
+    config = WIDE_RESNET_PRESETS[WIDE_OF[gpus]]
+    return _made([Plan(config=config, batch=1536, micro=32, stages=stages, zero=2)])
+
+
+def _equal(gpus: int, pp: int) -> list[Plan]:
+    """GPT, as many blocks and as many GPUs in every stage."""
+    config, each = GPT_PRESETS[GPT_OF[gpus]], gpus // pp
+    inside = [tp for tp in (1, 2, 4, 8) if tp <= each]
+    meshes = [even(config, pp, each // tp, tp) for tp in inside]
+    zero = [2 if stages[0].dp > 1 else 0 for stages in meshes]
+    return [
+        Plan(config=config, batch=1024, micro=128, stages=s, zero=z)
+        for s, z in zip(meshes, zero, strict=True)
+    ]

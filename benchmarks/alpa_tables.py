@@ -50,14 +50,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.alpa_tables`
+
 from alpa_forecast import Found, built, forecast_of
 from alpa_plans import Plan
 from alpa_rows import Row, read_rows
@@ -143,11 +148,9 @@ def kind(row: Row) -> str:
     return row.table.split("_")[1] if row.table.startswith("inter_") else row.table
 
 
-@cache
-def speeds() -> dict[str, float]:
+def speeds(known: Mapping[Plan, Found]) -> dict[str, float]:
     """How much faster a table or system computes on 1 GPU than the resource file says: geometric mean."""
-    cluster, found = load_cluster(CLUSTER), dict[str, list[float]]()
-    known = {plan: forecast_of(plan, cluster) for _, plan in one_gpu(read_rows())}
+    found = dict[str, list[float]]()
     for row, plan in one_gpu(read_rows()):
         assert row.published is not None
         found.setdefault(kind(row), []).append(row.published / row.tera(plan, known[plan].seconds))
@@ -205,33 +208,78 @@ def _with(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
     return replace(cluster, devices=(replace(device, compute=compute), *cluster.devices[1:]))
 
 
+@cache
+def _cluster(speed: float) -> Cluster:
+    return faster(load_cluster(CLUSTER), speed)
+
+
 def _forecast(task: tuple[Plan, float]) -> Found:
     plan, speed = task
-    return forecast_of(plan, faster(load_cluster(CLUSTER), speed))
+    return forecast_of(plan, _cluster(speed))
 
 
-def forecasts(rows: Iterable[Row], console: Console, workers: int = 2) -> dict[tuple[Plan, float], Found]:
-    """Every plan of the rows, once each; by plan and speed."""
-    tasks = list(dict.fromkeys((plan, speed_of(row)) for row in rows for plan in row.plans))
+Tasks = Sequence[tuple[Plan, float]]
+Run = Callable[[Tasks], list[Found]]
+
+
+@contextmanager
+def running(workers: int, console: Console) -> Iterator[Run]:
+    """Forecasts many plans, each at its speed, on so many processes, deep pipelines first."""
+
+    def follow(found: Iterable[Found], total: int) -> list[Found]:
+        return list(track(found, "forecasting", total=total, console=console, transient=True))
+
+    def alone(tasks: Tasks) -> list[Found]:
+        return follow(map(_forecast, tasks), len(tasks))
+
     if workers < 2:
-        return {task: _forecast(task) for task in track(tasks, console=console, transient=True)}
+        yield alone
+        return
     with ProcessPoolExecutor(workers) as pool:
-        done = pool.map(_forecast, tasks, chunksize=1)
-        return dict(zip(tasks, track(done, total=len(tasks), console=console, transient=True), strict=True))
+
+        def together(tasks: Tasks) -> list[Found]:
+            order = sorted(range(len(tasks)), key=lambda at: -len(tasks[at][0].stages))
+            done = follow(pool.map(_forecast, [tasks[at] for at in order]), len(tasks))
+            return [found for _, found in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
+
+        yield together
 
 
-def speed_of(row: Row) -> float:
+def calibrated(run: Run) -> tuple[dict[str, float], dict[Plan, Found]]:
+    """Speeds, and what they are worked out from: the plans on 1 GPU at the speed of the resource file."""
+    plans = list(dict.fromkeys(plan for _, plan in one_gpu(read_rows())))
+    known = dict(zip(plans, run([(plan, 1.0) for plan in plans]), strict=True))
+    return speeds(known), known
+
+
+def forecasts(
+    rows: Iterable[Row], speed: Mapping[str, float], known: Mapping[Plan, Found], run: Run
+) -> dict[tuple[Plan, float], Found]:
+    """Every plan of the rows, once each; by plan and speed. On 1 GPU seconds are those known over speed."""
+    tasks = list(dict.fromkeys((plan, speed_of(row, speed)) for row in rows for plan in row.plans))
+    left = [task for task in tasks if task[0] not in known]
+    found = dict(zip(left, run(left), strict=True))
+    for plan, factor in set(tasks) - set(left):
+        found[plan, factor] = replace(known[plan], seconds=known[plan].seconds / factor)
+    return found
+
+
+def speed_of(row: Row, speed: Mapping[str, float]) -> float:
     """How much faster the row's system computes than the resource file says."""
-    return speeds().get(kind(row), 1.0)
+    return speed.get(kind(row), 1.0)
 
 
 def study(rows: Iterable[Row], console: Console, workers: int = 2) -> dict[str, Any]:
     """Forecast and print all rows."""
     rows = tuple(rows)
-    found = forecasts(rows, console, workers)
-    shown = [entry(row, best(found[plan, speed_of(row)] for plan in row.plans)) for row in rows if row.plans]
+    with running(workers, console) as run:
+        speed, known = calibrated(run)
+        found = forecasts(rows, speed, known, run)
+    shown = [
+        entry(row, best(found[plan, speed_of(row, speed)] for plan in row.plans)) for row in rows if row.plans
+    ]
     show(shown, console)
-    return summary(shown, [row.name for row in rows if not row.plans], console)
+    return {**summary(shown, [row.name for row in rows if not row.plans], console), "speeds": speed}
 
 
 def entry(row: Row, found: Found) -> dict[str, Any]:
@@ -287,7 +335,6 @@ def summary(rows: list[dict[str, Any]], left: list[str], console: Console) -> di
             r for r in rows if r["published"] and not r["projected"] and r["forecast"] is None
         ),
         "not_forecast": left,
-        "speeds": speeds(),
         "rows": rows,
     }
     for name, value in figures.items():

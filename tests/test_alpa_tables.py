@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from distgraph import optim
 from distgraph.engine.graphs import train_graph
+from distgraph.mesh import ProcessMesh
 from distgraph.models import GPT_PRESETS, GPTConfig, MoEConfig, WideResNetConfig, published
 from distgraph.ops.registry import flops, lookup
+from distgraph.resources import CollectiveCost
 from distgraph.resources.load import load_cluster
+from distgraph.runtime.forecast import forecast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -71,6 +76,9 @@ def test_recorded_plans_become_the_recorded_meshes() -> None:
     assert shapes("moe alpa 32")[7] == ((28, 29, 30, 31), {"ep": 4})
     assert shapes("moe deepspeed 16") == [(tuple(range(16)), {"dp": 2, "ep": 8})]
     assert shapes("wresnet alpa 8") == [((0, 1, 2, 3), {"dp": 4}), ((4, 5, 6, 7), {"tp": 4})]
+    halves = [(tuple(range(8)), {"dp": 2, "tp": 4}), (tuple(range(8, 16)), {"tp": 8})]
+    assert shapes("inter_wresnet_8_16_32 equal_layer 16") == halves
+    assert shapes("intra_gpt ilp 8") == [(tuple(range(8)), {"tp": 8})]
     assert [s.blocks for s in ROWS["wresnet pp_dp 8"].plans[0].stages] == [9, 2, 3, 2]
 
 
@@ -125,6 +133,55 @@ def test_wide_resnet_counts_forward_three_times_or_four() -> None:
         assert ROWS[name].sample == pytest.approx(times * giga * 1e9)
 
 
+def test_stages_whose_batch_was_forced_stay_split_by_samples() -> None:
+    stages = [[(s.dp, s.tp) for s in plan.stages] for plan in ROWS["wresnet alpa 16"].plans]
+    assert stages == [[(4, 1), (4, 1), (8, 1)], [(4, 1), (4, 1), (1, 8)]]
+
+
+NET = WideResNetConfig(channels=8, width=2, blocks=(1, 2), image=32, classes=8)
+
+
+def test_blocks_split_by_channels_compute_no_convolution_twice() -> None:
+    """Over all ranks the FLOP of one; the head is computed on the whole batch by each but for its classes."""
+    whole = Plan(config=NET, batch=4, micro=1, stages=(Stage(3, 1),), recompute=False)
+    split = replace(whole, stages=(Stage(1, 1), Stage(2, 1, 4)))
+    cluster = load_cluster("p3_16xlarge_x8")
+    flop = [forecast(af.built(plan), cluster).total_flops for plan in (whole, split)]
+    assert flop[1] == pytest.approx(flop[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_deepspeed_sends_gradients_whole_down_a_chain(ranks: int) -> None:
+    """Of n ranks a chain carries n / (n - 1) of what a scattering reduction sends, every micro-batch."""
+    cluster = load_cluster("p3_16xlarge_x8")
+    plan = Plan(
+        config=TINY, batch=16, micro=2, stages=(Stage(8, ranks),), zero=2, software="torch", recompute=False
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(af, "chained", lambda program, task: 0.0)
+        scattered = af.forecast_of(plan, cluster).seconds
+    cost, mesh = CollectiveCost(cluster), ProcessMesh.grid(dp=ranks)
+    sizes = [
+        2 * math.prod(p.shape)
+        for name, p in af.model_of(plan).named_parameters()
+        if optim.shard_states(mesh, "dp")(name, p.shape, None) is not None
+    ]
+    once = sum(cost.time("reduce_scatter", range(ranks), size) for size in sizes)
+    assert af.forecast_of(plan, cluster).seconds - scattered == pytest.approx(
+        2 * once / (ranks - 1), rel=1e-6
+    )
+
+
+def test_the_longest_dim_is_split_or_none() -> None:
+    mesh = ProcessMesh.grid(tp=4)
+    assert af.longest((8, 1024), mesh) == ((), ("tp",))
+    assert af.longest((7, 4), mesh) == ((), ())
+    plan = Plan(config=TINY, batch=4, micro=1, stages=(Stage(8, 1, 4),), largest=True)
+    graph = af.graph_of(plan)
+    (ids,) = [name for name in graph.attrs if graph.producers[name].kind == "input"]
+    assert graph.attrs[ids].spec.dims == ((), ("tp",))
+
+
 @pytest.mark.parametrize("micro", [3, 40])
 def test_fewer_blocks_and_micro_batches_give_the_forecast_of_all(micro: int) -> None:
     """Seconds exactly; bytes but for how scratch blocks happen to be shared."""
@@ -170,7 +227,9 @@ def test_the_fastest_that_fits_is_chosen_else_what_lacks_least() -> None:
 
 
 def test_a_table_row_end_to_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alpa_tables, "speeds", dict)  # no row on 1 GPU calibrates this table
+    monkeypatch.setattr(
+        alpa_tables, "calibrated", lambda run: ({}, {})
+    )  # no row on 1 GPU calibrates this one
     plan = Plan(config=replace(TINY, layers=2), batch=8, micro=2, stages=(Stage(2, 2),))
     row = Row("tiny", "alpa", 2, 1.0, False, True, (plan,), 1e9, None)
     figures = alpa_tables.study([row], Console(width=140), workers=1)
