@@ -10,6 +10,7 @@ import pytest
 from clusters import cluster_of
 from searched import CHAIN, PROGRAMS, mixed, two_by_two
 
+from distgraph.engine.searching import oracle as oracles
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
@@ -17,6 +18,7 @@ from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform, uniform_rows
 from distgraph.passes.search.cache import VARIABLE
+from distgraph.passes.search.problem import Problem, Solution
 
 ONE, TWO = Shape((("dp", 1),)), Shape((("dp", 2),))
 
@@ -111,3 +113,19 @@ def test_bytes_across_borders_of_a_chain() -> None:
     traced = Oracle(CHAIN.training(), cluster, pools_of(cluster)).traced(2)
     assert len(traced.layers) == 5
     np.testing.assert_array_equal(traced.crossing, 2 * 8 * (CHAIN.batch // 2) * 24)
+
+
+def test_a_solution_far_from_its_bound_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem("one", (np.array([1.0, 2.0]),))
+    asked: list[float] = []
+
+    def solve(given: Problem, *, seconds: float, gap: float) -> Solution:
+        asked.append(seconds)
+        objective = 2.0 if len(asked) == 1 else 1.0
+        return Solution((int(objective) - 1,), objective, 1.0, (objective - 1.0) / objective, "feasible")
+
+    monkeypatch.setattr(oracles, "solve_cached", solve)
+    assert oracles.solved(problem).objective == 1.0
+    assert asked == [oracles.SOLVE_SECONDS, 5 * oracles.SOLVE_SECONDS]
+    assert oracles.solved(problem).choice == (0,)
+    assert len(asked) == 3  # this one was not far

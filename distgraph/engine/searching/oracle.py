@@ -29,12 +29,14 @@ from distgraph.passes.search.formulate import Formulation, Profile, formulate
 from distgraph.passes.search.layers import Layer, Layering, cluster_layers, layering
 from distgraph.passes.search.placing import Pool, SubMesh
 from distgraph.passes.search.prices import Prices
+from distgraph.passes.search.problem import Problem, Solution
 from distgraph.resources import Cluster, CollectiveCost
 
 MEMORY_PRICES = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
 SOLVE_SECONDS = 2.0
 GAP = 1e-3
+_FAR, _PATIENCE = 0.1, 5.0  # a solution this far from its bound gets so many times as long
 _REPLANNED = 1.02  # a variant is one of its own where it saves 2 % of the memory of the one before
 
 
@@ -92,6 +94,18 @@ class Variant:
     profile: Profile
     recompute: Profile
     estimate: float
+
+
+def solved(problem: Problem) -> Solution:
+    """Solve a problem of layouts.
+
+    A few seconds are plenty, unless much of them goes by while the solver is compiled or the machine is busy:
+    then the answer may be far from the best, and its bound tells so.
+    """
+    found = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
+    if found.status == "infeasible" or found.gap <= _FAR:
+        return found
+    return solve_cached(problem, seconds=_PATIENCE * SOLVE_SECONDS, gap=GAP)
 
 
 @dataclass(eq=False)
@@ -185,7 +199,7 @@ class Oracle:
         found = self.formulation(traced, devices, shape).priced(memory_price=price, live_micro_batches=1)
         if key not in self._choices:
             problem = restricted(found, restriction)
-            solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
+            solution = solved(problem)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(
