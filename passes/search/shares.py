@@ -83,7 +83,7 @@ class Shares:
 
 
 def shares(batch: int, members: Sequence[Member]) -> Shares:
-    """Whole shares of a batch with the fastest slowest member; the faster of equal ones get more.
+    """Whole shares of a batch with the fastest slowest member; faster ones get more, equal ones equally many.
 
     Args:
         batch: B, samples.
@@ -106,8 +106,9 @@ def shares(batch: int, members: Sequence[Member]) -> Shares:
     bound = _relaxed(batch, members, most)
     seconds = _least(batch, members, bound)
     taken = [member.within(seconds, batch) for member in members]
-    for i in sorted(range(len(members)), key=lambda i: -members[i].seconds):
-        taken[i] -= min(taken[i], max(0, sum(taken) - batch))
+    for _ in range(sum(taken) - batch):
+        most_of_slowest = max(range(len(members)), key=lambda i: (taken[i] > 0, members[i].seconds, taken[i]))
+        taken[most_of_slowest] -= 1
     finish = [m.start + m.seconds * n for m, n in zip(members, taken, strict=True) if n]
     return Shares(tuple(taken), max(finish, default=0.0), min(bound, max(finish, default=0.0)))
 
