@@ -266,9 +266,11 @@ class Searcher:
                 break
             for micro in near:
                 yield from self._try(micro, tried)
-        for proposal in sorted(self._rows.values(), key=lambda p: p.estimate)[:_FORECASTS]:
+        rows = sorted(self._rows.values(), key=lambda p: p.estimate)[:_FORECASTS]
+        for number, proposal in enumerate(rows):  # the first one also when time is up: all was for its sake
             if self.best is not None and (
-                proposal.estimate > _WORSE * self.best.seconds or (self.expired() and self.best.fits)
+                proposal.estimate > _WORSE * self.best.seconds
+                or (number > 0 and self.expired() and self.best.fits)
             ):
                 break
             yield from self._forecast(proposal)
