@@ -234,9 +234,8 @@ def _shown(found: Realized) -> str:
     return str(found.proposal)
 
 
-def finish(point: Point, limit: float, log: bool = False) -> dict[str, Any]:
-    """Everything about a point."""
-    cluster = devices_of(point.gpus)
+def compared(point: Point, cluster: Cluster) -> list[dict[str, Any]]:
+    """What is known of every row of a point."""
     rows = []
     for row, found in baselines_of(point, cluster):
         best = chosen(row, found)
@@ -254,8 +253,15 @@ def finish(point: Point, limit: float, log: bool = False) -> dict[str, Any]:
                 "tried": [asdict(each) for each in found],
             }
         )
-    found = searched(point, cluster, limit, log)
-    return {"name": point.name, "batch": point.reference.batch, "ours": found, "rows": rows}
+    return rows
+
+
+def finish(point: Point, ours: dict[str, Any] | None, limit: float, log: bool = False) -> dict[str, Any]:
+    """Everything about a point; `ours` where it is known."""
+    cluster = devices_of(point.gpus)
+    rows = compared(point, cluster)
+    ours = searched(point, cluster, limit, log) if ours is None else ours
+    return {"name": point.name, "batch": point.reference.batch, "ours": ours, "rows": rows}
 
 
 # figures
@@ -329,28 +335,33 @@ def _cell(row: dict[str, Any]) -> str:
 # the script
 
 
-def _finish(task: tuple[str, float, bool]) -> dict[str, Any]:
-    name, limit, log = task
+def _finish(task: tuple[str, dict[str, Any] | None, float, bool]) -> dict[str, Any]:
+    name, ours, limit, log = task
     point = next(point for point in points() if point.name == name)
-    return finish(point, limit, log)
+    return finish(point, ours, limit, log)
+
+
+def read(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Entries of files by name; missing files have none."""
+    found = [entry for file in files if file.exists() for entry in json.loads(file.read_text())]
+    return {entry["name"]: entry for entry in found}
 
 
 def study(
-    names: list[str], limit: float, done: Path | None, console: Console, workers: int = 1, log: bool = False
+    given: argparse.Namespace, names: list[str], limit: float, console: Console
 ) -> list[dict[str, Any]]:
-    """Entries of some points; those of `done` are not made again, and every new one is written there."""
-    known = {}
-    if done is not None and done.exists():
-        known = {entry["name"]: entry for entry in json.loads(done.read_text())}
-    tasks = [(name, limit, log) for name in names if name not in known]
-    with ProcessPoolExecutor(workers) as pool:
+    """Entries of some points; those of `--done` are not made again, and every new one is written there."""
+    known = {} if given.done is None else read([given.done])
+    left = [name for name in names if given.baselines or name not in known]
+    tasks = [(name, known[name]["ours"] if name in known else None, limit, given.verbose) for name in left]
+    with ProcessPoolExecutor(given.workers) as pool:
         for entry in pool.map(_finish, tasks):
             known[entry["name"]] = entry
             others = [row["seconds"] for row in entry["rows"] if row["seconds"] is not None]
             least = f", best of the others {min(others):.4g} s" if others else ""
             console.print(f"{entry['name']}: {entry['ours']['seconds']:.4g} s{least}")
-            if done is not None:
-                done.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+            if given.done is not None:
+                given.done.write_text(json.dumps(list(known.values()), indent=1) + "\n")
     return [known[name] for name in names if name in known]
 
 
@@ -363,6 +374,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help='tables or points, such as gpt "moe 8"')
     parser.add_argument("--limit", type=float, default=LIMIT, help="CPU seconds of one search")
     parser.add_argument("--done", type=Path, metavar="FILE", help="points that are finished; kept up to date")
+    parser.add_argument(
+        "--baselines", action="store_true", help="forecast those of --done anew, search no more"
+    )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
     parser.add_argument("--verbose", action="store_true", help="the progress of every search")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -375,7 +389,7 @@ def main() -> None:
         names = [name for name in names if name in given.only or name.split()[0] in given.only]
     console = Console(width=200)
     limit = 5.0 if given.quick else given.limit
-    entries = study(names, limit, given.done, console, given.workers, given.verbose)
+    entries = study(given, names, limit, console)
     show(entries, console)
     figures = figures_of(entries)
     console.print(
