@@ -374,9 +374,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help='tables or points, such as gpt "moe 8"')
     parser.add_argument("--limit", type=float, default=LIMIT, help="CPU seconds of one search")
     parser.add_argument("--done", type=Path, metavar="FILE", help="points that are finished; kept up to date")
-    parser.add_argument(
-        "--baselines", action="store_true", help="forecast those of --done anew, search no more"
-    )
+    parser.add_argument("--baselines", action="store_true", help="keep the plans of --done, baselines anew")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
     parser.add_argument("--verbose", action="store_true", help="the progress of every search")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
