@@ -11,7 +11,7 @@ written as JSON (docs/plan.md) with one item a line and equal layers in one entr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from distgraph.documents import Node, dumps, write_atomically
 from distgraph.errors import GraphError
 from distgraph.export import Export, Surface, export
 from distgraph.folding import fold, parse_spans, spans, unfold
+from distgraph.plan_instead import changed
 from distgraph.plan_parts import (
     KINDS,
     Computed,
@@ -198,6 +199,28 @@ class Plan:
         if decision is None:
             return f"{fact}\n  no other choice is recorded: {self._unsearched()}"
         return "\n".join([fact or name, *told(self, decision)])
+
+    def instead(self, name: str) -> Plan:
+        """The plan with the runner-up in place of a choice, and what goes with it; its forecast is not told.
+
+        Args:
+            name: of a decision that `explain` shows with a runner-up.
+
+        Raises:
+            GraphError: there is no such decision, or its runner-up is another program altogether.
+        """
+        decision = self._decision(name)
+        if decision is None or not decision.instead:
+            known = ", ".join(key for key, other in self.decisions.items() if other.instead) or "no decision"
+            raise GraphError(
+                f"plan of {self.program.name} does not say what {name!r} would be instead; it does of {known}"
+            )
+        tensors, ops, rest = changed(self.tensors, self.ops, self.rest, decision.instead)
+        search = Found(mode=f"{self.search.mode}, instead of {decision.chosen} of {name}")
+        return replace(
+            self, tensors=tensors, ops=ops, rest=rest, surface=None, forecast=None, baselines={},
+            search=search, decisions={},
+        )  # fmt: skip
 
     def compare(self, other: Plan) -> Comparison:
         """What differs between this plan and another one."""

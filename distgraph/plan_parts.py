@@ -297,6 +297,8 @@ class Decision:
         runner_up_seconds: forecast of a step with it in place of the choice, everything else as planned; None
             where that has no forecast, `note` says why.
         note: anything else.
+        instead: line of the plan -> what it is with the runner-up; see `Plan.instead`. Empty where the
+            runner-up is another program altogether.
     """
 
     chosen: str
@@ -304,6 +306,7 @@ class Decision:
     runner_up: str = ""
     runner_up_seconds: float | None = None
     note: str = ""
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """The form in a file."""
@@ -313,18 +316,21 @@ class Decision:
             "runner_up": self.runner_up,
             "runner_up_seconds": self.runner_up_seconds,
             "note": self.note,
+            "instead": dict(self.instead),
         }
 
     @classmethod
     def read(cls, node: Node) -> Decision:
         """From a file."""
-        node.only("chosen", "terms", "runner_up", "runner_up_seconds", "note")
+        node.only("chosen", "terms", "runner_up", "runner_up_seconds", "note", "instead")
+        instead = node.get("instead")
         return cls(
             chosen=node["chosen"].text(),
             terms={name: entry.number() for name, entry in node["terms"].items()},
             runner_up=node["runner_up"].text(),
             runner_up_seconds=optional(node["runner_up_seconds"]),
             note=node["note"].text(),
+            instead={} if instead is None else {line: entry.text() for line, entry in instead.items()},
         )
 
 

@@ -12,13 +12,15 @@ from distgraph.engine.positions import Positions, decomposed, is_named, replayed
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError
 from distgraph.export import surface_of
+from distgraph.folding import fold
 from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import lookup
 from distgraph.passes.place import place
-from distgraph.passes.search.layers import REST, cluster_layers
+from distgraph.passes.search.layers import REST, Layering, cluster_layers
 from distgraph.passes.search.layers import Layer as Run
 from distgraph.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
+from distgraph.plan_instead import layer_line, rest_line
 from distgraph.plan_parts import KINDS
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build
@@ -110,6 +112,46 @@ def describe(
         rest=rest,
         surface=surface_of(completed, [stage.mesh for stage in stages]),
     )
+
+
+def lines_of(layering: Layering, completed: Graph, ops: Iterable[Op]) -> dict[str, str]:
+    """What `Plan.instead` puts into a plan of another completion of the same graph on the same meshes.
+
+    Args:
+        layering: of the serial graph.
+        completed: with all layouts.
+        ops: some of its ops.
+
+    Returns:
+        name of an input, parameter or state -> layout; number of an op -> how it is computed. Equal layers
+        have one line.
+    """
+    numbers: dict[str, tuple[int, int]] = {}
+    counts: Counter[int] = Counter()
+    for op in completed.ops:
+        base = op.name
+        while base not in layering.of:  # made for the stages, and named after what it was made of
+            base = base.rpartition(".")[0]
+        if not is_named(op):
+            numbers[op.name] = layering.of[base], counts[layering.of[base]]
+            counts[layering.of[base]] += 1
+    tensors: dict[str, str] = {}
+    alike: dict[tuple[int, str], list[int]] = {}
+    rest: dict[str, str] = {}
+    for op in ops:
+        specs = tuple(completed.attrs[value.name].spec for value in op.results)
+        if is_named(op):
+            tensors[str(op.attrs["name"])] = str(specs[0])
+            continue
+        assert op.layout is not None  # of a completed graph
+        line = str(Computed(op.kind, op.layout.axes, op.layout.partial, specs))
+        layer, number = numbers[op.name]
+        if layer == REST:
+            rest[rest_line(op.name)] = line
+        else:
+            alike.setdefault((number, line), []).append(layer)
+    found = {layer_line(layers, number): line for (number, line), layers in alike.items()}
+    return {**fold(tensors), **found, **rest}
 
 
 def estimate(plan: Plan, found: Forecast) -> Estimate:

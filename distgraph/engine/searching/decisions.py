@@ -6,22 +6,27 @@ seconds is a program that was built, and they are its forecast.
 For the whole program the runner-up is the best one forecast that differs in a choice. For a parameter it is
 the layout that costs least, by the problem, once its neighbours have followed; everything else stays, and
 the program is built and forecast. A runner-up may turn out faster than what it replaces, for
-the problem adds up what overlaps: then it is taken (`Searcher` goes on from it).
+the problem adds up what overlaps: then it is taken (`Searcher` goes on from it). What the runner-up changes
+is kept line by line, so that a plan with it in place of the choice can be made (`Plan.instead`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distgraph.engine.extracting import lines_of
+from distgraph.engine.searching.fixed import formulated
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Realized, rechosen
+from distgraph.errors import ShardingError
 from distgraph.folding import fold
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.search.alternatives import Neighbourhoods
+from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.nodes import ValueNode
 from distgraph.passes.search.problem import Problem
 from distgraph.plan import Decision
@@ -113,13 +118,15 @@ def _stored(found: Realized, meshes: tuple[ProcessMesh, ...]) -> Iterator[Storag
         terms = formulation.terms(choice, number)
         costs = {"compute": terms.compute, "communication": terms.communication}
         option = terms.runner_up
+        where = formulation.nodes.pinned.get(node.number)
+        fixed = "" if where is None else f"; annotated ({where.origin.where})"
         yield Storage(
             next(iter(fold({str(producers[name].attrs["name"]): 0 for name in here}))),
             Decision(
                 chosen=terms.options[terms.chosen],
                 terms=costs,
                 runner_up="" if option is None else terms.options[option],
-                note=_held(value.value.type, len(here), terms.nbytes),
+                note=_held(value.value.type, len(here), terms.nbytes) + fixed,
             ),
             value.value.nbytes,
             meshes,
@@ -132,6 +139,54 @@ def _held(type_: str, layers: int, nbytes: float) -> str:
     """What is stored, and what it takes."""
     where = f", in {layers} layers" if layers > 1 else ""
     return f"{type_}{where}, {format_bytes(nbytes)} of a rank"
+
+
+def told(stored: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Decisions of parameters; those whose runner-up has no forecast say why."""
+    why = "the runner-up was not forecast: those of the largest parameters are, while there is time"
+    return {
+        name: replace(decision, note=f"{decision.note}; {why}")
+        if decision.runner_up and decision.runner_up_seconds is None
+        else decision
+        for name, decision in stored.items()
+    }
+
+
+def with_problems(found: Realized, oracle: Oracle) -> Realized:
+    """A program with the problem that its layouts are a choice of, where it came about in another way.
+
+    Itself where there is none: it has several meshes, or ops that are no longer those of the serial graph, or
+    layers that are equal lie differently, so that what the choice stands for is slower.
+    """
+    graph = found.traced.graph
+    if found.solved or len(found.completed.meshes) > 1:
+        return found
+    if [op.name for op in found.completed.ops] != [op.name for op in graph.ops]:
+        return found
+    (mesh,) = found.completed.meshes
+    layouts = Layouts(
+        {op.name: op.layout for op in found.completed.ops if op.layout is not None}, found.completed.attrs
+    )
+    problem = formulated(oracle, found.traced, mesh)
+    try:
+        choice = problem.encode(layouts)
+    except ShardingError:
+        return found
+    placed = replace(found, placements=dict.fromkeys((op.name for op in graph.ops), mesh))
+    again = rechosen(placed, {mesh: (problem, choice)}, oracle)
+    return again if again.fits and again.seconds <= found.seconds else found
+
+
+def changes(found: Realized, other: Realized) -> dict[str, str]:
+    """The lines of a plan of `found` that are others in one of `other`, which differs in layouts alone."""
+    mine, theirs = found.completed, other.completed
+    differ = [
+        b
+        for a, b in zip(mine.ops, theirs.ops, strict=True)
+        if a.layout != b.layout
+        or any(mine.attrs[v.name].spec != theirs.attrs[v.name].spec for v in a.results)
+    ]
+    return lines_of(found.traced.layering, theirs, differ)
 
 
 def with_runner_up(found: Realized, storage: Storage, oracle: Oracle) -> Realized:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from distgraph.engine.searching.oracle import GAP, SOLVE_SECONDS, Oracle, Traced
+from distgraph.engine.searching.oracle import Oracle, Traced, solved
 from distgraph.engine.searching.proposal import Realized, program
 from distgraph.errors import ResourceError, ShardingError
 from distgraph.graph import Graph
@@ -17,8 +17,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.place import place
 from distgraph.passes.search.assign import assign
-from distgraph.passes.search.cache import solve_cached
-from distgraph.passes.search.formulate import formulate
+from distgraph.passes.search.formulate import Formulation, formulate
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import propagate
 from distgraph.passes.search.recursive import recursive
@@ -62,10 +61,11 @@ def on_annotated(
     graph, meshes = traced.graph, annotated_meshes(traced.graph, oracle.cluster)
     _, homes = place(graph, meshes[0])
     placements = {op.name: homes[op.name] for op in graph.ops}
-    layouts = {
+    solved = {
         mesh: _solved(oracle, traced, mesh, memory_share) for mesh in dict.fromkeys(placements.values())
     }
-    return _assigned(oracle, traced, placements, layouts, "1f1b", "search")
+    layouts = {mesh: found.decode(choice) for mesh, (found, choice) in solved.items()}
+    return replace(_assigned(oracle, traced, placements, layouts, "1f1b", "search"), solved=solved)
 
 
 def as_annotated(oracle: Oracle, micro_batches: int) -> Realized:
@@ -77,23 +77,30 @@ def as_annotated(oracle: Oracle, micro_batches: int) -> Realized:
     return program(oracle, completed, traced, devices, "1f1b", "annotations, completed")
 
 
-def _solved(oracle: Oracle, traced: Traced, mesh: ProcessMesh, memory_share: float) -> Layouts:
-    """The best layouts of everything on one mesh; annotations on others do not count."""
+def formulated(oracle: Oracle, traced: Traced, mesh: ProcessMesh) -> Formulation:
+    """The problem of laying everything out on one mesh; annotations on others do not count."""
     graph = traced.graph
     own = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
     prices = oracle.prices(tuple(range(len(oracle.cluster.devices))))
-    found = formulate(replace(graph, attrs=own), mesh, prices, traced.layering)
-    solution = solve_cached(found.problem, seconds=SOLVE_SECONDS, gap=GAP)
+    return formulate(replace(graph, attrs=own), mesh, prices, traced.layering)
+
+
+def _solved(
+    oracle: Oracle, traced: Traced, mesh: ProcessMesh, memory_share: float
+) -> tuple[Formulation, tuple[int, ...]]:
+    """The problem of one mesh and its best choice."""
+    found = formulated(oracle, traced, mesh)
+    solution = solved(found.problem)
     if memory_share:
         memory = min(oracle.cluster.devices[rank].memory for rank in mesh.members)
         found = found.priced(memory_price=memory_share * solution.objective / memory)
-        solution = solve_cached(found.problem, seconds=SOLVE_SECONDS, gap=GAP)
+        solution = solved(found.problem)
     if solution.choice is None:
         raise ShardingError(
-            f"graph @{graph.name}: no layouts on {mesh} meet all annotations "
+            f"graph @{traced.graph.name}: no layouts on {mesh} meet all annotations "
             f"({solution.message or solution.status}); take one of them out"
         )
-    return found.decode(solution.choice)
+    return found, tuple(solution.choice)
 
 
 def recursively(oracle: Oracle, micro_batches: int) -> Realized:

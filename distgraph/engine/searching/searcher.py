@@ -27,7 +27,14 @@ import numpy as np
 
 from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.bound import least_seconds
-from distgraph.engine.searching.decisions import decisions, storages, with_runner_up
+from distgraph.engine.searching.decisions import (
+    changes,
+    decisions,
+    storages,
+    told,
+    with_problems,
+    with_runner_up,
+)
 from distgraph.engine.searching.fixed import (
     annotated_meshes,
     as_annotated,
@@ -146,12 +153,14 @@ class Searcher:
             plan_of(self.best, self.oracle),
             baselines=dict(self.baselines),
             search=found,
-            decisions={**decisions(self.best, self.forecasts), **self._stored},
+            decisions={**decisions(self.best, self.forecasts), **told(self._stored)},
         )
 
     def _explained(self) -> Iterator[Event]:
         """Forecast the runners-up of the largest parameters; one that is faster is taken."""
         looked: set[str] = set()
+        if self.best is not None and not self.expired():
+            self.best = with_problems(self.best, self.oracle)
         while self.best is not None and self.best.solved:
             best = self.best
             rows = storages(best)
@@ -170,7 +179,9 @@ class Searcher:
             note = (
                 row.decision.note if other.fits else f"{row.decision.note}; the runner-up does not fit memory"
             )
-            self._stored[row.name] = replace(row.decision, runner_up_seconds=other.seconds, note=note)
+            self._stored[row.name] = replace(
+                row.decision, runner_up_seconds=other.seconds, note=note, instead=changes(best, other)
+            )
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
         """One program of another search, with the micro-batches of the strategy."""
