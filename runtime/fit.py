@@ -139,7 +139,7 @@ def fit_compute(
     if lookups:
         slope, error["lookup_efficiency"] = _slope(lookups, launch)
         lookup_efficiency = _fraction(1 / (slope * bandwidth))
-    measured, rates, ops = {}, {}, fit_tables(samples, launch)
+    measured, rates, ops = {}, {}, fit_tables(samples, launch, per_byte)
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
         products = [s for s in _of(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
         if products:
@@ -213,8 +213,14 @@ def fit_matmul(
     return 1 / per_flop, lengths, launches, mean_error(model, seconds)
 
 
-def fit_tables(samples: Sequence[tuple[Work, float]], launch: float) -> dict[str, dict[str, OpTable]]:
-    """Kind of op -> dtype -> seconds by bytes, or by FLOPs of contractions that are no plain matmul."""
+def fit_tables(
+    samples: Sequence[tuple[Work, float]], launch: float, per_byte: float
+) -> dict[str, dict[str, OpTable]]:
+    """Kind of op -> dtype -> seconds by bytes, or by FLOPs of contractions that are no plain matmul.
+
+    A kind that was met on few bytes only says how long it takes to start, and nothing of what moving bytes
+    costs: above that it costs what its class costs.
+    """
     kinds: dict[tuple[str, str], list[tuple[Work, float]]] = {}
     for work, seconds in samples:
         if work.op and work.op not in _CONTRACTIONS:
@@ -223,7 +229,11 @@ def fit_tables(samples: Sequence[tuple[Work, float]], launch: float) -> dict[str
     for (op, dtype), own in sorted(kinds.items()):
         unit = "flops" if own[0][0].kind == "matmul" else "bytes"
         amounts = _columns(own, "flops" if unit == "flops" else "nbytes")[:, 0]
-        if amounts.min() > 0:
+        if unit == "bytes" and amounts.max() <= _SMALL:
+            start = max(float(np.median(_seconds(own) - per_byte * amounts)), 1e-9)
+            wrong = mean_error(start + per_byte * amounts, _seconds(own))
+            found.setdefault(op, {})[dtype] = OpTable("", (), (), wrong, start)
+        elif amounts.min() > 0:
             found.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(own), launch)
     return found
 

@@ -110,6 +110,22 @@ def test_table_follows_the_knee_of_a_cache() -> None:
     assert table.error < 0.2
 
 
+def test_a_kind_met_on_few_bytes_only_is_not_taken_to_rise_from_there() -> None:
+    """A division of single numbers says how long starting one takes; of 64 MiB it is any stream of bytes."""
+    small = [
+        (Work("memory", 0.0, 12.0, op="divide"), 5e-6),
+        (Work("memory", 0.0, 2048.0, op="divide"), 5.1e-6),
+    ]
+    wide = [(Work("memory", 0.0, 2.0**power, op="add"), 2e-6 + 2.0**power / 20e9) for power in range(8, 27)]
+    found = fit_compute([*small, *wide], {}, 25e9)
+    cost = ComputeCost(one_device(found.compute, found.memory_bandwidth, {}))
+    assert cost.time(0, "memory", 0.0, 12.0, "f32", op="divide") == pytest.approx(5e-6, rel=0.05)
+    for nbytes in (2.0**20, 2.0**26):
+        exact = 5e-6 + nbytes / 20e9
+        assert cost.time(0, "memory", 0.0, nbytes, "f32", op="divide") == pytest.approx(exact, rel=0.05)
+    assert found.compute.ops["divide"]["f32"].error == pytest.approx(0.0, abs=0.01)
+
+
 def works_of(compute: Compute, bandwidth: float, peak: dict[str, float]) -> list[tuple[Work, float]]:
     """Measurements of a device with known numbers."""
     cluster = one_device(compute, bandwidth, peak)
