@@ -1,21 +1,28 @@
 """Searched plans against all uniform plans, measured: 2 and 4 MPI ranks of this machine.
 
-    python -m benchmarks.real_plans [--clusters FILE2 FILE4] [--seconds 60] [--rounds 3] [--only gpt]
-                                    [--json FILE] [--quick]
+    python -m benchmarks.real_plans [--clusters FILE2 FILE4] [--minutes 9] [--only gpt] [--json FILE]
+                                    [--quick]
 
 First `distgraph profile` measures the machine with as many ranks (unless --clusters names files that it
 wrote). Then for a GPT, a conv net and a mixture of experts the search (mode auto) makes a plan, and every
 uniform plan is made beside: equal pipeline stages, dp x tp on each, batch split over dp, without ZeRO, with
 optimiser states split, with parameters split too, in each of 1, 2 and 4 micro-batches; the same program once.
-All of them run, each in processes of its own with one BLAS thread a rank, in turns over several rounds. A
-step takes as long as on the slowest rank; what counts is the median over all rounds.
 
-Keys of the result: a list of {model, ranks, searched_seconds, best_uniform_seconds}, with the plans' names,
-forecasts and the load average beside. With more ranks than cores ranks wait for each other's time slices, and
-on a machine that others use, too: then the order of plans close to each other says little.
+One job of as many ranks runs them all, with one BLAS thread a rank, the searched plan first and the others in
+the order of their forecasts. A plan whose first steps take more than 1.5 times as long as the best so far is
+out; the others take turns, a few steps each, until the time is up. A step takes as long as on the slowest
+rank. What counts is the median over all rounds, and the ratio is that of the medians of one round, median
+over the rounds, so that a slow minute of the machine touches both sides.
 
-With --quick: 2 ranks, a profile and a search of 10 s each, the two uniform plans ranked first by estimate,
-one round.
+--minutes bounds the whole run; a sixth of it goes to profiles, the rest in equal parts to the models. Where a
+model's time does not suffice to make and try all uniform plans, those of the greatest estimates are left out
+and counted (`untried`). With more ranks than cores ranks wait for each other's time slices, and on a machine
+that others use, too: then the order of plans close to each other says little.
+
+Keys of the result: a list of {model, ranks, searched_seconds, best_uniform_seconds, ratio}, with the plans'
+names, forecasts and the load average beside.
+
+With --quick: 2 ranks, two uniform plans each, within 50 seconds.
 
 History:
 """
@@ -59,6 +66,9 @@ THREADS = dict.fromkeys(
 )
 SCRIPT = "import sys; from benchmarks.real_plans import rank_main; rank_main(sys.argv[1:])\n"
 UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3")
+SEARCH, MAKE = 0.25, 0.5  # of a model's time are over when the search, and when making uniform plans ends
+OUT = 1.5  # times the best so far
+STEPS = 5  # a turn, after one that does not count
 MICRO_BATCHES = (1, 2, 4)
 LENGTH, CLASSES, IMAGE = 64, 10, 16
 
@@ -132,37 +142,64 @@ MODELS = {
 
 
 def rank_main(arguments: list[str]) -> None:
-    """One rank of one plan: prints a line of JSON, the seconds of every step, on rank 0."""
-    model, plan, steps = MODELS[arguments[0]], Plan.load(arguments[1]), int(arguments[2])
+    """One rank of a job that tries the plans of a folder; rank 0 prints seconds by plan and round."""
+    model, seconds = MODELS[arguments[0]], float(arguments[2])
+    files = sorted(Path(arguments[1]).glob("*.json"))
     transport = current_transport()
-    engine = dg.Engine(model.make(), nn.CrossEntropy(), optim.Adam(lr=1e-3), plan=plan)
-    batch, own = model.arrays(), []
-    for _ in range(4 + steps):
-        if transport is not None:
+    assert transport is not None
+    end, batch = time.monotonic() + seconds, model.arrays()
+
+    def turn(engine: dg.Engine, steps: int) -> list[float]:
+        own = []
+        for _ in range(1 + steps):
             transport.barrier()
-        start = time.perf_counter()
-        engine.run(batch)
-        own.append(time.perf_counter() - start)
-    engine.close()
-    found = [own] if transport is None else transport.gather_objects(own, 0)
-    if found is not None:
-        print(json.dumps([max(column) for column in zip(*found, strict=True)][4:]))
+            start = time.perf_counter()
+            engine.run(batch)
+            own.append(time.perf_counter() - start)
+        found = transport.gather_objects(own, 0)
+        slowest = None if found is None else [max(column) for column in zip(*found, strict=True)][1:]
+        together: list[float] = transport.broadcast_object(slowest, 0)
+        return together
+
+    def goes_on() -> bool:
+        return bool(transport.broadcast_object(time.monotonic() < end, 0))
+
+    engines: dict[str, dg.Engine] = {}
+    rounds: dict[str, list[list[float]]] = {}
+    for file in files:
+        if len(rounds) > 1 and not goes_on():
+            break
+        loss, optimizer = nn.CrossEntropy(), optim.Adam(lr=1e-3)
+        engine = dg.Engine(model.make(), loss, optimizer, plan=Plan.load(file))
+        rounds[file.stem] = [turn(engine, STEPS)]
+        medians = {name: statistics.median(found[0]) for name, found in rounds.items()}
+        if len(rounds) == 1 or medians[file.stem] <= OUT * min(medians.values()):
+            engines[file.stem] = engine
+        else:
+            engine.close()
+    while goes_on():
+        for name, engine in engines.items():
+            rounds[name].append(turn(engine, STEPS))
+    if transport.rank == 0:
+        print(json.dumps(rounds))
 
 
-def measured(model: str, file: Path, ranks: int, steps: int) -> list[float]:
-    """Run a plan in fresh processes."""
+def measured(model: str, folder: Path, ranks: int, seconds: float) -> dict[str, list[list[float]]]:
+    """Try the plans of a folder in one job, see `rank_main`."""
     out, errors = io.StringIO(), io.StringIO()
-    script = file.parent / "rank.py"
+    script = folder / "rank.py"
     script.write_text(SCRIPT)
     env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT)}
-    if launch(ranks, [str(script), model, str(file), str(steps)], env=env, stdout=out, stderr=errors):
-        sys.exit(f"{model} with {file}:\n{errors.getvalue()}")
-    numbers: list[float] = json.loads(out.getvalue().strip().splitlines()[-1])
-    return numbers
+    if launch(ranks, [str(script), model, str(folder), str(seconds)], env=env, stdout=out, stderr=errors):
+        sys.exit(f"{model} on {ranks} ranks:\n{errors.getvalue()}")
+    found: dict[str, list[list[float]]] = json.loads(out.getvalue().strip().splitlines()[-1])
+    return found
 
 
-def uniform_plans(training: Training, cluster: Cluster, most: int | None) -> dict[str, Plan]:
-    """Every uniform plan by name, those of least estimate first; equal programs once."""
+def uniform_plans(
+    training: Training, cluster: Cluster, end: float, most: int | None
+) -> dict[str, Plan | None]:
+    """Every uniform plan by name, those of least estimate first; equal programs once, None past the end."""
     oracle = Oracle(training, cluster, pools_of(cluster))
     rows = [
         row
@@ -170,59 +207,71 @@ def uniform_plans(training: Training, cluster: Cluster, most: int | None) -> dic
         for restriction in UNIFORM
         for row in uniform_rows(oracle, micro, restriction)
     ]
-    found: dict[str, Plan] = {}
+    found: dict[str, Plan | None] = {}
     programs = []
     for row in sorted(rows, key=lambda row: row.estimate):
         if most is not None and len(found) == most:
             break
+        name = f"{row.origin}, {row.micro_batches} micro-batch{'es' * (row.micro_batches > 1)}"
+        if len(found) > 1 and time.monotonic() > end:
+            found[name] = None
+            continue
         plan = plan_of(realize(row, oracle), oracle)
         program = plan.tensors, plan.ops, plan.rest, plan.stages, plan.micro_batches
         if program not in programs:
             programs.append(program)
-            found[f"{row.origin}, {row.micro_batches} micro-batches"] = plan
+            found[name] = plan
     return found
 
 
-def compared(name: str, cluster: Cluster, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compared(name: str, cluster: Cluster, seconds: float, folder: Path, quick: bool) -> dict[str, Any]:
     """Search, make the uniform plans, run all in turns."""
-    training = MODELS[name].training()
-    ranks = len(cluster.devices)
-    plans = {"searched": search(training, cluster, SearchOptions(seconds=given.seconds))}
-    plans |= uniform_plans(training, cluster, 2 if given.quick else None)
-    files = {title: folder / f"{name}_{ranks}_{number}.json" for number, title in enumerate(plans)}
-    for title, plan in plans.items():
-        plan.save(files[title])
-    steps: dict[str, list[float]] = {title: [] for title in plans}
-    loads = []
-    for _ in range(1 if given.quick else given.rounds):
-        for title, plan in plans.items():
-            steps[title] += measured(name, files[title], len(plan.ranks), 8 if given.quick else 20)
-            loads.append(os.getloadavg()[0])
-    medians = {title: statistics.median(seconds) for title, seconds in steps.items()}
-    show(name, ranks, plans, steps)
-    best = min((title for title in plans if title != "searched"), key=lambda title: medians[title])
+    begin = time.monotonic()
+    training, ranks = MODELS[name].training(), len(cluster.devices)
+    searched = search(training, cluster, SearchOptions(seconds=SEARCH * seconds))
+    made = uniform_plans(training, cluster, begin + MAKE * seconds, 2 if quick else None)
+    known = {title: plan for title, plan in made.items() if plan is not None and plan.forecast is not None}
+    order = sorted(known, key=lambda title: known[title].forecast.seconds)
+    plans = {"searched": searched, **{title: known[title] for title in order}}
+    folder.mkdir()
+    for number, plan in enumerate(plans.values()):
+        plan.save(folder / f"{number:03}.json")
+    by_number = measured(name, folder, ranks, begin + seconds - time.monotonic())
+    rounds = {title: by_number[f"{i:03}"] for i, title in enumerate(plans) if f"{i:03}" in by_number}
+    medians = {title: statistics.median(s for own in found for s in own) for title, found in rounds.items()}
+    best = min((title for title in medians if title != "searched"), key=lambda title: medians[title])
+    untried = len(made) + 1 - len(rounds)
+    show(f"{name} on {ranks} ranks" + f", {untried} not tried" * (untried > 0), plans, rounds)
     return {
         "model": name,
         "ranks": ranks,
         "searched_seconds": medians["searched"],
         "best_uniform_seconds": medians[best],
+        "ratio": statistics.median(
+            statistics.median(ours) / statistics.median(theirs)
+            for ours, theirs in zip(rounds["searched"], rounds[best], strict=False)
+        ),
         "best_uniform": best,
-        "searched": [str(stage.mesh) for stage in plans["searched"].stages],
-        "micro_batches": plans["searched"].micro_batches,
+        "untried": untried,
+        "searched": [str(stage.mesh) for stage in searched.stages],
+        "micro_batches": searched.micro_batches,
+        "rounds": {title: len(found) for title, found in rounds.items()},
         "measured": medians,
         "forecast": {title: plan.forecast.seconds for title, plan in plans.items() if plan.forecast},
-        "load_mean": statistics.mean(loads),
+        "load": os.getloadavg()[0],
     }
 
 
-def show(name: str, ranks: int, plans: dict[str, Plan], steps: dict[str, list[float]]) -> None:
+def show(title: str, plans: dict[str, Plan], rounds: dict[str, list[list[float]]]) -> None:
     """The table of one model."""
-    table = Table("plan", "measured", "quartiles", "forecast", title=f"{name} on {ranks} ranks")
-    for title in sorted(plans, key=lambda title: statistics.median(steps[title])):
-        low, middle, high = np.quantile(steps[title], (0.25, 0.5, 0.75)) * 1e3
-        estimate = plans[title].forecast
+    table = Table("plan", "measured", "quartiles", "rounds", "forecast", title=title)
+    steps = {name: [seconds for own in found for seconds in own] for name, found in rounds.items()}
+    for name in sorted(steps, key=lambda name: statistics.median(steps[name])):
+        low, middle, high = np.quantile(steps[name], (0.25, 0.5, 0.75)) * 1e3
+        estimate = plans[name].forecast
         forecast = "" if estimate is None else f"{estimate.seconds * 1e3:.2f} ms"
-        table.add_row(title, f"{middle:.2f} ms", f"{low:.2f} - {high:.2f}", forecast)
+        quartiles = f"{low:.2f} - {high:.2f}"
+        table.add_row(name, f"{middle:.2f} ms", quartiles, str(len(rounds[name])), forecast)
     Console(width=120).print(table)
 
 
@@ -232,27 +281,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--clusters", nargs="+", default=[], help="files of distgraph profile")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a profile, and of a search")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run")
     parser.add_argument("--only", default="", help="gpt, conv or moe")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--quick", action="store_true", help="2 ranks, few plans, one round")
+    parser.add_argument("--quick", action="store_true", help="2 ranks, few plans, 50 seconds")
     given = parser.parse_args()
-    if given.quick:
-        given.seconds = 10.0
+    seconds = 50.0 if given.quick else 60 * given.minutes
+    jobs = (2,) if given.quick else (2, 4)
+    names = [name for name in MODELS if name.startswith(given.only)]
     figures = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder, begin = Path(temporary), time.monotonic()
         files = given.clusters
-        for ranks in () if files else (2,) if given.quick else (2, 4):
+        for ranks in () if files else jobs:
             file = str(folder / f"here{ranks}.yaml")
-            if profile(Request(file, ranks=ranks, seconds=given.seconds, fresh=True)):
+            share = max(10.0, seconds / 6 / len(jobs))
+            if profile(Request(file, ranks=ranks, seconds=share, fresh=True)):
                 sys.exit("the profile failed")
             files = [*files, file]
-        for file in files:
-            cluster = load_cluster(file)
-            names = [name for name in MODELS if name.startswith(given.only)]
-            figures += [compared(name, cluster, given, folder) for name in names]
+        left = [(file, name) for file in files for name in names]
+        for number, (file, name) in enumerate(left):
+            share = (begin + seconds - time.monotonic()) / (len(left) - number)
+            figures.append(compared(name, load_cluster(file), share, folder / str(number), given.quick))
     print(json.dumps(figures))
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))
