@@ -64,7 +64,7 @@ from distgraph.strategy import Strategy
 
 CLUSTER, PER_MACHINE = "p3_16xlarge_x8", 8
 LIMIT = 60.0
-QUICK = ("gpt 1", "gpt 4", "wresnet 1")
+QUICK, QUICK_LIMIT = ("gpt 1", "gpt 2", "intra_gpt 2"), 15.0
 
 
 @dataclass(frozen=True)
@@ -347,22 +347,45 @@ def read(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in found}
 
 
-def study(
-    given: argparse.Namespace, names: list[str], limit: float, console: Console
-) -> list[dict[str, Any]]:
-    """Entries of some points; those of `--done` are not made again, and every new one is written there."""
-    known = {} if given.done is None else read([given.done])
-    left = [name for name in names if given.baselines or name not in known]
-    tasks = [(name, known[name]["ours"] if name in known else None, limit, given.verbose) for name in left]
-    with ProcessPoolExecutor(given.workers) as pool:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How points are finished.
+
+    Attributes:
+        limit: CPU seconds of one search.
+        done: file of what is finished, kept up to date; None for none.
+        baselines: keep the plans of `done`, and forecast what they are compared with anew.
+        workers: processes.
+        verbose: print the progress of every search.
+    """
+
+    limit: float = LIMIT
+    done: Path | None = None
+    baselines: bool = False
+    workers: int = 2
+    verbose: bool = False
+
+
+def study(names: Iterable[str], settings: Settings, console: Console) -> list[dict[str, Any]]:
+    """Entries of some points, printed; those of `done` are not made again."""
+    names, done = list(names), settings.done
+    known = {} if done is None else read([done])
+    left = [name for name in names if settings.baselines or name not in known]
+    tasks = [
+        (name, known[name]["ours"] if name in known else None, settings.limit, settings.verbose)
+        for name in left
+    ]
+    with ProcessPoolExecutor(settings.workers) as pool:
         for entry in pool.map(_finish, tasks):
             known[entry["name"]] = entry
             others = [row["seconds"] for row in entry["rows"] if row["seconds"] is not None]
             least = f", best of the others {min(others):.4g} s" if others else ""
             console.print(f"{entry['name']}: {entry['ours']['seconds']:.4g} s{least}")
-            if given.done is not None:
-                given.done.write_text(json.dumps(list(known.values()), indent=1) + "\n")
-    return [known[name] for name in names if name in known]
+            if done is not None:
+                done.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+    entries = [known[name] for name in names if name in known]
+    show(entries, console)
+    return entries
 
 
 def main() -> None:
@@ -370,7 +393,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, 5 s each")
+    parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} only")
     parser.add_argument("--only", nargs="+", metavar="NAME", help='tables or points, such as gpt "moe 8"')
     parser.add_argument("--limit", type=float, default=LIMIT, help="CPU seconds of one search")
     parser.add_argument("--done", type=Path, metavar="FILE", help="points that are finished; kept up to date")
@@ -386,10 +409,14 @@ def main() -> None:
     if given.only:
         names = [name for name in names if name in given.only or name.split()[0] in given.only]
     console = Console(width=200)
-    limit = 5.0 if given.quick else given.limit
-    entries = study(given, names, limit, console)
-    show(entries, console)
-    figures = figures_of(entries)
+    settings = Settings(
+        limit=QUICK_LIMIT if given.quick else given.limit,
+        done=given.done,
+        baselines=given.baselines,
+        workers=given.workers,
+        verbose=given.verbose,
+    )
+    figures = figures_of(study(names, settings, console))
     console.print(
         f"ours_not_slower: {figures['ours_not_slower']}; slower than: {figures['slower_than'] or 'none'}"
     )
