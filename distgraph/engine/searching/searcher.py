@@ -48,6 +48,7 @@ from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row, front, may_fit
 from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, program, realize
 from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.shortage import least_memory, nothing_fits
 from distgraph.engine.searching.space import micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
@@ -138,10 +139,13 @@ class Searcher:
             yield from self._uniform()
             yield from self._others(annotated)
         yield from self._explained()
+        if self.best is None and self.mode == "auto" and not annotated and not self.expired():
+            yield from self._nearest()
         if not self.forecasts:  # the error tells how much is missing
             yield from self._data_parallel(eligible=not annotated, hopeless=True)
         if self.best is None:
-            raise InfeasibleError(self._nothing_fits())
+            seconds = self.seconds if self.expired() else None
+            raise InfeasibleError(nothing_fits(self.cluster, self.forecasts, seconds))
 
     def plan(self, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
         """The best so far as a plan, with what it was compared with."""
@@ -365,19 +369,16 @@ class Searcher:
             if proposal is not None and not self.expired():
                 yield self._judged(realize(proposal, self.oracle))
 
-    def _nothing_fits(self) -> str:
-        least = min(
-            (found for found in self.forecasts if found.shortages),
-            key=lambda found: max(s.missing for s in found.shortages),
-            default=None,
-        )
-        head = f"search: no plan fits cluster {self.cluster.name}"
-        if self.expired():
-            head = f"search: no plan that fits cluster {self.cluster.name} was found in {self.seconds:g} s"
-        if least is None:
-            return f"{head}; use more or larger devices, or a smaller batch"
-        worst = max(least.shortages, key=lambda s: s.missing)
-        return (
-            f"{head}; the nearest, {least.origin}, lacks {format_bytes(worst.missing)} on device "
-            f"{worst.device}: {worst}; use more devices, a smaller batch, or narrower optimiser states"
-        )
+    def _nearest(self) -> Iterator[Event]:
+        """Nothing fits: the row that lacks least memory is forecast, so that the error can tell."""
+        counts = micro_batch_counts(self.training.size)
+        yield Event("the plan that lacks least memory")
+        for micro in counts:
+            try:
+                self.oracle.traced(micro)
+            except GraphError:  # so few samples are no batch of the model
+                continue
+            proposal = least_memory(self.oracle, front(self.oracle, micro, self._submeshes(micro)))
+            if proposal is not None:
+                yield self._judged(realize(proposal, self.oracle))
+            return

@@ -1,0 +1,100 @@
+"""When nothing fits: the program that lacks least, what of it takes the memory, and what would make it fit.
+
+*In:* the programs that were forecast. *Out:* a proposal to forecast besides, the message. *Invariant:* every
+number is one of a forecast, but for the number of devices, which divides the memory of the whole program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.searching.pipelines import Front, best_row
+from distgraph.engine.searching.proposal import Proposal, Realized
+from distgraph.errors import InfeasibleError
+from distgraph.folding import spans
+from distgraph.resources import Cluster
+from distgraph.resources.units import format_bytes
+from distgraph.runtime.memory import Shortage
+
+_STEP = 1.2  # by so much the memory rises until a row fits
+_STEPS = 64
+_STAYS = ("parameters", "gradients", "states")
+
+
+def least_memory(oracle: Oracle, found: Front) -> Proposal | None:
+    """The best row where every device has as little more memory as any row needs, by the estimate.
+
+    Args:
+        oracle: of the program.
+        found: costs of stages.
+    """
+    slack = 1.0
+    for _ in range(_STEPS):
+        slack *= _STEP
+        if oracle.expired():
+            return None
+        try:
+            return best_row(oracle, found, slack=slack)[0]
+        except InfeasibleError:
+            continue
+    return None
+
+
+def nothing_fits(cluster: Cluster, forecasts: Sequence[Realized], seconds: float | None) -> str:
+    """The message of a search without an answer.
+
+    Args:
+        cluster: what was searched for.
+        forecasts: everything that was forecast.
+        seconds: that the search had, where they ran out.
+    """
+    head = f"search: no plan fits cluster {cluster.name}"
+    if seconds is not None:
+        head = f"search: no plan that fits cluster {cluster.name} was found in {seconds:g} s"
+    short = [found for found in forecasts if found.shortages]
+    if not short:
+        return f"{head}; use more or larger devices, or a smaller batch"
+    nearest = min(short, key=_worst)
+    worst = max(nearest.shortages, key=lambda s: s.missing)
+    what = nearest.origin if nearest.proposal is None else str(nearest.proposal)
+    lacks = f"lacks {format_bytes(worst.missing)} on device {worst.device}: {worst}"
+    more = f"{_short(nearest)}; {_of_what(nearest, worst)}; {_ways_out(cluster, nearest, worst)}"
+    return f"{head}; the nearest, {what}, {lacks}; {more}"
+
+
+def _worst(found: Realized) -> float:
+    """How many times its memory the fullest device needs."""
+    return max(s.needed / s.available for s in found.shortages)
+
+
+def _short(found: Realized) -> str:
+    """Which devices lack memory."""
+    ranks = sorted(rank for s in found.shortages for rank in found.forecast.ranks[s.rank])
+    devices = sorted(found.forecast.devices[rank] for rank in ranks)
+    return f"device{'s' * (len(devices) > 1)} {spans(devices)} of {len(found.devices)} used fall short"
+
+
+def _of_what(found: Realized, worst: Shortage) -> str:
+    """What the memory is for, the largest part first."""
+    parts = sorted(found.forecast.memory[worst.rank].categories.items(), key=lambda pair: -pair[1])
+    return "it takes " + ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts if size)
+
+
+def _ways_out(cluster: Cluster, found: Realized, worst: Shortage) -> str:
+    """The nearest relaxations: memory, devices, and what the program could do with less of."""
+    ways = [f"devices of {format_bytes(max(s.needed for s in found.shortages))}"]
+    total = sum(
+        memory.total * len(found.forecast.ranks[rank]) for rank, memory in found.forecast.memory.items()
+    )
+    count = math.ceil(total / min(device.memory for device in cluster.devices))
+    if count > len(cluster.devices):
+        ways.append(f"at least {count} devices like these")
+    categories = found.forecast.memory[worst.rank].categories
+    stays = sum(categories[name] for name in _STAYS)
+    if worst.needed - stays >= worst.missing:
+        ways.append("a smaller batch or shorter samples")
+    if stays >= worst.missing:
+        ways.append("a smaller model or narrower optimiser states")
+    return "it would fit with " + ", or ".join(ways)
