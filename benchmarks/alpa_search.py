@@ -264,6 +264,25 @@ def finish(point: Point, ours: dict[str, Any] | None, limit: float, log: bool = 
     return {"name": point.name, "batch": point.reference.batch, "ours": ours, "rows": rows}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How points are finished.
+
+    Attributes:
+        limit: CPU seconds of one search.
+        done: file of what is finished, kept up to date; None for none.
+        baselines: keep the plans of `done`, and forecast what they are compared with anew.
+        workers: processes.
+        verbose: print the progress of every search.
+    """
+
+    limit: float = LIMIT
+    done: Path | None = None
+    baselines: bool = False
+    workers: int = 2
+    verbose: bool = False
+
+
 # figures
 
 
@@ -289,6 +308,20 @@ def figures_of(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 }
             )
     return {"ours_not_slower": bool(rows) and not lost, "slower_than": lost, "rows": rows}
+
+
+def beside(figures: dict[str, Any], settings: Settings, console: Console) -> dict[str, Any]:
+    """Figures of `alpa_tables` with TFLOPS per GPU of our plan in every row whose point was searched.
+
+    Rows of the ablations of stages are of the points whose models they train.
+    """
+    wanted = {(row["table"], row["system"], row["gpus"]) for row in figures["rows"]}
+    own = [p.name for p in points() if any((r.table, r.system, r.gpus) in wanted for r in p.rows)]
+    found = figures_of(study(own, settings, console))
+    ours = {(row["table"], row["system"], row["gpus"]): row["ours"] for row in found["rows"]}
+    rows = [{**row, "ours": ours.get((row["table"], row["system"], row["gpus"]))} for row in figures["rows"]]
+    names = ("ours_not_slower", "slower_than")
+    return {**figures, **{name: found[name] for name in names}, "rows": rows, "searched": found["rows"]}
 
 
 def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
@@ -345,25 +378,6 @@ def read(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Entries of files by name; missing files have none."""
     found = [entry for file in files if file.exists() for entry in json.loads(file.read_text())]
     return {entry["name"]: entry for entry in found}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How points are finished.
-
-    Attributes:
-        limit: CPU seconds of one search.
-        done: file of what is finished, kept up to date; None for none.
-        baselines: keep the plans of `done`, and forecast what they are compared with anew.
-        workers: processes.
-        verbose: print the progress of every search.
-    """
-
-    limit: float = LIMIT
-    done: Path | None = None
-    baselines: bool = False
-    workers: int = 2
-    verbose: bool = False
 
 
 def study(names: Iterable[str], settings: Settings, console: Console) -> list[dict[str, Any]]:

@@ -59,6 +59,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import alpa_search
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.alpa_tables`
@@ -377,6 +378,8 @@ def main() -> None:
     parser.add_argument("--table", help="one table only")
     parser.add_argument("--calibrate", action="store_true", help="fit the rows of 1 GPU anew and print that")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
+    parser.add_argument("--search", action="store_true", help="besides our own plans, see alpa_search.py")
+    parser.add_argument("--done", type=Path, metavar="FILE", help="points that --search has finished")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     console = Console(width=140)
@@ -393,6 +396,9 @@ def main() -> None:
     if arguments.quick:
         rows = quick(rows)
     figures = study(rows, console, arguments.workers)
+    if arguments.search:
+        settings = alpa_search.Settings(done=arguments.done, workers=arguments.workers)
+        figures = alpa_search.beside(figures, settings, console)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
