@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from forecasts import document
 
 import distgraph as dg
 from distgraph import nn
+from distgraph.plan import Plan
+
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -24,7 +32,7 @@ def test_the_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
     history, out = names["history"], capsys.readouterr().out
@@ -43,8 +51,35 @@ def test_the_example_runs(
 
 def test_files_that_it_names_are_there() -> None:
     linked = re.findall(r"\]\(([\w./]+)\)", README)
-    run = [word for block in blocks("sh") for word in block.split() if word.endswith(".py")]
+    named = [word for block in blocks("sh") for word in block.split() if word.endswith(".py")]
+    run = [name for name in named if name != "train.py"]  # that one the reader makes
     assert linked
     assert run
     for path in (*linked, *run):
         assert (ROOT / path).exists(), path
+
+
+@needs_mpi
+@pytest.mark.timeout(400)
+def test_the_planned_example_runs_as_it_stands(tmp_path: Path) -> None:
+    """All commands but the profile, in place of which two made-up devices stand."""
+    (tmp_path / "train.py").write_text(blocks("python")[1])
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(document(1, 2)))
+    profile, *commands = [line.partition("#")[0].split() for line in blocks("sh")[-1].splitlines()]
+    assert profile[:2] == ["distgraph", "profile"]
+    said = {}
+    for program, *args in commands:
+        assert program == "distgraph"
+        done = subprocess.run(
+            [sys.executable, "-m", "distgraph", *args],
+            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said[args[0]] = done.stdout
+    assert list(said) == ["plan", "forecast", "check", "run"]
+    plan = Plan.load(tmp_path / "plan.json")
+    assert said["plan"] == f"{plan}\n"
+    assert said["check"].rstrip().endswith("partitioned == serial")
+    first, last = re.search(r"loss (\S+) -> (\S+)", said["run"]).groups()
+    assert float(last) < float(first)
+    assert f"{len(plan.ranks)} rank" in said["run"]
