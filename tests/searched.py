@@ -13,6 +13,7 @@ from forecasts import document
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.data import Batch, whole
+from distgraph.engine.inspection import check_step
 from distgraph.engine.planning import SearchOptions, search
 from distgraph.engine.training import Training
 from distgraph.models import GPT, GPTConfig
@@ -149,10 +150,16 @@ class Program:
         return self.engine(model, strategy=strategy)._session.training("train", self.first())
 
     def search(self, cluster: Cluster, mode: str = "auto", model: Any = None, **options: Any) -> Plan:
-        """The plan that is found."""
-        return search(
-            self.training(model), cluster, SearchOptions(mode=mode, **{"seconds": SECONDS, **options})
-        )
+        """The plan that is found, which passes `distgraph check`: every value of a step as on one rank."""
+        model = self.make() if model is None else model
+        given = SearchOptions(mode=mode, **{"seconds": SECONDS, **options})
+        plan = search(self.training(model), cluster, given)
+        engine = self.engine(model, plan=plan)
+        training = engine._session.training("train", self.first())
+        report = check_step(training, engine._session.memory, self.first(), engine._scalars())
+        assert report.ok, str(report)
+        assert report.ranks == len(plan.ranks)
+        return plan
 
 
 PROGRAMS = {

@@ -15,6 +15,7 @@ from distgraph.errors import GraphError
 from distgraph.folding import unfold
 from distgraph.plan import Plan
 
+pytestmark = pytest.mark.timeout(600)  # a search and a dozen programs in one test
 MESH = dg.ProcessMesh.grid(dp=2, tp=2)
 SEARCHES: dict[str, tuple[str, str, Any]] = {
     **{name: (name, "auto", None) for name in PROGRAMS},

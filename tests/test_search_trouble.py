@@ -16,6 +16,7 @@ from distgraph.errors import InfeasibleError
 from distgraph.folding import parse_spans
 from distgraph.resources import Cluster
 
+pytestmark = pytest.mark.timeout(600)  # several searches in one test
 NEAREST = re.compile(
     r"search: no plan fits cluster boxes; the nearest, (?P<what>.*), lacks (?P<missing>[\d.]+ \w+) on device "
     r"(?P<device>\d): rank \d needs (?P<needed>[\d.]+ \w+) but device (?P=device) \(b\d/gpu\d\) has "
