@@ -455,10 +455,24 @@ def test_ranks_are_told_where_megatron_numbers_them_otherwise() -> None:
     assert any("numbers ranks otherwise" in note for note in export.notes)
 
 
+def weighted(plan: Plan) -> Plan:
+    """The plan with the first stage's samples shared 3 to 1."""
+    first, *others = plan.stages
+    return replace(plan, stages=(replace(first, mesh=first.mesh.weighted(dp=(3, 1))), *others))
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_shares_by_weights_are_said(framework: str) -> None:
+    plan = plan_of("dp_pp")
+    assert not any("uneven" in note for note in plan.export(framework).notes)
+    assert any("uneven" in note and "dp=3:1" in note for note in weighted(plan).export(framework).notes)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda p: replace(p, schedule="gpipe"), "schedule gpipe"),
+        (weighted, "stage 0 shares samples or weights unevenly (mesh dp=3:1)"),
         (lambda p: replace(p, batch=7), "batch 7 in 2 micro-batches over 2 data-parallel ranks is uneven"),
         (
             lambda p: replace(p, stages=(p.stages[0], replace(p.stages[1], mesh=grid(2, dp=4)))),

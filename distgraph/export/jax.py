@@ -107,6 +107,11 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
     notes += [
         f"{what} and is kept whole; pad it to split it: {listed(names)}" for what, names in uneven.items()
     ]
+    if mesh.weights:
+        notes.append(
+            f"ranks share dims unevenly, by the weights of mesh {mesh.described}; a JAX array has shards of "
+            f"one size: every rank gets as much"
+        )
     return {"mesh": mesh_data(mesh), **specs}
 
 

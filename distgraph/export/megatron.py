@@ -149,6 +149,12 @@ def _batch(found: _Translation) -> None:
             f"batch {plan.batch} in {plan.micro_batches} micro-batches over {parts // plan.micro_batches} "
             f"data-parallel ranks is uneven: Megatron-LM gives every rank as many samples"
         )
+    found.reasons += [
+        f"stage {number} shares samples or weights unevenly (mesh {stage.mesh.described}): Megatron-LM gives "
+        f"every rank as much"
+        for number, stage in enumerate(plan.stages)
+        if stage.mesh.weights
+    ]
     found.arguments["micro-batch-size"] = plan.batch // parts
     found.arguments["global-batch-size"] = plan.batch
 

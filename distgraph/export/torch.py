@@ -320,9 +320,10 @@ def _pipeline_notes(plan: Plan, stages: list[_Stage]) -> Iterator[str]:
     rows = next((r.shape[0] for n, r in surface(plan).tensors.items() if plan.tensors[n].kind == "input"), 0)
     for stage in stages:
         parts = stage.mesh.count((*stage.roles.replicate, *stage.roles.shard))
-        if rows % parts:
+        if rows % parts or stage.mesh.weights:
             yield (
-                f"stage {stage.number}: {rows} samples of a micro-batch over {parts} ranks are uneven; "
+                f"stage {stage.number}: {rows} samples of a micro-batch over {parts} ranks are uneven "
+                f"(mesh {stage.mesh.described}); "
                 f"fully_shard averages gradients as if every rank had as many: weight the loss by them"
             )
     if any(stage.roles.shard and not stage.roles.reshard for stage in stages):
