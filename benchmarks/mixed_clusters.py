@@ -1,6 +1,6 @@
 """Plans for clusters of unequal devices against plans that ignore, or shun, the slower ones. Forecasts only.
 
-    python benchmarks/mixed_clusters.py [--seconds 120] [--json FILE] [--quick]
+    python benchmarks/mixed_clusters.py [--seconds 60] [--json FILE] [--quick]
 
     a100_v100   resources/files/mixed_a100_v100.yaml: 2 x 8 A100, 2 x 4 V100 on PCIe
     gpu_xpu     resources/files/gpu2_xpu2.yaml: 2 x 8 V100, 2 x 8 Kunlun R300 (the figure of Paddle's talk)
@@ -8,15 +8,17 @@
 
 For each cluster and model, seconds of a step by forecast on the cluster:
 
-    ours              the searched plan, mode auto
+    ours              the searched plan, mode auto: stages on devices of any kinds, also across kinds with
+                      uneven shares of the samples
     homogeneous_only  the plan searched for the machines of the one model that has the most FLOP/s together
     slowest_uniform   the best uniform dp x tp x pp plan, without and with ZeRO, for as many devices of the
                       slowest model: what who knows no difference between devices would run. The two best
                       by estimate of each kind, over every second number of micro-batches, are forecast on
                       the real cluster, where the faster devices wait for the slowest
 
-Efficiencies of the devices are partly estimates (see the files), so are the ratios. With --quick the models
-have a quarter of the layers and searches 10 s each.
+Efficiencies of the devices are partly estimates (see the files), so are the ratios. Seconds of searches are
+of processor time, so that other work on the machine changes nothing. With --quick the models have a quarter
+of the layers and searches 10 s each.
 
 History (2 cores shared with other work, load about 4):
   first version, 60 s a search     a100_v100: 1.10 and 1.74 times as fast (GPT-1.3B), 1.10 and 1.95 (GPT-6.7B)
@@ -33,6 +35,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,16 +43,17 @@ from typing import Any
 import yaml
 
 from distgraph import nn, optim
-from distgraph.engine.planning import SearchOptions, search
 from distgraph.engine.program import Recipe
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Proposal, realize
 from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.searching.space import micro_batch_counts, pools_of
 from distgraph.engine.searching.uniform import uniform_rows
 from distgraph.engine.training import Training
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
+from distgraph.plan_parts import Stage
 from distgraph.resources import Cluster
 from distgraph.resources.build import build_cluster
 from distgraph.resources.schema import check
@@ -127,21 +131,29 @@ def training(model: str, batch: int, layers: int | None) -> Training:
 
 def searched(program: Training, cluster: Cluster, seconds: float) -> tuple[float | None, str]:
     """Forecast of the searched plan, and what it is."""
+    searcher = Searcher(program, cluster, "auto", seconds, clock=time.process_time)
     try:
-        plan = search(program, cluster, SearchOptions(seconds=seconds))
+        for _ in searcher.run():
+            pass
     except InfeasibleError as error:
         return None, str(error)
-    assert plan.forecast is not None
-    stages = "; ".join(
-        f"{len(stage.devices)} x {cluster.devices[stage.devices[0]].model}" for stage in plan.stages
-    )
-    return plan.forecast.seconds, f"{plan.micro_batches} micro-batches on {stages}"
+    assert searcher.best is not None
+    plan = searcher.plan({})
+    stages = "; ".join(described(stage, cluster) for stage in plan.stages)
+    return searcher.best.seconds, f"{plan.micro_batches} micro-batches on {stages}"
+
+
+def described(stage: Stage, cluster: Cluster) -> str:
+    """The devices of a stage, its layers and its mesh."""
+    models = Counter(cluster.devices[device].model for device in stage.devices)
+    devices = " + ".join(f"{count} x {model}" for model, count in models.items())
+    return f"{devices} ({stage.last - stage.first} layers, {stage.mesh.described})"
 
 
 def uniform(program: Training, alike: Cluster, real: Cluster, seconds: float) -> tuple[float | None, str]:
     """Forecast on the real cluster of the best uniform plan for devices that are all alike."""
     oracle = Oracle(program, alike, pools_of(alike))
-    end = time.monotonic() + seconds
+    end = time.process_time() + seconds
     best: tuple[float | None, str] = (None, "none fits")
     for proposal in _uniform_proposals(oracle, program, end):
         found = realize(proposal, oracle)
@@ -159,7 +171,7 @@ def _uniform_proposals(oracle: Oracle, program: Training, end: float) -> Iterato
     rows: dict[Restriction, list[Proposal]] = {restriction: [] for restriction in UNIFORM}
     for micro in counts:
         for restriction in UNIFORM:
-            if any(rows.values()) and time.monotonic() > end:
+            if any(rows.values()) and time.process_time() > end:
                 break
             rows[restriction] += uniform_rows(oracle, micro, restriction)
     for found in rows.values():
@@ -170,8 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of one search")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of one search, processor time")
     parser.add_argument("--only", default="", help="name of a cluster")
+    parser.add_argument("--model", default="", help="name of a model")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="fewer layers, 10 s a search, the smaller model")
     given = parser.parse_args()
@@ -181,7 +194,7 @@ def main() -> None:
     figures = []
     for name, description in clusters().items():
         for title, (model, batch) in list(MODELS.items())[: 1 if given.quick else None]:
-            if not name.startswith(given.only):
+            if not (name.startswith(given.only) and title.startswith(given.model)):
                 continue
             program = training(model, batch, GPT_PRESETS[model].layers // 4 if given.quick else None)
             cluster = built(description)
