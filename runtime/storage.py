@@ -287,7 +287,13 @@ class _Planner:
                 and self.slots[local.op.operands[0].name].root != old
                 and not self._sent(old)
             )
-            if (computed or gathered) and not later and self._same_type(name, old):
+            written = (  # such as a narrow parameter, cast from its master copy
+                local.mode == "compute"
+                and not declared.view
+                and old not in {self.slots[v.name].root for v in local.op.operands if v.name in self.slots}
+                and not self._sent(old)
+            )
+            if (computed or gathered or written) and not later and self._same_type(name, old):
                 self.storage.in_place[old] = name
                 self.slots[name].kind, self.slots[name].root = "view", old
 

@@ -178,3 +178,18 @@ def test_memory_is_what_numpy_takes_in_a_step():
     assert used.peak <= memory.total == used.allocated
     assert max(used.bytes["temporary"]) == memory.temporary
     assert min(used.bytes["temporary"]) <= memory.temporary - max(workspaces.values())
+
+
+def test_a_parameter_is_written_over_by_what_is_cast_from_its_master() -> None:
+    model = nn.Linear(256, 128, bias=False, dtype="f16")
+    batch = (((4, 256), "f16"), ((4, 128), "f16"))
+    graph = train_graph(model, batch, lambda y, t: ops.mean((y - t) ** 2), optim.AdamW(master="f32"))
+    mesh = ProcessMesh.grid(dp=1)
+    program = build(complete(graph, mesh), micro_batches=2)
+    storage = plan_storage(program.program(0), program.schedule.order(0))
+    needed = rank_memory(program.program(0), storage)
+    held = 256 * 128
+    assert needed.parameters == 2 * held
+    assert needed.states == (4 + 4 + 4) * held  # the master and two moments: no second copy in f16
+    (old,) = (op.name for op in graph.sources("param"))
+    assert old in storage.in_place
