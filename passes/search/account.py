@@ -183,7 +183,8 @@ class Account:
             if not self._seconds(value, home, spec):
                 continue  # a part of what is there is a view of it
             parts = {op.part for op in ops}
-            if not value.per_micro and parts & {FORWARD, BACKWARD}:
+            summed = producer.op.kind == "accumulate"  # its copy is made behind the last sum, for the update
+            if summed or (not value.per_micro and parts & {FORWARD, BACKWARD}):
                 self._add(self.tally.fixed, producer.layers, nbytes)
             elif value.per_micro and producer.part == FORWARD and BACKWARD in parts and FORWARD in parts:
                 self._add(self.tally.activations, producer.layers, nbytes)

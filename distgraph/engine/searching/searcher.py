@@ -347,7 +347,7 @@ class Searcher:
         for _ in range(_RETRIES + 1):
             made = realize(proposal, self.oracle)
             yield self._judged(made)
-            if made.fits or self.expired():
+            if made.fits or (self.expired() and self.best is not None):
                 return
             yield Event(f"stages, {proposal.micro_batches} micro-batches, with less memory")
             worst = max(s.needed / s.available for s in made.shortages)
