@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -50,7 +51,7 @@ from distgraph.engine.program import Recipe
 from distgraph.engine.searching.proposal import Realized
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.training import Training
-from distgraph.errors import DistGraphError
+from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.models import MoEConfig
 from distgraph.models.decoder import Decoder
 from distgraph.passes.complete import complete
@@ -207,25 +208,35 @@ def chosen(row: Row, found: Iterable[Judged]) -> Judged | None:
 
 
 def searched(point: Point, cluster: Cluster, limit: float, log: bool = False) -> dict[str, Any]:
-    """The search of everything."""
+    """The search of everything; seconds are None where it finds nothing that fits."""
     start = time.process_time()
     searcher = Searcher(training_of(point), cluster, "auto", limit, clock=time.process_time)
-    for event in searcher.run():
-        if log:
-            best = "" if searcher.best is None else f"{searcher.best.seconds:.4g} s"
-            print(f"{time.process_time() - start:7.1f} {event.phase} {best}", flush=True)
+    message = ""
+    try:
+        for event in searcher.run():
+            if log:
+                best = "" if searcher.best is None else f"{searcher.best.seconds:.4g} s"
+                print(f"{time.process_time() - start:7.1f} {event.phase} {best}", flush=True)
+    except InfeasibleError as error:
+        message = str(error)
     best = searcher.best
-    assert best is not None
     return {
-        "seconds": best.seconds,
-        "plan": _shown(best),
-        "origin": best.origin,
-        "gpus_of_stages": [len(mesh.members) for mesh in dict.fromkeys(best.build.lowered.meshes)],
-        "peak_gib": best.forecast.peak_memory / 2**30,
+        "seconds": None if best is None else best.seconds,
+        "plan": message if best is None else _shown(best),
+        "origin": "" if best is None else best.origin,
+        "gpus_of_stages": [] if best is None else _sizes(best),
+        "peak_gib": None if best is None else best.forecast.peak_memory / 2**30,
         "search_seconds": time.process_time() - start,
         "limit": limit,
         "out_of_time": searcher.expired(),
     }
+
+
+def _sizes(found: Realized) -> list[int]:
+    """GPUs of every stage, the first stage first."""
+    if found.proposal is None:
+        return [len(mesh.members) for mesh in dict.fromkeys(found.build.lowered.meshes)]
+    return [len(stage.devices) for stage in found.proposal.stages]
 
 
 def _shown(found: Realized) -> str:
@@ -290,7 +301,7 @@ def figures_of(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """What `BENCHMARKS.md` names: TFLOPS of every row beside ours, and whether ours is ever slower."""
     rows, lost = [], []
     for entry in entries:
-        ours = entry["ours"]["seconds"]
+        ours = _seconds(entry)
         for row in entry["rows"]:
             flop = row["sample_flop"] * entry["batch"] / row["gpus"] / 1e12
             slower = row["seconds"] is not None and ours > row["seconds"] * (1 + 1e-9)
@@ -300,9 +311,9 @@ def figures_of(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 {
                     **{name: row[name] for name in ("table", "system", "gpus", "published", "fits")},
                     "forecast": None if row["seconds"] is None else flop / row["seconds"],
-                    "ours": flop / ours,
+                    "ours": flop / ours or None,
                     "forecast_seconds": row["seconds"],
-                    "ours_seconds": ours,
+                    "ours_seconds": entry["ours"]["seconds"],
                     "ours_plan": entry["ours"]["plan"],
                     "slower": slower,
                 }
@@ -340,7 +351,7 @@ def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
             title=f"{table}: seconds of a step by forecast",
         )
         for entry in own:
-            ours, seconds = entry["ours"]["seconds"], {_system(row): _cell(row) for row in entry["rows"]}
+            ours, seconds = _seconds(entry), {_system(row): _cell(row) for row in entry["rows"]}
             others = [row["seconds"] for row in entry["rows"] if row["seconds"] is not None]
             gain = f"{min(others) / ours:.3f}" if others else "-"
             shown.add_row(
@@ -353,6 +364,12 @@ def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
             )
         console.print(shown)
     console.print("* does not fit by the memory of our runtime, though it ran; OOM fits nowhere")
+
+
+def _seconds(entry: dict[str, Any]) -> float:
+    """Of a step of ours; inf where there is none."""
+    found = entry["ours"]["seconds"]
+    return math.inf if found is None else float(found)
 
 
 def _system(row: dict[str, Any]) -> str:
@@ -394,7 +411,7 @@ def study(names: Iterable[str], settings: Settings, console: Console) -> list[di
             known[entry["name"]] = entry
             others = [row["seconds"] for row in entry["rows"] if row["seconds"] is not None]
             least = f", best of the others {min(others):.4g} s" if others else ""
-            console.print(f"{entry['name']}: {entry['ours']['seconds']:.4g} s{least}")
+            console.print(f"{entry['name']}: {_seconds(entry):.4g} s{least}")
             if done is not None:
                 done.write_text(json.dumps(list(known.values()), indent=1) + "\n")
     entries = [known[name] for name in names if name in known]

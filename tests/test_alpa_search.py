@@ -98,8 +98,8 @@ def test_what_a_baseline_counts_with() -> None:
     assert suite.chosen(replace(row, projected=True), [large]) is None
 
 
-@pytest.mark.parametrize(("seconds", "not_slower"), [(2.0, True), (2.5, False)])
-def test_ours_is_slower_where_it_takes_longer(seconds: float, not_slower: bool) -> None:
+@pytest.mark.parametrize(("seconds", "not_slower"), [(2.0, True), (2.5, False), (None, False)])
+def test_ours_is_slower_where_it_takes_longer_or_is_none(seconds: float | None, not_slower: bool) -> None:
     row = {
         "table": "gpt", "system": "alpa", "gpus": 4, "published": 58.21, "sample_flop": 3e12, "seconds": 2.0,
         "fits": True, "plan": "", "tried": [],
@@ -109,4 +109,4 @@ def test_ours_is_slower_where_it_takes_longer(seconds: float, not_slower: bool) 
     assert figures["ours_not_slower"] is not_slower
     assert figures["slower_than"] == ([] if not_slower else ["gpt alpa 4"])
     assert figures["rows"][0]["forecast"] == pytest.approx(3.0)
-    assert figures["rows"][0]["ours"] == pytest.approx(6.0 / seconds)
+    assert figures["rows"][0]["ours"] == (None if seconds is None else pytest.approx(6.0 / seconds))
