@@ -144,7 +144,7 @@ def _rank(request: Request) -> int:
     with threadpool_limits(1):
         _Profile(request, cluster, transport, store).run()
     if transport is None or transport.rank == 0:
-        found = evaluate(cluster, store.runs)
+        found = evaluate(cluster, store.runs, request.ranks)
         write_measured(request.output, request.source, request.ranks, found)
         Console(stderr=True).print(
             f"profile: {request.output} written; {found.summary()}", highlight=False, soft_wrap=True
@@ -314,12 +314,13 @@ class _Profile:
         )
 
 
-def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measured:
+def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1) -> Measured:
     """Fit what was measured.
 
     Args:
         cluster: whose numbers are to be replaced.
         runs: of a `Store`.
+        ranks: that measured; of several the links between them must have been.
 
     Raises:
         ResourceError: too little was measured.
@@ -343,6 +344,11 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]]) -> Measure
         if len(groups) == 1:
             name = f"{pattern['kind']}|{','.join(map(str, groups[0]))}"
             tables.setdefault(name, []).append((pattern["nbytes"], seconds[0]))
+    if ranks > 1 and not sent:
+        raise ResourceError(
+            f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
+            f"the same command again, which goes on from there, or give more --seconds"
+        )
     compute: dict[str, ComputeFit] = {}
     for origin, own in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)

@@ -499,6 +499,8 @@ def test_medians_of_rounds_are_fitted() -> None:
     compute = found.compute["machines[0].devices"].compute
     assert compute.launch == pytest.approx(2e-6, rel=0.05)
     assert found.links is None
+    with pytest.raises(ResourceError, match="not for the links between 2 ranks; run the same command again"):
+        evaluate(cluster, {"machines[0].devices|all": json.loads(json.dumps(entry))}, ranks=2)
 
 
 def test_what_a_rank_is_busy_with_for_a_message_goes_to_its_device(tmp_path: Path) -> None:
