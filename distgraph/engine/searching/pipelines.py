@@ -59,19 +59,28 @@ def front(
     return Front(micro_batches, tuple(kept), tuple(rows))
 
 
-def may_fit(oracle: Oracle, micro_batches: int, whole: SubMesh) -> bool:
+def may_fit(oracle: Oracle, micro_batches: int, whole: SubMesh, larger: int = 1) -> bool:
     """Whether one stage on a whole pool could hold all layers with one micro-batch in flight.
 
     A pipeline needs no less: of p equal stages a device holds the layers of one, for p micro-batches, on
     1 / p of the devices. Always true where there are several pools.
+
+    Args:
+        oracle: of the program.
+        micro_batches: in a step.
+        whole: the pool.
+        larger: so many times as many samples are asked about; what they hold is taken to grow with them.
     """
     if len(oracle.pools) > 1:
         return True
     (pool,) = oracle.pools
     for shape in shapes_of(pool, whole.size):
         for variant in oracle.variants(micro_batches, whole, shape, "none"):
-            if min(variant.profile.nbytes(1), variant.recompute.nbytes(1)) <= oracle.memory(whole):
-                return True
+            for profile in (variant.profile, variant.recompute):
+                once = profile.nbytes(1)
+                grows = once - float(profile.fixed.sum())
+                if once + (larger - 1) * grows <= oracle.memory(whole):
+                    return True
     return False
 
 

@@ -281,6 +281,8 @@ class Searcher:
                 break
             for micro in near:
                 yield from self._try(micro, tried)
+        if self._rows and not self.expired():
+            yield from self._try_fewest(counts[-1], tried)
         rows = sorted(self._rows.values(), key=lambda p: p.estimate)[:_FORECASTS]
         for number, proposal in enumerate(rows):  # the first one also when time is up: all was for its sake
             if self.best is not None and (
@@ -290,6 +292,15 @@ class Searcher:
                 break
             yield from self._forecast(proposal)
         yield from self._beside()
+
+    def _try_fewest(self, fewest: int, tried: set[int]) -> Iterator[Event]:
+        """Pipelines want many micro-batches, a single stage few: beside the best pipeline another optimum."""
+        known = min(self._rows)
+        pipelined = all(len(row.stages) > 1 for row in self._rows.values())
+        if fewest in tried or not pipelined:
+            return
+        if may_fit(self.oracle, known, self._submeshes(known)[-1], larger=known // fewest):
+            yield from self._try(fewest, tried)
 
     def _beside(self) -> Iterator[Event]:
         """From each row that was forecast to the first neighbour that is faster, as long as there is one."""
