@@ -15,9 +15,10 @@ the same devices, and have to fit the same memory, that of the resource file, as
 
 A baseline counts with the fastest of its plans that fits. Where none fits by our runtime though its authors
 ran it, it counts with the fastest all the same (*): Alpa's compiler keeps less than our runtime. `equal
-operator`, which cuts inside blocks, is our own search on layers of equal numbers of ops.
+operator` cuts inside blocks, which `alpa_plans` cannot express: it has no figure (-).
 
-`seconds` of a search are CPU seconds of its process. Points that --done has are not searched again.
+`seconds` of a search are CPU seconds of its process; a search without any plan in that time counts as slower.
+Points that --done has are not searched again, so that a long run can be taken up where it ended.
 """
 
 from __future__ import annotations
