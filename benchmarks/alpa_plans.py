@@ -104,10 +104,13 @@ def blocks_of(config: Config) -> int:
 
 
 def even(config: Config, count: int, dp: int = 1, tp: int = 1) -> tuple[Stage, ...]:
-    """Equal numbers of blocks on equal meshes, the longer stages first; at most one stage a block."""
+    """Equal numbers of blocks on equal meshes; at most one stage a block.
+
+    Longer stages come after the first, which computes the embedding too: Alpa balances FLOP (section 5.2).
+    """
     blocks = blocks_of(config)
     count = min(count, blocks)
-    return tuple(Stage(blocks // count + (i < blocks % count), dp, tp) for i in range(count))
+    return tuple(Stage(blocks // count + (0 < i <= blocks % count), dp, tp) for i in range(count))
 
 
 def _made(plans: Iterable[Plan]) -> Plans:

@@ -361,11 +361,12 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def quick(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Of every table and system one row on several GPUs, the smallest, and all recorded OOM entries of it."""
-    chosen: dict[tuple[str, str], Row] = {}
+    """Of every table and system the first recorded plan on several GPUs that ran, and the first that did not.
+    """
+    chosen: dict[tuple[str, str, bool], Row] = {}
     for row in rows:
-        if row.counted and row.plans and row.recorded:
-            chosen.setdefault((row.table, row.system), row)
+        if row.gpus > 1 and row.recorded and not row.projected:
+            chosen.setdefault((row.table, row.system, row.counted), row)
     return tuple(chosen.values())
 
 
