@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+from equivalence import Case, Layout, batches, layouts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from partitioned import assert_same, run_partitioned, run_serial
@@ -15,6 +17,7 @@ from distgraph.documents import Node
 from distgraph.errors import GraphError, ShardingError
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
+from distgraph.passes.search.recursive import prime_mesh
 from distgraph.plan_parts import Stage
 from distgraph.printing import print_graph
 from distgraph.spec import ShardSpec
@@ -118,6 +121,28 @@ def check(program: Program) -> None:
     found, new, _ = run_partitioned(completed, program.feeds, program.params)
     assert_same(found, expected, 1e-10)
     assert_same({k: [v] for k, v in new.items()}, {k: [v] for k, v in updates.items()}, 1e-10)
+
+
+def test_double_recursion_refuses_weights() -> None:
+    with pytest.raises(ShardingError, match=r"dp=2:1.*but double recursion halves"):
+        prime_mesh(grid(dp=2).weighted(dp=(2, 1)))
+
+
+def test_a_checkpoint_of_uneven_blocks_loads_anywhere(tmp_path: Path) -> None:
+    """Parameters and states split 5:2:1 go on as those of one rank."""
+    uneven = next(layout for layout in layouts("gpt") if layout.name == "dp_5_2_1_zero")
+    data = batches("gpt", "f64", 16)
+    first, serial, resumed = (Case("gpt", layout).engine() for layout in (uneven, Layout("serial"), uneven))
+    first.run(data[0])
+    first.save(tmp_path / "uneven")
+    serial.run(data[1])
+    serial.load(tmp_path / "uneven")
+    after = serial.run(data[1])["loss"]
+    serial.save(tmp_path / "serial")
+    assert first.run(data[1])["loss"] == pytest.approx(after, rel=1e-10)
+    resumed.run(data[0])
+    resumed.load(tmp_path / "serial")
+    assert resumed.run(data[2])["loss"] == pytest.approx(first.run(data[2])["loss"], rel=1e-10)
 
 
 def test_a_merged_dim_keeps_the_parts_of_its_major_index() -> None:

@@ -64,7 +64,7 @@ def recursive(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> tup
         the mesh, each axis divided into as few as tell the cuts apart, and layouts on it.
 
     Raises:
-        ShardingError: an annotation does not fit the mesh.
+        ShardingError: an annotation does not fit the mesh, or the mesh has weights.
     """
     primes = prime_mesh(mesh)
     search = _Recursion(graph, primes)
@@ -155,10 +155,18 @@ def prime_factors(number: int) -> tuple[int, ...]:
 def prime_mesh(mesh: ProcessMesh) -> ProcessMesh:
     """The same ranks with an axis for every prime factor; axes of prime size keep their names.
 
+    Raises:
+        ShardingError: the mesh has weights.
+
     Example:
         >>> prime_mesh(ProcessMesh.grid(dp=4, tp=3))
         mesh(dp_0=2, dp_1=2, tp=3)
     """
+    if mesh.weights:
+        raise ShardingError(
+            f"{mesh} shares dims unevenly but double recursion halves them; search it with mode auto, or "
+            f"take the weights off"
+        )
     shape = [p for size in mesh.shape for p in (prime_factors(size) or (1,))]
     return ProcessMesh(mesh.ranks.reshape(shape), [a for axis in mesh.axes for a in _finer(mesh, axis)])
 
