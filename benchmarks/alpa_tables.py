@@ -372,7 +372,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def quick(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Of every table and system the first recorded plan on several GPUs that ran, and the first that did not."""
+    """Of every table and system the first recorded plan on several GPUs that ran, and that did not."""
     chosen: dict[tuple[str, str, bool], Row] = {}
     for row in rows:
         if row.gpus > 1 and row.recorded and not row.projected:
