@@ -26,8 +26,9 @@ With --quick: 2 ranks, two uniform plans each, within 50 seconds.
 
 History: in a first run, beside other work, the conv net lost by 155 against 105 ms. Profiles had met
 convolutions of at most 5 MFLOP and divisions of single numbers, and counted other programs' time slices; from
-there prices rose in proportion. A profile beside other work made a serial step of this net 4.6 times too dear,
-the divisions in the mixture of experts 1,500 times. Since that was mended, not measured on a quiet machine yet.
+there prices rose in proportion. A profile beside other work made a serial step of this net 4.6 times too
+dear, the divisions in the mixture of experts 1,500 times. Since that was mended, not measured on a quiet
+machine yet.
 """
 
 import argparse
