@@ -8,6 +8,7 @@ each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +92,7 @@ class Assembly:
         self.fixed_copies: dict[tuple[int, int], Floats] = {}
         self.held_copies: dict[tuple[int, int], Floats] = {}
 
+    @cached_property
     def terms(self) -> Terms:
         """All terms."""
         for number, node in enumerate(self.nodes.all):

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from distgraph.errors import GraphError
 from distgraph.graph import Graph
@@ -59,24 +60,36 @@ class Formulation:
     """The problem of one mesh, and what its choices mean.
 
     Attributes:
-        problem: what `intra.solve` takes; costs in seconds of a step, plus `memory_price` a byte.
         graph, mesh: what was formulated.
-        fold, nodes, lifetimes, parts: what the problem is made of; node i of the problem is `nodes.all[i]`.
         prices: seconds.
+        fold, nodes, lifetimes, assembly: what the problem is made of; its node i is `nodes.all[i]`.
         memory_limit, memory_price, live_micro_batches: as given.
     """
 
-    problem: Problem
     graph: Graph
     mesh: ProcessMesh
     prices: Prices = field(repr=False)
     fold: Fold = field(repr=False)
     nodes: Nodes = field(repr=False)
     lifetimes: Lifetimes = field(repr=False)
-    parts: Terms = field(repr=False)
+    assembly: Assembly = field(repr=False)
     memory_limit: float | None = None
     memory_price: float = 0.0
     live_micro_batches: int = 1
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What `intra.solve` takes; costs in seconds of a step, plus `memory_price` a byte.
+
+        Made when first asked for: the profile of a choice needs far fewer prices.
+        """
+        limit, price, live = self.memory_limit, self.memory_price, self.live_micro_batches
+        return _problem(self.fold, self.nodes, self.parts, limit, price, live)
+
+    @property
+    def parts(self) -> Terms:
+        """The terms of the problem before they are added up."""
+        return self.assembly.terms
 
     def decode(self, choice: Sequence[int]) -> Layouts:
         """Layouts of every op and value under a choice [nodes]."""
@@ -139,10 +152,8 @@ class Formulation:
         live_micro_batches: int = 1,
     ) -> Formulation:
         """The same with another limit on memory and another price of it; costs nothing but additions."""
-        problem = _problem(self.fold, self.nodes, self.parts, memory_limit, memory_price, live_micro_batches)
         return replace(
             self,
-            problem=problem,
             memory_limit=memory_limit,
             memory_price=memory_price,
             live_micro_batches=live_micro_batches,
@@ -179,17 +190,14 @@ def formulate(
     folded = fold(graph, layering) if folded is None else folded
     lifetimes = Lifetimes(folded)
     nodes = nodes_of(folded, mesh, lifetimes)
-    terms = Assembly(folded, nodes, lifetimes, mesh, prices).terms()
-    problem = _problem(folded, nodes, terms, memory_limit, memory_price, live_micro_batches)
     return Formulation(
-        problem,
         graph,
         mesh,
         prices,
         folded,
         nodes,
         lifetimes,
-        terms,
+        Assembly(folded, nodes, lifetimes, mesh, prices),
         memory_limit,
         memory_price,
         live_micro_batches,

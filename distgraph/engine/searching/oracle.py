@@ -4,6 +4,11 @@
 the costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; nothing is
 solved twice.
 
+A problem is solved for the first number of micro-batches that asks for a shape. For others the choice is
+carried over (`passes.search.transfer`) where ops have the same options: its costs are those of the layouts
+under the other number, and hardly above the best. So are the costs of layers that are computed again. What is
+proposed in the end is solved for itself (`settle`).
+
 The price of memory makes a front: at 0 layouts are the fastest; as it rises, what is stored is split over
 more axes (ZeRO). Prices above 0 are tried only where the layers, put on as many stages as there are
 sub-meshes of this size, would not fit.
@@ -11,6 +16,7 @@ sub-meshes of this size, would not fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +36,7 @@ from distgraph.passes.search.layers import Layer, Layering, cluster_layers, laye
 from distgraph.passes.search.placing import Pool, SubMesh
 from distgraph.passes.search.prices import Prices
 from distgraph.passes.search.problem import Problem, Solution
+from distgraph.passes.search.transfer import Ints, transferred, twins
 from distgraph.resources import Cluster, CollectiveCost
 
 MEMORY_PRICES = (0.0, 0.3, 3.0)
@@ -83,7 +90,8 @@ class Variant:
         memory_price: seconds a byte.
         restriction: what was forbidden.
         profile: costs by layer; recompute: the same where every layer is computed again.
-        estimate: objective of the problem.
+        estimate: seconds of a step by the problem, and what memory costs.
+        solved: whether layouts are the best for this number of micro-batches, not carried over from another.
     """
 
     micro_batches: int
@@ -94,6 +102,7 @@ class Variant:
     profile: Profile
     recompute: Profile
     estimate: float
+    solved: bool
 
 
 def solved(problem: Problem) -> Solution:
@@ -127,6 +136,10 @@ class Oracle:
     _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
     _choices: dict[object, tuple[tuple[int, ...], float]] = field(default_factory=dict)
+    _twins: dict[object, Ints | None] = field(default_factory=dict)
+    _bases: dict[object, dict[int, float]] = field(default_factory=dict)
+    _variants: dict[object, tuple[Variant, ...]] = field(default_factory=dict)
+    _settled: set[object] = field(default_factory=set)
 
     def traced(self, micro_batches: int, recompute: Sequence[int] = ()) -> Traced:
         """The serial graph for a number of micro-batches, with some layers computed again."""
@@ -209,6 +222,15 @@ class Oracle:
             self._choices[key] = tuple(solution.choice), solution.objective
         return (found, *self._choices[key])
 
+    def settle(self, micro_batches: int, submesh: SubMesh, shape: Shape) -> None:
+        """From now on solve a shape for this number of micro-batches."""
+        self._settled.add((micro_batches, submesh, shape))
+
+    def known(self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction) -> bool:
+        """Whether the front of a shape was made before."""
+        key = micro_batches, submesh, shape, restriction, MEMORY_PRICES
+        return (*key, False) in self._variants or (*key, True) in self._variants
+
     def variants(
         self,
         micro_batches: int,
@@ -216,8 +238,23 @@ class Oracle:
         shape: Shape,
         restriction: Restriction,
         shares: Sequence[float] = MEMORY_PRICES,
-    ) -> list[Variant]:
+    ) -> tuple[Variant, ...]:
         """The front of one shape, fastest first; of the given prices of memory."""
+        settled = restriction != "none" or (micro_batches, submesh, shape) in self._settled
+        key = micro_batches, submesh, shape, restriction, tuple(shares), settled
+        if key not in self._variants:
+            self._variants[key] = tuple(self._front(*key))
+        return self._variants[key]
+
+    def _front(
+        self,
+        micro_batches: int,
+        submesh: SubMesh,
+        shape: Shape,
+        restriction: Restriction,
+        shares: Sequence[float],
+        settled: bool,
+    ) -> list[Variant]:
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
         plain, again = self.traced(micro_batches), self.traced(micro_batches, self.everything(micro_batches))
@@ -226,11 +263,15 @@ class Oracle:
         fastest, held = 0.0, np.inf
         for share in shares:
             price = share * fastest / memory
-            a, choice, estimate = self.chosen(plain, devices, shape, price, restriction)
-            b, other, _ = self.chosen(again, devices, shape, price, restriction)
+            laid = None if settled else self._carried(plain, devices, shape, share, restriction)
+            solved = laid is None
+            a, choice, estimate = laid or self.chosen(plain, devices, shape, price, restriction)
+            if solved and restriction == "none":
+                self._bases.setdefault((devices, shape, share), {})[micro_batches] = price
             profile = a.profile(choice)
             size = profile.nbytes(1)
             if size * _REPLANNED < held:
+                recompute = self._again(a, choice, again, devices, shape, price, restriction)
                 found.append(
                     Variant(
                         micro_batches,
@@ -239,8 +280,9 @@ class Oracle:
                         price,
                         restriction,
                         profile,
-                        b.profile(other),
+                        recompute,
                         estimate,
+                        solved,
                     )
                 )
                 held = size
@@ -248,3 +290,49 @@ class Oracle:
             if profile.nbytes(stages) < memory * stages or self.expired():
                 break
         return found
+
+    def _carried(
+        self, traced: Traced, devices: tuple[int, ...], shape: Shape, share: float, restriction: Restriction
+    ) -> tuple[Formulation, tuple[int, ...], float] | None:
+        """The choice for the nearest number of micro-batches that was solved and offers the same options."""
+        here = traced.graph.micro_batches
+        bases = self._bases.get((devices, shape, share), {})
+        for count in sorted(bases, key=lambda count: abs(math.log(count / here))):
+            other = self.traced(count)
+            source, choice, _ = self.chosen(other, devices, shape, bases[count], restriction)
+            target = self.formulation(traced, devices, shape)
+            found = self._transferred(source, choice, target, traced, other)
+            if found is not None:
+                return target, found, target.profile(found).seconds(here)
+        return None
+
+    def _again(
+        self,
+        plain: Formulation,
+        choice: tuple[int, ...],
+        again: Traced,
+        devices: tuple[int, ...],
+        shape: Shape,
+        price: float,
+        restriction: Restriction,
+    ) -> Profile:
+        """Costs by layer where each is computed again, in the layouts in which it was computed first."""
+        target = self.formulation(again, devices, shape)
+        other = self._transferred(plain, choice, target, again, self.traced(again.graph.micro_batches))
+        if other is None:
+            _, other, _ = self.chosen(again, devices, shape, price, restriction)
+        return target.profile(other)
+
+    def _transferred(
+        self,
+        source: Formulation,
+        choice: tuple[int, ...],
+        target: Formulation,
+        traced: Traced,
+        other: Traced,
+    ) -> tuple[int, ...] | None:
+        key = traced, other
+        if key not in self._twins:
+            self._twins[key] = twins(traced.fold, other.fold)
+        twin = self._twins[key]
+        return None if twin is None else transferred(source, choice, target, twin)

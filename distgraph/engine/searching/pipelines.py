@@ -6,8 +6,10 @@ estimate; only a forecast says whether it really does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ from distgraph.engine.searching.oracle import Oracle, Variant
 from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.sharing import shared_shapes
-from distgraph.engine.searching.space import shapes_of
+from distgraph.engine.searching.space import Shape, shapes_of
 from distgraph.passes.search.costs import Config, IntervalCosts, ProfileCosts, StageCosts
 from distgraph.passes.search.placing import SubMesh, place
 from distgraph.passes.search.schedules import schedule_policy
@@ -27,11 +29,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Front:
-    """All variants for one number of micro-batches, by sub-mesh."""
+    """Variants for one number of micro-batches, by sub-mesh; `whole` where there was time for all of them."""
 
     micro_batches: int
     submeshes: tuple[SubMesh, ...]
     variants: tuple[tuple[Variant, ...], ...]
+    whole: bool = True
 
 
 def front(
@@ -45,18 +48,32 @@ def front(
         submeshes: each in one pool, or across several with a share of the samples for each device.
         restriction: what layouts may not be.
     """
-    rows: list[tuple[Variant, ...]] = []
-    kept: list[SubMesh] = []
-    for submesh in submeshes:
-        if rows and oracle.expired():
-            break
-        pools = [p for p, size in zip(oracle.pools, submesh.sizes, strict=True) if size]
-        one = len(pools) == 1
-        shapes = shapes_of(pools[0], submesh.size) if one else shared_shapes(oracle, micro_batches, submesh)
-        row = [v for shape in shapes for v in oracle.variants(micro_batches, submesh, shape, restriction)]
-        kept.append(submesh)
-        rows.append(tuple(row))
-    return Front(micro_batches, tuple(kept), tuple(rows))
+    found: dict[SubMesh, list[Variant]] = {}
+    whole = True
+    for submesh in sorted(submeshes, key=partial(_distance, oracle)):
+        for shape in _shapes(oracle, micro_batches, submesh):
+            if found and oracle.expired() and not oracle.known(micro_batches, submesh, shape, restriction):
+                whole = False
+                continue
+            own = oracle.variants(micro_batches, submesh, shape, restriction)
+            found[submesh] = [*found.get(submesh, ()), *own]
+    kept = tuple(submesh for submesh in submeshes if submesh in found)
+    return Front(micro_batches, kept, tuple(tuple(found[s]) for s in kept), whole)
+
+
+def _distance(oracle: Oracle, submesh: SubMesh) -> float:
+    """How far from one machine: what lies near it comes first, what spans pools last, as time may run out."""
+    sizes = [(pool.machine, size) for pool, size in zip(oracle.pools, submesh.sizes, strict=True) if size]
+    return math.inf if len(sizes) > 1 else abs(math.log(sizes[0][1] / sizes[0][0]))
+
+
+def _shapes(oracle: Oracle, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
+    pools = [p for p, size in zip(oracle.pools, submesh.sizes, strict=True) if size]
+    return (
+        shapes_of(pools[0], submesh.size)
+        if len(pools) == 1
+        else shared_shapes(oracle, micro_batches, submesh)
+    )
 
 
 def may_fit(oracle: Oracle, micro_batches: int, whole: SubMesh, larger: int = 1) -> bool:

@@ -9,9 +9,11 @@ the answer is never behind them.
         best row of stages by the dynamic programme     an estimate
     the rows with the best estimates are built and forecast; the best forecast that fits memory wins
 
-Micro-batches are tried about a factor of four apart first, then next to the best. A row that does not fit
-memory by its forecast is searched again with that much less memory. What lies beside the rows that were
-forecast (a border moved, stages exchanged, other micro-batches) is forecast too, less of larger programs.
+Micro-batches are tried about a factor of four apart first, then next to the best; a row that is better than
+those before is forecast at once, so that what a search has seen when its time is up is what a longer one
+begins with. A row that does not fit memory by its forecast is searched again with that much less memory. What
+lies beside the rows that were forecast (a border moved, stages exchanged, other micro-batches) is forecast
+too, less of larger programs.
 
 Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; what is compared by forecast instead of by estimate
 is ours.
@@ -19,8 +21,9 @@ is ours.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,10 +49,17 @@ from distgraph.engine.searching.fixed import (
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row, front, may_fit
-from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, program, realize
+from distgraph.engine.searching.proposal import (
+    Proposal,
+    Realized,
+    StageChoice,
+    plan_of,
+    program,
+    realize,
+)
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.shortage import least_memory, nothing_fits
-from distgraph.engine.searching.space import micro_batch_counts, pools_of, submeshes_of
+from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, InfeasibleError
@@ -57,15 +67,18 @@ from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.search.placing import SubMesh
 from distgraph.passes.search.schedules import SCHEDULES
+from distgraph.passes.search.stages import Stages
 from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
 _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.25  # an estimate that is this much above the best forecast is not forecast any more
+_SETTLED = 2  # times that a row whose layouts are carried over is searched again with layouts of its own
 _RETRIES = 2  # rows that do not fit are searched again with less memory
 _EXPLAINED = 12  # parameters whose runners-up are forecast
-_LOOKED_AT = 50_000  # ops of the programs, together, that are built to see what lies beside a row
+_LOOKED_AT = 25_000  # ops of the programs, together, that are built to see what lies beside a row
+_TOLD = 25_000  # the same for runners-up
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
 
@@ -163,6 +176,7 @@ class Searcher:
     def _explained(self) -> Iterator[Event]:
         """Forecast the runners-up of the largest parameters; one that is faster is taken."""
         looked: set[str] = set()
+        ops = 0
         if self.best is not None and not self.expired():
             self.best = with_problems(self.best, self.oracle)
         while self.best is not None and self.best.solved:
@@ -170,11 +184,12 @@ class Searcher:
             rows = storages(best)
             self._stored = {row.name: self._stored.get(row.name, row.decision) for row in rows}
             row = next((r for r in rows if r.option is not None and r.name not in looked), None)
-            if row is None or len(looked) >= _EXPLAINED or self.expired():
+            if row is None or len(looked) >= _EXPLAINED or ops >= _TOLD or self.expired():
                 return
             looked.add(row.name)
             yield Event(f"another layout of {row.name}")
             other = with_runner_up(best, row, self.oracle)
+            ops += len(other.build.lowered.ops)
             if other.fits and other.seconds < best.seconds:
                 self._stored.clear()
                 looked.clear()
@@ -264,34 +279,51 @@ class Searcher:
     # the search
 
     def _searched(self) -> Iterator[Event]:
+        yield from self._alone()
         counts = micro_batch_counts(self.training.size)
+        seen: set[object] = set()
         tried: set[int] = set()
-        for at in range(0, len(counts), 2 if len(counts) > 4 else 1):
-            if tried and self.expired():
-                break
-            best = min((row.estimate for row in self._rows.values()), default=None)
-            yield from self._try(counts[at], tried)
-            row = self._rows.get(counts[at])
-            if best is not None and (row is None or row.estimate > best):
-                break  # fewer and larger micro-batches have begun to cost more
-        while self._rows and not self.expired():
-            at = counts.index(min(self._rows, key=lambda m: self._rows[m].estimate))
-            near = [m for m in counts[max(0, at - 1) : at + 2] if m not in tried]
-            if not near:
-                break
-            for micro in near:
-                yield from self._try(micro, tried)
+        for number in self._climb(counts):
+            tried.add(counts[number])
+            least = min((row.estimate for row in self._rows.values()), default=math.inf)
+            yield from self._try(counts[number])
+            row = self._rows.get(counts[number])
+            if row is not None and row.estimate < least:
+                yield from self._promising(row, seen)
         if self._rows and not self.expired():
             yield from self._try_fewest(counts[-1], tried)
-        rows = sorted(self._rows.values(), key=lambda p: p.estimate)[:_FORECASTS]
-        for number, proposal in enumerate(rows):  # the first one also when time is up: all was for its sake
-            if self.best is not None and (
-                proposal.estimate > _WORSE * self.best.seconds
-                or (number > 0 and self.expired() and self.best.fits)
-            ):
-                break
-            yield from self._forecast(proposal)
+        for row in sorted(self._rows.values(), key=lambda row: row.estimate)[:_FORECASTS]:
+            yield from self._promising(row, seen)
         yield from self._beside()
+
+    def _climb(self, counts: Sequence[int]) -> Iterator[int]:
+        """Positions in falling numbers of micro-batches: towards the best row, four times apart, then twice.
+
+        All of them where there are few: a pipeline likes many, what is no pipeline few, and both may be best
+        of their kind. Else from as many as there are devices on, which fill half of a pipeline of all of
+        them; where nothing fits there, smaller micro-batches come first.
+        """
+        tried: set[int] = set()
+        devices = len(self.cluster.devices)
+        start = at = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / devices)))
+        few = len(counts) <= 4
+        for stride in () if few else (2, 1):
+            near = [start]
+            while near:
+                for number in near:
+                    if tried and self.expired():
+                        return
+                    tried.add(number)
+                    yield number
+                if self._rows:
+                    at = counts.index(min(self._rows, key=lambda m: self._rows[m].estimate))
+                near = [i for i in (at - stride, at + stride) if 0 <= i < len(counts) and i not in tried]
+        for number in (*range(start, -1, -1), *range(start, len(counts))):
+            if (self._rows and not few) or (tried and self.expired()):
+                return
+            if number not in tried:
+                tried.add(number)
+                yield number
 
     def _try_fewest(self, fewest: int, tried: set[int]) -> Iterator[Event]:
         """Pipelines want many micro-batches, a single stage few: beside the best pipeline another optimum."""
@@ -300,13 +332,40 @@ class Searcher:
         if fewest in tried or not pipelined:
             return
         if may_fit(self.oracle, known, self._submeshes(known)[-1], larger=known // fewest):
-            yield from self._try(fewest, tried)
+            yield from self._try(fewest)
+
+    def _alone(self) -> Iterator[Event]:
+        """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
+        traced = self.oracle.traced(1)
+        held = sum(op.result.nbytes for op in traced.graph.sources("param", "state"))
+        for pool in self.oracle.pools:
+            device = pool.machines[0][0]
+            if held <= self.cluster.devices[device].memory and not self.expired():
+                stage = StageChoice(0, len(traced.layers), (device,), Shape((("dp", 1),)))
+                yield Event("one device")
+                yield self._judged(
+                    realize(Proposal("search", 1, "1f1b", (stage,), (), "none", math.inf), self.oracle)
+                )
+
+    def _promising(self, row: Proposal, seen: set[object]) -> Iterator[Event]:
+        """Forecast a row that may be better than the best, once."""
+        first = not seen  # is forecast also when time is up: all was for its sake
+        late = self.best is not None and (
+            row.estimate > _WORSE * self.best.seconds or (self.expired() and not first)
+        )
+        if not late and row.decisions not in seen:
+            seen.add(row.decisions)
+            yield from self._forecast(row)
 
     def _beside(self) -> Iterator[Event]:
         """From each row that was forecast to the first neighbour that is faster, as long as there is one."""
         looked = 0
         seen = {found.proposal.decisions for found in self.forecasts if found.proposal is not None}
-        rows = [found for found in self.forecasts if found.proposal is not None and found.fits]
+        rows = [
+            found
+            for found in self.forecasts
+            if found.proposal is not None and math.isfinite(found.proposal.estimate) and found.fits
+        ]
         for row in sorted(rows, key=lambda found: found.seconds):
             here, waiting = row, self._unseen(row, seen)
             while waiting and looked < _LOOKED_AT and not self.expired():
@@ -324,29 +383,55 @@ class Searcher:
         beside = neighbours(found.proposal, tuple(self._rows), self.oracle.kinds)
         return [proposal for proposal in beside if proposal.decisions not in seen]
 
-    def _try(self, micro_batches: int, tried: set[int]) -> Iterator[Event]:
+    def _try(self, micro_batches: int) -> Iterator[Event]:
         """The best row for a number of micro-batches, if any fits."""
-        tried.add(micro_batches)
         yield Event(f"stages, {micro_batches} micro-batches")
         try:
             self.oracle.traced(micro_batches)
         except GraphError:  # so few samples are no batch of the model
             return
-        submeshes = self._submeshes(micro_batches)
-        if not may_fit(self.oracle, micro_batches, submeshes[-1]):
-            return
-        found = front(self.oracle, micro_batches, submeshes)
-        for schedule in SCHEDULES:
-            best = self._rows.get(micro_batches)
-            row = self._solved(found, 1.0, schedule, np.inf if best is None else best.estimate)
+        if may_fit(self.oracle, micro_batches, self._submeshes(micro_batches)[-1]):
+            row = self._row(micro_batches)
             if row is not None:
                 self._rows[micro_batches] = row
 
-    def _solved(self, found: Front, slack: float, schedule: str, below: float = np.inf) -> Proposal | None:
-        try:
-            return best_row(self.oracle, found, slack=slack, schedule=schedule, below=below)[0]
-        except InfeasibleError:
-            return None
+    def _row(
+        self, micro_batches: int, slack: float = 1.0, schedules: Iterable[str] = tuple(SCHEDULES)
+    ) -> Proposal | None:
+        """The best row, its layouts solved for its number of micro-batches; None where none fits.
+
+        None, too, where time was not enough for all shapes but there is a row already: with more time, other
+        rows would be looked at instead, and a plan must not get worse by that.
+        """
+        row: Proposal | None = None
+        for _ in range(_SETTLED + 1):
+            found = front(self.oracle, micro_batches, self._submeshes(micro_batches))
+            if not found.whole and self._rows:
+                return None
+            best = self._best_row(found, slack, schedules)
+            if best is None:
+                return None
+            row, stages = best
+            used = {(found.submeshes[s.submesh], found.variants[s.submesh][s.config]) for s in stages.stages}
+            carried = {(submesh, variant.shape) for submesh, variant in used if not variant.solved}
+            if not carried or self.expired():
+                break
+            for submesh, shape in carried:
+                self.oracle.settle(micro_batches, submesh, shape)
+        return row
+
+    def _best_row(
+        self, found: Front, slack: float, schedules: Iterable[str]
+    ) -> tuple[Proposal, Stages] | None:
+        """Under the best of some schedules."""
+        best: tuple[Proposal, Stages] | None = None
+        for schedule in schedules:
+            below = np.inf if best is None else best[0].estimate
+            try:
+                best = best_row(self.oracle, found, slack=slack, schedule=schedule, below=below)
+            except InfeasibleError:
+                continue
+        return best
 
     def _submeshes(self, micro_batches: int) -> tuple[SubMesh, ...]:
         """Those that a stage may have."""
@@ -363,8 +448,7 @@ class Searcher:
             yield Event(f"stages, {proposal.micro_batches} micro-batches, with less memory")
             worst = max(s.needed / s.available for s in made.shortages)
             slack /= worst * 1.01
-            found = front(self.oracle, proposal.micro_batches, self._submeshes(proposal.micro_batches))
-            again = self._solved(found, slack, proposal.schedule)
+            again = self._row(proposal.micro_batches, slack, (proposal.schedule,))
             if again is None or again.decisions == proposal.decisions:
                 return
             proposal = again
