@@ -27,7 +27,7 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
   steps between layouts found once for all meshes: they were 40 of 54 s of pricing under a profiler
   layouts taken over from other numbers of micro-batches, and for layers that are computed again: 0.04 s
   a problem instead of 0.1 to 0.2, within 0.5 % of its best
-                                             gpt39b: 41 for the first number, 15 for the next, without forecasts
+                                             gpt39b: 41 for the first number, 15 for the next
 """
 
 from __future__ import annotations
