@@ -222,6 +222,24 @@ class Oracle:
             self._choices[key] = tuple(solution.choice), solution.objective
         return (found, *self._choices[key])
 
+    def laid_out(
+        self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
+    ) -> tuple[Formulation, tuple[int, ...]]:
+        """The formulation and the choice that estimates are made of.
+
+        What is computed again lies as it did the first time, so that a program holds what its estimate says:
+        the fastest choice for itself may keep more.
+        """
+        if traced.recompute:
+            plain = self.traced(traced.graph.micro_batches)
+            source, choice, _ = self.chosen(plain, devices, shape, price, restriction)
+            target = self.formulation(traced, devices, shape)
+            again = self._transferred(source, choice, target, traced, plain)
+            if again is not None:
+                return target.priced(memory_price=price, live_micro_batches=1), again
+        found, choice, _ = self.chosen(traced, devices, shape, price, restriction)
+        return found, choice
+
     def settle(self, micro_batches: int, submesh: SubMesh, shape: Shape) -> None:
         """From now on solve a shape for this number of micro-batches."""
         self._settled.add((micro_batches, submesh, shape))

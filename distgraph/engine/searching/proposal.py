@@ -117,8 +117,7 @@ def realize(proposal: Proposal, oracle: Oracle) -> Realized:
     solved: dict[ProcessMesh, tuple[Formulation, tuple[int, ...]]] = {}
     for mesh, stage in zip(meshes, proposal.stages, strict=True):
         key = oracle.like(stage.devices), stage.shape, stage.memory_price
-        found, choice, _ = oracle.chosen(traced, *key, proposal.restriction)
-        solved[mesh] = found, choice
+        solved[mesh] = oracle.laid_out(traced, *key, proposal.restriction)
     completed = _completed(traced, placements, solved)
     schedule, origin = proposal.schedule, proposal.origin
     built = program(oracle, completed, traced, devices, schedule, origin, proposal, placements)
