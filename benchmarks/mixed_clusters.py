@@ -24,6 +24,13 @@ History (2 cores shared with other work, load about 4):
   first version, 60 s a search     a100_v100: 1.10 and 1.74 times as fast (GPT-1.3B), 1.10 and 1.95 (GPT-6.7B)
                 --quick            unequal: 0.65 and 0.86: in 10 s only one number of micro-batches, on small
                                    sub-meshes, was looked at
+  uneven shares, 40 s of processor time, a quarter of the layers of GPT-1.3B, stages with 8 micro-batches
+  only, load 18: over homogeneous_only (which may have 1 micro-batch) and slowest_uniform
+                gpu_xpu            1.13 and 1.48
+                unequal            1.22 and 1.67, the V100 of 32 and 16 GB in one stage, 6 and 4 samples each
+                a100_v100          0.85 and 1.56: 16 A100 with 1 micro-batch take 0.305 s, which such a search
+                                   does not try. Data parallel over all devices takes 0.583 s with equal and
+                                   0.447 s with uneven shares
 """
 
 from __future__ import annotations
