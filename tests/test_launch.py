@@ -291,7 +291,8 @@ def test_plain_mpiexec_does_the_same(tmp_path: Path) -> None:
     script.write_text(PREAMBLE + "if rank == 1: raise ValueError('bad batch')\nt.barrier()")
     command = [launcher.find_mpiexec(), "-n", "2", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    # mpiexec kills rank 0 when rank 1 goes, and gives the code of either: 1 or that of SIGKILL
+    assert done.returncode in (1, signal.SIGKILL)
     assert "error: rank 1: ValueError: bad batch\n" in done.stderr
     assert "error: rank 1 failed: ValueError: bad batch; rank 0 stops too\n" in done.stderr
 
