@@ -31,6 +31,9 @@ History (2 cores shared with other work, load about 4):
                 a100_v100          0.85 and 1.56: 16 A100 with 1 micro-batch take 0.305 s, which such a search
                                    does not try. Data parallel over all devices takes 0.583 s with equal and
                                    0.447 s with uneven shares
+  the same in full, 60 s of processor time, load 2, over homogeneous_only and slowest_uniform
+                a100_v100          1.01 and 1.45 (GPT-1.3B), 1.11 and 1.97 (GPT-6.7B)
+                gpu_xpu            1.21 and 1.17 (GPT-1.3B), 1.41 and 1.09 (GPT-6.7B)
 """
 
 from __future__ import annotations
