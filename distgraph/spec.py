@@ -176,17 +176,6 @@ def _replicated(ndim: int) -> ShardSpec:
     return ShardSpec(((),) * ndim)
 
 
-def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, stop) of block `index` when `parts` blocks of ceil(size / parts) cover `size`.
-
-    Example:
-        >>> [shard_bounds(7, 3, i) for i in range(3)], shard_bounds(2, 4, 3)
-        ([(0, 3), (3, 6), (6, 7)], (2, 2))
-    """
-    block = -(-size // parts)
-    return min(size, block * index), min(size, block * (index + 1))
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Who decided a layout: `kind` is user, op, rule, search or default; `where` a file:line or an op."""
