@@ -4,13 +4,17 @@
 *Out:* `Compute` of a device with the relative error of every number; launch time, latencies and bandwidths of
 links likewise.
 
-Every fit minimises the sum of Huber losses of relative errors, x >= 0:
+Every fit minimises a sum of Huber losses of relative errors, x >= 0:
 
-    minimise   sum_i huber(a_i . x / t_i - 1)
+    minimise   sum_i huber((a_i . x - t_i) / s_i)
 
-so that a run that was disturbed counts little, and a microsecond counts as much as a second. The efficiency
-of matmuls by shape is such a problem in each of its three lengths when the other two are held, which is done
-in turns. A table of one kind of op is a rising line through knots, fitted likewise.
+so that a run that was disturbed counts little, and a microsecond counts as much as a second. Links have
+s_i = t_i: what spreads there are disturbances, and the fit is near their median. Ops have s_i = a_i . x of the
+turn before: what is left of them, after the median over rounds, is that one and the same op takes longer in one
+place than in another (the first of its kind finds no cache warm), and a step is the sum of all, so that the fit
+has to be near their mean. Errors relative to what was measured would make long ones count less than short ones
+and every sum too small. The efficiency of matmuls by shape is such a problem in each of its three lengths when
+the other two are held, which is done in turns. A table of one kind of op is a rising line through knots.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from distgraph.runtime.cost import Work
 
 Vector = np.ndarray
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
+_SPREAD: Final = 0.5  # the same where places differ, after the median over rounds
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
 _CONTRACTIONS: Final = ("matmul", "einsum", "linear")  # priced by shape; others have tables
 _SPACING: Final = 3.0  # least factor between two knots of a table
@@ -78,13 +83,21 @@ class LinkFit:
     error: Mapping[str, float]
 
 
-def robust(rows: Vector, seconds: Vector, prior: Vector | None = None) -> Vector:
+def robust(
+    rows: Vector,
+    seconds: Vector,
+    prior: Vector | None = None,
+    like: Vector | None = None,
+    far: float = _HUBER,
+) -> Vector:
     """x >= 0 with rows @ x close to seconds, relatively.
 
     Args:
         rows: [measurements, unknowns].
-        seconds: [measurements], positive.
+        seconds: [measurements]; positive without `like`.
         prior: [unknowns], nan where there is none; decides only what the measurements leave open.
+        like: [measurements], positive: what errors are relative to; the seconds themselves by default.
+        far: relative error from which a measurement counts less.
 
     Raises:
         ResourceError: no measurement, or the solver found nothing.
@@ -92,11 +105,12 @@ def robust(rows: Vector, seconds: Vector, prior: Vector | None = None) -> Vector
     if not len(rows):
         raise ResourceError("fit: there is no measurement; give the profile more seconds")
     cp: Any = import_module("cvxpy")  # a second of start-up time: only for those who fit
-    relative = rows / seconds[:, None]
+    unit = seconds if like is None else like
+    relative = rows / unit[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
     x = cp.Variable(rows.shape[1], nonneg=True)
-    loss = cp.sum(cp.huber(relative / scale @ x - 1, _HUBER)) / len(rows)
+    loss = cp.sum(cp.huber(relative / scale @ x - seconds / unit, far)) / len(rows)
     if prior is not None:
         known = np.flatnonzero(np.isfinite(prior) & (prior > 0))
         if known.size:
@@ -107,6 +121,17 @@ def robust(rows: Vector, seconds: Vector, prior: Vector | None = None) -> Vector
         raise ResourceError(f"fit: the solver ended with {problem.status}; measure again")
     found: Vector = np.maximum(np.asarray(x.value), 0.0) / scale
     return found
+
+
+def expected(rows: Vector, seconds: Vector, start: float = 0.0) -> Vector:
+    """x >= 0 with start + rows @ x near the mean of the seconds that have the same row."""
+    like, x = seconds, np.zeros(rows.shape[1])
+    for _ in range(_TURNS):
+        x = robust(rows, seconds - start, like=like, far=_SPREAD)
+        before, like = like, np.maximum(start + rows @ x, 1e-9)
+        if np.allclose(before, like, rtol=1e-3):
+            break
+    return x
 
 
 def mean_error(predicted: Vector, seconds: Vector) -> float:
@@ -129,7 +154,7 @@ def fit_compute(
     """
     error: dict[str, float] = {}
     small = _of(samples, "memory", most=_SMALL)
-    launch = float(robust(_columns(small, 1.0, "nbytes"), _seconds(small))[0])
+    launch = float(expected(_columns(small, 1.0, "nbytes"), _seconds(small))[0])
     per_byte, error["memory_efficiency"] = _slope(_of(samples, "memory", least=_LARGE), launch)
     near = [(work, s) for work, s in small if work.nbytes <= _SMALL // 16]
     error["launch"] = mean_error(launch + per_byte * _columns(near, "nbytes")[:, 0], _seconds(near))
@@ -139,7 +164,7 @@ def fit_compute(
     if lookups:
         slope, error["lookup_efficiency"] = _slope(lookups, launch)
         lookup_efficiency = _fraction(1 / (slope * bandwidth))
-    measured, rates, ops = {}, {}, fit_tables(samples, launch, per_byte)
+    measured, rates, ops = {}, {}, fit_tables(samples, per_byte)
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
         products = [s for s in _of(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
         if products:
@@ -176,10 +201,9 @@ def _columns(samples: Sequence[tuple[Work, float]], *columns: str | float) -> Ve
 
 def _slope(samples: Sequence[tuple[Work, float]], launch: float) -> tuple[float, float]:
     """Seconds per byte beside the launch time, and the mean relative error."""
-    rows, seconds = _columns(samples, launch, "nbytes"), _seconds(samples)
-    rest = np.maximum(seconds - launch, 0.1 * seconds)
-    slope = max(float(robust(rows[:, 1:], rest)[0]), 1e-15)
-    return slope, mean_error(launch + slope * rows[:, 1], seconds)
+    rows, seconds = _columns(samples, "nbytes"), _seconds(samples)
+    slope = max(float(expected(rows, seconds, launch)[0]), 1e-15)
+    return slope, mean_error(launch + slope * rows[:, 0], seconds)
 
 
 def fit_matmul(
@@ -198,13 +222,14 @@ def fit_matmul(
     sizes = np.array([work.dims[1:] for work, _ in samples], float)
     bound = moving < 0.9 * seconds
     bound |= not bound.any()
-    half, per_flop, starts = np.zeros(3), 1.0, np.zeros(len(ops))
+    half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops)), None
     for _ in range(_TURNS):
         for axis in range(3):
             others = [other for other in range(3) if other != axis]
             shared = flops * np.prod(1 + half[others] / sizes[:, others], axis=1)
             rows = np.column_stack([shared, shared / sizes[:, axis], starting])[bound]
-            found = robust(rows, seconds[bound])
+            found = robust(rows, seconds[bound], like=like)
+            like = np.maximum(rows @ found, 1e-9)
             per_flop, starts = max(float(found[0]), 1e-18), found[2:]
             half[axis] = min(float(found[1]) / per_flop, 1e4)
     model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
@@ -213,9 +238,7 @@ def fit_matmul(
     return 1 / per_flop, lengths, launches, mean_error(model, seconds)
 
 
-def fit_tables(
-    samples: Sequence[tuple[Work, float]], launch: float, per_byte: float
-) -> dict[str, dict[str, OpTable]]:
+def fit_tables(samples: Sequence[tuple[Work, float]], per_byte: float) -> dict[str, dict[str, OpTable]]:
     """Kind of op -> dtype -> seconds by bytes, or by FLOPs of contractions that are no plain matmul.
 
     A kind that was met on few bytes only says how long it takes to start, and nothing of what moving bytes
@@ -230,40 +253,38 @@ def fit_tables(
         unit = "flops" if own[0][0].kind == "matmul" else "bytes"
         amounts = _columns(own, "flops" if unit == "flops" else "nbytes")[:, 0]
         if unit == "bytes" and amounts.max() <= _SMALL:
-            start = max(float(np.median(_seconds(own) - per_byte * amounts)), 1e-9)
+            start = max(float(np.mean(_seconds(own) - per_byte * amounts)), 1e-9)
             wrong = mean_error(start + per_byte * amounts, _seconds(own))
             found.setdefault(op, {})[dtype] = OpTable("", (), (), wrong, start)
         elif amounts.min() > 0:
-            found.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(own), launch)
+            found.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(own))
     return found
 
 
-def fit_table(unit: str, amounts: Vector, seconds: Vector, launch: float) -> OpTable:
-    """A rising line through knots, the largest amount among them.
+def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
+    """A rising line through knots, the largest amount among them; less than the first knot takes as long.
 
     Args:
         unit: "bytes" or "flops".
         amounts: positive; of what was measured. seconds: of each.
-        launch: where the line starts at no work, unless it lies below throughout.
     """
     knots = [float(amounts.max())]
     for amount in sorted(set(amounts.tolist()), reverse=True):
         if amount * _SPACING <= knots[0]:
             knots.insert(0, amount)
-    start = min(launch, float(np.median(seconds[amounts <= knots[0]])))
     places, weights = np.array([0.0, *knots]), np.zeros((len(amounts), len(knots) + 1))
     right = np.clip(np.searchsorted(places, amounts), 1, len(knots))
     share = (amounts - places[right - 1]) / (places[right] - places[right - 1])
     weights[np.arange(len(amounts)), right - 1] = 1 - share
     weights[np.arange(len(amounts)), right] = share
+    weights = np.column_stack(
+        [weights[:, 0] + weights[:, 1], weights[:, 2:]]
+    )  # the same up to the first knot
     # Rising: the unknowns are the steps from knot to knot.
     steps = np.tril(np.ones((len(knots), len(knots))))
-    at_start = weights[:, 0] * start
-    rest = np.maximum(seconds - at_start, 0.05 * seconds)
-    times = np.cumsum(robust(weights[:, 1:] @ steps, rest))
-    times = np.maximum(times, 1e-9)
-    predicted = at_start + weights[:, 1:] @ times
-    return OpTable(unit, tuple(knots), tuple(map(float, times)), mean_error(predicted, seconds))
+    times = np.maximum(np.cumsum(expected(weights @ steps, seconds)), 1e-9)
+    start = float(times[0])
+    return OpTable(unit, tuple(knots), tuple(map(float, times)), mean_error(weights @ times, seconds), start)
 
 
 def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:

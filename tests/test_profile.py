@@ -100,12 +100,34 @@ def test_matmul_rate_lengths_and_launch_are_found() -> None:
 def test_table_follows_the_knee_of_a_cache() -> None:
     sizes = np.repeat(np.geomspace(2**10, 2**26, 33), 3)
     exact = 2e-6 + np.where(sizes < 2**21, sizes / 50e9, 2**21 / 50e9 + (sizes - 2**21) / 10e9)
-    table = fit_table("bytes", sizes, disturbed(exact), launch=2e-6)
+    table = fit_table("bytes", sizes, disturbed(exact))
     assert list(table.times) == sorted(table.times)
     within = np.interp(sizes, table.work, table.times) / exact
     assert np.median(np.abs(within - 1)) < 0.08
     assert table.error is not None
     assert table.error < 0.2
+
+
+def test_a_step_is_the_sum_of_ops_that_take_unequal_times_in_unequal_places() -> None:
+    """One op in four finds a cold cache and takes half as long again: the table is near the mean, 1.125."""
+    sizes = np.repeat(np.geomspace(2**10, 2**24, 15), 8)
+    exact = 20e-6 + sizes / 10e9
+    places = np.tile([1.0, 1.0, 1.0, 1.5], 30)
+    table = fit_table("bytes", sizes, exact * places)
+    found = np.interp(sizes, table.work, table.times)
+    assert found.sum() == pytest.approx((exact * places).sum(), rel=0.02)
+    assert found[:8].sum() == pytest.approx((exact * places)[:8].sum(), rel=0.05)
+
+
+def test_less_work_than_was_measured_takes_as_long_as_the_least() -> None:
+    """Of a kind that starts with 70 us of Python nothing suggests 2 us for half the bytes."""
+    add = [(Work("memory", 0.0, 2.0**power, op="add"), 2e-6 + 2.0**power / 20e9) for power in range(8, 27)]
+    pool = [(Work("memory", 0.0, 2.0**power, op="pool"), 7e-5 + 2.0**power / 2e9) for power in range(15, 24)]
+    found = fit_compute([*add, *pool], {}, 25e9)
+    cost = ComputeCost(one_device(found.compute, found.memory_bandwidth, {}))
+    least = cost.time(0, "memory", 0.0, 2.0**15, "f32", op="pool")
+    assert least == pytest.approx(7e-5 + 2**15 / 2e9, rel=0.05)
+    assert cost.time(0, "memory", 0.0, 2.0**10, "f32", op="pool") == pytest.approx(least, rel=1e-3)
 
 
 def test_a_kind_met_on_few_bytes_only_is_not_taken_to_rise_from_there() -> None:
