@@ -25,7 +25,7 @@ class Work:
         nbytes: bytes read and written.
         dtype: of the first operand.
         dims: (batch, m, n, k) of a matmul, else ones.
-        op: kind of the op; "" for a copy.
+        op: kind of the op, with "+=" where it is a kernel that adds to what is there; "" for a copy.
     """
 
     kind: str
@@ -61,7 +61,7 @@ def work_of(op: Op, read: Sequence[int], adds: bool = False) -> Work:
         kind = "lookup" if declared.cost == "lookup" else "memory"
         return Work(kind, 0.0, total, dtype, op=op.kind)
     count = flops(op)
-    return Work("matmul", count, total, dtype, _dims(op, count), op.kind)
+    return Work("matmul", count, total, dtype, _dims(op, count), op.kind + "+=" if adds else op.kind)
 
 
 def _is_located(op: Op, operand: int) -> bool:

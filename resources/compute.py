@@ -16,7 +16,8 @@ batch only shares the launch. All numbers come from `machines[].devices.compute`
 
 Where that has a measured table for the kind of op and the dtype (`ops`), the table wins: between its entries
 the time is linear in the work, below the first it falls to `launch`, above the last it rises with the work.
-An op that only takes longer to start than others has a `launch` of its own there.
+An op that only takes longer to start than others has a `launch` of its own there. A kernel that adds to what
+is in its result already (`einsum+=`) costs what the other one does where it has no table.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ComputeCost:
             nbytes: bytes read and written.
             dtype: of the operands of a matmul.
             dims: (batch, m, n, k) of a matmul.
-            op: kind of the op, where a table for it may be used.
+            op: kind of the op (see `passes.work`), where a table for it may be used.
 
         Raises:
             ResourceError: an unknown class, or a number that the resource file does not state.
@@ -73,7 +74,8 @@ class ComputeCost:
             raise ResourceError(f"op class {kind}: unknown; use one of {', '.join(CLASSES)}")
         found = self.cluster.devices[device]
         seconds = self._number(found, "launch")
-        table = found.compute.ops.get(op, {}).get(dtype)
+        tables = found.compute.ops
+        table = tables.get(op, tables.get(op.removesuffix("+="), {})).get(dtype)
         if table is not None and table.launch is not None:
             seconds = table.launch
         if table is not None and table.times:

@@ -74,9 +74,8 @@ class OpCost:
         added = value in self.storage.into and self.storage.slots[value].kind == "view"
         if slot.kind == "view" or added or self.program.graph.micro_batches == 1:
             return NOTHING, 0.0
-        work = Work(
-            "memory", nbytes=2 * nbytes(self.program, local.op.result.name), dtype=local.op.result.dtype
-        )
+        size, dtype = nbytes(self.program, local.op.result.name), local.op.result.dtype
+        work = Work("memory", nbytes=2 * size, dtype=dtype, op="multiply")
         return work, self.seconds(work)
 
     def work(self, local: LocalOp) -> Work:
@@ -107,9 +106,8 @@ class OpCost:
         value = local.op.operands[0].name
         if self._is_view(local) or (value in self.storage.into and self.storage.slots[value].kind == "view"):
             return NOTHING
-        return Work(
-            "memory", nbytes=3 * nbytes(self.program, local.op.result.name), dtype=local.op.result.dtype
-        )
+        size, dtype = nbytes(self.program, local.op.result.name), local.op.result.dtype
+        return Work("memory", nbytes=3 * size, dtype=dtype, op="add")
 
     def _computed(self, local: LocalOp) -> Work:
         declared, first = lookup(local.op.kind), local.op.results[0].name

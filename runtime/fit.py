@@ -9,12 +9,13 @@ Every fit minimises a sum of Huber losses of relative errors, x >= 0:
     minimise   sum_i huber((a_i . x - t_i) / s_i)
 
 so that a run that was disturbed counts little, and a microsecond counts as much as a second. Links have
-s_i = t_i: what spreads there are disturbances, and the fit is near their median. Ops have s_i = a_i . x of the
-turn before: what is left of them, after the median over rounds, is that one and the same op takes longer in one
-place than in another (the first of its kind finds no cache warm), and a step is the sum of all, so that the fit
-has to be near their mean. Errors relative to what was measured would make long ones count less than short ones
-and every sum too small. The efficiency of matmuls by shape is such a problem in each of its three lengths when
-the other two are held, which is done in turns. A table of one kind of op is a rising line through knots.
+s_i = t_i: what spreads there are disturbances, and the fit is near the median. Ops have s_i = a_i . x of the
+turn before: after the median over rounds, what spreads is that the same op takes longer in one place than in
+another (the first of its kind finds no cache warm). A step is the sum of all, so that the fit has to be near
+the mean; relative to what was measured, long ones would count less than short ones and all sums be too small.
+
+The efficiency of matmuls by shape is such a problem in each of its three lengths when the other two are held,
+which is done in turns. A table of one kind of op is a rising line through knots, fitted likewise.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Vector = np.ndarray
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
 _SPREAD: Final = 0.5  # the same where places differ, after the median over rounds
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
-_CONTRACTIONS: Final = ("matmul", "einsum", "linear")  # priced by shape; others have tables
+_CONTRACTIONS: Final = ("matmul", "einsum", "einsum+=", "linear")  # priced by shape; others have tables
 _SPACING: Final = 3.0  # least factor between two knots of a table
 _TURNS: Final = 8
 
@@ -154,7 +155,7 @@ def fit_compute(
     """
     error: dict[str, float] = {}
     small = _of(samples, "memory", most=_SMALL)
-    launch = float(expected(_columns(small, 1.0, "nbytes"), _seconds(small))[0])
+    launch = float(robust(_columns(small, 1.0, "nbytes"), _seconds(small))[0])
     per_byte, error["memory_efficiency"] = _slope(_of(samples, "memory", least=_LARGE), launch)
     near = [(work, s) for work, s in small if work.nbytes <= _SMALL // 16]
     error["launch"] = mean_error(launch + per_byte * _columns(near, "nbytes")[:, 0], _seconds(near))

@@ -50,6 +50,7 @@ TEXTS: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 
 CLOCKS: Final = (time.perf_counter, time.thread_time)
 _INTERRUPTED: Final = 2.0  # wall time by CPU time from which on other programs are in it; below, it is noise
 _SHORT: Final = 1e-4  # seconds of an op that mostly escapes time slices, and is not much to read a CPU clock
+_MICRO: Final = 4  # micro-batches of the probes that have several
 STREAMS: Final = tuple(2**power for power in range(8, 25, 2))
 """Elements: 1 KiB to 64 MiB of f32."""
 
@@ -61,10 +62,12 @@ class Probe:
     Attributes:
         name: unique, without the shapes that `graph` knows.
         graph: traces it.
+        micro_batches: how often it runs in a step, adding up gradients.
     """
 
     name: str
     graph: Callable[[], Graph]
+    micro_batches: int = 1
 
 
 def probes(dtypes: Sequence[str] = ("f32", "f64")) -> tuple[Probe, ...]:
@@ -85,6 +88,11 @@ def probes(dtypes: Sequence[str] = ("f32", "f64")) -> tuple[Probe, ...]:
         found.append(Probe(name, partial(_convolution, batch, channels, edge)))
     for batch, width in ((8, 64), (8, 128), (24, 256), (64, 512)):
         found.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
+    found += [
+        Probe("transformer/micro", partial(_transformer, 4, 32, 64), _MICRO),
+        Probe("convolution/micro", partial(_convolution, 8, 32, 8), _MICRO),
+        Probe("perceptron/micro", partial(_perceptron, 24, 256), _MICRO),
+    ]
     found += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAMS]
     return tuple(found)
 
@@ -179,7 +187,8 @@ class Timed:
     """
 
     def __init__(self, probe: Probe, cluster: Cluster) -> None:
-        compiled = build(complete(probe.graph(), ProcessMesh.grid(serial=1)))
+        completed = complete(probe.graph(), ProcessMesh.grid(serial=1))
+        compiled = build(completed, micro_batches=probe.micro_batches)
         program = compiled.program(0)
         random = np.random.default_rng(0)
         sources = {
@@ -190,15 +199,14 @@ class Timed:
         self._feeds: dict[str, Any] = {}
         for op in program.graph.sources("input"):
             shape, dtype = op.result.shape, op.result.dtype
-            block = _block(random, shape, dtype, False)
-            self._feeds[str(op.attrs["name"])] = [block] if shape else to_numpy(dtype).type(1)
+            blocks = [_block(random, shape, dtype, False) for _ in range(probe.micro_batches)]
+            self._feeds[str(op.attrs["name"])] = blocks if shape else to_numpy(dtype).type(1)
         cost = OpCost(program, self._worker.storage, ComputeCost(cluster), 0)
         locals_ = {v.name: local for task in program.tasks for local in task.ops for v in local.op.results}
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, list[float]] = {}
         tasks = dict(self._worker.tasks)
         self._timed = [
-            {name: replace(task, last=_stamped(task, self._seconds, clock)) for name, task in tasks.items()}
-            for clock in CLOCKS
+            {name: _stamped(task, self._seconds, clock) for name, task in tasks.items()} for clock in CLOCKS
         ]
         self._worker.tasks.update(self._timed[0])
         self._works = _works(locals_, cost)
@@ -229,15 +237,17 @@ class Timed:
         self._worker.tasks.update(tasks)
         runs = []
         for _ in range(count):
+            self._seconds.clear()
             self._worker.step(self._feeds)
-            runs.append([self._seconds[name] for name in self.ops])
+            runs.append([np.mean(self._seconds[name]) for name in self.ops])
         return np.median(runs, axis=0)
 
 
 def _works(locals_: dict[str, LocalOp], cost: OpCost) -> dict[str, Work]:
+    """Of all ops but the addition of micro-batches, which does not take place in the first of them."""
     found = {}
     for name, local in locals_.items():
-        if local.op.results[0].name == name:
+        if local.op.results[0].name == name and local.mode != "accumulate":
             work = cost.work(local)
             if work is not NOTHING:
                 found[name] = work
@@ -254,14 +264,31 @@ def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero
     return random.integers(0, high, shape).astype(kind)
 
 
-def _stamped(
-    task: CompiledTask, seconds: dict[str, float], clock: Callable[[], float]
-) -> Callable[[int], None]:
-    """The task with a clock read between its lines; leaves the seconds of each by its first result."""
-    lines = task.source.split("def ")[-1].split("\n", 1)[1].rstrip().split("\n")
-    text = ["def stamped(m):"]
-    names: list[str] = []
-    for line in lines:
+def _stamped(task: CompiledTask, seconds: dict[str, list[float]], clock: Callable[[], float]) -> CompiledTask:
+    """The task with a clock read between its lines; adds the seconds of each under its first result."""
+    overhead = _clock_seconds(clock)
+
+    def stamped(function: Callable[[int], None]) -> Callable[[int], None]:
+        text, names = _with_stamps(task.source, function.__name__)
+
+        def note(*spans: float) -> None:
+            for name, span in zip(names, spans, strict=True):
+                seconds.setdefault(name, []).append(max(span - overhead, 1e-9))
+
+        scope = {**task.scope, "clock": clock, "note": note}
+        exec(compile(text, f"<timed {task.name}>", "exec"), scope)
+        found: Callable[[int], None] = scope[function.__name__]
+        return found
+
+    return replace(task, body=stamped(task.body), last=stamped(task.last))
+
+
+def _with_stamps(source: str, function: str) -> tuple[str, list[str]]:
+    """Text of one function of a task with its stamps, and the first result of every line that has them."""
+    head, _, rest = source.partition(f"def {function}(m):\n")
+    assert rest, (function, head)
+    text, names = [f"def {function}(m):"], list[str]()
+    for line in rest.split("\n\n\n")[0].rstrip().split("\n"):
         found = _LINE.search(line)
         if found is None:
             text.append(line)
@@ -270,15 +297,7 @@ def _stamped(
         names.append(found.group(1))
         text += [f"    begin_{number} = clock()", line, f"    end_{number} = clock()"]
     text.append("    note(" + ", ".join(f"end_{i} - begin_{i}" for i in range(len(names))) + ")")
-    overhead = _clock_seconds(clock)
-
-    def note(*spans: float) -> None:
-        seconds.update((name, max(span - overhead, 1e-9)) for name, span in zip(names, spans, strict=True))
-
-    scope = {**task.last.__globals__, "clock": clock, "note": note}
-    exec(compile("\n".join(text), f"<timed {task.name}>", "exec"), scope)
-    stamped: Callable[[int], None] = scope["stamped"]
-    return stamped
+    return "\n".join(text), names
 
 
 def _clock_seconds(clock: Callable[[], float]) -> float:

@@ -35,6 +35,18 @@ def test_memory_lookup_and_launch():
     assert cost.time(1, "launch", 1e9, 5e6, "f32") == 2e-6
 
 
+def test_a_kernel_that_adds_up_has_its_own_table_or_that_of_the_op():
+    alone: dict[str, Any] = {"launch": "5 us", "ops": {"einsum": {"f32": {"launch": "7 us"}}}}
+    both = {"launch": "5 us", "ops": alone["ops"] | {"einsum+=": {"f32": {"launch": "9 us"}}}}
+    for compute, op, seconds in (
+        ({"launch": "5 us"}, "einsum+=", 5e-6),
+        (alone, "einsum+=", 7e-6),
+        (both, "einsum+=", 9e-6),
+        (both, "einsum", 7e-6),
+    ):
+        assert ComputeCost(device_of(compute)).time(0, "launch", 0, 0, "f32", op=op) == pytest.approx(seconds)
+
+
 def test_large_matmul_is_bound_by_flops():
     cost = ComputeCost(device_of())
     e = 0.5 * (300 / 400) * (150 / 200) * (75 / 100)

@@ -276,6 +276,18 @@ def test_probe_times_every_op_that_costs() -> None:
     assert first.flops == 2 * 8 * 64 * 64
 
 
+def test_probe_of_micro_batches_meets_the_kernels_that_add() -> None:
+    """Every op once, the mean over the micro-batches; gradients of weights are added up as they are made."""
+    probe = next(p for p in probes() if p.name == "perceptron/micro")
+    timed = Timed(probe, load_cluster("local"))
+    seconds = timed.run(0.0)
+    ops = [work.op for work in timed.works]
+    assert len(set(timed.ops)) == len(seconds) == len(ops)
+    assert ops.count("einsum+=") == 3  # the weights of three layers
+    assert ops.count("einsum") == 2  # the inputs of two of them
+    assert all(s > 1e-7 for s in seconds)
+
+
 def test_long_ops_with_the_time_slices_of_others_take_their_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted; noise; too short for a time slice, where the CPU clock says little."""
     timed = Timed(next(p for p in probes() if p.name == "stream/256"), load_cluster("local"))

@@ -65,11 +65,14 @@ def least_seconds(fold: Fold, cluster: Cluster) -> float:
 
 
 def _alone(cost: ComputeCost, device: int, work: Work) -> float:
-    """Seconds of a product on one device, at the best rate that a part of it may reach."""
+    """Seconds of a product on one device, at the best rate that a part of it may reach, added up or not."""
     compute = cost.cluster.devices[device].compute
     table = compute.ops.get(work.op, {}).get(work.dtype)
     if table is None or not table.times:
-        return cost.time(device, "matmul", work.flops, 0.0, work.dtype, work.dims, work.op)
+        return min(
+            cost.time(device, "matmul", work.flops, 0.0, work.dtype, work.dims, op)
+            for op in (work.op, f"{work.op}+=")
+        )
     if table.unit != "flops":
         return 0.0
     return work.flops * min(t / w for t, w in zip(table.times, table.work, strict=True))
