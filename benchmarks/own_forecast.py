@@ -41,6 +41,7 @@ from rich.table import Table
 
 import distgraph as dg
 from distgraph import nn, ops, optim
+from distgraph.engine.overhead import overheads
 from distgraph.resources import load_cluster
 from distgraph.runtime.forecast import forecast
 from distgraph.runtime.launch import launch
@@ -235,7 +236,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = given.cluster or str(Path(folder) / "here.yaml")
         seconds = 18.0 if given.quick else given.seconds
-        if not given.cluster and profile(Request(file, ranks=2, seconds=seconds, fresh=True)):
+        if not given.cluster and profile(Request(file, ranks=2, seconds=seconds, fresh=True), overheads):
             sys.exit("the profile failed")
         cluster = load_cluster(file)
     layouts = [layout for layout in LAYOUTS if layout.model.startswith(given.only)]

@@ -15,6 +15,7 @@ from distgraph import __version__
 from distgraph.documents import check_writable
 from distgraph.engine.given import VARIABLE, giving
 from distgraph.engine.inspection import check_script
+from distgraph.engine.overhead import overheads
 from distgraph.engine.planning import Progress, SearchOptions
 from distgraph.engine.proposing import forecast_script, plan_script
 from distgraph.errors import DistGraphError, GraphError
@@ -221,7 +222,7 @@ def profile(
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier measurements.")] = False,
 ) -> None:
     """Measure this machine, or those of the job, and write a resource file with the error of every fit."""
-    raise typer.Exit(run_profile(Request(output, source, ranks, seconds, fresh=fresh)))
+    raise typer.Exit(run_profile(Request(output, source, ranks, seconds, fresh=fresh), overheads))
 
 
 @app.command()

@@ -144,6 +144,8 @@ def _compute(entry: ComputeEntry) -> Compute:
         entry.error,
         entry.issue,
         entry.message,
+        entry.step,
+        entry.task,
     )
 
 

@@ -62,6 +62,8 @@ class Compute:
             where that never decides.
         message: seconds in which a device that moves its messages itself, such as a CPU, computes nothing for
             one end of a message to another mesh; None where others move them.
+        step, task: seconds in which the host of a device that waits for it, such as a CPU, works beside the
+            ops: once a step, and for each run of a task; None where that never decides.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
         matmul: by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
@@ -76,6 +78,8 @@ class Compute:
     error: Mapping[str, float] = field(default_factory=dict, hash=False)
     issue: float | None = None
     message: float | None = None
+    step: float | None = None
+    task: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

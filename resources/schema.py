@@ -84,6 +84,8 @@ class ComputeEntry(Entry):
     launch: Seconds | None = None
     issue: Seconds | None = None
     message: Seconds | None = None
+    step: Seconds | None = None
+    task: Seconds | None = None
     memory_efficiency: Fraction | None = None
     lookup_efficiency: Fraction | None = None
     matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)

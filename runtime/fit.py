@@ -288,6 +288,17 @@ def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
     return OpTable(unit, tuple(knots), tuple(map(float, times)), mean_error(weights @ times, seconds), start)
 
 
+def fit_host(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of the host beside the tasks of a step: once a step, and for each task.
+
+    Args:
+        steps: tasks of a step, and its seconds outside them; of steps with different numbers of tasks.
+    """
+    rows = np.array([[1.0, tasks] for tasks, _ in steps])
+    step, task = expected(rows, np.array([seconds for _, seconds in steps]))
+    return float(step), float(task)
+
+
 def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     """Launch time of collectives, latencies and bandwidths of all links that the messages use.
 

@@ -46,7 +46,7 @@ class Forecast:
     """What a step will take.
 
     Attributes:
-        step_seconds: of a whole step.
+        step_seconds: of a whole step: the timeline, and what the slowest host does before and after it.
         tasks: by name.
         timeline: of all ranks.
         transfers: (source task, target task) -> seconds from the end of the one to its data being there.
@@ -209,8 +209,9 @@ class _Forecaster:
             for link in {*time.body.wire, *time.last.wire}:
                 total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
                 sent[link] = sent.get(link, 0.0) + total
+        used = (self.cluster.devices[device] for device in self.devices)
         return Forecast(
-            timeline.makespan,
+            timeline.makespan + max(device.compute.step or 0.0 for device in used),
             tasks,
             timeline,
             transfers,

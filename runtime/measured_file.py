@@ -137,8 +137,9 @@ def _at(document: Any, origin: str) -> Any:
 
 def _compute(compute: Compute) -> dict[str, Any]:
     found: dict[str, Any] = {"launch": _time(compute.launch or 0.0)}
-    if compute.message is not None:
-        found["message"] = _time(compute.message)
+    for name in ("message", "step", "task"):
+        if getattr(compute, name) is not None:
+            found[name] = _time(getattr(compute, name))
     for name in ("memory_efficiency", "lookup_efficiency"):
         if getattr(compute, name) is not None:
             found[name] = _short(getattr(compute, name))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,7 +31,7 @@ from distgraph.resources import Cluster, load_cluster, local_cluster
 from distgraph.resources.cluster import MeasuredTable
 from distgraph.runtime import messages
 from distgraph.runtime.cost import Work
-from distgraph.runtime.fit import ComputeFit, LinkFit, Message, fit_compute, fit_links
+from distgraph.runtime.fit import ComputeFit, LinkFit, Message, fit_compute, fit_host, fit_links
 from distgraph.runtime.job import ranks_here
 from distgraph.runtime.launch import launch
 from distgraph.runtime.measured_file import Measured, write_measured
@@ -42,8 +42,34 @@ from distgraph.runtime.transport import Transport
 _REPEATS: Final = 7
 _SAVE_SECONDS: Final = 1.0
 _KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
-_SCRIPT: Final = "from distgraph.runtime.profile import rank_main\nrank_main()\n"
+_SCRIPT: Final = """from distgraph.runtime.profile import rank_main
+from {module} import {name}
+rank_main({name})
+"""
 _TERMINAL: Final = "DISTGRAPH_PROFILE_TERMINAL"
+
+
+class HostProbe(Protocol):
+    """A step whose tasks take next to no time, made by whoever drives the ranks.
+
+    Attributes:
+        name: unique among all that is measured.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self) -> tuple[int, float]:
+        """Tasks that a rank runs in a step, and seconds of the step outside them. All ranks call it."""
+
+
+HostProbes = Callable[[], Sequence[HostProbe]]
+"""A function of a module, as every rank imports it anew."""
+
+
+def no_host() -> tuple[HostProbe, ...]:
+    """Nobody drives the ranks: what a step costs beside its tasks is not measured."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +118,12 @@ class Request:
         return found
 
 
-def profile(request: Request) -> int:
+def profile(request: Request, host: HostProbes = no_host) -> int:
     """Measure, fit and write; starts the ranks where there are several and a launcher has not done so.
+
+    Args:
+        request: what is to be measured.
+        host: makes the probes of what a step costs beside its tasks.
 
     Returns: exit code of the ranks.
 
@@ -105,13 +135,14 @@ def profile(request: Request) -> int:
     if given > 1:
         if request.ranks not in (1, given):
             raise RuntimeFault(f"profile: -n {request.ranks} inside a job of {given} ranks; leave -n out")
-        return _rank(Request(**(asdict(request) | {"ranks": given})))
+        return _rank(Request(**(asdict(request) | {"ranks": given})), host)
     request.cluster()  # its mistakes are told here, once
     if request.ranks == 1:
-        return _rank(request)
+        return _rank(request, host)
     with tempfile.TemporaryDirectory(prefix="distgraph-profile-") as folder:
         script = Path(folder) / "profile.py"
-        script.write_text(_SCRIPT, encoding="utf-8")
+        text = _SCRIPT.format(module=host.__module__, name=host.__name__)
+        script.write_text(text, encoding="utf-8")
         seen = {_TERMINAL: "1"} if sys.stderr.isatty() else {}
         code = launch(
             request.ranks,
@@ -131,18 +162,18 @@ def _one_thread() -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
-def rank_main() -> None:
+def rank_main(host: HostProbes) -> None:
     """One rank of a job that `profile` started."""
-    _rank(Request(**json.loads(sys.argv[1])))
+    _rank(Request(**json.loads(sys.argv[1])), host)
 
 
-def _rank(request: Request) -> int:
+def _rank(request: Request, host: HostProbes) -> int:
     cluster, transport = request.cluster(), current_transport()
     store = Store.open(request) if transport is None or transport.rank == 0 else Store({}, None)
     if transport is not None:
         store.runs = transport.broadcast_object(store.runs, 0)
     with threadpool_limits(1):
-        _Profile(request, cluster, transport, store).run()
+        _Profile(request, cluster, transport, store, host()).run()
     if transport is None or transport.rank == 0:
         found = evaluate(cluster, store.runs, request.ranks)
         write_measured(request.output, request.source, request.ranks, found)
@@ -154,7 +185,7 @@ def _rank(request: Request) -> int:
 
 @dataclass(slots=True)
 class Store:
-    """Measurements so far: key -> what it is ("works" or "message"), seconds of every round ("runs")."""
+    """Measurements so far: key -> what it is (works, tasks or message), and seconds of every round (runs)."""
 
     runs: dict[str, dict[str, Any]]
     path: Path | None
@@ -210,8 +241,16 @@ class Item:
 
 
 class _Profile:
-    def __init__(self, request: Request, cluster: Cluster, transport: Transport | None, store: Store) -> None:
+    def __init__(
+        self,
+        request: Request,
+        cluster: Cluster,
+        transport: Transport | None,
+        store: Store,
+        host: Sequence[HostProbe] = (),
+    ) -> None:
         self.request, self.cluster, self.transport, self.store = request, cluster, transport, store
+        self.host = host
         self.timed: dict[str, Timed] = {}
         self.took: dict[str, float] = {}
         self.begin = time.monotonic()
@@ -227,7 +266,8 @@ class _Profile:
 
     def run(self) -> None:
         """Measure until everything has its repeats or the time is over."""
-        items = [Item(p.name, partial(self.compute, p)) for p in probes()]
+        items = [Item(p.name, partial(self.beside, p)) for p in self.host]
+        items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
             found = messages.patterns(self.transport.size, limit)
@@ -278,16 +318,26 @@ class _Profile:
                 self.timed[probe.name] = timed
         if self.transport is not None:
             self.transport.barrier()
-        own = [seconds * self.share for seconds in timed.run()]
+        works = {"works": [asdict(work) for work in timed.works]}
+        return self.by_device(works, [seconds * self.share for seconds in timed.run()])
+
+    def beside(self, probe: HostProbe) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """What a step costs beside its tasks; medians as for `compute`."""
+        tasks, seconds = probe.run()
+        return self.by_device({"tasks": tasks}, [seconds])
+
+    def by_device(
+        self, about: dict[str, Any], own: list[float]
+    ) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """Seconds of all ranks: medians over those of one kind of device."""
         found = [own] if self.transport is None else self.transport.gather_objects(own, 0)
         if found is None:
             return {}
         by_origin: dict[str, list[list[float]]] = {}
         for device, seconds in zip(self.cluster.devices, found, strict=False):
             by_origin.setdefault(device.origin, []).append(seconds)
-        works = {"works": [asdict(work) for work in timed.works]}
         return {
-            origin: (works, [statistics.median(column) for column in zip(*ranks, strict=True)])
+            origin: (about, [statistics.median(column) for column in zip(*ranks, strict=True)])
             for origin, ranks in by_origin.items()
         }
 
@@ -326,6 +376,7 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
         ResourceError: too little was measured.
     """
     samples: dict[str, list[tuple[Work, float]]] = {}
+    beside: dict[str, list[tuple[int, float]]] = {}
     sent: list[Message] = []
     tables: dict[str, list[tuple[float, float]]] = {}
     attend: float | None = None
@@ -334,6 +385,9 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
         if "works" in entry:
             works = [Work(**(work | {"dims": tuple(work["dims"])})) for work in entry["works"]]
             samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
+            continue
+        if "tasks" in entry:
+            beside.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
             continue
         pattern = entry["message"]
         if pattern["kind"] == messages.ATTEND:
@@ -353,7 +407,11 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
     for origin, own in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)
         found = fit_compute(own, device.peak, device.memory_bandwidth)
-        compute[origin] = replace(found, compute=replace(found.compute, message=attend))
+        numbers = replace(found.compute, message=attend)
+        if origin in beside:
+            step, task = fit_host(beside[origin])
+            numbers = replace(numbers, step=step, task=task)
+        compute[origin] = replace(found, compute=numbers)
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     return Measured(compute, links, tuple(_tables(cluster, tables)))
 

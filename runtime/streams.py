@@ -5,9 +5,9 @@
 *Invariant:* a collective starts where the generated program starts it, once those of its group before it
 are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
 the computing stream stand still, but a task ends no earlier than the host has issued its ops
-(`Compute.issue`), and a device that moves its messages to other meshes itself stands still for
-`Compute.message` at each end of one. Collectives of two groups over one kind of link at the same time get
-half of it each.
+(`Compute.issue`) and gone on to the next task (`Compute.task`), and a device that moves its messages to other
+meshes itself stands still for `Compute.message` at each end of one. Collectives of two groups over one kind
+of link at the same time get half of it each.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
@@ -95,6 +95,7 @@ class Streams:
         )
         compute = ops.cost.cluster.devices[ops.device].compute
         self.issue, self.message = compute.issue or 0.0, compute.message or 0.0
+        self.task = compute.task or 0.0
 
     def run(
         self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
@@ -145,7 +146,7 @@ class _Run:
                     late[name] = self.ends[name]
                 else:
                     self._wait(self.ends[name])
-        self.clock = max(self.clock, self.issued * self.streams.issue)
+        self.clock = max(self.clock, self.issued * self.streams.issue) + self.streams.task
         remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
         return TaskTime(
             self.clock,

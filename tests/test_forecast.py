@@ -320,3 +320,15 @@ def test_a_device_that_moves_its_messages_stands_still_at_both_ends():
     assert max(under_way) < ends
     assert attended.step_seconds == pytest.approx(alone.step_seconds + 4 * ends - sum(under_way))
     assert attended.exposed_seconds == pytest.approx({0: 2 * ends, 1: 2 * ends})
+
+
+def test_what_the_host_does_beside_the_ops_is_added_once_a_step_and_for_every_task():
+    build, described = serial_chain(3), document(1)
+    alone = forecast(build, cluster_of(described))
+    described["machines"][0]["devices"]["compute"] |= {"step": "90 us", "task": "7 us"}
+    found = forecast(build, cluster_of(described))
+    runs = len(build.schedule.order(0))
+    assert runs == 3 * 2 + sum(not task.per_micro for task in build.program(0).tasks)
+    assert found.step_seconds == pytest.approx(alone.step_seconds + 90e-6 + runs * 7e-6)
+    assert found.compute_seconds == alone.compute_seconds
+    assert all(time.last.exposed == alone.tasks[name].last.exposed for name, time in found.tasks.items())

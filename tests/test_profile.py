@@ -26,6 +26,7 @@ from distgraph.runtime.fit import (
     LinkFit,
     Message,
     fit_compute,
+    fit_host,
     fit_links,
     fit_matmul,
     fit_table,
@@ -193,6 +194,13 @@ def test_without_a_peak_the_rate_is_measured() -> None:
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(ResourceError, match="no measurement; give the profile more seconds"):
         fit_compute([], {}, None)
+
+
+def test_steps_with_few_and_many_tasks_tell_what_each_costs() -> None:
+    step, task = fit_host([(4, 100e-6 + 4 * 12e-6), (34, 100e-6 + 34 * 12e-6)])
+    assert step == pytest.approx(100e-6, rel=0.01)
+    assert task == pytest.approx(12e-6, rel=0.01)
+    assert fit_host([(4, 50e-6), (34, 40e-6)])[1] == pytest.approx(0.0, abs=1e-9)  # disturbed: never below
 
 
 # ------------------------------------------------------------------ links
@@ -452,6 +460,9 @@ def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: 
     assert cost.time(0, "memory", 0.0, 2.0**20, "f32", op="multiply") > 0
     assert cost.time(0, "lookup", 0.0, 2.0**20, "f32", op="embedding") > 0
     assert (tmp_path / "mine.measurements.json").is_file()
+    compute = cost.cluster.devices[0].compute
+    assert compute.step is not None
+    assert 0 < compute.step + compute.task < 0.1  # of an engine's step
 
 
 def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,6 +541,25 @@ def test_medians_of_rounds_are_fitted() -> None:
     assert found.links is None
     with pytest.raises(ResourceError, match="not for the links between 2 ranks; run the same command again"):
         evaluate(cluster, {"machines[0].devices|all": json.loads(json.dumps(entry))}, ranks=2)
+
+
+def test_what_a_step_costs_beside_its_tasks_goes_to_its_device(tmp_path: Path) -> None:
+    """From the median of the rounds; the file holds it; without such measurements it is not stated."""
+    given = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
+    samples = works_of(given, 20e9, {"f32": 2e11})
+    works = {"works": [asdict(work) for work, _ in samples], "runs": [[seconds for _, seconds in samples]]}
+    few = {"tasks": 4, "runs": [[1.2e-4], [9e-4], [1.2e-4]]}
+    many = {"tasks": 34, "runs": [[4.2e-4], [4.2e-4], [4e-5]]}
+    origin = "machines[0].devices"
+    runs = {f"{origin}|all": works, f"{origin}|host/1": few, f"{origin}|host/16": many}
+    found = evaluate(load_cluster("local"), runs)
+    path = tmp_path / "here.yaml"
+    write_measured(str(path), "", 1, found)
+    compute = load_cluster(path).devices[0].compute
+    assert compute.step == pytest.approx(8e-5, rel=0.01)
+    assert compute.task == pytest.approx(1e-5, rel=0.01)
+    without = evaluate(load_cluster("local"), {f"{origin}|all": works}).compute[origin].compute
+    assert (without.step, without.task) == (None, None)
 
 
 def test_what_a_rank_is_busy_with_for_a_message_goes_to_its_device(tmp_path: Path) -> None:
