@@ -4,7 +4,7 @@
 *Out:* `RankMemory`.
 *Invariant:* a category holds exactly the blocks
 that the worker allocates for it: sources, kept buffers, rings with one buffer for each micro-batch in
-flight, scratch blocks that values share. They live for the whole step, so the peak is their sum and the
+flight, scratch memory that values share. They live for the whole step, so the peak is their sum and the
 largest workspace that a kernel takes while it runs.
 """
 
@@ -28,7 +28,7 @@ class RankMemory:
         gradients: sums over micro-batches and what is made of them for the update.
         states: of the optimiser.
         activations: what the forward tasks keep for the backward tasks, times the micro-batches in flight.
-        temporary: scratch blocks, shared by all tasks, what the load tasks make once a step, and the largest
+        temporary: scratch memory, shared by all tasks, what the load tasks make once a step, and the largest
             workspace of a kernel (see `scratch`).
         communication: what arrives from other meshes.
         inputs: of all micro-batches of a step, and constants.
@@ -90,7 +90,7 @@ def rank_memory(
         workspaces: task -> bytes that its kernels allocate (`scratch.task_workspace`); none where not given.
     """
     found = {f.name: 0 for f in fields(RankMemory) if f.name != "rank"}
-    found["temporary"] = sum(storage.blocks) + max((workspaces or {}).values(), default=0)
+    found["temporary"] = storage.scratch + max((workspaces or {}).values(), default=0)
     producers, micro = program.graph.producers, program.graph.micro_batches
     for name, category in categories(program, storage).items():
         copies = micro if producers[name].kind == "input" else storage.rings.get(name, 1)
@@ -99,7 +99,7 @@ def rank_memory(
 
 
 def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
-    """Value -> category, of every value with memory of its own outside the scratch blocks."""
+    """Value -> category, of every value with memory of its own outside the scratch memory."""
     producers, phase = program.graph.producers, program.parts.phase
     received = {local.op.result.name for task in program.tasks for local in task.ops if local.mode == "recv"}
     kind = {"param": "parameters", "state": "states"}

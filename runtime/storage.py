@@ -4,7 +4,7 @@ Kinds of storage:
     source    parameters, states, inputs and constants: they exist before the step.
     kept      one buffer for the whole step: read by another task, or an output.
     ring      as kept, but one buffer for each micro-batch in flight.
-    scratch   dead when its task ends; buffers are reused as soon as their value is dead.
+    scratch   dead when its task ends; its memory is reused as soon as the value is dead (`packing`).
     view      the memory of another value (its root) seen in another shape; made again where it is needed.
 
 Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op
@@ -23,6 +23,7 @@ from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.packing import Block, pack
 
 _ALIGN = 64
 Place = tuple[str, int]  # task name, number of the op in it
@@ -36,13 +37,13 @@ class Slot:
         kind: source, kept, ring, scratch or view.
         root: name of the value whose memory it is (itself, unless a view or taken over).
         contiguous: C-contiguous.
-        block: number of the scratch block.
+        offset: where its scratch memory begins in that of the rank.
     """
 
     kind: str
     root: str
     contiguous: bool = True
-    block: int = -1
+    offset: int = 0
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Storage:
 
     Attributes:
         slots: value name -> slot.
-        blocks: bytes of every scratch block.
+        scratch: bytes of the scratch memory, which all tasks share.
         rings: root name of a ring value -> number of buffers.
         waits: (task, op) -> names of collectives' results to wait for right before it.
         late: task -> results of its collectives that another task waits for, or the end of the step.
@@ -60,7 +61,7 @@ class Storage:
     """
 
     slots: dict[str, Slot]
-    blocks: list[int] = field(default_factory=list)
+    scratch: int = 0
     rings: dict[str, int] = field(default_factory=dict)
     waits: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     late: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Storage:
 
     def bytes_by_kind(self, program: RankProgram) -> dict[str, int]:
         """Bytes of kept, ring and scratch memory."""
-        found = {"kept": 0, "ring": 0, "scratch": sum(self.blocks)}
+        found = {"kept": 0, "ring": 0, "scratch": self.scratch}
         for name, slot in self.slots.items():
             if slot.root == name and slot.kind in ("kept", "ring"):
                 found[slot.kind] += nbytes(program, name) * self.rings.get(name, 1)
@@ -90,27 +91,33 @@ def plan_storage(program: RankProgram, order: Iterable[tuple[str, int]]) -> Stor
         order: (task, micro-batch) pairs as the schedule recorded them for this rank.
     """
     planner = _Planner(program)
-    for task in program.tasks:
-        planner.visit(task)
+    planner.visit()
+    copied = planner.outliving()
+    if copied:
+        planner = _Planner(program, copied)
+        planner.visit()
     planner.join_accumulates()
     planner.find_waits()
     planner.classify()
     planner.place_updates()
-    for task in program.tasks:
-        planner.assign_scratch(task)
+    planner.assign_scratch()
     planner.size_rings(list(order))
     return planner.storage
 
 
 class _Planner:
-    def __init__(self, program: RankProgram) -> None:
+    def __init__(self, program: RankProgram, copied: frozenset[str] = frozenset()) -> None:
         self.program = program
+        self.tasks = {task.name: task for task in program.tasks}
+        self.copied = copied  # slices that are no views
+        self.viewed: dict[str, LocalOp] = {}  # view -> what makes it
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, list[str]] = {}  # root -> values in its memory
         self.storage = Storage(self.slots)
         self.made: dict[str, Place] = {}  # value -> where it is made
         self.uses: dict[str, list[Place]] = {}  # root -> places that read or write its memory
         self.readers: dict[str, list[Place]] = {}  # value -> places that read it
+        self.copies: dict[str, list[Place]] = {}  # value -> places that copy a part of it to another mesh
         self.reader_count: dict[str, int] = {}
         for task in program.tasks:
             for local in task.ops:
@@ -133,8 +140,12 @@ class _Planner:
         self.slots[name] = slot
         self.aliases.setdefault(slot.root, []).append(name)
 
-    def visit(self, task: LocalTask) -> None:
+    def visit(self) -> None:
         """Find aliases and uses."""
+        for task in self.program.tasks:
+            self._visit(task)
+
+    def _visit(self, task: LocalTask) -> None:
         for number, local in enumerate(task.ops):
             place = (task.name, number)
             for value in local.op.operands:
@@ -144,7 +155,9 @@ class _Planner:
             if local.mode == "send":
                 continue
             if local.mode == "recv" and local.attrs["copies"]:
-                self.uses.setdefault(self.slots[local.op.operands[0].name].root, []).append(place)
+                name = local.op.operands[0].name
+                self.uses.setdefault(self.slots[name].root, []).append(place)
+                self.copies.setdefault(name, []).append(place)
             for position, value in enumerate(local.op.results):
                 self.made[value.name] = place
                 alias = self.alias(local) if position == 0 else None
@@ -153,12 +166,13 @@ class _Planner:
                 else:
                     root, contiguous = alias
                     self.put(value.name, Slot("view", root, contiguous))
+                    self.viewed[value.name] = local
                 self.uses.setdefault(self.slots[value.name].root, []).append(place)
 
     def alias(self, local: LocalOp) -> tuple[str, bool] | None:
         """Root and contiguity when the result is the operand's memory."""
         op = local.op
-        if op.results[0].name in self.program.graph.kept:
+        if op.results[0].name in self.program.graph.kept or op.results[0].name in self.copied:
             return None  # what leaves the graph has memory of its own
         if local.mode == "comm.all_reduce":
             operand = op.operands[0].name
@@ -178,6 +192,31 @@ class _Planner:
         if source.kind == "source" and self.program.types[source.root][0] == () and not same:
             return None  # a scalar is a number, not memory
         return source.root, same and source.contiguous
+
+    def outliving(self) -> frozenset[str]:
+        """Slices to copy, because all of what they are cut from would have to outlive its task for them."""
+        found: set[str] = set()
+        for root, names in self.aliases.items():
+            if self.slots[root].kind == "source" or root not in self.made:
+                continue
+            late = [name for name in names if self._leaves(name, self.made[root][0])]
+            cut = {self._slice_of(name) for name in late}
+            if "" not in cut and sum(nbytes(self.program, name) for name in cut) < nbytes(self.program, root):
+                found |= cut
+        return frozenset(found)
+
+    def _leaves(self, name: str, task: str) -> bool:
+        """Whether a value is read in another task, or sent."""
+        return any(
+            place[0] != task or self.tasks[task].ops[place[1]].mode in ("send", "exchange")
+            for place in (*self.readers.get(name, ()), *self.copies.get(name, ()))
+        )
+
+    def _slice_of(self, name: str) -> str:
+        """The slice that a view is seen through; "" where there is none."""
+        while name in self.viewed and self.viewed[name].mode != "comm.slice":
+            name = self.viewed[name].op.operands[0].name
+        return name if name in self.viewed else ""
 
     def is_only_reader(self, operand: str) -> bool:
         """True when nothing else reads the memory of an operand, so that a collective may work in place."""
@@ -251,9 +290,9 @@ class _Planner:
             if slot.root != name or slot.kind != "scratch":
                 continue
             task, number = self.made[name]
-            local = next(t for t in self.program.tasks if t.name == task).ops[number]
+            local = self.tasks[task].ops[number]
             crosses = any(place[0] != task for place in self.uses.get(name, ())) or name in kept
-            sent = self._sent(name)
+            sent = bool(self._sends(name))
             accumulated = local.mode == "accumulate"
             zeros = local.mode == "comm.mask"
             received = local.mode == "recv"  # may arrive while the task before is still at work
@@ -262,22 +301,20 @@ class _Planner:
             once = not per_micro[task] or local.tail or accumulated or zeros
             slot.kind = "kept" if once or graph.micro_batches == 1 else "ring"
 
-    def _sent(self, root: str) -> bool:
-        tasks = {t.name: t for t in self.program.tasks}
-        return any(
-            number < len(tasks[task].ops) and tasks[task].ops[number].mode in ("send", "exchange")
-            for task, number in self.uses.get(root, ())
-        )
+    def _sends(self, root: str) -> list[tuple[str, LocalOp]]:
+        """Sends of what lies in some memory, each with its task."""
+        places = [(task, self.tasks[task].ops, number) for task, number in self.uses.get(root, ())]
+        touching = [(task, ops[number]) for task, ops, number in places if number < len(ops)]
+        return [(task, local) for task, local in touching if local.mode in ("send", "exchange")]
 
     def place_updates(self) -> None:
         """Compute updates in the memory of what they replace, where nothing reads the old value any more."""
-        tasks = {t.name: t for t in self.program.tasks}
         targets = {new.name: old for old, new in self.program.graph.updates if old in self.slots}
         for name, old in targets.items():
             if name not in self.made or self.slots[name].root != name:
                 continue
             task, number = self.made[name]
-            local = tasks[task].ops[number]
+            local = self.tasks[task].ops[number]
             declared = lookup(local.op.kind)
             readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]
             later = [p for p in self.uses.get(old, ()) if self._after(p, (task, number))]
@@ -285,13 +322,13 @@ class _Planner:
             gathered = (  # the shards of a new value come together where the old one was
                 local.mode == "comm.all_gather"
                 and self.slots[local.op.operands[0].name].root != old
-                and not self._sent(old)
+                and not self._sends(old)
             )
             written = (  # such as a narrow parameter, cast from its master copy
                 local.mode == "compute"
                 and not declared.view
                 and old not in {self.slots[v.name].root for v in local.op.operands if v.name in self.slots}
-                and not self._sent(old)
+                and not self._sends(old)
             )
             if (computed or gathered or written) and not later and self._same_type(name, old):
                 self.storage.in_place[old] = name
@@ -300,42 +337,44 @@ class _Planner:
     def _after(self, place: Place, other: Place) -> bool:
         if place[0] == other[0]:
             return place[1] > other[1]
-        kinds = {t.name: t.kind for t in self.program.tasks}
-        return kinds[place[0]] == "optimize"
+        return self.tasks[place[0]].kind == "optimize"
 
     def _same_type(self, first: str, second: str) -> bool:
         return self.program.types[first] == self.program.types[second]
 
-    def assign_scratch(self, task: LocalTask) -> None:
-        """Linear scan over one task: a dead value's block serves the next one that fits."""
-        last = {
-            root: max(number for t, number in places if t == task.name)
+    def assign_scratch(self) -> None:
+        """Pack what is dead at the end of its task; a value may take over the memory of one that dies."""
+        blocks: list[Block] = []
+        owner: dict[str, int] = {}  # scratch root -> number of its block
+        begin = 0  # of the task: they run one after the other
+        for task in self.program.tasks:
+            last = self._last_uses(task)
+            for number, local in enumerate(task.ops):
+                for value in local.op.results if local.mode != "send" else ():
+                    if value.name not in last or self.made[value.name] != (task.name, number):
+                        continue
+                    donor = self._donor(local, value.name, number, last)
+                    if donor is None:
+                        owner[value.name] = len(blocks)
+                        size = -(-max(nbytes(self.program, value.name), 1) // _ALIGN) * _ALIGN
+                        blocks.append(Block(size, begin + number, begin + last[value.name]))
+                    else:
+                        owner[value.name] = owner[donor]
+                        blocks[owner[donor]].stop = begin + last[value.name]
+            begin += len(task.ops) + 1
+        self.storage.scratch = pack(blocks)
+        for name, block in owner.items():
+            self.slots[name].offset = blocks[block].offset
+
+    def _last_uses(self, task: LocalTask) -> dict[str, int]:
+        """Scratch root of a task -> number of the op that touches it last."""
+        return {
+            root: max(number for where, number in places if where == task.name)
             for root, places in self.uses.items()
             if root in self.slots
             and self.slots[root].kind == "scratch"
-            and any(t == task.name for t, _ in places)
+            and any(where == task.name for where, _ in places)
         }
-        free = list(range(len(self.storage.blocks)))
-        dying: dict[int, list[str]] = {}
-        for root, number in last.items():
-            dying.setdefault(number, []).append(root)
-        for number, local in enumerate(task.ops):
-            for value in local.op.results if local.mode != "send" else ():
-                slot = self.slots[value.name]
-                if (
-                    slot.kind != "scratch"
-                    or slot.root != value.name
-                    or self.made[value.name] != (task.name, number)
-                ):
-                    continue
-                donor = self._donor(local, value.name, number, last)
-                if donor is not None:
-                    slot.block = self.slots[donor].block
-                    dying[number].remove(donor)
-                else:
-                    slot.block = self._take(free, nbytes(self.program, value.name))
-            freed = (self.slots[root].block for root in dying.get(number, ()))
-            free.extend(block for block in freed if block >= 0)
 
     def _donor(self, local: LocalOp, name: str, number: int, last: Mapping[str, int]) -> str | None:
         """Root of an operand whose buffer the first result may take over, because this op reads it last."""
@@ -354,23 +393,6 @@ class _Planner:
             if ends and fits and not shared and self.slots[operand].contiguous:
                 return root
         return None
-
-    def _take(self, free: list[int], size: int) -> int:
-        size = -(-max(size, 1) // _ALIGN) * _ALIGN
-        fitting = [b for b in free if size <= self.storage.blocks[b] <= 2 * size + 4096]
-        if fitting:
-            best = min(fitting, key=lambda b: (self.storage.blocks[b], -b))
-            free.remove(best)
-            return best
-        growing = [b for b in free if self.storage.blocks[b] < size]
-        if growing:
-            best = max(growing, key=lambda b: self.storage.blocks[b])
-            if 2 * self.storage.blocks[best] >= size:
-                free.remove(best)
-                self.storage.blocks[best] = size
-                return best
-        self.storage.blocks.append(size)
-        return len(self.storage.blocks) - 1
 
     def size_rings(self, order: list[tuple[str, int]]) -> None:
         """Buffers of a ring: the longest stretch of micro-batches that are alive together."""
@@ -391,9 +413,26 @@ class _Planner:
                     intervals.append((min(spots) - early, max(spots)))
                 depths[tasks, early] = _window(intervals)
             depth = depths[tasks, early]
-            if self._sent(root):  # room for sends under way, so that a stage can run ahead of the next ones
-                depth = max(depth, min(micro, 1 + len({part.stage for part in self.program.parts.tasks})))
+            if self._sends(root):
+                depth = max(depth, min(micro, 1 + self._reach(root)))
             self.storage.rings[root] = depth
+
+    def _reach(self, root: str) -> int:
+        """How many stages on what is sent from some memory is received, 1 at least.
+
+        A stage may begin a micro-batch as many places of the schedule before the receiver does. With one
+        buffer more than that it never waits for a receive that is posted later than what waits for it.
+        """
+        parts, attrs = self.program.parts, self.program.graph.attrs
+        stages = {part.mesh.rank_set: part.stage for part in parts.tasks}
+        here = {part.name: part.stage for part in parts.tasks}
+        return max(
+            1,
+            *(
+                abs(stages[attrs[local.op.result.name].mesh.rank_set] - here[task])
+                for task, local in self._sends(root)
+            ),
+        )
 
 
 def _window(intervals: list[tuple[int, int]]) -> int:

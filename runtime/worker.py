@@ -93,7 +93,7 @@ class Worker:
                     "initialise or load it"
                 )
             self.arena.fixed[name] = block
-        blocks = [xp.empty(size, xp.uint8) for size in self.storage.blocks]
+        scratch = xp.empty(self.storage.scratch, xp.uint8)
         fills = self._fills()
         for name, slot in self.storage.slots.items():
             if slot.root != name or slot.kind not in ("kept", "ring", "scratch"):
@@ -102,7 +102,8 @@ class Worker:
             array_type = to_numpy(dtype)
             if slot.kind == "scratch":
                 size = math.prod(shape) * array_type.itemsize
-                self.arena.fixed[name] = blocks[slot.block][:size].view(array_type).reshape(shape)
+                block = scratch[slot.offset : slot.offset + size]
+                self.arena.fixed[name] = block.view(array_type).reshape(shape)
             elif slot.kind == "kept":
                 block = xp.zeros(shape, array_type)  # costs nothing before it is touched
                 if name in fills:

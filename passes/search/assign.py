@@ -1,8 +1,9 @@
 """A train graph on the meshes of its stages, every op and value laid out: what `build` takes.
 
 *In:* a serial graph, a mesh for every op, layouts from one formulation a stage. *Out:* the completed graph.
-*Invariant:* annotations stay; what stages share is loaded on each of them where that costs nothing, and sums
-of gradients from several stages leave the micro-batch part (`postpone`), as in completion.
+*Invariant:* annotations stay; what only other meshes read leaves as it is made; what stages share is loaded
+on each of them where that costs nothing, and sums of gradients from several stages leave the micro-batch part
+(`postpone`), as in completion.
 
 Layouts may come from a mesh of other ranks: only its axes and their sizes count.
 """
@@ -13,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distgraph.errors import ShardingError
-from distgraph.graph import Graph, Op
+from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
+from distgraph.ops.registry import lookup, rule_of
 from distgraph.passes.place import clone_sources
 from distgraph.passes.postpone import postpone
 from distgraph.passes.search.layouts import Layouts
-from distgraph.rule import OpLayout
+from distgraph.rule import OpLayout, result_spec
 from distgraph.spec import DistAttr
 
 
@@ -61,11 +63,25 @@ def assign(
         mesh, like = meshes[op.name], _original(op, known)
         here = by_mesh[mesh]
         ops.append(replace(op, layout=_moved(op, here.ops[like], mesh)))
-        for value in op.results:
+        for position, value in enumerate(op.results):
             attr = here.values[known.get(value.name, like)]
             _check(op, attr.mesh, mesh)
+            users = [meshes[user.name] for user in serial.users[value.name]]
+            if users and mesh not in users:
+                attr = _as_made(ops[-1], position, attr)
             attrs[value.name] = replace(attr, mesh=mesh)
     return serial.with_ops(ops, attrs=attrs, placements={})
+
+
+def _as_made(op: Op, position: int, attr: DistAttr) -> DistAttr:
+    """Layout of a result that only other meshes read: no reader here wants it brought together.
+
+    It stays as it is made, so that each rank sends its part; sums are taken as planned.
+    """
+    if op.kind in SOURCES or op.layout is None:
+        return attr
+    made = result_spec(rule_of(op), position, op.layout, lookup(op.kind).reduction)
+    return attr if made.partial else replace(attr, spec=made)
 
 
 def _original(op: Op, known: Mapping[str, str]) -> str:

@@ -46,7 +46,8 @@ class Routes:
         kind, fraction: of every step: number of its kind, bytes that a rank sends a byte of the tensor.
         first: position of the first step of every copy that has one; busy: these copies.
         goals: copies that are goals.
-        where: for every pair of layouts the copy of the first in the graph of the second.
+        where: for every pair of layouts the copy of the first in the graph of the second; with dims of one
+            size exchanged, one graph serves several.
     """
 
     states: tuple[ShardSpec, ...]
@@ -180,11 +181,22 @@ def _found(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
     found = _Steps(sizes, mesh, axes, states, number)
     where = np.zeros((len(states), len(states)), dtype=np.intp)
     used = [frozenset(state.axes) for state in states]
-    for goal in range(len(states)):
+    for goal, layout in enumerate(states):
+        order = _sorted_dims(sizes, layout)
+        alike = [number[ShardSpec(tuple(s.dims[dim] for dim in order), s.partial)] for s in states]
         for source in range(len(states)):
             working = tuple(axis for axis in axes if axis in used[source] | used[goal])
-            where[source, goal] = found.copy(goal, working, found.wide(source, goal)) + source
+            copy = found.copy(alike[goal], working, found.wide(source, goal))
+            where[source, goal] = copy + alike[source]
     return found.finish(where)
+
+
+def _sorted_dims(sizes: tuple[int, ...], layout: ShardSpec) -> tuple[int, ...]:
+    """Dims of one size in the order of what splits them: goals that differ in this alone share copies."""
+    order = sorted(range(len(sizes)), key=lambda dim: (sizes[dim], layout.dims[dim]))
+    places = sorted(range(len(sizes)), key=lambda dim: sizes[dim])
+    found = dict(zip(places, order, strict=True))
+    return tuple(found[dim] for dim in range(len(sizes)))
 
 
 def _states(sizes: tuple[int, ...], mesh: ProcessMesh, axes: tuple[str, ...]) -> Iterator[ShardSpec]:
