@@ -4,15 +4,16 @@
 *Out:* for every op of a small program its `Work` and the seconds it took there.
 *Invariant:* what is timed are the lines of the generated program, with its buffers, each in the
 neighbourhood (of caches and interpreter) in which it works in training. Clocks are read between lines;
-nothing is called that training does not call. An op takes its wall time, unless that is so far above its CPU
-time that time slices of other programs must lie in it, which no long op escapes on a busy machine.
+nothing is called that training does not call. A short op takes its wall time, a long one its CPU time: time
+slices of other programs, which no long op escapes on a busy machine, are not in that, and to read it takes as
+long as a short op.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -48,8 +49,8 @@ PICTURES: Final = ((2, 8, 8), (8, 16, 8), (8, 32, 8), (32, 32, 8), (16, 64, 16),
 TEXTS: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256))
 """Batch, length and width of texts."""
 CLOCKS: Final = (time.perf_counter, time.thread_time)
-_INTERRUPTED: Final = 2.0  # wall time by CPU time from which on other programs are in it; below, it is noise
-_SHORT: Final = 1e-4  # seconds of an op that mostly escapes time slices, and is not much to read a CPU clock
+"""Of the wall and of the processor."""
+_SHORT: Final = 1e-4  # seconds of an op that mostly escapes time slices
 _MICRO: Final = 4  # micro-batches of the probes that have several
 STREAMS: Final = tuple(2**power for power in range(8, 25, 2))
 """Elements: 1 KiB to 64 MiB of f32."""
@@ -205,43 +206,41 @@ class Timed:
         cost = OpCost(program, self._worker.storage, ComputeCost(cluster), 0)
         locals_ = {v.name: local for task in program.tasks for local in task.ops for v in local.op.results}
         self._seconds: dict[str, list[float]] = {}
-        tasks = dict(self._worker.tasks)
-        self._timed = [
-            {name: _stamped(task, self._seconds, clock) for name, task in tasks.items()} for clock in CLOCKS
-        ]
-        self._worker.tasks.update(self._timed[0])
+        self._tasks = dict(self._worker.tasks)
         self._works = _works(locals_, cost)
         self.nbytes = sum(value.nbytes for op in program.graph.ops for value in op.results)
+        self._worker.step(self._feeds)  # compiles kernels
+        self._stamp(set())
         self._worker.step(self._feeds)
+        self._stamp({name for name, spans in self._seconds.items() if np.mean(spans) > _SHORT})
         self.ops = tuple(name for name in self._works if name in self._seconds)
+
+    def _stamp(self, long: Set[str]) -> None:
+        """Read the CPU clock around these ops, and that of the wall around all others."""
+        stamped = {name: _stamped(task, self._seconds, long) for name, task in self._tasks.items()}
+        self._worker.tasks.update(stamped)
 
     @property
     def works(self) -> tuple[Work, ...]:
         """What the timed ops do, in the order of `run`."""
         return tuple(self._works[name] for name in self.ops)
 
-    def run(self, seconds: float = 0.01) -> list[float]:
+    def run(self, seconds: float = 0.02) -> list[float]:
         """Seconds of every op: the median over some runs of the program.
 
         Args:
-            seconds: about how long to run by each clock; once untimed, so that caches are as between steps,
-                then at least once and at most five times.
+            seconds: about how long to run; once untimed, so that caches are as between steps, then at least
+                once and at most ten times.
         """
         begin = time.perf_counter()
         self._worker.step(self._feeds)
-        count = int(np.clip(seconds / (time.perf_counter() - begin), 1, 5))
-        wall, processor = (self._medians(tasks, count) for tasks in self._timed)
-        interrupted = (wall > _SHORT) & (wall > _INTERRUPTED * processor)
-        return [float(seconds) for seconds in np.where(interrupted, processor, wall)]
-
-    def _medians(self, tasks: dict[str, CompiledTask], count: int) -> Any:
-        self._worker.tasks.update(tasks)
+        count = int(np.clip(seconds / (time.perf_counter() - begin), 1, 10))
         runs = []
         for _ in range(count):
             self._seconds.clear()
             self._worker.step(self._feeds)
             runs.append([np.mean(self._seconds[name]) for name in self.ops])
-        return np.median(runs, axis=0)
+        return [float(median) for median in np.median(runs, axis=0)]
 
 
 def _works(locals_: dict[str, LocalOp], cost: OpCost) -> dict[str, Work]:
@@ -265,18 +264,26 @@ def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero
     return random.integers(0, high, shape).astype(kind)
 
 
-def _stamped(task: CompiledTask, seconds: dict[str, list[float]], clock: Callable[[], float]) -> CompiledTask:
-    """The task with a clock read between its lines; adds the seconds of each under its first result."""
-    overhead = _clock_seconds(clock)
+def _stamped(task: CompiledTask, seconds: dict[str, list[float]], long: Set[str]) -> CompiledTask:
+    """The task with clocks read between its lines; adds the seconds of each under its first result.
+
+    Args:
+        task: as generated.
+        seconds: first result of a line -> seconds of every run of it.
+        long: first results of lines that take CPU time.
+    """
+    clocks = dict(zip(("wall", "processor"), CLOCKS, strict=True))
+    overhead = {name: _clock_seconds(clock) for name, clock in clocks.items()}
 
     def stamped(function: Callable[[int], None]) -> Callable[[int], None]:
-        text, names = _with_stamps(task.source, function.__name__)
+        text, names = _with_stamps(task.source, function.__name__, long)
+        reading = [overhead["processor" if name in long else "wall"] for name in names]
 
         def note(*spans: float) -> None:
-            for name, span in zip(names, spans, strict=True):
-                seconds.setdefault(name, []).append(max(span - overhead, 1e-9))
+            for name, span, less in zip(names, spans, reading, strict=True):
+                seconds.setdefault(name, []).append(max(span - less, 1e-9))
 
-        scope = {**task.scope, "clock": clock, "note": note}
+        scope = {**task.scope, **clocks, "note": note}
         exec(compile(text, f"<timed {task.name}>", "exec"), scope)
         found: Callable[[int], None] = scope[function.__name__]
         return found
@@ -284,19 +291,19 @@ def _stamped(task: CompiledTask, seconds: dict[str, list[float]], clock: Callabl
     return replace(task, body=stamped(task.body), last=stamped(task.last))
 
 
-def _with_stamps(source: str, function: str) -> tuple[str, list[str]]:
+def _with_stamps(source: str, function: str, long: Set[str]) -> tuple[str, list[str]]:
     """Text of one function of a task with its stamps, and the first result of every line that has them."""
-    head, _, rest = source.partition(f"def {function}(m):\n")
-    assert rest, (function, head)
+    rest = source.partition(f"def {function}(m):\n")[2]
     text, names = [f"def {function}(m):"], list[str]()
     for line in rest.split("\n\n\n")[0].rstrip().split("\n"):
         found = _LINE.search(line)
         if found is None:
             text.append(line)
             continue
-        number = len(names)
-        names.append(found.group(1))
-        text += [f"    begin_{number} = clock()", line, f"    end_{number} = clock()"]
+        number, name = len(names), found.group(1)
+        clock = "processor" if name in long else "wall"
+        names.append(name)
+        text += [f"    begin_{number} = {clock}()", line, f"    end_{number} = {clock}()"]
     text.append("    note(" + ", ".join(f"end_{i} - begin_{i}" for i in range(len(names))) + ")")
     return "\n".join(text), names
 

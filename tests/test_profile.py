@@ -6,6 +6,8 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from distgraph.errors import ResourceError
 from distgraph.ops.registry import flops as flops_of
 from distgraph.resources import CollectiveCost, ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster, Compute, MatmulRate, MeasuredTable, OpTable
+from distgraph.runtime import probes as probing
 from distgraph.runtime import profile as profiling
 from distgraph.runtime.cost import Work
 from distgraph.runtime.fit import (
@@ -296,12 +299,17 @@ def test_probe_of_micro_batches_meets_the_kernels_that_add() -> None:
     assert all(s > 1e-7 for s in seconds)
 
 
-def test_long_ops_with_the_time_slices_of_others_take_their_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted; noise; too short for a time slice, where the CPU clock says little."""
-    timed = Timed(next(p for p in probes() if p.name == "stream/256"), load_cluster("local"))
-    clocks = iter([np.array([5e-3, 5e-3, 5e-5]), np.array([1e-3, 4e-3, 1e-6])])
-    monkeypatch.setattr(Timed, "_medians", lambda self, tasks, count: next(clocks))
-    assert timed.run() == [1e-3, 5e-3, 5e-5]
+@pytest.mark.parametrize(("wall", "taken"), [(1e-3, 2e-4), (5e-5, 5e-5)])
+def test_long_ops_take_their_cpu_time_and_short_ones_wall_time(
+    wall: float, taken: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clocks that go on by so much whenever they are read, that of the processor by 0.2 ms."""
+    clocks = tuple(partial(next, count(0.0, step)) for step in (wall, 2e-4))
+    monkeypatch.setattr(probing, "CLOCKS", clocks)
+    monkeypatch.setattr(probing, "_clock_seconds", lambda clock: 0.0)
+    probe = next(probe for probe in probes() if probe.name == "perceptron/8x64")
+    seconds = Timed(probe, load_cluster("local")).run()
+    assert seconds == pytest.approx([taken] * len(seconds))
 
 
 def test_convolutions_are_met_at_sizes_that_train() -> None:
