@@ -26,6 +26,7 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.packing import Block, pack
 
 _ALIGN = 64
+_WORTH_COPYING = 2**20  # bytes that are freed by a copy, from which it is worth its time
 Place = tuple[str, int]  # task name, number of the op in it
 
 
@@ -201,7 +202,8 @@ class _Planner:
                 continue
             late = [name for name in names if self._leaves(name, self.made[root][0])]
             cut = {self._slice_of(name) for name in late}
-            if "" not in cut and sum(nbytes(self.program, name) for name in cut) < nbytes(self.program, root):
+            copies = sum(nbytes(self.program, name) for name in cut if name)
+            if "" not in cut and nbytes(self.program, root) - copies >= _WORTH_COPYING:
                 found |= cut
         return frozenset(found)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from distgraph.collecting import collector_paused
 from distgraph.engine.applying import planned
 from distgraph.engine.extracting import estimate, extract
 from distgraph.engine.forecasting import forecast_training
@@ -93,7 +94,7 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
     """
     start = time.monotonic()
     best: Candidate | None = None
-    with remembered() as interrupt:
+    with collector_paused(), remembered() as interrupt:
         try:
             for event in _improved(training, cluster, options, interrupt):
                 best = event.found or best

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,12 @@ class _Member:
 
     rank: int
     devices: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _numbered(axes: tuple[str, ...], shape: tuple[int, ...]) -> ProcessMesh:
+    """The mesh with ranks from 0 on: one for all that differ in their ranks."""
+    return ProcessMesh.grid(**dict(zip(axes, shape, strict=True)))
 
 
 class Prices:
@@ -158,7 +165,7 @@ class Prices:
         key = (representatives(shape, mesh), mesh.axes, mesh.shape)
         if key not in self._tables:
             order = sorted(range(len(shape)), key=lambda dim: key[0][dim])
-            found = routes(tuple(key[0][dim] for dim in order), ProcessMesh.grid(**mesh.sizes))
+            found = routes(tuple(key[0][dim] for dim in order), _numbered(mesh.axes, mesh.shape))
             place = [order.index(dim) for dim in range(len(shape))]
             self._tables[key] = _Table(
                 found,

@@ -230,6 +230,7 @@ class _Steps:
         self.copies: dict[tuple[int, tuple[str, ...], bool], int] = {}
         self.kinds: dict[tuple[str, tuple[str, ...]], int] = {}
         self.goals: list[int] = []
+        self.shares: dict[tuple[int, int, int], float] = {}  # (state, state, kind) -> bytes sent
         self.steps: list[tuple[int, int, int, float]] = []
         self.volume = math.prod(sizes)
 
@@ -258,8 +259,10 @@ class _Steps:
                     kind = self.kinds.setdefault(
                         (step.kind, () if step.local else step.axes), len(self.kinds)
                     )
-                    share = step_bytes(step, self.sizes, 1, self.mesh) / max(1, self.volume)
-                    self.steps.append((base + at, base + after, kind, share))
+                    key = at, after, kind
+                    if key not in self.shares:
+                        self.shares[key] = step_bytes(step, self.sizes, 1, self.mesh) / max(1, self.volume)
+                    self.steps.append((base + at, base + after, kind, self.shares[key]))
 
     def finish(self, where: Ints) -> Routes:
         """The steps as arrays."""

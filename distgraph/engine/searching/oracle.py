@@ -4,8 +4,8 @@
 the costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; nothing is
 solved twice.
 
-A problem is solved for the first number of micro-batches that asks for a shape. For others the choice is
-carried over (`passes.search.transfer`) where ops have the same options: its costs are those of the layouts
+A problem is solved for the first number of micro-batches that asks for a shape. For those near it the choice
+is carried over (`passes.search.transfer`) where ops have the same options: its costs are those of the layouts
 under the other number, and hardly above the best. So are the costs of layers that are computed again. What is
 proposed in the end is solved for itself (`settle`).
 
@@ -44,6 +44,7 @@ MEMORY_PRICES = (0.0, 0.3, 3.0)
 SOLVE_SECONDS = 2.0
 GAP = 1e-3
 _FAR, _PATIENCE = 0.1, 5.0  # a solution this far from its bound gets so many times as long
+_REACH = 4  # times as many micro-batches, or as few, to which a choice is carried over
 _REPLANNED = 1.02  # a variant is one of its own where it saves 2 % of the memory of the one before
 
 
@@ -315,7 +316,8 @@ class Oracle:
         """The choice for the nearest number of micro-batches that was solved and offers the same options."""
         here = traced.graph.micro_batches
         bases = self._bases.get((devices, shape, share), {})
-        for count in sorted(bases, key=lambda count: abs(math.log(count / here))):
+        near = [count for count in bases if max(count, here) <= _REACH * min(count, here)]
+        for count in sorted(near, key=lambda count: abs(math.log(count / here))):
             other = self.traced(count)
             source, choice, _ = self.chosen(other, devices, shape, bases[count], restriction)
             target = self.formulation(traced, devices, shape)

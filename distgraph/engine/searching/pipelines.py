@@ -7,7 +7,7 @@ estimate; only a forecast says whether it really does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,8 +37,16 @@ class Front:
     whole: bool = True
 
 
+Poor = Collection[tuple[SubMesh, Shape]]
+"""Sub-meshes and shapes that no good row has."""
+
+
 def front(
-    oracle: Oracle, micro_batches: int, submeshes: Sequence[SubMesh], restriction: Restriction = "none"
+    oracle: Oracle,
+    micro_batches: int,
+    submeshes: Sequence[SubMesh],
+    restriction: Restriction = "none",
+    without: Poor = (),
 ) -> Front:
     """Solve every shape of some sub-meshes.
 
@@ -47,11 +55,14 @@ def front(
         micro_batches: in a step.
         submeshes: each in one pool, or across several with a share of the samples for each device.
         restriction: what layouts may not be.
+        without: shapes that are left out.
     """
     found: dict[SubMesh, list[Variant]] = {}
     whole = True
     for submesh in sorted(submeshes, key=partial(_distance, oracle)):
         for shape in _shapes(oracle, micro_batches, submesh):
+            if (submesh, shape) in without:
+                continue
             if found and oracle.expired() and not oracle.known(micro_batches, submesh, shape, restriction):
                 whole = False
                 continue
@@ -59,6 +70,25 @@ def front(
             found[submesh] = [*found.get(submesh, ()), *own]
     kept = tuple(submesh for submesh in submeshes if submesh in found)
     return Front(micro_batches, kept, tuple(tuple(found[s]) for s in kept), whole)
+
+
+def alone(oracle: Oracle, found: Front) -> dict[tuple[SubMesh, Shape], float]:
+    """Seconds of a step were all layers on stages of one shape, without bubbles, borders and memory limits.
+
+    That is m (sum_l t_l) + s on a share of the devices. A shape for which it is above the seconds of a whole
+    row, bubbles and all, makes that row slower wherever it takes over some of the work; that it might free
+    devices for stages that gain more is left out of account. Of a cluster with one pool; else nothing.
+    """
+    if len(oracle.pools) > 1:
+        return {}
+    devices = oracle.pools[0].size
+    seconds: dict[tuple[SubMesh, Shape], float] = {}
+    for submesh, variants in zip(found.submeshes, found.variants, strict=True):
+        for variant in variants:
+            key = submesh, variant.shape
+            own = variant.profile.seconds(found.micro_batches) * submesh.size / devices
+            seconds[key] = min(own, seconds.get(key, math.inf))
+    return seconds
 
 
 def _distance(oracle: Oracle, submesh: SubMesh) -> float:

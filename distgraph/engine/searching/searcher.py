@@ -26,8 +26,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.bound import least_seconds
 from distgraph.engine.searching.decisions import (
@@ -48,7 +46,7 @@ from distgraph.engine.searching.fixed import (
 )
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.pipelines import Front, best_row, front, may_fit
+from distgraph.engine.searching.pipelines import Front, alone, best_row, front, may_fit
 from distgraph.engine.searching.proposal import (
     Proposal,
     Realized,
@@ -72,12 +70,15 @@ from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
+_ROUNDS = 4  # micro-batches a device, about which the search begins
+_FEW = 8  # numbers of micro-batches that are all tried, in all shapes
 _FORECASTS = 4  # rows of the search that are forecast, at most
-_WORSE = 1.25  # an estimate that is this much above the best forecast is not forecast any more
+_WORSE = 1.15  # an estimate that is this much above the best forecast is not forecast any more
 _SETTLED = 2  # times that a row whose layouts are carried over is searched again with layouts of its own
 _RETRIES = 2  # rows that do not fit are searched again with less memory
+_TIGHTER = 4  # each so often, as long as it is the same row
 _EXPLAINED = 12  # parameters whose runners-up are forecast
-_LOOKED_AT = 25_000  # ops of the programs, together, that are built to see what lies beside a row
+_LOOKED_AT = 12_000  # ops of the programs, together, that are built to see what lies beside a row
 _TOLD = 25_000  # the same for runners-up
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
@@ -120,6 +121,8 @@ class Searcher:
     bound: float | None = None
     _rows: dict[int, Proposal] = field(default_factory=dict)
     _stored: dict[str, Decision] = field(default_factory=dict)
+    _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
+    _first: int = 0
 
     def __post_init__(self) -> None:
         self.end = self.clock() + self.seconds
@@ -285,10 +288,9 @@ class Searcher:
         tried: set[int] = set()
         for number in self._climb(counts):
             tried.add(counts[number])
-            least = min((row.estimate for row in self._rows.values()), default=math.inf)
             yield from self._try(counts[number])
             row = self._rows.get(counts[number])
-            if row is not None and row.estimate < least:
+            if row is not None and self.best is None:  # so that there is an answer early
                 yield from self._promising(row, seen)
         if self._rows and not self.expired():
             yield from self._try_fewest(counts[-1], tried)
@@ -297,33 +299,45 @@ class Searcher:
         yield from self._beside()
 
     def _climb(self, counts: Sequence[int]) -> Iterator[int]:
-        """Positions in falling numbers of micro-batches: towards the best row, four times apart, then twice.
+        """Positions in falling numbers of micro-batches, towards the best row.
 
-        All of them where there are few: a pipeline likes many, what is no pipeline few, and both may be best
-        of their kind. Else from as many as there are devices on, which fill half of a pipeline of all of
-        them; where nothing fits there, smaller micro-batches come first.
+        From four times as many as there are devices on, with which a pipeline of all of them stands still for
+        a fifth of a step: to more, else to fewer, in growing strides as long as that is better; last to what
+        lies beside the best. Where nothing fits there, smaller micro-batches come first. Then all others,
+        where there are few: a pipeline likes many, what is no pipeline few, and both may be best of their
+        kind.
         """
-        tried: set[int] = set()
-        devices = len(self.cluster.devices)
-        start = at = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / devices)))
-        few = len(counts) <= 4
-        for stride in () if few else (2, 1):
-            near = [start]
-            while near:
-                for number in near:
-                    if tried and self.expired():
-                        return
-                    tried.add(number)
-                    yield number
-                if self._rows:
-                    at = counts.index(min(self._rows, key=lambda m: self._rows[m].estimate))
-                near = [i for i in (at - stride, at + stride) if 0 <= i < len(counts) and i not in tried]
+        wanted = _ROUNDS * len(self.cluster.devices)
+        start = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / wanted)))
+        tried = {start}
+        yield start
+        stride = {-1: 1, 1: 1}  # towards more, towards fewer
+        while self._rows and not self.expired():
+            at, least = counts.index(self._best_count), self._least
+            near = [(way, at + way * size) for way in stride for size in (stride[way], 1)]
+            ahead = [(way, n) for way, n in near if 0 <= n < len(counts) and n not in tried]
+            if not ahead:
+                break
+            way, number = ahead[0]
+            tried.add(number)
+            yield number
+            stride[way] = 2 * stride[way] if self._least < least else 1
         for number in (*range(start, -1, -1), *range(start, len(counts))):
-            if (self._rows and not few) or (tried and self.expired()):
+            if (self._rows and len(counts) > _FEW) or self.expired():
                 return
             if number not in tried:
                 tried.add(number)
                 yield number
+
+    @property
+    def _best_count(self) -> int:
+        """Micro-batches of the best row by estimate."""
+        return min(self._rows, key=lambda m: self._rows[m].estimate)
+
+    @property
+    def _least(self) -> float:
+        """Seconds of the best row by estimate."""
+        return min((row.estimate for row in self._rows.values()), default=math.inf)
 
     def _try_fewest(self, fewest: int, tried: set[int]) -> Iterator[Event]:
         """Pipelines want many micro-batches, a single stage few: beside the best pipeline another optimum."""
@@ -390,10 +404,19 @@ class Searcher:
             self.oracle.traced(micro_batches)
         except GraphError:  # so few samples are no batch of the model
             return
-        if may_fit(self.oracle, micro_batches, self._submeshes(micro_batches)[-1]):
+        if self._may_fit(micro_batches):
             row = self._row(micro_batches)
             if row is not None:
                 self._rows[micro_batches] = row
+
+    def _may_fit(self, micro_batches: int) -> bool:
+        """Whether there may be a row; by the first number of micro-batches with one, once that is known."""
+        whole = self._submeshes(micro_batches)[-1]
+        if not self._rows:
+            self._first = micro_batches
+            return may_fit(self.oracle, micro_batches, whole)
+        larger = self._first // micro_batches
+        return larger < 2 or may_fit(self.oracle, self._first, whole, larger)
 
     def _row(
         self, micro_batches: int, slack: float = 1.0, schedules: Iterable[str] = tuple(SCHEDULES)
@@ -405,9 +428,11 @@ class Searcher:
         """
         row: Proposal | None = None
         for _ in range(_SETTLED + 1):
-            found = front(self.oracle, micro_batches, self._submeshes(micro_batches))
+            found = front(self.oracle, micro_batches, self._submeshes(micro_batches), without=self._poor())
             if not found.whole and self._rows:
                 return None
+            for key, seconds in alone(self.oracle, found).items():
+                self._ideal[key] = min(seconds, self._ideal.get(key, math.inf))
             best = self._best_row(found, slack, schedules)
             if best is None:
                 return None
@@ -420,13 +445,19 @@ class Searcher:
                 self.oracle.settle(micro_batches, submesh, shape)
         return row
 
+    def _poor(self) -> frozenset[tuple[SubMesh, Shape]]:
+        """Shapes that are slower by themselves than the best row; none where all rows are looked at."""
+        if len(micro_batch_counts(self.training.size)) <= _FEW:
+            return frozenset()
+        return frozenset(key for key, seconds in self._ideal.items() if seconds > self._least)
+
     def _best_row(
         self, found: Front, slack: float, schedules: Iterable[str]
     ) -> tuple[Proposal, Stages] | None:
         """Under the best of some schedules."""
         best: tuple[Proposal, Stages] | None = None
         for schedule in schedules:
-            below = np.inf if best is None else best[0].estimate
+            below = _WORSE * self._least if best is None else best[0].estimate
             try:
                 best = best_row(self.oracle, found, slack=slack, schedule=schedule, below=below)
             except InfeasibleError:
@@ -447,8 +478,12 @@ class Searcher:
                 return
             yield Event(f"stages, {proposal.micro_batches} micro-batches, with less memory")
             worst = max(s.needed / s.available for s in made.shortages)
-            slack /= worst * 1.01
-            again = self._row(proposal.micro_batches, slack, (proposal.schedule,))
+            again: Proposal | None = proposal
+            for _ in range(_TIGHTER):  # the estimate may say of the same row that it needs less
+                slack /= worst * 1.01
+                again = self._row(proposal.micro_batches, slack, (proposal.schedule,))
+                if again is None or again.decisions != proposal.decisions:
+                    break
             if again is None or again.decisions == proposal.decisions:
                 return
             proposal = again
@@ -460,7 +495,7 @@ class Searcher:
         yield Event("uniform grid")
         micro = min(self._rows, key=lambda m: self._rows[m].estimate, default=1)
         for restriction in _UNIFORM:
-            proposal = best_uniform(self.oracle, [micro], restriction)
+            proposal = best_uniform(self.oracle, [micro], restriction, self._poor())
             if proposal is not None and not self.expired():
                 yield self._judged(realize(proposal, self.oracle))
 

@@ -18,19 +18,22 @@ from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.memory import Shortage
 
+_LEAST = 0.5  # share of its memory from which on a device is given more and more
 _STEP = 1.2  # by so much the memory rises until a row fits
 _STEPS = 64
 _STAYS = ("parameters", "gradients", "states")
 
 
 def least_memory(oracle: Oracle, found: Front) -> Proposal | None:
-    """The best row where every device has as little more memory as any row needs, by the estimate.
+    """The best row where every device has as little memory as any row needs, by the estimate.
+
+    That may be less than it has: what fits by the estimate need not by its forecast.
 
     Args:
         oracle: of the program.
         found: costs of stages.
     """
-    slack = 1.0
+    slack = _LEAST
     for _ in range(_STEPS):
         slack *= _STEP
         if oracle.expired():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -40,10 +41,8 @@ class Shape:
         return int(np.prod([size for _, size in self.axes]))
 
     def mesh(self, start: int = 0) -> ProcessMesh:
-        """A mesh of this shape on consecutive ranks."""
-        names = [name for name, _ in self.axes]
-        ranks = np.arange(start, start + self.size).reshape([size for _, size in self.axes])
-        return ProcessMesh(ranks, names, {names[0]: self.samples} if self.samples else None)
+        """A mesh of this shape on consecutive ranks; the same object whenever it is asked for."""
+        return _mesh(self, start)
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name, size in self.axes]
@@ -51,6 +50,13 @@ class Shape:
             runs = (f"{len(list(run))} of {own}" for own, run in groupby(self.samples))
             sizes[0] += f" ({', '.join(runs)} samples)"
         return " x ".join(sizes)
+
+
+@lru_cache(maxsize=4096)
+def _mesh(shape: Shape, start: int) -> ProcessMesh:
+    names = [name for name, _ in shape.axes]
+    ranks = np.arange(start, start + shape.size).reshape([size for _, size in shape.axes])
+    return ProcessMesh(ranks, names, {names[0]: shape.samples} if shape.samples else None)
 
 
 def pools_of(cluster: Cluster) -> tuple[Pool, ...]:

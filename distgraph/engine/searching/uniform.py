@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.pipelines import Bordered, borders
+from distgraph.engine.searching.pipelines import Bordered, Poor, borders
 from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.restrict import SAID, Restriction
 from distgraph.engine.searching.space import Shape, shapes_of
@@ -35,6 +35,11 @@ class _Row:
     shape: Shape
     devices: tuple[tuple[int, ...], ...]
 
+    @property
+    def free(self) -> Shape:
+        """The shape with a name for its axis that says nothing, where it has one."""
+        return self.shape if len(self.shape.axes) > 1 else Shape((("dp", self.submesh.size),))
+
 
 def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -> Iterator[Proposal]:
     """Every dp x tp x pp that fits by the estimate, layers divided by their work.
@@ -52,7 +57,9 @@ def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -
             yield found
 
 
-def best_uniform(oracle: Oracle, counts: Sequence[int], restriction: Restriction) -> Proposal | None:
+def best_uniform(
+    oracle: Oracle, counts: Sequence[int], restriction: Restriction, poor: Poor = ()
+) -> Proposal | None:
     """The row of `uniform_rows` with the least estimate; None where none fits.
 
     Rows are looked at in the order of what they would take without restriction and with memory enough. A
@@ -62,8 +69,17 @@ def best_uniform(oracle: Oracle, counts: Sequence[int], restriction: Restriction
         oracle: of the program.
         counts: numbers of micro-batches.
         restriction: what dp may split.
+        poor: shapes that are looked at only where no row of others fits.
     """
     rows = [row for count in counts for row in _rows(oracle, count)]
+    good = [row for row in rows if (row.submesh, row.free) not in poor]
+    found = _best(oracle, good, restriction)
+    if found is None and len(good) < len(rows):
+        found = _best(oracle, [row for row in rows if (row.submesh, row.free) in poor], restriction)
+    return found
+
+
+def _best(oracle: Oracle, rows: Sequence[_Row], restriction: Restriction) -> Proposal | None:
     best: Proposal | None = None
     for floor, row in sorted(((_floor(oracle, row), row) for row in rows), key=lambda pair: pair[0]):
         if oracle.expired() or (best is not None and floor >= best.estimate):
@@ -89,10 +105,9 @@ def _rows(oracle: Oracle, micro_batches: int) -> Iterator[_Row]:
 
 def _floor(oracle: Oracle, row: _Row) -> float:
     """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
-    shape = row.shape if len(row.shape.axes) > 1 else Shape((("dp", row.submesh.size),))
     if oracle.expired():
         return 0.0
-    profile = oracle.variants(row.micro_batches, row.submesh, shape, "none")[0].profile
+    profile = oracle.variants(row.micro_batches, row.submesh, row.free, "none")[0].profile
     firsts = _divided(profile.forward[:-1] + profile.backward[:-1], len(row.devices))
     if firsts is None:
         return float("inf")
