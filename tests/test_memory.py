@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from clusters import cluster_of
 from forecasts import chain, document, machines
+from searched import PROGRAMS, two_by_two
+from test_searching import trains_as_one_rank
 
 from distgraph import nn, ops, optim
 from distgraph.dtypes import itemsize, to_numpy
 from distgraph.engine.graphs import train_graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
+from distgraph.plan import Plan
+from distgraph.runtime import storage as storage_module
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import forecast, out_of_memory
 from distgraph.runtime.memory import RankMemory, rank_memory
@@ -193,3 +197,51 @@ def test_a_parameter_is_written_over_by_what_is_cast_from_its_master() -> None:
     assert needed.states == (4 + 4 + 4) * held  # the master and two moments: no second copy in f16
     (old,) = (op.name for op in graph.sources("param"))
     assert old in storage.in_place
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+def test_what_is_sent_has_a_buffer_more_than_stages_to_the_receiver(policy: str):
+    """Gradients of a stage's input, which nothing else there reads: the receiver is the stage before."""
+    stages, micro = 4, 8
+    build = chain(6, [4] * (stages + 1), [grid(stage, x=1) for stage in range(stages)], micro, policy)
+    for stage in range(1, stages):
+        program = build.program(stage)
+        storage = plan_storage(program, build.schedule.order(stage))
+        sent = {
+            storage.slots[local.op.operands[0].name].root
+            for task in program.tasks
+            for local in task.ops
+            if local.mode == "send" and task.kind == "backward"
+        }
+        assert {storage.rings[name] for name in sent if name in storage.rings} == {2}
+
+
+@pytest.mark.parametrize("worth", [1, 2**60])
+def test_a_slice_that_outlives_its_whole(worth: int, monkeypatch: pytest.MonkeyPatch):
+    """Copied, it frees the whole; training is the same."""
+    monkeypatch.setattr(storage_module, "_WORTH_COPYING", worth)
+    plan = PROGRAMS["mlp"].search(two_by_two(), "recursive")
+    kept = _kept_for_slices(plan)
+    assert kept if worth > 1 else not kept
+    trains_as_one_rank(PROGRAMS["mlp"], plan)
+
+
+def _kept_for_slices(plan: Plan) -> set[str]:
+    """Values that outlive their task, of which nothing but slices is read behind it."""
+    engine = PROGRAMS["mlp"].engine(PROGRAMS["mlp"].make(), plan=plan)
+    build = engine.prepare(PROGRAMS["mlp"].data(1)).build
+    found = set()
+    for rank in build.ranks:
+        program = build.program(rank)
+        storage = plan_storage(program, build.schedule.order(rank))
+        made = {v.name: task.name for task in program.tasks for local in task.ops for v in local.op.results}
+        whole, part = set(), set()
+        for task in program.tasks:
+            for local in task.ops:
+                for value in local.op.operands:
+                    slot = storage.slots.get(value.name)
+                    if slot is not None and slot.kind != "source" and made.get(slot.root) != task.name:
+                        mode = program.graph.producers[value.name].kind
+                        (part if mode == "comm.slice" and slot.kind == "view" else whole).add(slot.root)
+        found |= part - whole
+    return found

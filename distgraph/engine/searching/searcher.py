@@ -9,11 +9,11 @@ the answer is never behind them.
         best row of stages by the dynamic programme     an estimate
     the rows with the best estimates are built and forecast; the best forecast that fits memory wins
 
-Micro-batches are tried about a factor of four apart first, then next to the best; a row that is better than
-those before is forecast at once, so that what a search has seen when its time is up is what a longer one
-begins with. A row that does not fit memory by its forecast is searched again with that much less memory. What
-lies beside the rows that were forecast (a border moved, stages exchanged, other micro-batches) is forecast
-too, less of larger programs.
+Numbers of micro-batches are climbed in growing strides (`_climb`). The first row that fits is forecast at
+once, so that there is an answer early; shapes that are slower by themselves than the best row are left out
+from then on. A row that does not fit memory by its forecast is searched again with that much less memory.
+What lies beside the rows that were forecast (a border moved, stages exchanged, other micro-batches) is
+forecast too, less of larger programs.
 
 Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; what is compared by forecast instead of by estimate
 is ours.
@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.bound import least_seconds
@@ -56,7 +57,7 @@ from distgraph.engine.searching.proposal import (
     realize,
 )
 from distgraph.engine.searching.restrict import Restriction
-from distgraph.engine.searching.shortage import least_memory, nothing_fits
+from distgraph.engine.searching.shortage import leanest, nothing_fits
 from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
@@ -70,7 +71,7 @@ from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
-_ROUNDS = 4  # micro-batches a device, about which the search begins
+_ROUNDS = 4  # micro-batches a stage of the longest pipeline, about which the search begins
 _FEW = 8  # numbers of micro-batches that are all tried, in all shapes
 _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.15  # an estimate that is this much above the best forecast is not forecast any more
@@ -301,13 +302,14 @@ class Searcher:
     def _climb(self, counts: Sequence[int]) -> Iterator[int]:
         """Positions in falling numbers of micro-batches, towards the best row.
 
-        From four times as many as there are devices on, with which a pipeline of all of them stands still for
+        From four times as many as a pipeline may have stages on, with which the longest one stands still for
         a fifth of a step: to more, else to fewer, in growing strides as long as that is better; last to what
         lies beside the best. Where nothing fits there, smaller micro-batches come first. Then all others,
         where there are few: a pipeline likes many, what is no pipeline few, and both may be best of their
         kind.
         """
-        wanted = _ROUNDS * len(self.cluster.devices)
+        stages = min(len(self.cluster.devices), len(self.oracle.traced(counts[-1]).layers))
+        wanted = _ROUNDS * stages
         start = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / wanted)))
         tried = {start}
         yield start
@@ -508,7 +510,12 @@ class Searcher:
                 self.oracle.traced(micro)
             except GraphError:  # so few samples are no batch of the model
                 continue
-            proposal = least_memory(self.oracle, front(self.oracle, micro, self._submeshes(micro)))
-            if proposal is not None:
+            rows = leanest(self.oracle, front(self.oracle, micro, self._submeshes(micro)))
+            found = False
+            for proposal in islice(rows, _FORECASTS):
+                found = True
                 yield self._judged(realize(proposal, self.oracle))
-            return
+                if self.best is not None:
+                    return
+            if found:
+                return

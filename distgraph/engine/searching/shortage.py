@@ -7,7 +7,7 @@ number is one of a forecast, but for the number of devices, which divides the me
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row
@@ -19,30 +19,35 @@ from distgraph.resources.units import format_bytes
 from distgraph.runtime.memory import Shortage
 
 _LEAST = 0.5  # share of its memory from which on a device is given more and more
-_STEP = 1.2  # by so much the memory rises until a row fits
+_STEP, _STRIDE = 1.06, 1.2  # by so much, below what it has and above
 _STEPS = 64
 _STAYS = ("parameters", "gradients", "states")
 
 
-def least_memory(oracle: Oracle, found: Front) -> Proposal | None:
-    """The best row where every device has as little memory as any row needs, by the estimate.
+def leanest(oracle: Oracle, found: Front) -> Iterator[Proposal]:
+    """The best rows on devices with more and more memory, by the estimate, up to one that takes all there is.
 
-    That may be less than it has: what fits by the estimate need not by its forecast.
+    They begin below what a device has: what fits by the estimate need not by its forecast. Where nothing fits
+    by the estimate either, it is one row, on devices with as little more as any row needs.
 
     Args:
         oracle: of the program.
         found: costs of stages.
     """
-    slack = _LEAST
+    slack, seen = _LEAST, set()
     for _ in range(_STEPS):
-        slack *= _STEP
         if oracle.expired():
-            return None
+            return
         try:
-            return best_row(oracle, found, slack=slack)[0]
+            row = best_row(oracle, found, slack=slack)[0]
         except InfeasibleError:
-            continue
-    return None
+            row = None
+        if row is not None and row.decisions not in seen:
+            seen.add(row.decisions)
+            yield row
+        if row is not None and slack >= 1:
+            return
+        slack *= _STEP if slack < 1 else _STRIDE
 
 
 def nothing_fits(cluster: Cluster, forecasts: Sequence[Realized], seconds: float | None) -> str:
