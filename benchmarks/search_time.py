@@ -30,9 +30,11 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
                                              gpt39b: 41 for the first number, 15 for the next
   the same at load 3 to 4, --limit 150:      gpt39b: 18 for the first number with its forecast; 127 for seven
                                              numbers and ten forecasts, then the limit; llama8b layouts: 1.3
-  From here on whole searches, beside one other process. Memory of programs as low as its estimate (packing,
-  fewer send buffers): the first row fits, 130 in all. Counts of micro-batches climbed in growing strides, poor
-  shapes left out, fewer forecasts:          gpt39b: 53, the plan that won after 30; gpt175b: 123, won after 49
+  From here on whole searches, beside one other process. Memory of programs as low as its estimate
+  (packing, fewer send buffers): the first row fits, 130 in all. Counts of micro-batches climbed in growing
+  strides, poor shapes left out, fewer forecasts:
+                                             gpt39b: 53, the plan that won after 30
+                                             gpt175b: 123, the plan that won after 49
 """
 
 from __future__ import annotations
