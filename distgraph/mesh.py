@@ -186,7 +186,12 @@ class ProcessMesh:
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All distinct groups along `axes`; together they cover the mesh once."""
-        return tuple(dict.fromkeys(self.group(rank, axes) for rank in self.members))
+        for axis in axes:
+            self.axis_size(axis)
+        along = [self.axes.index(axis) for axis in axes]
+        others = [dim for dim in range(len(self.axes)) if dim not in along]
+        table = self.ranks.transpose([*others, *along]).reshape(-1, self.count(axes))
+        return tuple(map(tuple, table.tolist()))
 
     def reshape(self, **sizes: int) -> ProcessMesh:
         """Same ranks, other axes, no weights: `mesh.reshape(dp=2, tp=2)`.

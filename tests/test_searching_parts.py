@@ -13,11 +13,13 @@ from searched import CHAIN, PROGRAMS, mixed, two_by_two
 from distgraph.engine.searching import oracle as oracles
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.searching.pipelines import best_row, front, undominated
 from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform, uniform_rows
 from distgraph.passes.search.cache import VARIABLE
+from distgraph.passes.search.layouts import Profile
 from distgraph.passes.search.problem import Problem, Solution
 
 ONE, TWO = Shape((("dp", 1),)), Shape((("dp", 2),))
@@ -105,6 +107,29 @@ def test_pools_and_what_stages_may_take_of_them() -> None:
     assert [submesh.sizes for submesh in submeshes_of(pools)] == taken
     assert micro_batch_counts(7) == (7, 1)
     assert micro_batch_counts(96) == (96, 48, 24, 12, 6, 3, 1)
+
+
+def test_a_front_without_what_another_variant_beats() -> None:
+    """Whatever is chosen from all of them can be chosen from those that stay, as fast and as small."""
+    cluster = two_by_two()
+    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
+    once = front(oracle, 2, submeshes_of(oracle.pools))
+    every = replace(once, variants=tuple((*row, *row) for row in once.variants))
+    few = undominated(every)
+    assert few.submeshes == every.submeshes
+    assert sum(map(len, few.variants)) < sum(map(len, every.variants))
+    for left, all_ in zip(few.variants, every.variants, strict=True):
+        costs = [np.concatenate([_stacked(v.profile), _stacked(v.recompute)]) for v in left]
+        for variant in all_:
+            own = np.concatenate([_stacked(variant.profile), _stacked(variant.recompute)])
+            assert any((other <= own * (1 + 1e-8)).all() for other in costs)
+        assert not any((a <= b).all() for a in costs for b in costs if a is not b)
+    assert best_row(oracle, few)[0].estimate == best_row(oracle, every)[0].estimate
+
+
+def _stacked(profile: Profile) -> np.ndarray:
+    p = profile
+    return np.array([p.forward + p.backward, p.border, p.step, p.fixed, p.activations, p.temporary])
 
 
 def test_bytes_across_borders_of_a_chain() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,8 @@ from distgraph.passes.search.schedules import schedule_policy
 from distgraph.passes.search.stages import StageProblem, Stages, find_stages
 
 Floats = NDArray[np.float64]
+
+_SAME = 1e-9  # relative difference below which two costs are one
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,27 @@ def front(
             found[submesh] = [*found.get(submesh, ()), *own]
     kept = tuple(submesh for submesh in submeshes if submesh in found)
     return Front(micro_batches, kept, tuple(tuple(found[s]) for s in kept), whole)
+
+
+def undominated(found: Front) -> Front:
+    """A front without variants that another one of their sub-mesh beats in every cost of every layer."""
+    return replace(found, variants=tuple(_undominated(variants) for variants in found.variants))
+
+
+def _undominated(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    rows = np.array([_costs(variant) for variant in variants])
+    beats = np.array([(rows <= row * (1 + _SAME)).all(axis=1) for row in rows])  # [beaten, by]
+    first = np.tri(len(rows), k=-1, dtype=bool)  # of equals the first stays
+    return tuple(v for v, row in zip(variants, beats & (~beats.T | first), strict=True) if not row.any())
+
+
+def _costs(variant: Variant) -> Floats:
+    """Everything that stages are made of."""
+    parts = [
+        (p.forward + p.backward, p.border, p.step, p.fixed, p.activations, p.temporary)
+        for p in (variant.profile, variant.recompute)
+    ]
+    return np.concatenate([array for arrays in parts for array in arrays])
 
 
 def alone(oracle: Oracle, found: Front) -> dict[tuple[SubMesh, Shape], float]:

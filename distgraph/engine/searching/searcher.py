@@ -47,7 +47,14 @@ from distgraph.engine.searching.fixed import (
 )
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.pipelines import Front, alone, best_row, front, may_fit
+from distgraph.engine.searching.pipelines import (
+    Front,
+    alone,
+    best_row,
+    front,
+    may_fit,
+    undominated,
+)
 from distgraph.engine.searching.proposal import (
     Proposal,
     Realized,
@@ -435,6 +442,7 @@ class Searcher:
                 return None
             for key, seconds in alone(self.oracle, found).items():
                 self._ideal[key] = min(seconds, self._ideal.get(key, math.inf))
+            found = undominated(found)
             best = self._best_row(found, slack, schedules)
             if best is None:
                 return None

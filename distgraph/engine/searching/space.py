@@ -21,6 +21,8 @@ _WIDEST = 8
 """Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
 _MOST_SHARES = 4
 """Pools of more machines give a stage a divisor of their number."""
+_MOST_DIVISORS = 8
+"""Of more of these, some are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,25 @@ def submeshes_of(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
     for pool in pools:
         machines = len(pool.machines)
         every = range(2, machines + 1)
-        counts |= set(every) if machines <= _MOST_SHARES else {n for n in every if machines % n == 0}
+        counts |= set(every) if machines <= _MOST_SHARES else set(_shares(machines))
     return (*submeshes(pools, sorted(counts)), *spanning(pools))
+
+
+def _shares(machines: int) -> tuple[int, ...]:
+    """Divisors of a number of machines from 2 up: all of few, of many those at least twice apart, and it.
+
+    Example:
+        >>> _shares(12), _shares(384)
+        ((2, 3, 4, 6, 12), (2, 4, 8, 16, 32, 64, 128, 384))
+    """
+    divisors = [n for n in range(2, machines + 1) if machines % n == 0]
+    if len(divisors) <= _MOST_DIVISORS:
+        return tuple(divisors)
+    found = [divisors[0]]
+    for number in divisors[1:]:
+        if number >= 2 * found[-1]:
+            found.append(number)
+    return tuple(dict.fromkeys((*found, machines)))
 
 
 def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
