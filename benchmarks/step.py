@@ -49,6 +49,9 @@ two cores busy with other work.
 1.003, zero2
   1.016 of hand-written; dp2 0.76, tp2 0.65, pp2 0.75, zero2 0.43 of torch. What read 1.17 for dp2 before was
   load.
+* scratch memory packed by offset instead of in blocks, 2 rounds, the machine to itself: gpt_serial 0.75 of
+  torch (0.89 in the version before, 2 rounds); dp2 1.03, tp2 1.04, pp2 1.06 (0.96 in 5 rounds), zero2 1.14 of
+  hand-written; dp2 0.87, tp2 0.70, pp2 0.85 (0.82), zero2 0.50 of torch.
 """
 
 import argparse
