@@ -4,7 +4,7 @@
 *Out:* step functions of time: bytes of values that are alive.
 *Invariant:* never more than what the worker allocates (`rank_memory`), which lies there for the whole step.
 
-Parameters, states, inputs and scratch blocks count all the time, the largest workspace of the kernels of a
+Parameters, states, inputs and scratch memory count all the time, the largest workspace of the kernels of a
 task while it runs. A kept value counts from the first task
 that writes it to the end of the last one that reads it; a value with a ring does so for each micro-batch.
 """

@@ -16,6 +16,7 @@ from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import best_row, front, undominated
 from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
 from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
 from distgraph.engine.searching.uniform import best_uniform, uniform_rows
 from distgraph.passes.search.cache import VARIABLE
@@ -154,3 +155,19 @@ def test_a_solution_far_from_its_bound_gets_more_time(monkeypatch: pytest.Monkey
     assert asked == [oracles.SOLVE_SECONDS, 5 * oracles.SOLVE_SECONDS]
     assert oracles.solved(problem).choice == (0,)
     assert len(asked) == 3  # this one was not far
+
+
+def test_shapes_of_the_best_row_are_not_left_out() -> None:
+    """With many numbers of micro-batches; of one stage, its shape by itself takes as long as the row."""
+    program = replace(PROGRAMS["mlp"], batch=1024)
+    assert len(micro_batch_counts(program.batch)) > 8
+    searcher = Searcher(program.training(), two_by_two(), "auto", 600.0)
+    for _ in searcher.run():
+        pass
+    row = min(searcher._rows.values(), key=lambda row: row.estimate)
+    taken = {(len(stage.devices), stage.shape) for stage in row.stages}
+    assert not taken & {(sum(submesh.sizes), shape) for submesh, shape in searcher._poor()}
+    key, other = list(searcher._ideal)[:2]
+    searcher._ideal[key], searcher._ideal[other] = row.estimate * (1 + 1e-12), row.estimate * 1.01
+    assert other in searcher._poor()
+    assert key not in searcher._poor()

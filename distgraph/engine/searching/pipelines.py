@@ -109,8 +109,9 @@ def alone(oracle: Oracle, found: Front) -> dict[tuple[SubMesh, Shape], float]:
     for submesh, variants in zip(found.submeshes, found.variants, strict=True):
         for variant in variants:
             key = submesh, variant.shape
-            own = variant.profile.seconds(found.micro_batches) * submesh.size / devices
-            seconds[key] = min(own, seconds.get(key, math.inf))
+            costs = variant.profile
+            whole = found.micro_batches * (costs.forward + costs.backward).sum() + costs.step.sum()
+            seconds[key] = min(float(whole) * submesh.size / devices, seconds.get(key, math.inf))
     return seconds
 
 

@@ -84,6 +84,7 @@ _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.15  # an estimate that is this much above the best forecast is not forecast any more
 _SETTLED = 2  # times that a row whose layouts are carried over is searched again with layouts of its own
 _RETRIES = 2  # rows that do not fit are searched again with less memory
+_ROUNDING = 1e-9  # relative: sums in another order
 _TIGHTER = 4  # each so often, as long as it is the same row
 _EXPLAINED = 12  # parameters whose runners-up are forecast
 _LOOKED_AT = 12_000  # ops of the programs, together, that are built to see what lies beside a row
@@ -456,10 +457,14 @@ class Searcher:
         return row
 
     def _poor(self) -> frozenset[tuple[SubMesh, Shape]]:
-        """Shapes that are slower by themselves than the best row; none where all rows are looked at."""
+        """Shapes that are slower by themselves than the best row; none where all rows are looked at.
+
+        Of the shapes of the best row itself one stays always: their mean by devices takes no longer than it.
+        """
         if len(micro_batch_counts(self.training.size)) <= _FEW:
             return frozenset()
-        return frozenset(key for key, seconds in self._ideal.items() if seconds > self._least)
+        least = self._least * (1 + _ROUNDING)
+        return frozenset(key for key, seconds in self._ideal.items() if seconds > least)
 
     def _best_row(
         self, found: Front, slack: float, schedules: Iterable[str]
