@@ -10,7 +10,7 @@ Every fit minimises a sum of Huber losses of relative errors, x >= 0:
 
 so that a run that was disturbed counts little, and a microsecond counts as much as a second. Links have
 s_i = t_i: what spreads there are disturbances, and the fit is near the median. Ops have s_i = a_i . x of the
-turn before: after the median over rounds, what spreads is that the same op takes longer in one place than in
+turn before: after the mean over rounds, what spreads is that the same op takes longer in one place than in
 another (the first of its kind finds no cache warm). A step is the sum of all, so that the fit has to be near
 the mean; relative to what was measured, long ones would count less than short ones and all sums be too small.
 
@@ -35,7 +35,7 @@ from distgraph.runtime.cost import Work
 
 Vector = np.ndarray
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
-_SPREAD: Final = 0.5  # the same where places differ, after the median over rounds
+_SPREAD: Final = 0.5  # the same where places differ, after the mean over rounds
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
 _CONTRACTIONS: Final = ("matmul", "einsum", "einsum+=", "linear")  # priced by shape; others have tables
 _SPACING: Final = 3.0  # least factor between two knots of a table

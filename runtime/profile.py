@@ -4,8 +4,10 @@
 *Out:* the same file with measured numbers and the error of the fit beside each.
 *Invariant:* rank i measures device i, and all ranks measure the same thing at the same time: in training they
 share caches, memory and links as well. Rounds go over everything once and then again, so that a slow minute
-of the machine touches every number a little and none completely; medians over the rounds are fitted. What was
-measured lies in a JSON file beside the output from the first second on, and a later run goes on from it.
+of the machine touches every number a little and none completely. Of ops means over the rounds are fitted, as
+a step is their sum; of messages, whose times have long tails, medians. In every round the slowest rank of a
+kind of device counts, as in a step, whose ranks wait for each other. What was measured lies in a JSON file
+beside the output from the first second on, and a later run goes on from it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from distgraph.runtime.probes import Timed, probes
 from distgraph.runtime.rank import current_transport, ranks_of_job
 from distgraph.runtime.transport import Transport
 
-_REPEATS: Final = 7
+_REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
 _KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
 _SCRIPT: Final = """from distgraph.runtime.profile import rank_main
@@ -81,7 +83,7 @@ class Request:
         source: resource file or shipped name that is kept but for the numbers; "" for this machine.
         ranks: of the job.
         seconds: how long to measure at most.
-        repeats: rounds; a number is the median over them.
+        repeats: rounds.
         fresh: forget earlier measurements.
     """
 
@@ -310,7 +312,7 @@ class _Profile:
         self.took[item.name] = time.monotonic() - begin
 
     def compute(self, probe: Any) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """One probe on all ranks; medians over the ranks of one kind of device."""
+        """One probe on all ranks; of one kind of device the slowest counts."""
         timed = self.timed.get(probe.name)
         if timed is None:
             timed = Timed(probe, self.cluster)
@@ -322,24 +324,21 @@ class _Profile:
         return self.by_device(works, [seconds * self.share for seconds in timed.run()])
 
     def beside(self, probe: HostProbe) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """What a step costs beside its tasks; medians as for `compute`."""
+        """What a step costs beside its tasks; the slowest rank counts as in `compute`."""
         tasks, seconds = probe.run()
         return self.by_device({"tasks": tasks}, [seconds])
 
     def by_device(
         self, about: dict[str, Any], own: list[float]
     ) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """Seconds of all ranks: medians over those of one kind of device."""
+        """Seconds of the rank that took longest in all, of every kind of device."""
         found = [own] if self.transport is None else self.transport.gather_objects(own, 0)
         if found is None:
             return {}
         by_origin: dict[str, list[list[float]]] = {}
         for device, seconds in zip(self.cluster.devices, found, strict=False):
             by_origin.setdefault(device.origin, []).append(seconds)
-        return {
-            origin: (about, [statistics.median(column) for column in zip(*ranks, strict=True)])
-            for origin, ranks in by_origin.items()
-        }
+        return {origin: (about, max(ranks, key=sum)) for origin, ranks in by_origin.items()}
 
     def message(self, pattern: messages.Pattern) -> dict[str, tuple[dict[str, Any], list[float]]]:
         """One collective; the slowest rank counts."""
@@ -381,7 +380,8 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
     tables: dict[str, list[tuple[float, float]]] = {}
     attend: float | None = None
     for key, entry in runs.items():
-        seconds = [statistics.median(column) for column in zip(*entry["runs"], strict=True)]
+        average = statistics.median if "message" in entry else statistics.fmean
+        seconds = [average(column) for column in zip(*entry["runs"], strict=True)]
         if "works" in entry:
             works = [Work(**(work | {"dims": tuple(work["dims"])})) for work in entry["works"]]
             samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
