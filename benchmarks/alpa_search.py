@@ -235,7 +235,7 @@ def searched(point: Point, cluster: Cluster, limit: float, log: bool = False) ->
                 print(f"{time.process_time() - start:7.1f} {event.phase} {best}", flush=True)
     except InfeasibleError as error:
         message = str(error)
-    best = searcher.best
+    best = None if searcher.best is None else searcher.best.again(searcher.oracle)
     return {
         "seconds": None if best is None else best.seconds,
         "plan": message if best is None else _shown(best),

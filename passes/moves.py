@@ -203,6 +203,7 @@ def _permutes(space: Space, spec: ShardSpec) -> Iterator[Step]:
     """Exchanges to the goal's dims, or to these with more axes that a gather takes off again.
 
     Only to as many parts as now, where tiles go one for one; straight to the goal where blocks do not nest.
+    The order of axes that come off again is of no account: as they stand now, or that of the mesh.
     """
     busy = {axis for axis, _ in spec.partial}
     if not any(space.goal.dims):
@@ -211,7 +212,8 @@ def _permutes(space: Space, spec: ShardSpec) -> Iterator[Step]:
         return
     parts = space.mesh.count(axis for dim in spec.dims for axis in dim)
     spare = tuple(a for a in space.working if a not in busy and not any(a in dim for dim in space.goal.dims))
-    for dims in refinements(space.goal.dims, spare):
+    for refined in refinements(space.goal.dims, spare):
+        dims = _as_now(spec.dims, refined, space.goal.dims)
         if dims == spec.dims:
             continue
         even = space.mesh.count(axis for dim in dims for axis in dim) == parts
@@ -220,6 +222,14 @@ def _permutes(space: Space, spec: ShardSpec) -> Iterator[Step]:
             moved = {axis for before, after in pairs if before != after for axis in before + after}
             axes = tuple(axis for axis in space.mesh.axes if axis in moved)
             yield Step("permute", axes, None, None, None, spec, ShardSpec(dims, spec.partial))
+
+
+def _as_now(now: Dims, refined: Dims, goal: Dims) -> Dims:
+    """The same refinement of a goal, its spare axes in the present order where a dim has the same ones."""
+    return tuple(
+        before if before[: len(wanted)] == wanted and set(before) == set(after) else after
+        for before, after, wanted in zip(now, refined, goal, strict=True)
+    )
 
 
 def _stuck(space: Space, dims: Dims) -> bool:
@@ -241,12 +251,11 @@ def selections(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 @lru_cache(maxsize=65536)
 def refinements(dims: Dims, spare: tuple[str, ...]) -> tuple[Dims, ...]:
-    """All ways to put spare axes, or none of them, behind those that split the dims already."""
-    found = [dims]
-    for dim in range(len(dims)):
-        found += [
-            with_dim(done, dim, done[dim] + more)
-            for done in found
-            for more in selections(tuple(axis for axis in spare if not any(axis in axes for axes in done)))
+    """All ways to put spare axes, or none of them, behind those that split the dims already, in one order."""
+    found = []
+    for places in itertools.product(range(len(dims) + 1), repeat=len(spare)):
+        own = [
+            [axis for axis, at in zip(spare, places, strict=True) if at == dim] for dim in range(len(dims))
         ]
+        found.append(tuple(axes + tuple(more) for axes, more in zip(dims, own, strict=True)))
     return tuple(found)

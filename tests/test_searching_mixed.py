@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from clusters import cluster_of
-from searched import CHAIN, Program, mixed
+from searched import CHAIN, Program, mixed, slow
 from test_searching import trains_as_one_rank
 
 from distgraph import nn
@@ -105,6 +105,20 @@ def test_three_devices_of_two_models() -> None:
     plan = CHAIN.search(cluster)
     assert plan.forecast is not None
     assert plan.forecast.seconds <= min(found.seconds for found in every)
+
+
+@pytest.mark.parametrize("speed", [0.8, 0.1])
+def test_one_kind_of_device_alone_is_a_baseline(speed: float) -> None:
+    """The plan is not behind what a search without the others finds, and is that where they are slow."""
+    both, alone = cluster_of(mixed(speed, 2, 2)), cluster_of(slow(2))
+    plan, best = CHAIN.search(both), CHAIN.search(alone)
+    assert plan.forecast is not None
+    assert best.forecast is not None
+    baseline = plan.baselines["2 x G alone"]
+    assert isinstance(baseline, float)
+    assert plan.forecast.seconds <= best.forecast.seconds * (1 + 1e-9) <= baseline * (1 + 2e-9)
+    if speed == 0.1:
+        assert plan.forecast.seconds == pytest.approx(best.forecast.seconds)
 
 
 @pytest.mark.parametrize("speed", [0.8, 0.5])

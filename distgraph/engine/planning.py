@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from distgraph.collecting import collector_paused
@@ -15,7 +15,8 @@ from distgraph.engine.applying import planned
 from distgraph.engine.extracting import estimate, extract
 from distgraph.engine.forecasting import forecast_training
 from distgraph.engine.interrupt import Interrupt, remembered
-from distgraph.engine.searching.proposal import Realized
+from distgraph.engine.searching.crew import cores
+from distgraph.engine.searching.judged import Judged
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
@@ -56,6 +57,8 @@ class SearchOptions:
             "auto" search, see docs/plan.md.
         seconds: after which the best so far is taken.
         watch: told where the search stands.
+        processes: that search at the same time, which changes nothing but the time it takes; None for one on
+            each core that this process may use.
 
     Raises:
         GraphError: an unknown mode, or seconds are negative.
@@ -64,6 +67,7 @@ class SearchOptions:
     mode: str = "auto"
     seconds: float = 60.0
     watch: Callable[[Progress], None] | None = None
+    processes: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -72,10 +76,14 @@ class SearchOptions:
             )
         if not self.seconds >= 0:
             raise GraphError(f"seconds of the search is {self.seconds} but must be a number from 0 up")
+        if self.processes is not None and self.processes < 1:
+            raise GraphError(
+                f"processes of the search is {self.processes} but must be 1 or more; None takes every core"
+            )
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """What was asked for, to be kept in the plan."""
-        return {name: value for name, value in asdict(self).items() if name != "watch"}
+        return {"mode": self.mode, "seconds": self.seconds}
 
 
 def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan:
@@ -187,8 +195,15 @@ def _improved(
 def _searched(
     training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
 ) -> Iterator[Step]:
-    searcher = Searcher(training, cluster, options.mode, options.seconds, lambda: interrupt.asked)
-    best: Realized | None = None
+    searcher = Searcher(
+        training,
+        cluster,
+        options.mode,
+        options.seconds,
+        lambda: interrupt.asked,
+        processes=options.processes or cores(),
+    )
+    best: Judged | None = None
     for event in searcher.run():
         if searcher.best is best or searcher.best is None:
             yield Step(event.phase, None, searcher.bound)

@@ -402,6 +402,8 @@ class _Propagation:
             assert source is not None
             return source
         wanted = self.wanted(value)
+        if len(wanted) < 2 and not (made.partial and value.name in self.graph.kept):
+            return made  # no way over another layout is cheaper
         candidates = [made, made.without_partial(), *sorted(wanted, key=str)]
         if value.name in self.graph.kept:
             candidates = [spec for spec in candidates if not spec.partial]

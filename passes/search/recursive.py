@@ -52,19 +52,22 @@ Cut = str | None
 """The index of an op that is cut, or None."""
 
 
-def recursive(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> tuple[ProcessMesh, Layouts]:
+def recursive(
+    graph: Graph, mesh: ProcessMesh, price: Price = wire_price, most_axes: int | None = None
+) -> tuple[ProcessMesh, Layouts]:
     """Layouts by double recursion.
 
     Args:
         graph: serial; its annotations hold.
         mesh: where everything runs; the first axis is divided first.
         price: of one collective, for what follows the forward ops.
+        most_axes: of the mesh, at most: between layouts on more, changes take minutes to find; None for any.
 
     Returns:
         the mesh, each axis divided into as few as tell the cuts apart, and layouts on it.
 
     Raises:
-        ShardingError: an annotation does not fit the mesh, or the mesh has weights.
+        ShardingError: an annotation does not fit the mesh, the mesh has weights, or there are too many axes.
     """
     primes = prime_mesh(mesh)
     search = _Recursion(graph, primes)
@@ -80,6 +83,11 @@ def recursive(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> tup
         for axis, runs in parts.items()
     }
     shape = [primes.count(run) for axis in mesh.axes for run in parts[axis]]
+    if most_axes is not None and len(shape) > most_axes:
+        raise ShardingError(
+            f"graph @{graph.name}: double recursion cuts {mesh} along {len(shape)} axes but changes of "
+            f"layout are looked for on {most_axes} at most; search in mode recursive, which takes minutes"
+        )
     found = ProcessMesh(mesh.ranks.reshape(shape), [name for axis in mesh.axes for name in names[axis]])
     joined = {
         prime: name

@@ -13,13 +13,14 @@ is kept line by line, so that a plan with it in place of the choice can be made 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distgraph.engine.extracting import lines_of
 from distgraph.engine.searching.fixed import formulated
+from distgraph.engine.searching.judged import Judged
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Realized, rechosen
 from distgraph.errors import ShardingError
@@ -35,42 +36,22 @@ from distgraph.resources.units import format_bytes
 _FOLLOWERS = 4  # moves a node, at most, when neighbours follow
 
 
-def decisions(best: Realized, forecasts: Sequence[Realized]) -> dict[str, Decision]:
+def decisions(best: Judged, forecasts: Sequence[Judged]) -> dict[str, Decision]:
     """Choices of the whole program, each with the best program in which it was taken otherwise."""
     found = {}
-    for name, of in _CHOICES.items():
-        chosen = of(best)
-        others = [other for other in forecasts if other.fits and of(other) != chosen]
+    for name, chosen in best.choices.items():
+        others = [other for other in forecasts if other.fits and other.choices[name] != chosen]
         runner_up = min(others, key=lambda other: other.seconds, default=None)
         if runner_up is None:
             found[name] = Decision(chosen=chosen, note="nothing else that fits was forecast")
             continue
         found[name] = Decision(
             chosen=chosen,
-            runner_up=of(runner_up),
+            runner_up=runner_up.choices[name],
             runner_up_seconds=runner_up.seconds,
             note=f"the runner-up is the best program of the search that differs in this: {runner_up.origin}",
         )
     return found
-
-
-def _stages(found: Realized) -> str:
-    if found.proposal is None:
-        return "one on " + ", ".join(map(str, dict.fromkeys(found.build.lowered.meshes)))
-    return "; ".join(map(str, found.proposal.stages))
-
-
-def _recompute(found: Realized) -> str:
-    count = len(found.traced.recompute)
-    return f"{count} of {len(found.traced.layers)} layers"
-
-
-_CHOICES: dict[str, Callable[[Realized], str]] = {
-    "micro_batches": lambda found: str(found.traced.graph.micro_batches),
-    "stages": _stages,
-    "recompute": _recompute,
-    "schedule": lambda found: found.build.policy,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +177,27 @@ def with_runner_up(found: Realized, storage: Storage, oracle: Oracle) -> Realize
     other = followed(formulation.problem, choice, storage.node, storage.option)
     changed = {mesh: (found.solved[mesh][0], other) for mesh in storage.meshes}
     return rechosen(found, {**found.solved, **changed}, oracle)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """What becomes of a program with another storage of some parameters.
+
+    Attributes:
+        seconds, fits, ops: of its forecast, its memory and its size.
+        instead: lines of the plan that are others.
+    """
+
+    seconds: float
+    fits: bool
+    ops: int
+    instead: dict[str, str]
+
+
+def runner_up(found: Realized, storage: Storage, oracle: Oracle) -> RunnerUp:
+    """Forecast `with_runner_up`."""
+    other = with_runner_up(found, storage, oracle)
+    return RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), changes(found, other))
 
 
 def followed(problem: Problem, choice: Sequence[int], node: int, option: int) -> tuple[int, ...]:

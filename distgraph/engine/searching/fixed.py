@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.oracle import Oracle, Traced, solved
 from distgraph.engine.searching.proposal import Realized, program
-from distgraph.errors import ResourceError, ShardingError
+from distgraph.errors import DistGraphError, ResourceError, ShardingError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
@@ -22,6 +23,7 @@ from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import propagate
 from distgraph.passes.search.recursive import recursive
 from distgraph.resources import Cluster
+from distgraph.resources.units import format_bytes
 
 
 def annotated_meshes(graph: Graph, cluster: Cluster) -> tuple[ProcessMesh, ...]:
@@ -77,6 +79,35 @@ def as_annotated(oracle: Oracle, micro_batches: int) -> Realized:
     return program(oracle, completed, traced, devices, "1f1b", "annotations, completed")
 
 
+def data_parallel(
+    oracle: Oracle, devices: tuple[int, ...], name: str, *, hopeless: bool = False
+) -> Realized | str:
+    """Plain data parallelism from completion alone; or why there is none.
+
+    Args:
+        oracle: of the program.
+        devices: each gets an equal share of the samples.
+        name: of the program.
+        hopeless: build it also where parameters and states alone are too large.
+    """
+    if oracle.training.size < len(devices):
+        return f"the batch has {oracle.training.size} samples, fewer than {len(devices)} devices"
+    traced = oracle.traced(1)
+    held = sum(op.result.nbytes for op in traced.graph.sources("param", "state"))
+    missing = held - min(oracle.cluster.devices[device].memory for device in devices)
+    if missing > 0 and not hopeless:
+        return (
+            f"out of memory by at least {format_bytes(missing)}: every device would hold all parameters and "
+            f"states"
+        )
+    mesh = ProcessMesh.grid(dp=len(devices))
+    try:
+        completed = replace(complete(plain(traced.graph, mesh), mesh), micro_batches=1)
+        return program(oracle, completed, traced, devices, "1f1b", name)
+    except DistGraphError as error:
+        return f"there is none: {error}"
+
+
 def formulated(oracle: Oracle, traced: Traced, mesh: ProcessMesh) -> Formulation:
     """The problem of laying everything out on one mesh; annotations on others do not count."""
     graph = traced.graph
@@ -103,13 +134,13 @@ def _solved(
     return found, tuple(solution.choice)
 
 
-def recursively(oracle: Oracle, micro_batches: int) -> Realized:
+def recursively(oracle: Oracle, micro_batches: int, most_axes: int | None = None) -> Realized:
     """Double recursion over all devices, or over the mesh of the annotations (see `recursive`)."""
     traced = oracle.traced(micro_batches)
     count = len(oracle.cluster.devices)
     meshes = annotated_meshes(traced.graph, oracle.cluster) or (ProcessMesh.grid(dp=count),)
     price = oracle.prices(tuple(range(count))).price
-    mesh, layouts = recursive(traced.graph, _only(meshes, "recursive"), price)
+    mesh, layouts = recursive(traced.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in traced.graph.ops), mesh)
     return _assigned(oracle, traced, placements, {mesh: layouts}, "1f1b", "double recursion")
 

@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from distgraph.engine.positions import cut
+from distgraph.engine.searching.crew import spread
 from distgraph.engine.searching.restrict import Restriction, restricted
 from distgraph.engine.searching.space import Shape, devices_for
 from distgraph.engine.training import Training
@@ -45,6 +46,7 @@ SOLVE_SECONDS = 2.0
 GAP = 1e-3
 _FAR, _PATIENCE = 0.1, 5.0  # a solution this far from its bound gets so many times as long
 _REACH = 4  # times as many micro-batches, or as few, to which a choice is carried over
+_ALONE = 0.3  # seconds after which shapes are solved in several processes
 _REPLANNED = 1.02  # a variant is one of its own where it saves 2 % of the memory of the one before
 
 
@@ -118,6 +120,18 @@ def solved(problem: Problem) -> Solution:
     return solve_cached(problem, seconds=_PATIENCE * SOLVE_SECONDS, gap=GAP)
 
 
+_Key = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A front, and what was kept while it was made."""
+
+    variants: tuple[Variant, ...]
+    choices: dict[object, tuple[tuple[int, ...], float]]
+    bases: dict[object, dict[int, float]]
+
+
 @dataclass(eq=False)
 class Oracle:
     """Traces and solves on demand.
@@ -126,12 +140,15 @@ class Oracle:
         training: the program.
         cluster: where it is to run.
         pools: of the cluster.
+        expired: whether nothing new is to be begun.
+        processes: that work for it at the same time (see `crew`).
     """
 
     training: Training
     cluster: Cluster
     pools: tuple[Pool, ...]
     expired: Callable[[], bool] = lambda: False
+    processes: int = 1
     _firsts: list[str] | None = None
     _traces: dict[tuple[int, tuple[int, ...]], Traced] = field(default_factory=dict)
     _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
@@ -139,7 +156,7 @@ class Oracle:
     _choices: dict[object, tuple[tuple[int, ...], float]] = field(default_factory=dict)
     _twins: dict[object, Ints | None] = field(default_factory=dict)
     _bases: dict[object, dict[int, float]] = field(default_factory=dict)
-    _variants: dict[object, tuple[Variant, ...]] = field(default_factory=dict)
+    _variants: dict[_Key, tuple[Variant, ...]] = field(default_factory=dict)
     _settled: set[object] = field(default_factory=set)
 
     def traced(self, micro_batches: int, recompute: Sequence[int] = ()) -> Traced:
@@ -250,6 +267,41 @@ class Oracle:
         key = micro_batches, submesh, shape, restriction, MEMORY_PRICES
         return (*key, False) in self._variants or (*key, True) in self._variants
 
+    def look_up(
+        self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
+    ) -> None:
+        """Make the fronts of some shapes at the same time: of the first, of others while there is time."""
+        keys = [self._key(micro_batches, *pair, restriction, MEMORY_PRICES) for pair in shapes]
+        missing = [key for key in keys if key not in self._variants]
+        if not missing:
+            return
+        for layers in ((), self.everything(micro_batches)):
+            _ = self.traced(micro_batches, layers).fold  # before processes are copied
+
+        def made(number: int) -> _Made | None:
+            if number and self.expired():
+                return None
+            choices, bases = set(self._choices), {key: set(own) for key, own in self._bases.items()}
+            found = tuple(self._front(*missing[number]))
+            return _Made(
+                found,
+                {key: choice for key, choice in self._choices.items() if key not in choices},
+                {
+                    key: new
+                    for key, own in self._bases.items()
+                    if (new := {m: price for m, price in own.items() if m not in bases.get(key, ())})
+                },
+            )
+
+        for key, found in zip(
+            missing, spread(made, range(len(missing)), self.processes, _ALONE), strict=True
+        ):
+            if found is not None:
+                self._variants[key] = found.variants
+                self._choices.update(found.choices)
+                for shape, prices in found.bases.items():
+                    self._bases.setdefault(shape, {}).update(prices)
+
     def variants(
         self,
         micro_batches: int,
@@ -259,11 +311,21 @@ class Oracle:
         shares: Sequence[float] = MEMORY_PRICES,
     ) -> tuple[Variant, ...]:
         """The front of one shape, fastest first; of the given prices of memory."""
-        settled = restriction != "none" or (micro_batches, submesh, shape) in self._settled
-        key = micro_batches, submesh, shape, restriction, tuple(shares), settled
+        key = self._key(micro_batches, submesh, shape, restriction, shares)
         if key not in self._variants:
             self._variants[key] = tuple(self._front(*key))
         return self._variants[key]
+
+    def _key(
+        self,
+        micro_batches: int,
+        submesh: SubMesh,
+        shape: Shape,
+        restriction: Restriction,
+        shares: Sequence[float],
+    ) -> _Key:
+        settled = restriction != "none" or (micro_batches, submesh, shape) in self._settled
+        return micro_batches, submesh, shape, restriction, tuple(shares), settled
 
     def _front(
         self,

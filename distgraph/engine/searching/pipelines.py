@@ -61,17 +61,25 @@ def front(
     """
     found: dict[SubMesh, list[Variant]] = {}
     whole = True
-    for submesh in sorted(submeshes, key=partial(_distance, oracle)):
-        for shape in _shapes(oracle, micro_batches, submesh):
-            if (submesh, shape) in without:
-                continue
-            if found and oracle.expired() and not oracle.known(micro_batches, submesh, shape, restriction):
-                whole = False
-                continue
-            own = oracle.variants(micro_batches, submesh, shape, restriction)
-            found[submesh] = [*found.get(submesh, ()), *own]
+    near = sorted(submeshes, key=partial(_distance, oracle))
+    pairs = [(submesh, shape) for submesh in near for shape in _shapes(oracle, micro_batches, submesh)]
+    pairs = [pair for pair in pairs if pair not in without]
+    oracle.look_up(micro_batches, pairs, restriction)
+    for submesh, shape in pairs:
+        if found and oracle.expired() and not oracle.known(micro_batches, submesh, shape, restriction):
+            whole = False
+            continue
+        own = oracle.variants(micro_batches, submesh, shape, restriction)
+        found[submesh] = [*found.get(submesh, ()), *own]
     kept = tuple(submesh for submesh in submeshes if submesh in found)
     return Front(micro_batches, kept, tuple(tuple(found[s]) for s in kept), whole)
+
+
+def within(found: Front, pool: int) -> Front:
+    """The part of a front that takes nothing of other pools."""
+    own = [n for n, submesh in enumerate(found.submeshes) if submesh.sizes[pool] == submesh.size]
+    submeshes = tuple(found.submeshes[n] for n in own)
+    return replace(found, submeshes=submeshes, variants=tuple(found.variants[n] for n in own))
 
 
 def undominated(found: Front) -> Front:

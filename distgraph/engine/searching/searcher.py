@@ -9,7 +9,7 @@ the answer is never behind them.
         best row of stages by the dynamic programme     an estimate
     the rows with the best estimates are built and forecast; the best forecast that fits memory wins
 
-Numbers of micro-batches are climbed in growing strides (`_climb`). The first row that fits is forecast at
+Numbers of micro-batches are climbed in growing strides (`climb`). The first row that fits is forecast at
 once, so that there is an answer early; shapes that are slower by themselves than the best row are left out
 from then on. A row that does not fit memory by its forecast is searched again with that much less memory.
 What lies beside the rows that were forecast (a border moved, stages exchanged, other micro-batches) is
@@ -27,11 +27,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.bound import least_seconds
+from distgraph.engine.searching.climb import FEW, best_count, climb, least
+from distgraph.engine.searching.crew import spread
 from distgraph.engine.searching.decisions import (
-    changes,
+    RunnerUp,
+    Storage,
     decisions,
+    runner_up,
     storages,
     told,
     with_problems,
@@ -40,11 +43,13 @@ from distgraph.engine.searching.decisions import (
 from distgraph.engine.searching.fixed import (
     annotated_meshes,
     as_annotated,
+    data_parallel,
     fronts,
     on_annotated,
     propagated,
     recursively,
 )
+from distgraph.engine.searching.judged import Judged, judge, judged, light
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import (
@@ -54,14 +59,13 @@ from distgraph.engine.searching.pipelines import (
     front,
     may_fit,
     undominated,
+    within,
 )
 from distgraph.engine.searching.proposal import (
     Proposal,
     Realized,
     StageChoice,
     plan_of,
-    program,
-    realize,
 )
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.shortage import leanest, nothing_fits
@@ -69,8 +73,6 @@ from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of
 from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, InfeasibleError
-from distgraph.mesh import ProcessMesh
-from distgraph.passes.complete import complete
 from distgraph.passes.search.placing import SubMesh
 from distgraph.passes.search.schedules import SCHEDULES
 from distgraph.passes.search.stages import Stages
@@ -78,17 +80,17 @@ from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
-_ROUNDS = 4  # micro-batches a stage of the longest pipeline, about which the search begins
-_FEW = 8  # numbers of micro-batches that are all tried, in all shapes
 _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.15  # an estimate that is this much above the best forecast is not forecast any more
 _SETTLED = 2  # times that a row whose layouts are carried over is searched again with layouts of its own
 _RETRIES = 2  # rows that do not fit are searched again with less memory
 _ROUNDING = 1e-9  # relative: sums in another order
 _TIGHTER = 4  # each so often, as long as it is the same row
+_MOST_AXES = 4  # of a program of double recursion
+_QUICK = 0.2  # seconds of a forecast that needs no process of its own
 _EXPLAINED = 12  # parameters whose runners-up are forecast
 _LOOKED_AT = 12_000  # ops of the programs, together, that are built to see what lies beside a row
-_TOLD = 25_000  # the same for runners-up
+_TOLD = 15_000  # the same for runners-up
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
 
@@ -97,7 +99,7 @@ class Event:
     """Something that the search found or began: a phase, or a program with its forecast."""
 
     phase: str
-    found: Realized | None = None
+    found: Judged | None = None
 
 
 @dataclass(eq=False)
@@ -110,6 +112,8 @@ class Searcher:
         mode: "auto", "recursive" or "sharding_propagation".
         seconds: after which nothing new is begun.
         stopped: asked besides.
+        clock: by which it is measured.
+        processes: that work at the same time; the answer does not depend on how many there are.
 
     Attributes:
         best: the best program that fits so far.
@@ -124,18 +128,23 @@ class Searcher:
     seconds: float
     stopped: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
-    best: Realized | None = None
+    processes: int = 1
+    best: Judged | None = None
     baselines: dict[str, float | str] = field(default_factory=dict)
-    forecasts: list[Realized] = field(default_factory=list)
+    forecasts: list[Judged] = field(default_factory=list)
     bound: float | None = None
     _rows: dict[int, Proposal] = field(default_factory=dict)
     _stored: dict[str, Decision] = field(default_factory=dict)
     _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
+    _pools: dict[str, list[Proposal]] = field(default_factory=dict)
     _first: int = 0
+    _took: float = 0.0
+    _foreseen: dict[tuple[object, ...], Judged] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.end = self.clock() + self.seconds
-        self.oracle = Oracle(self.training, self.cluster, pools_of(self.cluster), self.expired)
+        pools = pools_of(self.cluster)
+        self.oracle = Oracle(self.training, self.cluster, pools, self.expired, self.processes)
 
     def expired(self) -> bool:
         """Whether time is up."""
@@ -162,7 +171,7 @@ class Searcher:
         elif self.best is None or not self.expired():
             yield from self._searched()
             yield from self._uniform()
-            yield from self._others(annotated)
+            yield from self._recursive()
         yield from self._explained()
         if self.best is None and self.mode == "auto" and not annotated and not self.expired():
             yield from self._nearest()
@@ -170,7 +179,9 @@ class Searcher:
             yield from self._data_parallel(eligible=not annotated, hopeless=True)
         if self.best is None:
             seconds = self.seconds if self.expired() else None
-            raise InfeasibleError(nothing_fits(self.cluster, self.forecasts, seconds))
+            short = min((f for f in self.forecasts if not f.fits), key=lambda f: f.filled, default=None)
+            nearest = None if short is None else short.again(self.oracle)
+            raise InfeasibleError(nothing_fits(self.cluster, nearest, seconds))
 
     def plan(self, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
         """The best so far as a plan, with what it was compared with."""
@@ -179,7 +190,7 @@ class Searcher:
         gap = None if self.bound is None else self.best.seconds / self.bound - 1
         found = Found(mode=self.mode, status=status, bound=self.bound, gap=gap, settings=settings)
         return replace(
-            plan_of(self.best, self.oracle),
+            plan_of(self.best.again(self.oracle), self.oracle),
             baselines=dict(self.baselines),
             search=found,
             decisions={**decisions(self.best, self.forecasts), **told(self._stored)},
@@ -188,105 +199,142 @@ class Searcher:
     def _explained(self) -> Iterator[Event]:
         """Forecast the runners-up of the largest parameters; one that is faster is taken."""
         looked: set[str] = set()
+        ahead: dict[str, RunnerUp] = {}
         ops = 0
-        if self.best is not None and not self.expired():
-            self.best = with_problems(self.best, self.oracle)
-        while self.best is not None and self.best.solved:
-            best = self.best
+        if self.best is None or self.expired():
+            return
+        given = self.best.again(self.oracle)
+        best = with_problems(given, self.oracle)
+        if best is not given:
+            self.best = judged(best, rechosen=True)
+        while best.solved:
             rows = storages(best)
             self._stored = {row.name: self._stored.get(row.name, row.decision) for row in rows}
             row = next((r for r in rows if r.option is not None and r.name not in looked), None)
             if row is None or len(looked) >= _EXPLAINED or ops >= _TOLD or self.expired():
                 return
-            looked.add(row.name)
             yield Event(f"another layout of {row.name}")
-            other = with_runner_up(best, row, self.oracle)
-            ops += len(other.build.lowered.ops)
+            if row.name not in ahead:
+                rest = [r for r in rows if r.option is not None and r.name not in looked]
+                ahead = self._runners_up(best, rest)
+            looked.add(row.name)
+            other = ahead[row.name]
+            ops += other.ops
             if other.fits and other.seconds < best.seconds:
                 self._stored.clear()
                 looked.clear()
-                yield self._judged(other)
+                ahead.clear()
+                best = with_runner_up(best, row, self.oracle)
+                yield self._judged(judged(best, rechosen=True))
                 continue
             note = (
                 row.decision.note if other.fits else f"{row.decision.note}; the runner-up does not fit memory"
             )
             self._stored[row.name] = replace(
-                row.decision, runner_up_seconds=other.seconds, note=note, instead=changes(best, other)
+                row.decision, runner_up_seconds=other.seconds, note=note, instead=other.instead
             )
+
+    def _runners_up(self, best: Realized, rows: Sequence[Storage]) -> dict[str, RunnerUp]:
+        """Forecasts of the next runners-up, as many as processes work together."""
+
+        def of(row: Storage) -> RunnerUp:
+            return runner_up(best, row, self.oracle)
+
+        few = rows[: self._together]
+        return {row.name: found for row, found in zip(few, spread(of, few, self._together), strict=True)}
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
         """One program of another search, with the micro-batches of the strategy."""
         yield Event(name)
-        yield self._judged(make(self.oracle, self.training.micro_batches))
-
-    def _others(self, annotated: Sequence[ProcessMesh]) -> Iterator[Event]:
-        """The other modes, where there is time; what they cannot do is no fault here."""
-        modes = [("double recursion", recursively)]
-        if annotated:
-            modes.append(("sharding propagation", propagated))
-        for name, make in modes:
-            if self.expired():
-                return
-            yield Event(name)
-            micro = 1 if self.best is None else self.best.traced.graph.micro_batches
-            try:
-                yield self._judged(make(self.oracle, micro))
-            except DistGraphError as error:
-                self.baselines[name] = f"there is none: {error}"
+        yield self._judged(judged(make(self.oracle, self.training.micro_batches)))
 
     def _on_annotated(self) -> Iterator[Event]:
         """Layouts on the meshes that annotations name, for several numbers of micro-batches."""
         wanted = self.training.micro_batches
         counts = (wanted,) if wanted > 1 else micro_batch_counts(self.training.size)[::-1][:_FORECASTS]
-        yield self._judged(as_annotated(self.oracle, wanted))
+        yield self._judged(judged(as_annotated(self.oracle, wanted)))
         for micro, recompute, share in fronts(self.oracle, counts):
             if share and self.best is not None:
                 return  # what fits needs no dearer memory
             if self.expired() and self.best is not None:
                 return
             yield Event(f"layouts on the annotated meshes, {micro} micro-batches")
-            yield self._judged(on_annotated(self.oracle, micro, recompute, share))
+            yield self._judged(judged(on_annotated(self.oracle, micro, recompute, share)))
 
     def _data_parallel(self, eligible: bool, hopeless: bool = False) -> Iterator[Event]:
-        """Plain data parallelism on all devices, from completion alone.
+        """Plain data parallelism on all devices, and on those of each kind where there are several.
 
         Args:
             eligible: whether it may be the answer; not where annotations say otherwise.
             hopeless: build it also where parameters and states alone are too large.
         """
-        ranks = len(self.cluster.devices)
-        name, micro = "data parallel", 1
-        if self.training.size < ranks:
-            self.baselines[name] = f"the batch has {self.training.size} samples, fewer than {ranks} devices"
-            return
-        traced = self.oracle.traced(micro)
-        held = sum(op.result.nbytes for op in traced.graph.sources("param", "state"))
-        missing = held - min(device.memory for device in self.cluster.devices)
-        if missing > 0 and not hopeless:
-            self.baselines[name] = (
-                f"out of memory by at least {format_bytes(missing)}: every device would hold all parameters "
-                f"and states"
-            )
-            return
-        mesh = ProcessMesh.grid(dp=ranks)
-        try:
-            completed = replace(complete(plain(traced.graph, mesh), mesh), micro_batches=micro)
-            found = program(self.oracle, completed, traced, tuple(range(ranks)), "1f1b", name)
-        except DistGraphError as error:
-            self.baselines[name] = f"there is none: {error}"
-            return
-        yield self._judged(found, eligible)
+        where = {"data parallel": tuple(range(len(self.cluster.devices)))}
+        for pool in self.oracle.pools:
+            if 1 < pool.size < len(self.cluster.devices):
+                devices = tuple(device for machine in pool.machines for device in machine)
+                where[f"data parallel, {pool.size} x {pool.name}"] = devices
+        for name, devices in where.items():
+            found = data_parallel(self.oracle, devices, name, hopeless=hopeless)
+            if isinstance(found, str):
+                self.baselines[name] = found
+            else:
+                yield self._judged(judged(found), eligible)
 
-    def _judged(self, found: Realized, eligible: bool = True) -> Event:
+    def _judged(self, found: Judged, eligible: bool = True) -> Event:
         """Keep a program if it is the best so far; note it among the baselines where it is one."""
         self.forecasts.append(found)
         if found.origin != "search":
-            short = max((s.missing for s in found.shortages), default=0.0)
-            what = found.seconds if found.fits else f"out of memory by {format_bytes(short)}"
-            self.baselines[found.origin] = what
+            self._note(found.origin, found)
         if eligible and found.fits and (self.best is None or found.seconds < self.best.seconds):
+            if self.best is not None:
+                self.best.forget()
             self.best = found
+        else:
+            found.forget()
         return Event(f"forecast of {found.origin}", found)
+
+    def _note(self, name: str, found: Judged) -> None:
+        """Keep the best program of a name."""
+        known = self.baselines.get(name, "")
+        if found.fits:
+            self.baselines[name] = found.seconds if isinstance(known, str) else min(known, found.seconds)
+        elif isinstance(known, str):
+            self.baselines[name] = f"out of memory by {format_bytes(found.missing)}"
+
+    def _compared_with(self, row: Proposal, late: bool) -> Iterator[Event]:
+        """A row among the baselines, by its forecast; a late one only where that was made before."""
+        decided = ((f, f.proposal) for f in self.forecasts)
+        same = next((f for f, p in decided if p is not None and p.decisions == row.decisions), None)
+        if same is not None:
+            self._note(row.origin, same)
+        elif not late:
+            yield self._judged(self._look(row))
+
+    def _foresee(self, proposals: Sequence[Proposal]) -> None:
+        """Forecast what will probably be asked for, at the same time; nothing where there is one process."""
+        known = {key for key in map(_key, proposals) if key in self._foreseen}
+        wanted = [proposal for proposal in proposals if _key(proposal) not in known]
+        if len(wanted) < 2 or self._together < 2:
+            return
+        for proposal in wanted:
+            self.oracle.traced(proposal.micro_batches)
+        for found in spread(lambda p: light(judge(p, self.oracle)), wanted, self.processes):
+            assert found.proposal is not None
+            self._foreseen[_key(found.proposal)] = found
+
+    def _look(self, proposal: Proposal) -> Judged:
+        """The forecast of a proposal."""
+        known = self._foreseen.pop(_key(proposal), None)
+        if known is None:
+            begin = time.monotonic()
+            known = judge(proposal, self.oracle)
+            self._took = time.monotonic() - begin
+        return known
+
+    @property
+    def _together(self) -> int:
+        """Processes that forecast programs: one as long as these are ready before a process is copied."""
+        return self.processes if self._took > _QUICK else 1
 
     # the search
 
@@ -295,59 +343,28 @@ class Searcher:
         counts = micro_batch_counts(self.training.size)
         seen: set[object] = set()
         tried: set[int] = set()
-        for number in self._climb(counts):
-            tried.add(counts[number])
-            yield from self._try(counts[number])
-            row = self._rows.get(counts[number])
+        stages = min(len(self.cluster.devices), len(self.oracle.traced(counts[-1]).layers))
+        for count in climb(counts, stages, self._rows, self.expired):
+            tried.add(count)
+            yield from self._try(count)
+            row = self._rows.get(count)
             if row is not None and self.best is None:  # so that there is an answer early
                 yield from self._promising(row, seen)
         if self._rows and not self.expired():
             yield from self._try_fewest(counts[-1], tried)
-        for row in sorted(self._rows.values(), key=lambda row: row.estimate)[:_FORECASTS]:
+        rows = sorted(self._rows.values(), key=lambda row: row.estimate)[:_FORECASTS]
+        self._foresee([row for row in rows if not self._late(row, seen) and row.decisions not in seen])
+        for row in rows:
             yield from self._promising(row, seen)
+        for alike in self._pools.values():
+            for row in sorted(alike, key=lambda row: row.estimate)[:_FORECASTS]:
+                yield from self._compared_with(row, self._late(row, seen))
         yield from self._beside()
-
-    def _climb(self, counts: Sequence[int]) -> Iterator[int]:
-        """Positions in falling numbers of micro-batches, towards the best row.
-
-        From four times as many as a pipeline may have stages on, with which the longest one stands still for
-        a fifth of a step: to more, else to fewer, in growing strides as long as that is better; last to what
-        lies beside the best. Where nothing fits there, smaller micro-batches come first. Then all others,
-        where there are few: a pipeline likes many, what is no pipeline few, and both may be best of their
-        kind.
-        """
-        stages = min(len(self.cluster.devices), len(self.oracle.traced(counts[-1]).layers))
-        wanted = _ROUNDS * stages
-        start = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / wanted)))
-        tried = {start}
-        yield start
-        stride = {-1: 1, 1: 1}  # towards more, towards fewer
-        while self._rows and not self.expired():
-            at, least = counts.index(self._best_count), self._least
-            near = [(way, at + way * size) for way in stride for size in (stride[way], 1)]
-            ahead = [(way, n) for way, n in near if 0 <= n < len(counts) and n not in tried]
-            if not ahead:
-                break
-            way, number = ahead[0]
-            tried.add(number)
-            yield number
-            stride[way] = 2 * stride[way] if self._least < least else 1
-        for number in (*range(start, -1, -1), *range(start, len(counts))):
-            if (self._rows and len(counts) > _FEW) or self.expired():
-                return
-            if number not in tried:
-                tried.add(number)
-                yield number
-
-    @property
-    def _best_count(self) -> int:
-        """Micro-batches of the best row by estimate."""
-        return min(self._rows, key=lambda m: self._rows[m].estimate)
 
     @property
     def _least(self) -> float:
         """Seconds of the best row by estimate."""
-        return min((row.estimate for row in self._rows.values()), default=math.inf)
+        return least(self._rows)
 
     def _try_fewest(self, fewest: int, tried: set[int]) -> Iterator[Event]:
         """Pipelines want many micro-batches, a single stage few: beside the best pipeline another optimum."""
@@ -368,18 +385,20 @@ class Searcher:
                 stage = StageChoice(0, len(traced.layers), (device,), Shape((("dp", 1),)))
                 yield Event("one device")
                 yield self._judged(
-                    realize(Proposal("search", 1, "1f1b", (stage,), (), "none", math.inf), self.oracle)
+                    judge(Proposal("search", 1, "1f1b", (stage,), (), "none", math.inf), self.oracle)
                 )
 
     def _promising(self, row: Proposal, seen: set[object]) -> Iterator[Event]:
         """Forecast a row that may be better than the best, once."""
-        first = not seen  # is forecast also when time is up: all was for its sake
-        late = self.best is not None and (
-            row.estimate > _WORSE * self.best.seconds or (self.expired() and not first)
-        )
-        if not late and row.decisions not in seen:
+        if not self._late(row, seen) and row.decisions not in seen:
             seen.add(row.decisions)
             yield from self._forecast(row)
+
+    def _late(self, row: Proposal, seen: set[object]) -> bool:
+        """Whether a row comes too late; the first does not even when time is up: all was for its sake."""
+        if self.best is None:
+            return False
+        return row.estimate > _WORSE * self.best.seconds or (self.expired() and bool(seen))
 
     def _beside(self) -> Iterator[Event]:
         """From each row that was forecast to the first neighbour that is faster, as long as there is one."""
@@ -393,19 +412,20 @@ class Searcher:
         for row in sorted(rows, key=lambda found: found.seconds):
             here, waiting = row, self._unseen(row, seen)
             while waiting and looked < _LOOKED_AT and not self.expired():
+                self._foresee(waiting[: self.processes])
                 proposal = waiting.pop(0)
                 seen.add(proposal.decisions)
-                other = realize(proposal, self.oracle)
-                looked += len(other.build.lowered.ops)
+                other = self._look(proposal)
+                looked += other.ops
                 yield self._judged(other)
                 if other.fits and other.seconds < here.seconds:
                     here, waiting = other, self._unseen(other, seen)
 
-    def _unseen(self, found: Realized, seen: Collection[object]) -> list[Proposal]:
+    def _unseen(self, found: Judged, seen: Collection[object]) -> list[Proposal]:
         """Neighbours of a row that were not looked at yet."""
         assert found.proposal is not None
         beside = neighbours(found.proposal, tuple(self._rows), self.oracle.kinds)
-        return [proposal for proposal in beside if proposal.decisions not in seen]
+        return [replace(p, origin="search") for p in beside if p.decisions not in seen]
 
     def _try(self, micro_batches: int) -> Iterator[Event]:
         """The best row for a number of micro-batches, if any fits."""
@@ -444,6 +464,7 @@ class Searcher:
             for key, seconds in alone(self.oracle, found).items():
                 self._ideal[key] = min(seconds, self._ideal.get(key, math.inf))
             found = undominated(found)
+            self._try_pools(found, schedules)
             best = self._best_row(found, slack, schedules)
             if best is None:
                 return None
@@ -456,12 +477,21 @@ class Searcher:
                 self.oracle.settle(micro_batches, submesh, shape)
         return row
 
+    def _try_pools(self, found: Front, schedules: Iterable[str]) -> None:
+        """The best row on each kind of device alone, where there are several: no plan must be behind it."""
+        for number, pool in enumerate(self.oracle.pools if len(self.oracle.pools) > 1 else ()):
+            own = within(found, number)
+            best = self._best_row(own, 1.0, schedules) if own.submeshes else None
+            if best is not None:
+                name = f"{pool.size} x {pool.name} alone"
+                self._pools.setdefault(name, []).append(replace(best[0], origin=name))
+
     def _poor(self) -> frozenset[tuple[SubMesh, Shape]]:
         """Shapes that are slower by themselves than the best row; none where all rows are looked at.
 
         Of the shapes of the best row itself one stays always: their mean by devices takes no longer than it.
         """
-        if len(micro_batch_counts(self.training.size)) <= _FEW:
+        if len(micro_batch_counts(self.training.size)) <= FEW:
             return frozenset()
         least = self._least * (1 + _ROUNDING)
         return frozenset(key for key, seconds in self._ideal.items() if seconds > least)
@@ -487,15 +517,14 @@ class Searcher:
         """Forecast a row; where it does not fit, search again with less memory."""
         slack = 1.0
         for _ in range(_RETRIES + 1):
-            made = realize(proposal, self.oracle)
+            made = self._look(proposal)
             yield self._judged(made)
             if made.fits or (self.expired() and self.best is not None):
                 return
             yield Event(f"stages, {proposal.micro_batches} micro-batches, with less memory")
-            worst = max(s.needed / s.available for s in made.shortages)
             again: Proposal | None = proposal
             for _ in range(_TIGHTER):  # the estimate may say of the same row that it needs less
-                slack /= worst * 1.01
+                slack /= made.filled * 1.01
                 again = self._row(proposal.micro_batches, slack, (proposal.schedule,))
                 if again is None or again.decisions != proposal.decisions:
                     break
@@ -508,11 +537,26 @@ class Searcher:
     def _uniform(self) -> Iterator[Event]:
         """The best uniform row of every kind, by estimate, forecast."""
         yield Event("uniform grid")
-        micro = min(self._rows, key=lambda m: self._rows[m].estimate, default=1)
-        for restriction in _UNIFORM:
-            proposal = best_uniform(self.oracle, [micro], restriction, self._poor())
-            if proposal is not None and not self.expired():
-                yield self._judged(realize(proposal, self.oracle))
+        micro, poor = best_count(self._rows) if self._rows else 1, self._poor()
+
+        def best(restriction: Restriction) -> Judged | None:
+            proposal = best_uniform(self.oracle, [micro], restriction, poor)
+            return None if proposal is None or self.expired() else light(judge(proposal, self.oracle))
+
+        for found in spread(best, _UNIFORM, self._together):
+            if found is not None:
+                yield self._judged(found)
+
+    def _recursive(self) -> Iterator[Event]:
+        """Double recursion, where there is time; what it cannot do is no fault here."""
+        if self.expired():
+            return
+        yield Event("double recursion")
+        micro = 1 if self.best is None else int(self.best.choices["micro_batches"])
+        try:
+            yield self._judged(judged(recursively(self.oracle, micro, _MOST_AXES)))
+        except DistGraphError as error:
+            self.baselines["double recursion"] = f"there is none: {error}"
 
     def _nearest(self) -> Iterator[Event]:
         """Nothing fits: the row that lacks least memory is forecast, so that the error can tell."""
@@ -527,8 +571,13 @@ class Searcher:
             found = False
             for proposal in islice(rows, _FORECASTS):
                 found = True
-                yield self._judged(realize(proposal, self.oracle))
+                yield self._judged(judge(proposal, self.oracle))
                 if self.best is not None:
                     return
             if found:
                 return
+
+
+def _key(proposal: Proposal) -> tuple[object, ...]:
+    """What makes two forecasts the same."""
+    return proposal.origin, *proposal.decisions

@@ -1,13 +1,13 @@
 """When nothing fits: the program that lacks least, what of it takes the memory, and what would make it fit.
 
-*In:* the programs that were forecast. *Out:* a proposal to forecast besides, the message. *Invariant:* every
+*In:* the program that lacks least. *Out:* a proposal to forecast besides, the message. *Invariant:* every
 number is one of a forecast, but for the number of devices, which divides the memory of the whole program.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row
@@ -50,31 +50,24 @@ def leanest(oracle: Oracle, found: Front) -> Iterator[Proposal]:
         slack *= _STEP if slack < 1 else _STRIDE
 
 
-def nothing_fits(cluster: Cluster, forecasts: Sequence[Realized], seconds: float | None) -> str:
+def nothing_fits(cluster: Cluster, nearest: Realized | None, seconds: float | None) -> str:
     """The message of a search without an answer.
 
     Args:
         cluster: what was searched for.
-        forecasts: everything that was forecast.
+        nearest: the program that lacks least; None where none was forecast.
         seconds: that the search had, where they ran out.
     """
     head = f"search: no plan fits cluster {cluster.name}"
     if seconds is not None:
         head = f"search: no plan that fits cluster {cluster.name} was found in {seconds:g} s"
-    short = [found for found in forecasts if found.shortages]
-    if not short:
+    if nearest is None:
         return f"{head}; use more or larger devices, or a smaller batch"
-    nearest = min(short, key=_worst)
     worst = max(nearest.shortages, key=lambda s: s.missing)
     what = nearest.origin if nearest.proposal is None else str(nearest.proposal)
     lacks = f"lacks {format_bytes(worst.missing)} on device {worst.device}: {worst}"
     more = f"{_short(nearest)}; {_of_what(nearest, worst)}; {_ways_out(cluster, nearest, worst)}"
     return f"{head}; the nearest, {what}, {lacks}; {more}"
-
-
-def _worst(found: Realized) -> float:
-    """How many times its memory the fullest device needs."""
-    return max(s.needed / s.available for s in found.shortages)
 
 
 def _short(found: Realized) -> str:
