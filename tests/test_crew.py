@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 from searched import PROGRAMS, two_by_two
@@ -85,6 +86,11 @@ def test_ranks_of_a_job_search_in_one_process(monkeypatch: pytest.MonkeyPatch) -
     assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("PMI_SIZE", "2")
     assert cores() == 1
+
+
+def test_a_daemonic_process_searches_alone() -> None:
+    with get_context("fork").Pool(1) as pool:
+        assert pool.apply(cores) == 1
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])

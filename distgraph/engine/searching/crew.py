@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,8 +31,9 @@ Result = TypeVar("Result")
 
 def cores() -> int:
     """Processes worth having: one for each core this one may use; one where ranks of a job have the others,
-    and where there is no fork."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" and ranks_of_job() == 1 else 1
+    where there is no fork, and in a daemonic process, which may start none."""
+    alone = sys.platform != "linux" or ranks_of_job() > 1 or current_process().daemon
+    return 1 if alone else len(os.sched_getaffinity(0))
 
 
 def spread(
