@@ -36,8 +36,8 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
   strides, poor shapes left out, fewer forecasts:
                                              gpt39b: 53, the plan that won after 30
                                              gpt175b: 123, the plan that won after 49
-  These two are without double recursion, which on 64 devices did not come to its end in minutes (changes of
-  layout on six axes), and without the runners-up behind it. From here on seconds of the clock, nothing else on
+  These two are up to double recursion, which on 64 devices did not come to its end in minutes (changes of
+  layout on six axes), without the runners-up behind it. From here on seconds of the clock, nothing else on
   the machine. Predicted: shapes, forecasts, uniform rows and runners-up in two processes, two thirds of the
   time; double recursion left out of programs on more than four axes:
                                              gpt39b: 48 (71 CPU), the plan that won after 22
