@@ -33,7 +33,8 @@ mostly but not always the two at once:
   set of 7 rounds: 7.7 % mean, 14.3 % at most with means over ranks, 3.0 and 5.8 % with the slowest; another
   run 9.2 and 23.3 %
   predicted: of two modes a median is one or the other, and a step is the sum of its ops, so that means over
-  rounds and steps, and twice as many rounds of the profile, spread less. Measured: 5.8 % mean, 11.9 % at most
+  rounds and steps, and twice as many rounds of the profile, spread less. Measured in two
+  runs: 5.8 and 4.3 % mean, 11.9 and 7.3 % at most
   tried and left: fast repetitions only (lowest tenth, fastest steps in a row): 4.7 to 9.3 %, 10 to 22 % at
   most, as two ranks are hardly ever undisturbed together for a whole step
 """
