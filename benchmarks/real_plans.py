@@ -29,9 +29,9 @@ convolutions of at most 5 MFLOP and divisions of single numbers, and counted oth
 there prices rose in proportion. A profile beside other work made a serial step of this net 4.6 times too
 dear, the divisions in the mixture of experts 1,500 times. Since that was mended, and the slowest rank of a
 profile's round counts, on two cores with nothing else, --minutes 6.5: searched over fastest uniform on 2
-ranks GPT 0.96, conv net 1.01, mixture 1.08; on 4 ranks, two a core, 1.05, 1.35, 1.25 (28, 0 and 42 not tried). The
-quartiles of a plan lie 10 to 40 % apart; whether the last two are chance or the forecast of ranks that share
-a core is open.
+ranks GPT 0.96, conv net 1.01, mixture 1.08; on 4 ranks, two a core, 1.05, 1.35, 1.25 (28, 0 and 42 not
+tried). The quartiles of a plan lie 10 to 40 % apart; whether the last two are chance or the forecast of ranks
+that share a core is open.
 """
 
 import argparse
