@@ -306,12 +306,15 @@ class Policy:
         order: (phase of the task, see `phases`; micro-batch; number of the request) ->
             key; smallest first. Equal keys: the task further down the graph first.
         forward_is_done_first: on each rank, nothing of phase backward runs before all of phase forward.
+        relative: only differences of micro-batches count in `order`, numbers of requests do not, and nothing
+            waits for the last micro-batch: what comes round again need not be simulated again.
     """
 
     name: str
     room: Callable[[Task, Task, int, bool], int | None]
     order: Callable[[str, int, int], tuple[int, ...]]
     forward_is_done_first: bool = False
+    relative: bool = False
 
 
 def _one_f_one_b_room(source: Task, target: Task, stages: int, turns: bool) -> int | None:
@@ -340,7 +343,7 @@ def _forward_first(phase: str, micro: int, request: int) -> tuple[int, ...]:
     return (_FORWARD_FIRST[phase], micro)
 
 
-ONE_F_ONE_B = Policy("1f1b", _one_f_one_b_room, _backward_first)
+ONE_F_ONE_B = Policy("1f1b", _one_f_one_b_room, _backward_first, relative=True)
 GPIPE = Policy("gpipe", _no_limit, _forward_first, forward_is_done_first=True)
 POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE)}
 

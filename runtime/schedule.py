@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.actor import Policy, resolve
 from distgraph.runtime.simulate import Timeline, simulate, symbols
+from distgraph.runtime.steady import clocked
 from distgraph.runtime.task import TaskGraph
 
 __all__ = ["Column", "Schedule", "Step", "check", "parse", "schedule"]
@@ -166,13 +167,16 @@ def schedule(
         B1 -
     """
     chosen = resolve(policy)
-    orders = simulate(graph, durations, policy=chosen, transfer=transfer).orders()
+    if durations is None and not transfer:
+        found = clocked(graph, chosen)
+    else:
+        orders = simulate(graph, durations, policy=chosen, transfer=transfer).orders()
+        found = simulate(graph, None, policy=chosen, order=orders)
     # columns by rank that differ only in time, not in tasks, would have been one resource already
-    clocked = simulate(graph, None, policy=chosen, order=orders)
     columns = []
-    for ranks in clocked.columns:
+    for ranks in found.columns:
         names = symbols([task for task in graph.tasks if ranks[0] in task.ranks])
-        steps = tuple(Step(round(run.start), run.task, run.micro) for run in clocked.of_rank(ranks[0]))
+        steps = tuple(Step(round(run.start), run.task, run.micro) for run in found.of_rank(ranks[0]))
         columns.append(Column(ranks, tuple((symbol, task) for task, symbol in names.items()), steps))
     return Schedule(chosen.name, graph.micro_batches, tuple(columns))
 

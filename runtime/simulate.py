@@ -4,9 +4,10 @@
 *Out:* a `Timeline`: when each task instance ran on each rank.
 *Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted.
 
-A plain event queue over the ranks. Ranks that always run the same tasks are one resource here, which is exact
-and makes the cost independent of the size of a mesh. (A process-based simulation library was no fit: who gets
-a device is not a queue but a choice among requests that each want several devices.)
+Where a policy decides, a plain event queue over the ranks; a recorded order is a longest path (`recorded`).
+Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
+the size of a mesh. (A process-based simulation library was no fit: who gets a device is not a queue but a
+choice among requests that each want several devices.)
 
 Example, one forward and one backward at a time (rows are time, columns are ranks):
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
+from distgraph.collecting import collector_paused
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.actor import (
     Actor,
@@ -41,6 +43,7 @@ from distgraph.runtime.actor import (
     bounded,
     resolve,
 )
+from distgraph.runtime.recorded import followed
 from distgraph.runtime.task import TaskGraph, phases, topological_order, verify
 from distgraph.runtime.timeline import SAME_TIME, Interval, Record, Timeline, symbols
 
@@ -76,6 +79,7 @@ def seconds_of(graph: TaskGraph, durations: Mapping[str, float] | None) -> dict[
     return result
 
 
+@collector_paused()
 def simulate(
     graph: TaskGraph,
     durations: Mapping[str, float] | None = None,
@@ -109,7 +113,12 @@ def simulate(
     delays = _delays(graph, transfer)
     seconds = seconds_of(graph, durations)
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
-    return _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays).run()
+    clock = _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays)
+    if clock.order is not None:
+        runs = followed(clock.graph, clock.order, clock.devices, seconds, ends, delays)
+        if runs is not None:
+            return Timeline(clock.graph, runs, clock.columns)
+    return clock.run()  # with an order that leads nowhere it tells what waits for what
 
 
 def _delays(

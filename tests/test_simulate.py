@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.actor import POLICIES, Policy, bounded
 from distgraph.runtime.simulate import Timeline, seconds_of, simulate, symbols
+from distgraph.runtime.steady import clocked
 from distgraph.runtime.task import Edge, Task, TaskGraph, pipeline
 
 
@@ -280,6 +282,19 @@ def longest_path(graph: TaskGraph, durations: Mapping[str, float], timeline: Tim
     for name, micro in list(paths.nodes):
         paths.add_edge((name, micro), ("end", 0), seconds=durations[name])
     return float(nx.dag_longest_path_length(paths, weight="seconds"))
+
+
+@settings(deadline=None)
+@given(task_graphs(), st.integers(1, 90), st.sampled_from(["1f1b", "gpipe"]))
+def test_what_comes_round_again_is_the_same(graph: TaskGraph, micro: int, name: str) -> None:
+    graph = replace(graph, micro_batches=micro)
+    whole = simulate(graph, policy=name)
+    found = clocked(graph, POLICIES[name])
+    assert sorted(found.intervals, key=str) == sorted(whole.intervals, key=str)
+    assert found.orders() == whole.orders()
+    assert found.graph == whole.graph
+    again = simulate(graph, policy=name, order=whole.orders())
+    assert sorted(again.intervals, key=str) == sorted(whole.intervals, key=str)
 
 
 @given(timed(), st.sampled_from(["1f1b", "gpipe"]), st.booleans())
