@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 
 import pytest
 from searched import PROGRAMS, two_by_two
 
 from distgraph.engine.planning import SearchOptions, search
-from distgraph.engine.searching import crew
 from distgraph.engine.searching.crew import cores, spread
 from distgraph.errors import GraphError, InfeasibleError
 
@@ -30,18 +29,20 @@ def test_results_come_in_the_order_of_the_items(processes: int) -> None:
 
     found = spread(work, range(5), processes)
     assert [product for product, _ in found] == [0, 5, 10, 15, 20]
-    assert {here for _, here in found} == {processes == 1}
+    assert found[0] == (0, True)
+    assert {here for _, here in found} == ({True} if processes == 1 else {True, False})
     assert spread(work, [3], processes) == [(15, True)]
     assert spread(work, [], processes) == []
 
 
 def test_what_fails_there_fails_here() -> None:
     def work(n: int) -> int:
-        if n == 2:
-            raise InfeasibleError(f"item {n} of process {os.getpid() != HERE}")
+        if os.getpid() != HERE:
+            raise InfeasibleError(f"item {n}")
+        time.sleep(0.3)
         return n
 
-    with pytest.raises(InfeasibleError, match=r"^item 2 of process True$"):
+    with pytest.raises(InfeasibleError, match=r"^item 1$"):
         spread(work, range(4), 2)
 
 
@@ -62,23 +63,35 @@ def test_what_cannot_be_sent_is_done_here() -> None:
 
 
 def test_an_interrupt_leaves_no_process_behind() -> None:
-    pids: list[int] = []
-    hired = crew._hired
+    pids: list[int | None] = []
 
-    def noted(*args: object) -> object:
-        found = hired(*args)  # type: ignore[arg-type]
-        pids.extend(process.pid for process in found.values())
-        return found
+    def interrupt() -> None:
+        pids.extend(process.pid for process in active_children())
+        signal.raise_signal(signal.SIGINT)
 
-    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "_hired", noted)
-        with pytest.raises(KeyboardInterrupt):
-            spread(time.sleep, [60.0, 60.0], 2)
+    threading.Timer(0.5, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        spread(time.sleep, [60.0, 60.0, 60.0], 3)
     assert len(pids) == 2
     for pid in pids:
+        assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_results_come_packed_from_other_processes_only() -> None:
+    def work(n: int) -> tuple[int, object]:
+        time.sleep(0.05)
+        return n, lambda: n
+
+    found = spread(work, range(6), 2, packed=lambda result: (result[0], None))
+    assert [n for n, _ in found] == list(range(6))
+    assert found[0][1] is not None
+    assert None in [rest for _, rest in found]
+
+
+def test_more_items_than_a_pipe_holds() -> None:
+    assert spread(lambda n: -n, range(10_003), 2) == [-n for n in range(10_003)]
 
 
 def test_ranks_of_a_job_search_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,17 +77,19 @@ def recursive(
         along = _along(graph, mesh, single)
         cuts[axis] = spread(along, single, price, search.divide(single), search.allows)
         search.take(cuts[axis], axis)
+        known = sum(len(_runs([a for a in _finer(mesh, own) if a in cuts], cuts)) for own in mesh.axes)
+        if most_axes is not None and known > most_axes:
+            raise ShardingError(
+                f"graph @{graph.name}: double recursion cuts {mesh} along {known} axes or more but "
+                f"changes of layout are looked for on {most_axes} at most; search in mode recursive, which "
+                f"takes minutes"
+            )
     parts = {axis: _runs(_finer(mesh, axis), cuts) for axis in mesh.axes}
     names = {
         axis: [axis] if len(runs) == 1 else [f"{axis}_{i}" for i in range(len(runs))]
         for axis, runs in parts.items()
     }
     shape = [primes.count(run) for axis in mesh.axes for run in parts[axis]]
-    if most_axes is not None and len(shape) > most_axes:
-        raise ShardingError(
-            f"graph @{graph.name}: double recursion cuts {mesh} along {len(shape)} axes but changes of "
-            f"layout are looked for on {most_axes} at most; search in mode recursive, which takes minutes"
-        )
     found = ProcessMesh(mesh.ranks.reshape(shape), [name for axis in mesh.axes for name in names[axis]])
     joined = {
         prime: name

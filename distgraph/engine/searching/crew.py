@@ -5,7 +5,8 @@ plain loop; an exception of one item is raised here, and what a process did not 
 
 Processes are copies of this one as it is when the work is handed out (`fork`), so that the function sees all
 that was made before and only results are sent back, pickled. What it keeps for later (caches) stays there:
-what this process is to have of it must be in the results.
+what this process is to have of it must be in the results. This process works, too, and takes the first item:
+what it keeps is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_TICKET = 4  # bytes
+_TICKETS = 10_000  # at once: a pipe holds 64 KiB
+
 
 def cores() -> int:
     """Processes worth having: one for each core this one may use; one where ranks of a job have the others,
@@ -37,88 +42,127 @@ def cores() -> int:
 
 
 def spread(
-    work: Callable[[Item], Result], items: Sequence[Item], processes: int, alone: float = 0.0
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    processes: int,
+    alone: float = 0.0,
+    packed: Callable[[Result], Result] = lambda result: result,
 ) -> list[Result]:
     """`[work(item) for item in items]`, in as many processes.
 
     Args:
-        work: what it returns and raises can be pickled.
+        work: what it raises can be pickled.
         items: whoever is free takes the next one.
-        processes: beside this one, which waits; with one, or for one item, there are none.
+        processes: this one and others; with one, or for one item, there are no others.
         alone: seconds to work without them first, where items may take less time than copying processes.
+        packed: of a result of another process: as it is sent, which can be pickled.
     """
     found: dict[int, Result] = {}
     end = time.monotonic() + alone
     while len(found) < len(items) and time.monotonic() < end:
         found[len(found)] = work(items[len(found)])
-    rest = range(len(found), len(items))
-    if processes < 2 or len(rest) < 2:
-        return [*found.values(), *map(work, items[len(found) :])]
-    crew = _hired(work, items, min(processes, len(rest)))
+    while len(found) < len(items):
+        first = len(found)
+        numbers = range(first, min(first + _TICKETS, len(items)))
+        if processes > 1 and len(numbers) > 1:
+            _share(work, items, packed, numbers, processes, found)
+        for number in numbers:
+            if number not in found:
+                found[number] = work(items[number])
+    return [found[number] for number in range(len(items))]
+
+
+def _share(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    packed: Callable[[Result], Result],
+    numbers: Sequence[int],
+    processes: int,
+    found: dict[int, Result],
+) -> None:
+    """Do some items together with copies of this process; those that copies were killed over stay undone."""
+
+    def serve(connection: Connection) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process
+        for number in _drawn(tickets):
+            told: tuple[int, bool, Any]
+            try:
+                told = number, True, packed(work(items[number]))
+            except Exception as error:  # noqa: BLE001 - raised where the result is waited for
+                told = number, False, error
+            connection.send(told)
+
+    own, *rest = numbers
+    with _tickets(rest) as tickets, _hired(serve, min(processes - 1, len(rest))) as crew:
+        found[own] = work(items[own])
+        for number in _drawn(tickets):
+            _heard(crew, found, seconds=0.0)
+            found[number] = work(items[number])
+        while crew:
+            _heard(crew, found, seconds=None)
+
+
+@contextmanager
+def _tickets(numbers: Sequence[int]) -> Iterator[int]:
+    """A pipe from which each number can be read once, by whoever comes first."""
+    tickets, fill = os.pipe()
     try:
-        _handed_out(rest, list(crew), found)
+        os.write(fill, b"".join(number.to_bytes(_TICKET, "big") for number in numbers))
+        os.close(fill)
+        yield tickets
+    finally:
+        os.close(tickets)
+
+
+def _drawn(tickets: int) -> Iterator[int]:
+    while ticket := os.read(tickets, _TICKET):
+        yield int.from_bytes(ticket, "big")
+
+
+@contextmanager
+def _hired(serve: Callable[[Connection], None], count: int) -> Iterator[set[Connection]]:
+    """Processes that serve, by the connection to each; they are gone behind."""
+    context = get_context("fork")
+    crew: dict[Connection, Any] = {}
+    try:
+        for _ in range(count):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_begin, args=(serve, there, [*crew, here]))
+            with warnings.catch_warnings():  # other threads (a progress bar) hold no lock that the work needs
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            there.close()
+            crew[here] = process
+        yield set(crew)
     finally:
         for connection, process in crew.items():
             process.kill()
             process.join()
             connection.close()
-    return [found[n] if n in found else work(item) for n, item in enumerate(items)]
 
 
-def _hired(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> dict[Connection, Any]:
-    """Processes that wait for numbers of items, by the connection to each."""
-    context, crew = get_context("fork"), {}
-    for _ in range(count):
-        here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there, work, items))
-        with warnings.catch_warnings():  # other threads (a progress bar) hold no lock that the work needs
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        there.close()
-        crew[here] = process
-    return crew
+def _begin(serve: Callable[[Connection], None], there: Connection, others: Sequence[Connection]) -> None:
+    """Serve, with no hold on the ends that the first process reads: once it is gone, sending fails."""
+    for connection in others:
+        connection.close()
+    serve(there)
 
 
-def _handed_out(numbers: Sequence[int], idle: list[Connection], found: dict[int, Result]) -> None:
-    """Give every free process the next item until all are done, or nobody is left."""
-    waiting, busy = list(reversed(numbers)), dict[Any, int]()
+def _heard(crew: set[Connection], found: dict[int, Any], seconds: float | None) -> None:
+    """Take in what the others have done; whoever is done with all, or gone, is crossed off.
+
+    Args:
+        crew: connections to them.
+        found: results by number.
+        seconds: to wait for the next word; None for ever.
+    """
     connection: Any
-    while True:
-        while waiting and idle:
-            connection = idle.pop()
-            busy[connection] = waiting.pop()
-            _tell(connection, busy[connection])
-        if not busy:
-            return
-        for connection in wait(list(busy)):
-            number = busy.pop(connection)
-            try:
-                good, result = connection.recv()
-            except (EOFError, OSError):
-                continue  # it is gone
-            if not good:
-                raise result
-            found[number] = result
-            idle.append(connection)
-
-
-def _tell(connection: Connection, number: int) -> None:
-    try:
-        connection.send(number)
-    except OSError:
-        return  # it is gone, as reading tells
-
-
-def _serve(connection: Connection, work: Callable[[Any], Any], items: Sequence[Any]) -> None:
-    """Do the items whose numbers come, until nobody sends any more; Ctrl-C is for the first process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
+    for connection in wait(list(crew), seconds):
         try:
-            number = connection.recv()
-        except EOFError:
-            return
-        try:
-            told = True, work(items[number])
-        except Exception as error:  # noqa: BLE001 - raised where the result is waited for
-            told = False, error
-        connection.send(told)
+            number, good, result = connection.recv()
+        except (EOFError, OSError):
+            crew.discard(connection)
+            continue
+        if not good:
+            raise result
+        found[number] = result

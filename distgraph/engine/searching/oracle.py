@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -120,16 +121,44 @@ def solved(problem: Problem) -> Solution:
     return solve_cached(problem, seconds=_PATIENCE * SOLVE_SECONDS, gap=GAP)
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+StageKey = tuple[tuple[int, ...], Shape, float]
+"""Devices, shape and price of memory of a stage."""
 _Key = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A front, and what was kept while it was made."""
+class _Learned:
+    """What is small and took long: choices, the prices of memory that they were found for, fronts."""
 
-    variants: tuple[Variant, ...]
     choices: dict[object, tuple[tuple[int, ...], float]]
     bases: dict[object, dict[int, float]]
+    variants: dict[_Key, tuple[Variant, ...]]
+
+    def since(self, before: _Learned) -> _Learned:
+        """What is new."""
+        bases = {
+            key: {m: price for m, price in own.items() if m not in before.bases.get(key, ())}
+            for key, own in self.bases.items()
+        }
+        return _Learned(
+            {key: choice for key, choice in self.choices.items() if key not in before.choices},
+            {key: own for key, own in bases.items() if own},
+            {key: front for key, front in self.variants.items() if key not in before.variants},
+        )
+
+    def copy(self) -> _Learned:
+        """As it is now."""
+        bases = {key: dict(own) for key, own in self.bases.items()}
+        return _Learned(dict(self.choices), bases, dict(self.variants))
+
+    def add(self, more: _Learned) -> None:
+        """Know this, too."""
+        self.choices.update(more.choices)
+        self.variants.update(more.variants)
+        for key, own in more.bases.items():
+            self.bases.setdefault(key, {}).update(own)
 
 
 @dataclass(eq=False)
@@ -153,11 +182,34 @@ class Oracle:
     _traces: dict[tuple[int, tuple[int, ...]], Traced] = field(default_factory=dict)
     _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
-    _choices: dict[object, tuple[tuple[int, ...], float]] = field(default_factory=dict)
     _twins: dict[object, Ints | None] = field(default_factory=dict)
-    _bases: dict[object, dict[int, float]] = field(default_factory=dict)
-    _variants: dict[_Key, tuple[Variant, ...]] = field(default_factory=dict)
+    _learned: _Learned = field(default_factory=lambda: _Learned({}, {}, {}))
     _settled: set[object] = field(default_factory=set)
+
+    def together(
+        self,
+        work: Callable[[Item], Result],
+        items: Sequence[Item],
+        processes: int,
+        *,
+        alone: float = 0.0,
+        packed: Callable[[Result], Result] = lambda result: result,
+    ) -> list[Result]:
+        """The same work on many things in several processes (see `spread`); what they solve is known here."""
+        known = self._learned.copy()
+
+        def news(result: tuple[Result, _Learned | None]) -> tuple[Result, _Learned | None]:
+            nonlocal known
+            new, known = self._learned.since(known), self._learned.copy()
+            return packed(result[0]), new
+
+        done: list[tuple[Result, _Learned | None]] = spread(
+            lambda item: (work(item), None), items, processes, alone, news
+        )
+        for _, learned in done:
+            if learned is not None:
+                self._learned.add(learned)
+        return [result for result, _ in done]
 
     def traced(self, micro_batches: int, recompute: Sequence[int] = ()) -> Traced:
         """The serial graph for a number of micro-batches, with some layers computed again."""
@@ -228,7 +280,7 @@ class Oracle:
         """
         key = traced.graph.micro_batches, traced.recompute, devices, shape, price, restriction
         found = self.formulation(traced, devices, shape).priced(memory_price=price, live_micro_batches=1)
-        if key not in self._choices:
+        if key not in self._learned.choices:
             problem = restricted(found, restriction)
             solution = solved(problem)
             if solution.choice is None:
@@ -237,8 +289,16 @@ class Oracle:
                     f"{problem.name}: no layouts on {shape} were found ({reason}); take annotations out, or "
                     f"give the search more time"
                 )
-            self._choices[key] = tuple(solution.choice), solution.objective
-        return (found, *self._choices[key])
+            self._learned.choices[key] = tuple(solution.choice), solution.objective
+        return (found, *self._learned.choices[key])
+
+    def decided(
+        self, micro_batches: int, recompute: tuple[int, ...], stage: StageKey, restriction: Restriction
+    ) -> tuple[object, ...]:
+        """Choices that are known for a stage, without and with layers that are computed again: where they are
+        the same under two restrictions, so are its layouts."""
+        keys = ((micro_batches, again, *stage, restriction) for again in dict.fromkeys(((), recompute)))
+        return tuple(self._learned.choices.get(key, (restriction,))[0] for key in keys)
 
     def laid_out(
         self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
@@ -265,42 +325,24 @@ class Oracle:
     def known(self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction) -> bool:
         """Whether the front of a shape was made before."""
         key = micro_batches, submesh, shape, restriction, MEMORY_PRICES
-        return (*key, False) in self._variants or (*key, True) in self._variants
+        return any((*key, settled) in self._learned.variants for settled in (False, True))
 
     def look_up(
         self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
     ) -> None:
         """Make the fronts of some shapes at the same time: of the first, of others while there is time."""
         keys = [self._key(micro_batches, *pair, restriction, MEMORY_PRICES) for pair in shapes]
-        missing = [key for key in keys if key not in self._variants]
+        missing = [key for key in keys if key not in self._learned.variants]
         if not missing:
             return
         for layers in ((), self.everything(micro_batches)):
             _ = self.traced(micro_batches, layers).fold  # before processes are copied
 
-        def made(number: int) -> _Made | None:
-            if number and self.expired():
-                return None
-            choices, bases = set(self._choices), {key: set(own) for key, own in self._bases.items()}
-            found = tuple(self._front(*missing[number]))
-            return _Made(
-                found,
-                {key: choice for key, choice in self._choices.items() if key not in choices},
-                {
-                    key: new
-                    for key, own in self._bases.items()
-                    if (new := {m: price for m, price in own.items() if m not in bases.get(key, ())})
-                },
-            )
+        def make(number: int) -> None:
+            if number == 0 or not self.expired():
+                self._learned.variants[missing[number]] = tuple(self._front(*missing[number]))
 
-        for key, found in zip(
-            missing, spread(made, range(len(missing)), self.processes, _ALONE), strict=True
-        ):
-            if found is not None:
-                self._variants[key] = found.variants
-                self._choices.update(found.choices)
-                for shape, prices in found.bases.items():
-                    self._bases.setdefault(shape, {}).update(prices)
+        self.together(make, range(len(missing)), self.processes, alone=_ALONE)
 
     def variants(
         self,
@@ -312,9 +354,9 @@ class Oracle:
     ) -> tuple[Variant, ...]:
         """The front of one shape, fastest first; of the given prices of memory."""
         key = self._key(micro_batches, submesh, shape, restriction, shares)
-        if key not in self._variants:
-            self._variants[key] = tuple(self._front(*key))
-        return self._variants[key]
+        if key not in self._learned.variants:
+            self._learned.variants[key] = tuple(self._front(*key))
+        return self._learned.variants[key]
 
     def _key(
         self,
@@ -348,7 +390,7 @@ class Oracle:
             solved = laid is None
             a, choice, estimate = laid or self.chosen(plain, devices, shape, price, restriction)
             if solved and restriction == "none":
-                self._bases.setdefault((devices, shape, share), {})[micro_batches] = price
+                self._learned.bases.setdefault((devices, shape, share), {})[micro_batches] = price
             profile = a.profile(choice)
             size = profile.nbytes(1)
             if size * _REPLANNED < held:
@@ -377,7 +419,7 @@ class Oracle:
     ) -> tuple[Formulation, tuple[int, ...], float] | None:
         """The choice for the nearest number of micro-batches that was solved and offers the same options."""
         here = traced.graph.micro_batches
-        bases = self._bases.get((devices, shape, share), {})
+        bases = self._learned.bases.get((devices, shape, share), {})
         near = [count for count in bases if max(count, here) <= _REACH * min(count, here)]
         for count in sorted(near, key=lambda count: abs(math.log(count / here))):
             other = self.traced(count)

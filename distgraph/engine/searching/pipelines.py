@@ -153,7 +153,9 @@ def may_fit(oracle: Oracle, micro_batches: int, whole: SubMesh, larger: int = 1)
     if len(oracle.pools) > 1:
         return True
     (pool,) = oracle.pools
-    for shape in shapes_of(pool, whole.size):
+    shapes = shapes_of(pool, whole.size)
+    oracle.look_up(micro_batches, [(whole, shape) for shape in shapes], "none")
+    for shape in shapes:
         for variant in oracle.variants(micro_batches, whole, shape, "none"):
             for profile in (variant.profile, variant.recompute):
                 once = profile.nbytes(1)

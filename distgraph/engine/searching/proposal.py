@@ -124,6 +124,15 @@ def realize(proposal: Proposal, oracle: Oracle) -> Realized:
     return replace(built, solved=solved)
 
 
+def laid_out_as(proposal: Proposal, oracle: Oracle) -> tuple[object, ...]:
+    """What makes the programs of two proposals the same, though restrictions differ: layouts that came out
+    the same in all stages."""
+    micro, recompute = proposal.micro_batches, proposal.recompute
+    kinds = dict.fromkeys((oracle.like(s.devices), s.shape, s.memory_price) for s in proposal.stages)
+    layouts = tuple(oracle.decided(micro, recompute, kind, proposal.restriction) for kind in kinds)
+    return micro, proposal.schedule, proposal.stages, recompute, layouts
+
+
 def rechosen(found: Realized, solved: Solved, oracle: Oracle) -> Realized:
     """A program with other choices of layouts, everything else as it is."""
     assert found.placements is not None

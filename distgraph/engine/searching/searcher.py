@@ -29,7 +29,6 @@ from itertools import islice
 
 from distgraph.engine.searching.bound import least_seconds
 from distgraph.engine.searching.climb import FEW, best_count, climb, least
-from distgraph.engine.searching.crew import spread
 from distgraph.engine.searching.decisions import (
     RunnerUp,
     Storage,
@@ -65,6 +64,7 @@ from distgraph.engine.searching.proposal import (
     Proposal,
     Realized,
     StageChoice,
+    laid_out_as,
     plan_of,
 )
 from distgraph.engine.searching.restrict import Restriction
@@ -241,7 +241,8 @@ class Searcher:
             return runner_up(best, row, self.oracle)
 
         few = rows[: self._together]
-        return {row.name: found for row, found in zip(few, spread(of, few, self._together), strict=True)}
+        found = self.oracle.together(of, few, self._together)
+        return {row.name: other for row, other in zip(few, found, strict=True)}
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
         """One program of another search, with the micro-batches of the strategy."""
@@ -318,9 +319,18 @@ class Searcher:
             return
         for proposal in wanted:
             self.oracle.traced(proposal.micro_batches)
-        for found in spread(lambda p: light(judge(p, self.oracle)), wanted, self.processes):
+        for found in self._judge_all(wanted):
             assert found.proposal is not None
             self._foreseen[_key(found.proposal)] = found
+
+    def _judge_all(self, proposals: Sequence[Proposal]) -> list[Judged]:
+        """Forecasts of several proposals at the same time; of the first the program is at hand."""
+
+        def judge_one(proposal: Proposal) -> Judged:
+            found = judge(proposal, self.oracle)
+            return found if proposal is proposals[0] else light(found)
+
+        return self.oracle.together(judge_one, proposals, self._together, packed=light)
 
     def _look(self, proposal: Proposal) -> Judged:
         """The forecast of a proposal."""
@@ -456,26 +466,26 @@ class Searcher:
         None, too, where time was not enough for all shapes but there is a row already: with more time, other
         rows would be looked at instead, and a plan must not get worse by that.
         """
-        row: Proposal | None = None
-        for _ in range(_SETTLED + 1):
+        settled = 0
+        while True:
             found = front(self.oracle, micro_batches, self._submeshes(micro_batches), without=self._poor())
             if not found.whole and self._rows:
                 return None
             for key, seconds in alone(self.oracle, found).items():
                 self._ideal[key] = min(seconds, self._ideal.get(key, math.inf))
             found = undominated(found)
-            self._try_pools(found, schedules)
             best = self._best_row(found, slack, schedules)
-            if best is None:
-                return None
-            row, stages = best
-            used = {(found.submeshes[s.submesh], found.variants[s.submesh][s.config]) for s in stages.stages}
-            carried = {(submesh, variant.shape) for submesh, variant in used if not variant.solved}
-            if not carried or self.expired():
+            used = best[1].stages if best is not None else ()
+            chosen = {(found.submeshes[s.submesh], found.variants[s.submesh][s.config]) for s in used}
+            carried = {(submesh, variant.shape) for submesh, variant in chosen if not variant.solved}
+            if not carried or settled == _SETTLED or self.expired():
                 break
+            settled += 1
             for submesh, shape in carried:
                 self.oracle.settle(micro_batches, submesh, shape)
-        return row
+        if slack == 1.0:
+            self._try_pools(found, schedules)
+        return None if best is None else best[0]
 
     def _try_pools(self, found: Front, schedules: Iterable[str]) -> None:
         """The best row on each kind of device alone, where there are several: no plan must be behind it."""
@@ -539,13 +549,17 @@ class Searcher:
         yield Event("uniform grid")
         micro, poor = best_count(self._rows) if self._rows else 1, self._poor()
 
-        def best(restriction: Restriction) -> Judged | None:
-            proposal = best_uniform(self.oracle, [micro], restriction, poor)
-            return None if proposal is None or self.expired() else light(judge(proposal, self.oracle))
+        def best(restriction: Restriction) -> Proposal | None:
+            return best_uniform(self.oracle, [micro], restriction, poor)
 
-        for found in spread(best, _UNIFORM, self._together):
-            if found is not None:
-                yield self._judged(found)
+        alike: dict[object, list[Proposal]] = {}
+        for row in self.oracle.together(best, _UNIFORM, self._together):
+            if row is not None:
+                alike.setdefault(laid_out_as(row, self.oracle), []).append(row)
+        firsts = [] if self.expired() else [rows[0] for rows in alike.values()]
+        for found, rows in zip(self._judge_all(firsts), alike.values(), strict=False):
+            for row in rows:
+                yield self._judged(replace(found, origin=row.origin, proposal=row))
 
     def _recursive(self) -> Iterator[Event]:
         """Double recursion, where there is time; what it cannot do is no fault here."""
