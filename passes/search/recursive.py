@@ -80,9 +80,9 @@ def recursive(
         known = sum(len(_runs([a for a in _finer(mesh, own) if a in cuts], cuts)) for own in mesh.axes)
         if most_axes is not None and known > most_axes:
             raise ShardingError(
-                f"graph @{graph.name}: double recursion cuts {mesh} along {known} axes or more but "
-                f"changes of layout are looked for on {most_axes} at most; search in mode recursive, which "
-                f"takes minutes"
+                f"graph @{graph.name}: double recursion cuts {mesh} along more axes than the {most_axes} "
+                f"between which changes of layout are looked for; search in mode recursive, which takes "
+                f"minutes"
             )
     parts = {axis: _runs(_finer(mesh, axis), cuts) for axis in mesh.axes}
     names = {

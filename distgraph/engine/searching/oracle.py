@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from distgraph.collecting import collector_paused
 from distgraph.engine.positions import cut
 from distgraph.engine.searching.crew import spread
 from distgraph.engine.searching.restrict import Restriction, restricted
@@ -218,6 +219,7 @@ class Oracle:
             self._traces[key] = self._trace(micro_batches, tuple(recompute))
         return self._traces[key]
 
+    @collector_paused()
     def _trace(self, micro_batches: int, recompute: tuple[int, ...]) -> Traced:
         fields = self.training.blocks(micro_batches)
         blocks: list[tuple[str, ...]] = []
@@ -369,6 +371,7 @@ class Oracle:
         settled = restriction != "none" or (micro_batches, submesh, shape) in self._settled
         return micro_batches, submesh, shape, restriction, tuple(shares), settled
 
+    @collector_paused()
     def _front(
         self,
         micro_batches: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from distgraph.collecting import collector_paused
 from distgraph.engine.extracting import describe, estimate
 from distgraph.engine.fingerprint import program_of
 from distgraph.engine.searching.oracle import Oracle, Traced
@@ -163,6 +164,7 @@ def _completed(traced: Traced, placements: Mapping[str, ProcessMesh], solved: So
     return replace(assign(traced.graph, placements, layouts), micro_batches=traced.graph.micro_batches)
 
 
+@collector_paused()
 def program(
     oracle: Oracle,
     completed: Graph,
@@ -181,6 +183,7 @@ def program(
     return Realized(origin, proposal, traced, placements, completed, built, devices, found, short)
 
 
+@collector_paused()
 def plan_of(found: Realized, oracle: Oracle) -> Plan:
     """A program as a plan with its forecast."""
     training, traced = oracle.training, found.traced

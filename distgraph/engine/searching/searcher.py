@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from distgraph.engine.searching.book import Book
 from distgraph.engine.searching.bound import least_seconds
 from distgraph.engine.searching.climb import FEW, best_count, climb, least
 from distgraph.engine.searching.decisions import (
@@ -78,7 +79,6 @@ from distgraph.passes.search.schedules import SCHEDULES
 from distgraph.passes.search.stages import Stages
 from distgraph.plan import Decision, Found, Plan
 from distgraph.resources import Cluster
-from distgraph.resources.units import format_bytes
 
 _FORECASTS = 4  # rows of the search that are forecast, at most
 _WORSE = 1.15  # an estimate that is this much above the best forecast is not forecast any more
@@ -87,7 +87,6 @@ _RETRIES = 2  # rows that do not fit are searched again with less memory
 _ROUNDING = 1e-9  # relative: sums in another order
 _TIGHTER = 4  # each so often, as long as it is the same row
 _MOST_AXES = 4  # of a program of double recursion
-_QUICK = 0.2  # seconds of a forecast that needs no process of its own
 _EXPLAINED = 12  # parameters whose runners-up are forecast
 _LOOKED_AT = 12_000  # ops of the programs, together, that are built to see what lies beside a row
 _TOLD = 15_000  # the same for runners-up
@@ -116,9 +115,7 @@ class Searcher:
         processes: that work at the same time; the answer does not depend on how many there are.
 
     Attributes:
-        best: the best program that fits so far.
-        baselines: name -> seconds of a step, or why there is none.
-        forecasts: everything that was forecast.
+        oracle, book: what is known of costs and of whole programs.
         bound: seconds of a step that no plan goes below; None where nothing is known.
     """
 
@@ -129,22 +126,28 @@ class Searcher:
     stopped: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     processes: int = 1
-    best: Judged | None = None
-    baselines: dict[str, float | str] = field(default_factory=dict)
-    forecasts: list[Judged] = field(default_factory=list)
     bound: float | None = None
     _rows: dict[int, Proposal] = field(default_factory=dict)
     _stored: dict[str, Decision] = field(default_factory=dict)
     _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _pools: dict[str, list[Proposal]] = field(default_factory=dict)
     _first: int = 0
-    _took: float = 0.0
-    _foreseen: dict[tuple[object, ...], Judged] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.end = self.clock() + self.seconds
         pools = pools_of(self.cluster)
         self.oracle = Oracle(self.training, self.cluster, pools, self.expired, self.processes)
+        self.book = Book(self.oracle)
+
+    @property
+    def best(self) -> Judged | None:
+        """The best program that fits so far."""
+        return self.book.best
+
+    @property
+    def forecasts(self) -> Sequence[Judged]:
+        """Everything that was forecast."""
+        return self.book.forecasts
 
     def expired(self) -> bool:
         """Whether time is up."""
@@ -170,8 +173,7 @@ class Searcher:
             yield from self._on_annotated()
         elif self.best is None or not self.expired():
             yield from self._searched()
-            yield from self._uniform()
-            yield from self._recursive()
+            yield from self._others()
         yield from self._explained()
         if self.best is None and self.mode == "auto" and not annotated and not self.expired():
             yield from self._nearest()
@@ -191,7 +193,7 @@ class Searcher:
         found = Found(mode=self.mode, status=status, bound=self.bound, gap=gap, settings=settings)
         return replace(
             plan_of(self.best.again(self.oracle), self.oracle),
-            baselines=dict(self.baselines),
+            baselines=dict(self.book.baselines),
             search=found,
             decisions={**decisions(self.best, self.forecasts), **told(self._stored)},
         )
@@ -206,7 +208,7 @@ class Searcher:
         given = self.best.again(self.oracle)
         best = with_problems(given, self.oracle)
         if best is not given:
-            self.best = judged(best, rechosen=True)
+            self.book.best = judged(best, rechosen=True)
         while best.solved:
             rows = storages(best)
             self._stored = {row.name: self._stored.get(row.name, row.decision) for row in rows}
@@ -240,8 +242,8 @@ class Searcher:
         def of(row: Storage) -> RunnerUp:
             return runner_up(best, row, self.oracle)
 
-        few = rows[: self._together]
-        found = self.oracle.together(of, few, self._together)
+        few = rows[: self.book.together]
+        found = self.oracle.together(of, few, self.book.together)
         return {row.name: other for row, other in zip(few, found, strict=True)}
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
@@ -277,74 +279,23 @@ class Searcher:
         for name, devices in where.items():
             found = data_parallel(self.oracle, devices, name, hopeless=hopeless)
             if isinstance(found, str):
-                self.baselines[name] = found
+                self.book.baselines[name] = found
             else:
                 yield self._judged(judged(found), eligible)
 
     def _judged(self, found: Judged, eligible: bool = True) -> Event:
-        """Keep a program if it is the best so far; note it among the baselines where it is one."""
-        self.forecasts.append(found)
-        if found.origin != "search":
-            self._note(found.origin, found)
-        if eligible and found.fits and (self.best is None or found.seconds < self.best.seconds):
-            if self.best is not None:
-                self.best.forget()
-            self.best = found
-        else:
-            found.forget()
+        """A program that was forecast, entered into the book."""
+        self.book.enter(found, eligible)
         return Event(f"forecast of {found.origin}", found)
-
-    def _note(self, name: str, found: Judged) -> None:
-        """Keep the best program of a name."""
-        known = self.baselines.get(name, "")
-        if found.fits:
-            self.baselines[name] = found.seconds if isinstance(known, str) else min(known, found.seconds)
-        elif isinstance(known, str):
-            self.baselines[name] = f"out of memory by {format_bytes(found.missing)}"
 
     def _compared_with(self, row: Proposal, late: bool) -> Iterator[Event]:
         """A row among the baselines, by its forecast; a late one only where that was made before."""
         decided = ((f, f.proposal) for f in self.forecasts)
         same = next((f for f, p in decided if p is not None and p.decisions == row.decisions), None)
         if same is not None:
-            self._note(row.origin, same)
+            self.book.note(row.origin, same)
         elif not late:
-            yield self._judged(self._look(row))
-
-    def _foresee(self, proposals: Sequence[Proposal]) -> None:
-        """Forecast what will probably be asked for, at the same time; nothing where there is one process."""
-        known = {key for key in map(_key, proposals) if key in self._foreseen}
-        wanted = [proposal for proposal in proposals if _key(proposal) not in known]
-        if len(wanted) < 2 or self._together < 2:
-            return
-        for proposal in wanted:
-            self.oracle.traced(proposal.micro_batches)
-        for found in self._judge_all(wanted):
-            assert found.proposal is not None
-            self._foreseen[_key(found.proposal)] = found
-
-    def _judge_all(self, proposals: Sequence[Proposal]) -> list[Judged]:
-        """Forecasts of several proposals at the same time; of the first the program is at hand."""
-
-        def judge_one(proposal: Proposal) -> Judged:
-            found = judge(proposal, self.oracle)
-            return found if proposal is proposals[0] else light(found)
-
-        return self.oracle.together(judge_one, proposals, self._together, packed=light)
-
-    def _look(self, proposal: Proposal) -> Judged:
-        """The forecast of a proposal."""
-        known = self._foreseen.pop(_key(proposal), None)
-        if known is None:
-            begin = time.monotonic()
-            known = judge(proposal, self.oracle)
-            self._took = time.monotonic() - begin
-        return known
-
-    @property
-    def _together(self) -> int:
-        """Processes that forecast programs: one as long as these are ready before a process is copied."""
-        return self.processes if self._took > _QUICK else 1
+            yield self._judged(self.book.look(row))
 
     # the search
 
@@ -363,7 +314,7 @@ class Searcher:
         if self._rows and not self.expired():
             yield from self._try_fewest(counts[-1], tried)
         rows = sorted(self._rows.values(), key=lambda row: row.estimate)[:_FORECASTS]
-        self._foresee([row for row in rows if not self._late(row, seen) and row.decisions not in seen])
+        self.book.foresee([row for row in rows if not self._late(row, seen) and row.decisions not in seen])
         for row in rows:
             yield from self._promising(row, seen)
         for alike in self._pools.values():
@@ -422,10 +373,10 @@ class Searcher:
         for row in sorted(rows, key=lambda found: found.seconds):
             here, waiting = row, self._unseen(row, seen)
             while waiting and looked < _LOOKED_AT and not self.expired():
-                self._foresee(waiting[: self.processes])
+                self.book.foresee(waiting[: self.processes])
                 proposal = waiting.pop(0)
                 seen.add(proposal.decisions)
-                other = self._look(proposal)
+                other = self.book.look(proposal)
                 looked += other.ops
                 yield self._judged(other)
                 if other.fits and other.seconds < here.seconds:
@@ -527,7 +478,7 @@ class Searcher:
         """Forecast a row; where it does not fit, search again with less memory."""
         slack = 1.0
         for _ in range(_RETRIES + 1):
-            made = self._look(proposal)
+            made = self.book.look(proposal)
             yield self._judged(made)
             if made.fits or (self.expired() and self.best is not None):
                 return
@@ -544,8 +495,8 @@ class Searcher:
 
     # what it is compared with
 
-    def _uniform(self) -> Iterator[Event]:
-        """The best uniform row of every kind, by estimate, forecast."""
+    def _others(self) -> Iterator[Event]:
+        """The best uniform row of every kind, by estimate, and double recursion, where there is time."""
         yield Event("uniform grid")
         micro, poor = best_count(self._rows) if self._rows else 1, self._poor()
 
@@ -553,24 +504,32 @@ class Searcher:
             return best_uniform(self.oracle, [micro], restriction, poor)
 
         alike: dict[object, list[Proposal]] = {}
-        for row in self.oracle.together(best, _UNIFORM, self._together):
+        for row in self.oracle.together(best, _UNIFORM, self.book.together):
             if row is not None:
                 alike.setdefault(laid_out_as(row, self.oracle), []).append(row)
-        firsts = [] if self.expired() else [rows[0] for rows in alike.values()]
-        for found, rows in zip(self._judge_all(firsts), alike.values(), strict=False):
-            for row in rows:
-                yield self._judged(replace(found, origin=row.origin, proposal=row))
-
-    def _recursive(self) -> Iterator[Event]:
-        """Double recursion, where there is time; what it cannot do is no fault here."""
         if self.expired():
             return
         yield Event("double recursion")
+        jobs = [None, *(rows[0] for rows in alike.values())]  # the first one stays in this process
+        recursive, *uniform = self.oracle.together(self._other, jobs, self.book.together)
+        for found, rows in zip(uniform, alike.values(), strict=True):
+            assert isinstance(found, Judged)
+            for row in rows:
+                yield self._judged(replace(found, origin=row.origin, proposal=row))
+        if isinstance(recursive, str):
+            self.book.baselines["double recursion"] = recursive
+        else:
+            yield self._judged(recursive)
+
+    def _other(self, row: Proposal | None) -> Judged | str:
+        """The forecast of a row, or of double recursion, which may say why there is none: no fault here."""
+        if row is not None:
+            return light(judge(row, self.oracle))
         micro = 1 if self.best is None else int(self.best.choices["micro_batches"])
         try:
-            yield self._judged(judged(recursively(self.oracle, micro, _MOST_AXES)))
+            return judged(recursively(self.oracle, micro, _MOST_AXES))
         except DistGraphError as error:
-            self.baselines["double recursion"] = f"there is none: {error}"
+            return f"there is none: {error}"
 
     def _nearest(self) -> Iterator[Event]:
         """Nothing fits: the row that lacks least memory is forecast, so that the error can tell."""
@@ -590,8 +549,3 @@ class Searcher:
                     return
             if found:
                 return
-
-
-def _key(proposal: Proposal) -> tuple[object, ...]:
-    """What makes two forecasts the same."""
-    return proposal.origin, *proposal.decisions
