@@ -9,18 +9,23 @@ uniform plan is made beside: equal pipeline stages, dp x tp on each, batch split
 optimiser states split, with parameters split too, in each of 1, 2 and 4 micro-batches; the same program once.
 
 One job of as many ranks runs them all, with one BLAS thread a rank, the searched plan first and the others in
-the order of their forecasts. A plan whose first steps take more than 1.5 times as long as the best so far is
-out; the others take turns, a few steps each, until the time is up. A step takes as long as on the slowest
-rank. What counts is the median over all rounds, and the ratio is that of the medians of one round, median
-over the rounds, so that a slow minute of the machine touches both sides.
+the order of their forecasts; a step takes as long as on the slowest rank. A plan whose first steps take more
+than 1.5 times as long as the best so far is out; the others take turns, a few steps each, and after every
+second round the slower half of them is out, by the median of all its steps, until one is left. Last this one
+and the searched plan take turns, and only these steps count: the least of many medians is below what the plan
+would show again, however many plans were equally fast. The ratio is that of the medians of one turn, median
+over the turns, so that a slow minute of the machine touches both sides; beside it stands the interval that
+holds 95 % of such medians when turns are drawn again (bootstrap).
 
 --minutes bounds the whole run; a sixth of it goes to profiles, the rest in equal parts to the models. Where a
 model's time does not suffice to make and try all uniform plans, those of the greatest estimates are left out
 and counted (`untried`). With more ranks than cores ranks wait for each other's time slices, and on a machine
 that others use, too: then the order of plans close to each other says little.
 
-Keys of the result: a list of {model, ranks, searched_seconds, best_uniform_seconds, ratio}, with the plans'
-names, forecasts and the load average beside.
+A uniform plan that is the searched program is not run twice; its name is in `same`.
+
+Keys of the result: a list of {model, ranks, searched_seconds, best_uniform_seconds, ratio, interval}, with
+the plans' names, forecasts and the load average beside.
 
 With --quick: 2 ranks, two uniform plans each, within 50 seconds.
 
@@ -42,6 +47,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +79,8 @@ THREADS = dict.fromkeys(
 )
 SCRIPT = "import sys; from benchmarks.real_plans import rank_main; rank_main(sys.argv[1:])\n"
 UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3")
-SEARCH, MAKE = 0.25, 0.5  # of a model's time are over when the search, and when making uniform plans ends
+SEARCH, MAKE = 0.2, 0.4  # of a model's time are over when the search, and when making uniform plans ends
+TRIAL, CHOICE = 0.3, 0.6  # of what is left then: when first turns, and when the choice of the fastest ends
 OUT = 1.5  # times the best so far
 STEPS = 5  # a turn, after one that does not count
 MICRO_BATCHES = (1, 2, 4)
@@ -148,50 +155,91 @@ MODELS = {
 }
 
 
-def rank_main(arguments: list[str]) -> None:
-    """One rank of a job that tries the plans of a folder; rank 0 prints seconds by plan and round."""
-    model, seconds = MODELS[arguments[0]], float(arguments[2])
-    files = sorted(Path(arguments[1]).glob("*.json"))
-    transport = current_transport()
-    assert transport is not None
-    end, batch = time.monotonic() + seconds, model.arrays()
+Rounds = dict[str, list[list[float]]]
+"""Seconds of steps, by turn, by plan."""
 
-    def turn(engine: dg.Engine, steps: int) -> list[float]:
+
+class Turns:
+    """Engines of one rank that take turns, and what the steps of each took.
+
+    Args:
+        model: what is trained.
+        seconds: for everything.
+    """
+
+    def __init__(self, model: Model, seconds: float) -> None:
+        transport = current_transport()
+        assert transport is not None
+        self.transport, self.model, self.batch = transport, model, model.arrays()
+        self.begin, self.seconds = time.monotonic(), seconds
+        self.engines: dict[str, dg.Engine] = {}
+        self.rounds: Rounds = {}
+
+    def goes_on(self, share: float) -> bool:
+        """Whether that share of the time is not over; the same on all ranks."""
+        over = time.monotonic() >= self.begin + share * self.seconds
+        return not self.transport.broadcast_object(over, 0)
+
+    def turn(self, name: str) -> list[float]:
+        """Seconds of some steps, each on its slowest rank; the same on all ranks."""
         own = []
-        for _ in range(1 + steps):
-            transport.barrier()
+        for _ in range(1 + STEPS):
+            self.transport.barrier()
             start = time.perf_counter()
-            engine.run(batch)
+            self.engines[name].run(self.batch)
             own.append(time.perf_counter() - start)
-        found = transport.gather_objects(own, 0)
+        found = self.transport.gather_objects(own, 0)
         slowest = None if found is None else [max(column) for column in zip(*found, strict=True)][1:]
-        together: list[float] = transport.broadcast_object(slowest, 0)
+        together: list[float] = self.transport.broadcast_object(slowest, 0)
         return together
 
-    def goes_on() -> bool:
-        return bool(transport.broadcast_object(time.monotonic() < end, 0))
+    def median(self, name: str) -> float:
+        """Seconds of a step so far."""
+        return median(self.rounds[name])
 
-    engines: dict[str, dg.Engine] = {}
-    rounds: dict[str, list[list[float]]] = {}
-    for file in files:
-        if len(rounds) > 1 and not goes_on():
-            break
-        loss, optimizer = nn.CrossEntropy(), optim.Adam(lr=1e-3)
-        engine = dg.Engine(model.make(), loss, optimizer, plan=Plan.load(file))
-        rounds[file.stem] = [turn(engine, STEPS)]
-        medians = {name: statistics.median(found[0]) for name, found in rounds.items()}
-        if len(rounds) == 1 or medians[file.stem] <= OUT * min(medians.values()):
-            engines[file.stem] = engine
-        else:
-            engine.close()
-    while goes_on():
-        for name, engine in engines.items():
-            rounds[name].append(turn(engine, STEPS))
-    if transport.rank == 0:
-        print(json.dumps(rounds))
+    def try_all(self, files: Sequence[Path]) -> None:
+        """One turn of every plan, as long as there is time; those far behind are closed."""
+        for file in files:
+            if len(self.rounds) > 1 and not self.goes_on(TRIAL):
+                break
+            name, loss, optimizer = file.stem, nn.CrossEntropy(), optim.Adam(lr=1e-3)
+            self.engines[name] = dg.Engine(self.model.make(), loss, optimizer, plan=Plan.load(file))
+            self.rounds[name] = [self.turn(name)]
+            if self.median(name) > OUT * min(map(self.median, self.rounds)):
+                self.engines.pop(name).close()
+
+    def fastest(self, names: Sequence[str], beside: str) -> str:
+        """The fastest of some plans, by halves."""
+        while len(names) > 1 and self.goes_on(CHOICE):
+            for name in 2 * [beside, *names]:
+                self.rounds[name].append(self.turn(name))
+            names = sorted(names, key=self.median)[: (len(names) + 1) // 2]
+        return min(names, key=self.median)
+
+    def last(self, pair: Sequence[str]) -> Rounds:
+        """Turns of two plans until the time is up."""
+        found: Rounds = {name: [] for name in pair}
+        while not all(found.values()) or self.goes_on(1.0):
+            for name in pair:
+                found[name].append(self.turn(name))
+            pair = pair[::-1]
+        return found
 
 
-def measured(model: str, folder: Path, ranks: int, seconds: float) -> dict[str, list[list[float]]]:
+def rank_main(arguments: list[str]) -> None:
+    """One rank of a job that tries the plans of a folder, the searched one first; rank 0 prints seconds by
+    plan and turn, those of the choice and those that count."""
+    turns = Turns(MODELS[arguments[0]], float(arguments[2]))
+    files = sorted(Path(arguments[1]).glob("*.json"))
+    turns.try_all(files)
+    ours = files[0].stem
+    others = [name for name in turns.engines if name != ours]
+    last = turns.last([ours, turns.fastest(others, ours)])
+    if turns.transport.rank == 0:
+        print(json.dumps([turns.rounds, last]))
+
+
+def measured(model: str, folder: Path, ranks: int, seconds: float) -> tuple[Rounds, Rounds]:
     """Try the plans of a folder in one job, see `rank_main`."""
     out, errors = io.StringIO(), io.StringIO()
     script = folder / "rank.py"
@@ -199,8 +247,8 @@ def measured(model: str, folder: Path, ranks: int, seconds: float) -> dict[str, 
     env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT)}
     if launch(ranks, [str(script), model, str(folder), str(seconds)], env=env, stdout=out, stderr=errors):
         sys.exit(f"{model} on {ranks} ranks:\n{errors.getvalue()}")
-    found: dict[str, list[list[float]]] = json.loads(out.getvalue().strip().splitlines()[-1])
-    return found
+    rounds, last = json.loads(out.getvalue().strip().splitlines()[-1])
+    return rounds, last
 
 
 def uniform_plans(
@@ -224,11 +272,25 @@ def uniform_plans(
             found[name] = None
             continue
         plan = plan_of(realize(row, oracle), oracle)
-        program = plan.tensors, plan.ops, plan.rest, plan.stages, plan.micro_batches
+        program = program_of(plan)
         if program not in programs:
             programs.append(program)
             found[name] = plan
     return found
+
+
+def program_of(plan: Plan) -> tuple[object, ...]:
+    """What makes two plans the same program."""
+    return plan.tensors, plan.ops, plan.rest, plan.stages, plan.micro_batches
+
+
+def ratios(ours: list[list[float]], theirs: list[list[float]]) -> tuple[float, tuple[float, float]]:
+    """Median over turns of the ratio of medians, and the interval of 95 % (bootstrap over turns)."""
+    pairs = zip(ours, theirs, strict=True)
+    each = np.array([statistics.median(a) / statistics.median(b) for a, b in pairs])
+    drawn = np.random.default_rng(0).choice(each, (2000, len(each)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(np.median(each)), (float(low), float(high))
 
 
 def compared(name: str, cluster: Cluster, seconds: float, folder: Path, quick: bool) -> dict[str, Any]:
@@ -238,35 +300,46 @@ def compared(name: str, cluster: Cluster, seconds: float, folder: Path, quick: b
     searched = search(training, cluster, SearchOptions(seconds=SEARCH * seconds))
     made = uniform_plans(training, cluster, begin + MAKE * seconds, 2 if quick else None)
     known = {title: plan for title, plan in made.items() if plan is not None and plan.forecast is not None}
-    order = sorted(known, key=lambda title: known[title].forecast.seconds)
+    same = next((title for title, plan in known.items() if program_of(plan) == program_of(searched)), None)
+    known.pop(same or "", None)
+    seconds_of = {title: plan.forecast.seconds for title, plan in known.items() if plan.forecast}
+    order = sorted(known, key=seconds_of.__getitem__)
     plans = {"searched": searched, **{title: known[title] for title in order}}
     folder.mkdir()
     for number, plan in enumerate(plans.values()):
         plan.save(folder / f"{number:03}.json")
-    by_number = measured(name, folder, ranks, begin + seconds - time.monotonic())
-    rounds = {title: by_number[f"{i:03}"] for i, title in enumerate(plans) if f"{i:03}" in by_number}
-    medians = {title: statistics.median(s for own in found for s in own) for title, found in rounds.items()}
-    best = min((title for title in medians if title != "searched"), key=lambda title: medians[title])
-    untried = len(made) + 1 - len(rounds)
+    chosen, counted = (
+        {title: found[f"{i:03}"] for i, title in enumerate(plans) if f"{i:03}" in found}
+        for found in measured(name, folder, ranks, begin + seconds - time.monotonic())
+    )
+    rounds = {title: found + counted.get(title, []) for title, found in chosen.items()}
+    (best,) = (title for title in counted if title != "searched")
+    untried = len(made) + (same is None) - len(rounds)
+    ratio, interval = ratios(counted["searched"], counted[best])
     show(f"{name} on {ranks} ranks" + f", {untried} not tried" * (untried > 0), plans, rounds)
     return {
         "model": name,
         "ranks": ranks,
-        "searched_seconds": medians["searched"],
-        "best_uniform_seconds": medians[best],
-        "ratio": statistics.median(
-            statistics.median(ours) / statistics.median(theirs)
-            for ours, theirs in zip(rounds["searched"], rounds[best], strict=False)
-        ),
+        "searched_seconds": median(counted["searched"]),
+        "best_uniform_seconds": median(counted[best]),
+        "ratio": ratio,
+        "interval": interval,
+        "turns": len(counted[best]),
         "best_uniform": best,
+        "same": same,
         "untried": untried,
         "searched": [str(stage.mesh) for stage in searched.stages],
         "micro_batches": searched.micro_batches,
         "rounds": {title: len(found) for title, found in rounds.items()},
-        "measured": medians,
+        "measured": {title: median(found) for title, found in rounds.items()},
         "forecast": {title: plan.forecast.seconds for title, plan in plans.items() if plan.forecast},
         "load": os.getloadavg()[0],
     }
+
+
+def median(rounds: list[list[float]]) -> float:
+    """Of all steps."""
+    return statistics.median(seconds for own in rounds for seconds in own)
 
 
 def show(title: str, plans: dict[str, Plan], rounds: dict[str, list[list[float]]]) -> None:
