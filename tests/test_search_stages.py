@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from distgraph.engine.searching.pipelines import Bordered
 from distgraph.errors import GraphError, InfeasibleError, ResourceError
-from distgraph.passes.search.costs import Config, DenseCosts, IntervalCosts, ProfileCosts
+from distgraph.passes.search.candidates import Candidates
+from distgraph.passes.search.costs import (
+    Config,
+    DenseCosts,
+    IntervalCosts,
+    ProfileCosts,
+    Restricted,
+    StageCosts,
+    stage_numbers,
+)
 from distgraph.passes.search.layouts import Profile
 from distgraph.passes.search.placing import Pool, SubMesh, chains, place, pool_sizes, submeshes
 from distgraph.passes.search.schedules import GPipe, OneForwardOneBackward, makespan, schedule_policy
@@ -70,12 +82,18 @@ def packs(machines: int, room: int, wanted: list[int]) -> bool:
     return fit(sorted((n for n in wanted if 0 < n < room), reverse=True), free)
 
 
+@functools.cache
+def every(costs: IntervalCosts, live: int) -> StageCosts:
+    """Costs of all stages, made once."""
+    return costs.at(live)
+
+
 def seconds_of(problem: StageProblem, row: tuple[tuple[int, int, int, int], ...]) -> float:
     """The objective, written out."""
     m, times, once, passed = problem.micro_batches, [], [], []
     for i, (first, stop, n, config) in enumerate(row):
         live = m if problem.schedule.name == "gpipe" else min(m, len(row) - i)
-        costs = problem.costs.at(live)
+        costs = every(problem.costs, live)
         times.append(costs.seconds[first, stop - 1, n, config])
         once.append(costs.step[first, stop - 1, n, config])
         if i and problem.transfer is not None:
@@ -282,12 +300,53 @@ def test_profiles_give_the_costs_of_every_run(seed: int) -> None:
                 assert found.step[first, last, n, c] == pytest.approx(once, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def some_costs(seed: int) -> tuple[list[list[Config]], ProfileCosts]:
+    """Five layers on three sub-meshes, the second with one config, the others with two."""
+    rng = np.random.default_rng(seed)
+    table = [[random_profile(rng, 5, True) for _ in range(count)] for count in (2, 1, 2)]
+    return table, ProfileCosts(table, [float(m) for m in rng.uniform(3.0, 8.0, 3)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_border_or_a_ban_changes_the_stages_it_is_for(seed: int) -> None:
+    _, costs = some_costs(seed)
+    behind = np.random.default_rng(seed).random((5, 3))
+    forbidden = np.random.default_rng(seed).random((5, 5, 3)) < 0.3
+    bordered, restricted = Bordered(costs, behind), Restricted(costs, forbidden)
+    for live in (1, 4):
+        plain, longer, fewer = costs.at(live), bordered.at(live), restricted.at(live)
+        for first, last, n, c in np.ndindex(plain.seconds.shape):
+            here = first, last, n, c
+            assert longer.seconds[here] == plain.seconds[here] + behind[last, n]
+            assert fewer.seconds[here] == (np.inf if forbidden[first, last, n] else plain.seconds[here])
+            assert longer.step[here] == fewer.step[here] == plain.step[here]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_candidates_leave_out_only_what_cannot_matter(seed: int) -> None:
+    _, costs = some_costs(seed)
+    rounds, behind, best = 3.0, 2, 40.0
+    first = Candidates.of(costs, 1, rounds).below(best)
+    found = first.ahead(behind).fitting(costs, 1 + behind, rounds)
+    every = costs.at(1 + behind)
+    slowest = rounds * every.seconds + every.step
+    for limit in (15.0, 25.0, best * 0.999):
+        table = found.within(limit)
+        for at in np.ndindex(table.shape):
+            allowed = every.seconds[at][slowest[at] <= limit]
+            least = allowed.min(initial=np.inf)
+            assert table[at] == (least if at[1] < 5 - behind else np.inf)
+    assert set(found.stages) <= set(first.stages) <= set(stage_numbers(costs.shape))
+    assert np.array_equal(found.maxima() <= 25.0, np.isfinite(found.within(25.0)))
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_stages_from_profiles_equal_brute_force(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     table = [[random_profile(rng, 4, True) for _ in range(2)] for _ in range(3)]
     costs: IntervalCosts = ProfileCosts(table, [float(m) for m in rng.uniform(4.0, 9.0, 3)])
     problem = StageProblem(costs, (Pool.grid("a", 1, 4),), sizes(1, 2, 4), 8, OneForwardOneBackward())
+    problem = replace(problem, whole=seed % 2 == 0)
     best = brute_force(problem)
     if best == np.inf:
         with pytest.raises(InfeasibleError):

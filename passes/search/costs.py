@@ -1,11 +1,15 @@
-"""What a run of layers costs on a sub-mesh, for every run at once.
+"""What a run of layers costs on a sub-mesh, for any number of stages at once.
 
-*In:* costs of every run, or of every layer. *Out:* arrays [first, last, sub-mesh, config] of seconds,
-infinite where the run does not fit into memory with so many micro-batches in flight. *Invariant:* seconds
-never fall when more are in flight.
+*In:* costs of every run, or of every layer. *Out:* seconds of stages, infinite where one does not fit into
+memory with so many micro-batches in flight. *Invariant:* seconds never fall when more are in flight.
 
-`DenseCosts` holds the arrays. `ProfileCosts` makes them from profiles by layer: the costs of a run are
-differences of prefix sums. With l the micro-batches in flight a stage of the layers R fits where
+A stage is a run of layers on a sub-mesh under a config. Its number is its place in an array [first, last,
+sub-mesh, config], last included in the run. There are far more of them than ever matter, so nobody keeps
+such arrays for every number of micro-batches in flight: the search of stages asks for those that may be part
+of a better row.
+
+`DenseCosts` holds costs of every stage. `ProfileCosts` makes them from profiles by layer: the costs of a run
+are differences of prefix sums. With l the micro-batches in flight a stage of the layers R fits where
 
     sum_R fixed + max_R temporary + l sum_R activations <= memory.
 
@@ -18,8 +22,7 @@ least time by less than the time of one layer).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,23 +30,32 @@ from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
 from distgraph.passes.search.layouts import Profile
+from distgraph.passes.search.runs import Numbers, Runs, Sums, maxima
 
-__all__ = ["Config", "DenseCosts", "IntervalCosts", "ProfileCosts", "Restricted", "StageCosts"]
+__all__ = [
+    "Config",
+    "DenseCosts",
+    "IntervalCosts",
+    "ProfileCosts",
+    "Restricted",
+    "StageCosts",
+    "every_stage",
+    "stage_numbers",
+]
 
 Floats = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 _ROUNDING = 1e-12  # of the memory: differences of prefix sums are not exact
 
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Every run of layers on every sub-mesh under every config, with a number of micro-batches in flight.
+    """Every stage, with a number of micro-batches in flight.
 
     Attributes:
         seconds: of one micro-batch, forward and backward, [first, last, sub-mesh, config]; inf where it does
             not fit, or last < first.
-        step: seconds once a step, the same shape.
+        step: seconds once a step, the same shape; 0 where last < first.
     """
 
     seconds: Floats
@@ -51,20 +63,53 @@ class StageCosts:
 
 
 class IntervalCosts(Protocol):
-    """Costs of all runs of layers."""
+    """Costs of all stages."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Layers, sub-meshes, configs."""
 
     def at(self, live: int) -> StageCosts:
-        """Costs with `live` micro-batches in flight."""
+        """Costs of every stage with `live` micro-batches in flight."""
+
+    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+        """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""
+
+    def step_of(self, stages: Numbers) -> Floats:
+        """Seconds once a step, by numbers of stages."""
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
         """Layers of a run that are computed again in the backward part."""
 
     def missing(self, live: int) -> Floats:
         """Bytes above the memory of a device, all layers recomputed that can be; the shape of `at`."""
+
+
+def stage_numbers(shape: tuple[int, int, int]) -> Numbers:
+    """Numbers of all stages, rising.
+
+    Args:
+        shape: layers, sub-meshes, configs.
+
+    Example:
+        >>> stage_numbers((2, 1, 2))
+        array([0, 1, 2, 3, 6, 7])
+    """
+    layers, submeshes, configs = shape
+    first, last = np.triu_indices(layers)
+    ways = submeshes * configs
+    return np.asarray(((first * layers + last) * ways)[:, None] + np.arange(ways)).reshape(-1)
+
+
+def every_stage(costs: IntervalCosts, live: int) -> StageCosts:
+    """Costs of all stages in arrays, from those by number."""
+    layers, submeshes, configs = costs.shape
+    stages = stage_numbers(costs.shape)
+    seconds = np.full((layers, layers, submeshes, configs), np.inf)
+    step = np.zeros_like(seconds)
+    seconds.reshape(-1)[stages] = costs.seconds_of(stages, live)
+    step.reshape(-1)[stages] = costs.step_of(stages)
+    return StageCosts(seconds, step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +132,6 @@ class DenseCosts:
     fixed: Floats | None = None
     activations: Floats | None = None
     memory: Sequence[float] | None = None
-    _known: dict[int, StageCosts] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         shape = self.seconds.shape
@@ -107,29 +151,32 @@ class DenseCosts:
         return layers, submeshes, configs
 
     def at(self, live: int) -> StageCosts:
-        """Costs with `live` micro-batches in flight."""
-        if self.memory is None:
-            live = 0
-        if live not in self._known:
-            self._known[live] = self._at(live)
-        return self._known[live]
+        """Costs of every stage with `live` micro-batches in flight."""
+        return every_stage(self, live)
 
-    def _at(self, live: int) -> StageCosts:
-        runs = np.tri(self.seconds.shape[0], dtype=bool).T[:, :, None, None]
-        step = np.zeros_like(self.seconds) if self.step is None else self.step
-        fits = self.missing(live) <= 0
-        return StageCosts(np.where(runs & fits, self.seconds, np.inf), step)
+    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+        """Seconds of one micro-batch, inf where a stage does not fit."""
+        return np.where(self._missing(stages, live) <= 0, self.seconds.reshape(-1)[stages], np.inf)
+
+    def step_of(self, stages: Numbers) -> Floats:
+        """Seconds once a step."""
+        return np.zeros(len(stages)) if self.step is None else self.step.reshape(-1)[stages]
 
     def missing(self, live: int) -> Floats:
         """Bytes above the memory of a device."""
-        held = np.zeros_like(self.seconds)
+        return self._missing(np.arange(self.seconds.size), live).reshape(self.seconds.shape)
+
+    def _missing(self, stages: Numbers, live: int) -> Floats:
+        held = np.zeros(len(stages))
         if self.memory is None:
             return held
         if self.fixed is not None:
-            held += self.fixed
+            held += self.fixed.reshape(-1)[stages]
         if self.activations is not None:
-            held += live * self.activations
-        return np.asarray(held - np.asarray(self.memory)[:, None] * (1 + _ROUNDING))
+            held += live * self.activations.reshape(-1)[stages]
+        _, submeshes, configs = self.shape
+        submesh = stages // configs % submeshes
+        return np.asarray(held - np.asarray(self.memory)[submesh] * (1 + _ROUNDING))
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
         """None: what a config does is in its costs."""
@@ -154,9 +201,19 @@ class Restricted:
         return self.costs.shape
 
     def at(self, live: int) -> StageCosts:
-        """Costs with `live` micro-batches in flight."""
-        found = self.costs.at(live)
-        return StageCosts(np.where(self.forbidden[..., None], np.inf, found.seconds), found.step)
+        """Costs of every stage with `live` micro-batches in flight."""
+        return every_stage(self, live)
+
+    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+        """Seconds of one micro-batch, inf where a stage does not fit or may not be."""
+        layers, submeshes, configs = self.shape
+        forbidden = np.broadcast_to(self.forbidden, (layers, layers, submeshes))
+        at = np.unravel_index(stages // configs, forbidden.shape)
+        return np.where(forbidden[at], np.inf, self.costs.seconds_of(stages, live))
+
+    def step_of(self, stages: Numbers) -> Floats:
+        """Seconds once a step."""
+        return self.costs.step_of(stages)
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
         """Layers of a run that are computed again in the backward part."""
@@ -202,137 +259,116 @@ class ProfileCosts:
             )
         if memory is not None and len(memory) != len(configs):
             raise GraphError(f"{len(configs)} sub-meshes have {len(memory)} memories; give one a sub-mesh")
-        self._runs = [[_Runs(c) for c in row] for row in configs]
-        self._memory = [float("inf")] * len(configs) if memory is None else [float(m) for m in memory]
-        self._known: dict[int, StageCosts] = {}
-        self.shape = (sizes.pop() - 1, len(configs), max(map(len, configs)))
+        layers = sizes.pop() - 1
+        self.shape = (layers, len(configs), max(map(len, configs)))
+        self._memory = np.full(self.shape[1:], -np.inf)  # nothing fits where there is no config
+        for submesh, row in enumerate(configs):
+            self._memory[submesh, : len(row)] = np.inf if memory is None else memory[submesh]
+        self._memory = self._memory.reshape(-1)
+        some = next(c for row in configs for c in row)
+        ways = [c for row in configs for c in (*row, *[some] * (self.shape[2] - len(row)))]
+        profiles = [c.profile for c in ways]
+        self._time = Sums([p.forward + p.backward for p in profiles])
+        self._border = Sums([p.border for p in profiles])
+        self._once = Sums([p.step for p in profiles])
+        self._fixed = Sums([p.fixed for p in profiles])
+        self._activations = Sums([p.activations for p in profiles])
+        self._temporary = np.stack([maxima(p.temporary) for p in profiles])
+        again = np.stack([maxima((c.recompute or c.profile).temporary) for c in ways])
+        self._scratch = np.maximum(self._temporary, again)
+        self._kinds = [_kinds(c) for c in ways]
+        self._ranks = _ranks(self._kinds, layers)
 
     def at(self, live: int) -> StageCosts:
-        """Costs with `live` micro-batches in flight."""
-        if live not in self._known:
-            layers, submeshes, configs = self.shape
-            seconds = np.full((layers, layers, submeshes, configs), np.inf)
-            step = np.zeros_like(seconds)
-            for submesh, row in enumerate(self._runs):
-                for config, runs in enumerate(row):
-                    seconds[:, :, submesh, config] = runs.seconds(live, self._memory[submesh])
-                    step[:, :, submesh, config] = runs.step
-            self._known[live] = StageCosts(seconds, step)
-        return self._known[live]
+        """Costs of every stage with `live` micro-batches in flight."""
+        return every_stage(self, live)
+
+    def step_of(self, stages: Numbers) -> Floats:
+        """Seconds once a step."""
+        return self._once.of(self._runs(stages))
+
+    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+        """Seconds of one micro-batch, inf where a stage does not fit."""
+        way, first, last = runs = self._runs(stages)
+        found = self._time.of(runs) + np.maximum(self._border.inside(runs), 0.0)
+        held, allowed = self._held(runs, live), self._allowed()[way]
+        full = np.flatnonzero(held + self._temporary[runs] > allowed)
+        if len(full):
+            few = way[full], first[full], last[full]
+            missing, extra = held[full] + self._scratch[few] - allowed[full], np.zeros(len(full))
+            for more, less, counted in self._ranks:
+                saved = less[few[0]]
+                taken = np.clip(np.ceil(missing / (live * saved)), 0, counted.between(few))
+                missing -= taken * live * saved
+                extra += taken * more[few[0]]
+            found[full] = np.where(missing <= 0, found[full] + extra, np.inf)
+        return found
+
+    def missing(self, live: int) -> Floats:
+        """Bytes above the memory, with all or no layers recomputed; the better."""
+        layers, submeshes, configs = self.shape
+        runs = self._runs(np.arange(layers * layers * submeshes * configs))
+        held = self._held(runs, live)
+        saved = np.zeros_like(held)
+        for _, less, counted in self._ranks:
+            saved += live * less[runs[0]] * counted.between(runs)
+        least = np.minimum(held + self._temporary[runs], held - saved + self._scratch[runs])
+        return np.asarray(least - self._memory[runs[0]]).reshape(layers, layers, submeshes, configs)
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
         """Layers of a run that are computed again in the backward part; of equal ones the first."""
-        return self._runs[submesh][config].recomputed(first, last, live, self._memory[submesh])
-
-    def missing(self, live: int) -> Floats:
-        """Bytes above the memory of a device, all layers recomputed that can be."""
-        layers, submeshes, configs = self.shape
-        found = np.full((layers, layers, submeshes, configs), np.inf)
-        for submesh, row in enumerate(self._runs):
-            for config, runs in enumerate(row):
-                found[:, :, submesh, config] = runs.missing(live, self._memory[submesh])
-        return found
-
-
-class _Runs:
-    """All runs of layers under one config; arrays are [first, last]."""
-
-    def __init__(self, config: Config) -> None:
-        self.profile, self.again = config.profile, config.recompute
-        self.layers = len(self.profile.forward) - 1
-        self.inside = np.tri(self.layers, dtype=bool).T
-        p = self.profile
-        self.step = _sums(p.step) + p.step[-1]
-        self.plain = _sums(p.forward + p.backward) + (p.forward + p.backward)[-1] + _borders(p.border)
-        self.fixed = _sums(p.fixed) + p.fixed[-1]
-        self.activations = _sums(p.activations) + p.activations[-1]
-
-    @cached_property
-    def temporary(self) -> Floats:
-        """Bytes of scratch memory where nothing is recomputed."""
-        return _maxima(self.profile.temporary)
-
-    @cached_property
-    def scratch(self) -> Floats:
-        """Bytes of scratch memory where something is."""
-        again = self.profile if self.again is None else self.again
-        return np.maximum(self.temporary, _maxima(again.temporary))
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[float, float, Numbers, Floats], ...]:
-        """Layers worth recomputing, those alike together, best first.
-
-        Seconds more, bytes less, their numbers, and how many of them each run has.
-        """
-        if self.again is None:
+        way = submesh * self.shape[2] + config
+        held, allowed = self._held((way, first, last), live), self._allowed()[way]
+        if held + self._temporary[way, first, last] <= allowed:
             return ()
-        p, q = self.profile, self.again
-        more = np.maximum(q.forward + q.backward - p.forward - p.backward, 0.0)[:-1]
-        less = (p.activations - q.activations)[:-1]
-        alike: dict[tuple[float, float], list[int]] = {}
-        for layer in np.flatnonzero(less > 0):
-            alike.setdefault((float(more[layer]), float(less[layer])), []).append(int(layer))
-        ordered = sorted(alike.items(), key=lambda item: item[0][0] / item[0][1])
-        return tuple((e, a, np.asarray(own), _counts(own, self.layers)) for (e, a), own in ordered)
-
-    def missing(self, live: int, memory: float) -> Floats:
-        """Bytes above the memory, with all or no layers recomputed."""
-        held = self.fixed + live * self.activations
-        saved = sum((live * less * count for _, less, _, count in self.kinds), start=0.0)
-        return np.asarray(np.minimum(held + self.temporary, held - saved + self.scratch) - memory)
-
-    def seconds(self, live: int, memory: float) -> Floats:
-        """Of one micro-batch, inf where the run does not fit."""
-        allowed = memory * (1 + _ROUNDING) if np.isfinite(memory) else memory
-        held = self.fixed + live * self.activations
-        fits = held + self.temporary <= allowed
-        found = np.where(self.inside & fits, self.plain, np.inf)
-        if self.again is None or bool((fits | ~self.inside).all()):
-            return found
-        missing, extra = held + self.scratch - allowed, np.zeros_like(held)
-        for more, less, _, count in self.kinds:
-            taken = np.clip(np.ceil(missing / (live * less)), 0, count)
-            missing -= taken * live * less
-            extra += taken * more
-        return np.where(self.inside & ~fits & (missing <= 0), self.plain + extra, found)
-
-    def recomputed(self, first: int, last: int, live: int, memory: float) -> tuple[int, ...]:
-        """Layers of one run that are recomputed."""
-        allowed = memory * (1 + _ROUNDING) if np.isfinite(memory) else memory
-        held = self.fixed[first, last] + live * self.activations[first, last]
-        if held + self.temporary[first, last] <= allowed:
-            return ()
-        missing, found = held + self.scratch[first, last] - allowed, []
-        for _, less, layers, _ in self.kinds:
+        missing, found = held + self._scratch[way, first, last] - allowed, []
+        for _, less, layers in self._kinds[way]:
             inside = layers[(layers >= first) & (layers <= last)]
             taken = int(np.clip(np.ceil(missing / (live * less)), 0, len(inside)))
             missing -= taken * live * less
             found += [int(layer) for layer in inside[:taken]]
         return tuple(sorted(found))
 
+    def _runs(self, stages: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """Way (sub-mesh and config), first and last layer of stages."""
+        layers, submeshes, configs = self.shape
+        run, way = np.divmod(stages, submeshes * configs)
+        first, last = np.divmod(run, layers)
+        return way, first, last
 
-def _sums(values: Floats) -> Floats:
-    """Sums of all runs of layers, without the last entry."""
-    total = np.concatenate([[0.0], np.cumsum(values[:-1])])
-    return np.asarray(total[None, 1:] - total[:-1, None])
+    def _held(self, runs: Runs, live: int) -> Floats:
+        """Bytes without scratch memory, nothing recomputed."""
+        return self._fixed.of(runs) + live * self._activations.of(runs)
 
-
-def _borders(values: Floats) -> Floats:
-    """Sums of the borders inside all runs: those of every layer but the last."""
-    total = np.concatenate([[0.0], np.cumsum(values[:-1])])
-    return np.asarray(np.maximum(total[None, :-1] - total[:-1, None], 0.0))
-
-
-def _maxima(values: Floats) -> Floats:
-    """Maxima of all runs, and of what belongs to no layer."""
-    layers = len(values) - 1
-    spread = np.where(np.tri(layers, dtype=bool).T, values[None, :-1], -np.inf)
-    return np.asarray(np.maximum(np.maximum.accumulate(spread, axis=1), values[-1]))
+    def _allowed(self) -> Floats:
+        return self._memory * (1 + _ROUNDING)
 
 
-def _counts(members: Sequence[int], layers: int) -> Floats:
-    """How many of some layers lie in each run."""
-    total = np.zeros(layers + 1)
-    total[np.asarray(members) + 1] = 1
-    total = np.cumsum(total)
-    return np.asarray(total[None, 1:] - total[:-1, None])
+def _kinds(config: Config) -> list[tuple[float, float, Numbers]]:
+    """Layers worth recomputing, those alike together, best first: seconds more, bytes less, their numbers."""
+    if config.recompute is None:
+        return []
+    p, q = config.profile, config.recompute
+    more = np.maximum(q.forward + q.backward - p.forward - p.backward, 0.0)[:-1]
+    less = (p.activations - q.activations)[:-1]
+    alike: dict[tuple[float, float], list[int]] = {}
+    for layer in np.flatnonzero(less > 0):
+        alike.setdefault((float(more[layer]), float(less[layer])), []).append(int(layer))
+    ordered = sorted(alike.items(), key=lambda item: item[0][0] / item[0][1])
+    return [(e, a, np.asarray(own)) for (e, a), own in ordered]
+
+
+def _ranks(
+    kinds: Sequence[Sequence[tuple[float, float, Numbers]]], layers: int
+) -> list[tuple[Floats, Floats, Sums]]:
+    """The best kinds of all ways, the second ones, and so on: seconds more, bytes less, which layers."""
+    found = []
+    for rank in range(max(map(len, kinds))):
+        more, less = np.zeros(len(kinds)), np.ones(len(kinds))
+        members = [np.zeros(layers + 1) for _ in kinds]
+        for way, own in enumerate(kinds):
+            if rank < len(own):
+                more[way], less[way], numbers = own[rank]
+                members[way][numbers] = 1
+        found.append((more, less, Sums(members)))
+    return found

@@ -11,6 +11,9 @@ where t takes the best config that fits into memory at position s from the end a
 the border between the stages. d counts the devices of every pool. Where x depends on both sub-meshes, the
 first sub-mesh of the rest is part of the state.
 
+A state matters only where it takes less than every state of the same layer with no more stages, and no more
+devices where fewer may be used: t never falls with s, so whatever precedes the one could precede the other.
+
 Memory is the only reason to count s. So a table without s comes first, with t as on the last stage; it bounds
 the other from below, and where its stages fit where they lie it is the answer.
 """
@@ -105,7 +108,7 @@ class StageTable:
         ahead = self._prefixes(times(1), budget)
         reach = self._empty()
         self._start(reach)
-        levels = [reach]
+        levels, least = [reach], reach
         best: tuple[float, tuple[int, ...], int] | None = None
         for position in range(1, most + 1):
             found = self._extend_all(times(position), levels[-1])
@@ -114,6 +117,8 @@ class StageTable:
             if end is not None and (best is None or end[0] < best[0]):
                 best = end[0], end[1], position
             reach = self._joined(found)
+            before, least = least, self._least(np.minimum(reach, least))
+            reach[(reach > least) | (reach >= before)] = np.inf
             if not np.isfinite(reach).any():
                 break
             levels.append(reach)
@@ -201,6 +206,12 @@ class StageTable:
             to: Index = (slice(None), *self.devices.taken(submesh), submesh if self.firsts > 1 else 0)
             found[to] = np.minimum(found[to], least)
         return found
+
+    def _least(self, reach: Floats) -> Floats:
+        """Least sums on no more devices, where fewer may be used."""
+        for axis in range(2, reach.ndim) if not self.devices.whole else ():
+            reach = np.minimum.accumulate(reach, axis=axis)
+        return reach
 
     def _joined(self, found: Floats) -> Floats:
         """Rows that start at every layer, with the border before them."""

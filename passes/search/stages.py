@@ -35,10 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import InfeasibleError
-from distgraph.passes.search.costs import IntervalCosts, Restricted, StageCosts
+from distgraph.passes.search.candidates import Candidates, Ways
+from distgraph.passes.search.costs import IntervalCosts, Restricted
 from distgraph.passes.search.placing import Pool, SubMesh, chains, place
 from distgraph.passes.search.schedules import SchedulePolicy, makespan
-from distgraph.passes.search.stage_dp import Devices, Row, StageTable, Times
+from distgraph.passes.search.stage_dp import Devices, Row, StageTable
 
 __all__ = ["Stage", "StageProblem", "Stages", "find_stages"]
 
@@ -205,8 +206,8 @@ class _Search:
         self.devices = Devices.of(
             tuple(p.size for p in problem.pools), tuple(s.sizes for s in problem.submeshes), problem.whole
         )
-        self.costs: dict[int, StageCosts] = {}
-        self.maxima: dict[int, Floats] = {}
+        self.candidates: dict[int, Candidates] = {}
+        self.known: dict[tuple[int, int, int, int], Ways] = {}
         self.limits = 0
         self.incumbent = below
         self.best: tuple[Row, list[int]] | None = None
@@ -244,16 +245,21 @@ class _Search:
         stages, seconds = self.placed(*self.best), self.incumbent
         return (None if stages is None else Stages(stages, seconds, seconds, self.limits)), seconds
 
-    def at(self, position: int) -> StageCosts:
-        """Costs of a stage at a position from the end."""
-        live = self.problem.live(position)
-        if live not in self.costs:
-            self.costs[live] = self.problem.costs.at(live)
-        return self.costs[live]
+    def fitting(self, position: int) -> Candidates:
+        """Stages that fit at a position from the end, from those of the nearest position behind."""
+        live, costs = self.problem.live(position), self.problem.costs
+        if live not in self.candidates:
+            fewer = max((n for n in self.candidates if n < live), default=None)
+            self.candidates[live] = (
+                Candidates.of(costs, live, self.rounds)
+                if fewer is None
+                else self.candidates[fewer].ahead(position - 1).fitting(costs, live, self.rounds)
+            )
+        return self.candidates[live]
 
     def least_limit(self) -> float:
         """No row has a slowest stage below this: every layer is in some stage."""
-        least = self.slowest(1).min(axis=(2, 3))
+        least = self.fitting(1).maxima().min(axis=2)
         # least[k, i] -> over all runs first <= k, last >= i
         around = np.minimum.accumulate(np.minimum.accumulate(least, axis=0)[:, ::-1], axis=1)[:, ::-1]
         return float(np.diagonal(around).max())
@@ -265,6 +271,8 @@ class _Search:
         """
         assert self.devices is not None
         self.limits += 1
+        limit = min(limit, self.incumbent * (1 - _EQUAL))
+        self.candidates = {live: c.below(self.incumbent) for live, c in self.candidates.items()}
         borders = self.problem.transfer
         if borders is not None:
             borders = np.where(self.rounds * borders <= limit, borders, np.inf)
@@ -274,13 +282,13 @@ class _Search:
         def times(position: int) -> Floats:
             live = self.problem.live(position)
             if live not in known:
-                known[live] = self.within(position, limit).min(axis=-1)
+                known[live] = self.fitting(position).within(limit)
             return known[live]
 
         found = table.shortest(times, self.budget(least))
         if found is not None:
             self.offer(found[1], limit)
-            if not self.holds(found[1], times):
+            if not self.holds(found[1], limit):
                 found = table.counted(times, self.problem.stages, self.budget(least))
         if found is None:
             return None
@@ -289,10 +297,8 @@ class _Search:
 
     def maximum(self, row: Row, limit: float) -> float:
         """The slowest stage or border of a row with the fastest configs under a limit."""
-        stages = [
-            float(self.slowest(len(row) - i)[first, stop - 1, n, config])
-            for i, ((first, stop, n), config) in enumerate(zip(row, self.configs(row, limit), strict=True))
-        ]
+        chosen = zip(self.configs(row, limit), range(len(row)), strict=True)
+        stages = [float(self.ways(row, i).slowest[config]) for config, i in chosen]
         return max([*stages, *(self.rounds * x for x in self.passed(row))])
 
     def passed(self, row: Row) -> list[float]:
@@ -315,37 +321,27 @@ class _Search:
         if seconds < self.incumbent:
             self.incumbent, self.best = seconds, (row, configs)
 
-    def within(self, position: int, limit: float) -> Floats:
-        """Seconds of one micro-batch under every config, inf above the limit."""
-        seconds = self.at(position).seconds
-        return seconds if limit == np.inf else np.where(self.slowest(position) <= limit, seconds, np.inf)
+    def ways(self, row: Row, number: int, behind: int | None = None) -> Ways:
+        """The configs of a stage of a row, were as many stages behind it; None for as many as there are."""
+        behind = len(row) - number - 1 if behind is None else behind
+        live = self.problem.live(behind + 1)
+        key = (*row[number], live)
+        if key not in self.known:
+            self.known[key] = Ways.of(self.problem.costs, row[number], live, self.rounds)
+        return self.known[key]
 
-    def slowest(self, position: int) -> Floats:
-        """What the maximum of the objective is at least with a stage in the row."""
-        live = self.problem.live(position)
-        if live not in self.maxima:
-            costs = self.at(position)
-            fits = np.isfinite(costs.seconds)
-            found = np.full_like(costs.seconds, np.inf)
-            found[fits] = self.rounds * costs.seconds[fits] + costs.step[fits]
-            self.maxima[live] = found
-        return self.maxima[live]
-
-    def holds(self, row: Row, times: Times) -> bool:
+    def holds(self, row: Row, limit: float) -> bool:
         """Whether the stages of a row cost where they lie what they would cost at the end."""
         if len(row) > self.problem.stages:
             return False
         return all(
-            times(len(row) - i)[first, stop - 1, n] == times(1)[first, stop - 1, n]
-            for i, (first, stop, n) in enumerate(row)
+            self.ways(row, i).within(limit).min() == self.ways(row, i, 0).within(limit).min()
+            for i in range(len(row) - 1, -1, -1)
         )
 
     def configs(self, row: Row, limit: float) -> list[int]:
         """Fastest config of every stage."""
-        return [
-            int(self.within(len(row) - i, limit)[first, stop - 1, n].argmin())
-            for i, (first, stop, n) in enumerate(row)
-        ]
+        return [int(self.ways(row, i).within(limit).argmin()) for i in range(len(row))]
 
     def makespan(self, row: Row, configs: Sequence[int]) -> float:
         """Seconds of a step."""
@@ -356,11 +352,10 @@ class _Search:
 
     def stage(self, row: Row, number: int, config: int, devices: tuple[int, ...]) -> Stage:
         """One stage of a row."""
-        (first, stop, submesh), position = row[number], len(row) - number
-        costs, live = self.at(position), self.problem.live(position)
-        at = (first, stop - 1, submesh, config)
-        again = self.problem.costs.recomputed(*at, live)
-        seconds, step = float(costs.seconds[at]), float(costs.step[at])
+        (first, stop, submesh), ways = row[number], self.ways(row, number)
+        live = self.problem.live(len(row) - number)
+        again = self.problem.costs.recomputed(first, stop - 1, submesh, config, live)
+        seconds, step = float(ways.seconds[config]), float(ways.step[config])
         return Stage(first, stop, submesh, config, devices, seconds, step, live, again)
 
     def placed(self, row: Row, configs: Sequence[int]) -> tuple[Stage, ...] | None:

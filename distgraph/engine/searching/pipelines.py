@@ -19,12 +19,13 @@ from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.sharing import shared_shapes
 from distgraph.engine.searching.space import Shape, shapes_of
-from distgraph.passes.search.costs import Config, IntervalCosts, ProfileCosts, StageCosts
+from distgraph.passes.search.costs import Config, IntervalCosts, ProfileCosts, StageCosts, every_stage
 from distgraph.passes.search.placing import SubMesh, place
 from distgraph.passes.search.schedules import schedule_policy
 from distgraph.passes.search.stages import StageProblem, Stages, find_stages
 
 Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 
 _SAME = 1e-9  # relative difference below which two costs are one
 
@@ -188,8 +189,17 @@ class Bordered:
 
     def at(self, live: int) -> StageCosts:
         """Costs with `live` micro-batches in flight."""
-        found = self.costs.at(live)
-        return StageCosts(found.seconds + self.behind[None, :, :, None], found.step)
+        return every_stage(self, live)
+
+    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+        """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""
+        layers, submeshes, configs = self.shape
+        last, submesh = np.divmod(stages // configs % (layers * submeshes), submeshes)
+        return self.costs.seconds_of(stages, live) + self.behind[last, submesh]
+
+    def step_of(self, stages: Numbers) -> Floats:
+        """Seconds once a step, by numbers of stages."""
+        return self.costs.step_of(stages)
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
         """Layers of a run that are computed again in the backward part."""

@@ -144,9 +144,10 @@ def _seconds(oracle: Oracle, costs: ProfileCosts, row: _Row, choices: tuple[Stag
     bordered = Bordered(costs, borders(oracle, row.micro_batches, [row.submesh]))
     times, steps = [], []
     for position, choice in enumerate(choices):
-        at = bordered.at(policy.live(position, len(choices), row.micro_batches))
-        times.append(float(at.seconds[choice.first, choice.stop - 1, 0, 0]))
-        steps.append(float(at.step[choice.first, choice.stop - 1, 0, 0]))
+        stage = np.array([choice.first * bordered.shape[0] + choice.stop - 1])
+        live = policy.live(position, len(choices), row.micro_batches)
+        times.append(float(bordered.seconds_of(stage, live)[0]))
+        steps.append(float(bordered.step_of(stage)[0]))
     return makespan(policy, times, [0.0] * len(times), row.micro_batches, step=steps)
 
 
