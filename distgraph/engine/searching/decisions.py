@@ -186,18 +186,24 @@ class RunnerUp:
     Attributes:
         seconds, fits, ops: of its forecast, its memory and its size.
         instead: lines of the plan that are others.
+        program: itself, where it is at hand.
     """
 
     seconds: float
     fits: bool
     ops: int
     instead: dict[str, str]
+    program: Realized | None
+
+    def light(self) -> RunnerUp:
+        """The same without the program."""
+        return replace(self, program=None)
 
 
 def runner_up(found: Realized, storage: Storage, oracle: Oracle) -> RunnerUp:
     """Forecast `with_runner_up`."""
     other = with_runner_up(found, storage, oracle)
-    return RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), changes(found, other))
+    return RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), changes(found, other), other)
 
 
 def followed(problem: Problem, choice: Sequence[int], node: int, option: int) -> tuple[int, ...]:

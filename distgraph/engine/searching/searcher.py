@@ -226,7 +226,7 @@ class Searcher:
                 self._stored.clear()
                 looked.clear()
                 ahead.clear()
-                best = with_runner_up(best, row, self.oracle)
+                best = other.program or with_runner_up(best, row, self.oracle)
                 yield self._judged(judged(best, rechosen=True))
                 continue
             note = (
@@ -239,11 +239,13 @@ class Searcher:
     def _runners_up(self, best: Realized, rows: Sequence[Storage]) -> dict[str, RunnerUp]:
         """Forecasts of the next runners-up, as many as processes work together."""
 
-        def of(row: Storage) -> RunnerUp:
-            return runner_up(best, row, self.oracle)
-
         few = rows[: self.book.together]
-        found = self.oracle.together(of, few, self.book.together)
+
+        def of(row: Storage) -> RunnerUp:
+            found = runner_up(best, row, self.oracle)
+            return found if row is few[0] else found.light()
+
+        found = self.oracle.together(of, few, self.book.together, packed=RunnerUp.light)
         return {row.name: other for row, other in zip(few, found, strict=True)}
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
