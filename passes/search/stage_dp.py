@@ -21,7 +21,7 @@ the other from below, and where its stages fit where they lie it is the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,9 @@ class StageTable:
         pairs = self.borders is not None and bool((self.borders != self.borders[:, :, :1]).any())
         self.firsts = self.count if pairs else 1  # what the state knows of the first sub-mesh of the rest
         self.before = 1 if self.borders is None else self.count
+        self.room = [devices.room(n) for n in range(self.count)]
+        self.taken = [devices.taken(n) for n in range(self.count)]
+        self.usable = [n for n, room in enumerate(self.room) if all(part.stop for part in room)]
 
     def shortest(self, times: Times, budget: float) -> tuple[float, Row] | None:
         """The row of any number of stages with the least sum, were each stage the last.
@@ -131,8 +134,12 @@ class StageTable:
         reach = self._empty()
         self._start(reach)
         best = np.full((self.layers, *self.devices.shape), np.inf)
+        fits = np.isfinite(table)
+        lows, highs = fits.argmax(axis=1), self.layers - fits[:, ::-1].argmax(axis=1)
         for first in range(self.layers - 1, -1, -1):
-            found = self._extend(table, reach, first, budget)
+            low, high = lows[first], highs[first]
+            ends = {n: (low[n], high[n]) for n in self.usable if fits[first, low[n], n]}
+            found = self._extend(table, reach, first, ends, budget)
             best[first] = found.min(axis=-1)
             self._join(reach, first, found)
         return best, reach
@@ -165,33 +172,30 @@ class StageTable:
         end: Index = (slice(None), self.layers, *(0,) * len(self.devices.shape))
         reach[end] = 0.0
 
-    def _extend(self, table: Floats, reach: Floats, first: int, budget: float) -> Floats:
-        """Least sums of the rows that start at a layer, [units, first sub-mesh]."""
+    def _extend(
+        self, table: Floats, reach: Floats, first: int, ends: Mapping[int, tuple[int, int]], budget: float
+    ) -> Floats:
+        """Least sums of the rows that start at a layer, [units, first sub-mesh].
+
+        `ends` says between which last layer and which stop the stages on each sub-mesh end.
+        """
         found = np.full((*self.devices.shape, self.firsts), np.inf)
-        for submesh in range(self.count):
-            seconds = table[first, first:, submesh]
-            stops = np.flatnonzero(np.isfinite(seconds))
-            room = self.devices.room(submesh)
-            if not len(stops) or any(part.stop == 0 for part in room):
-                continue
-            low, high = int(stops[0]), int(stops[-1]) + 1
+        for submesh, (low, high) in ends.items():
+            room = self.room[submesh]
             own = submesh if self.before > 1 else 0
-            rest: Index = (own, slice(first + low + 1, first + high + 1), *room)
-            sums = reach[rest] + seconds[low:high].reshape(-1, *[1] * len(room))
+            rest: Index = (own, slice(low + 1, high + 1), *room)
+            sums = reach[rest] + table[first, low:high, submesh].reshape(-1, *[1] * len(room))
             least = sums.min(axis=0)
-            least[least > budget] = np.inf
-            at: Index = (*self.devices.taken(submesh), submesh if self.firsts > 1 else 0)
+            at: Index = (*self.taken[submesh], submesh if self.firsts > 1 else 0)
             found[at] = np.minimum(found[at], least)
+        found[found > budget] = np.inf
         return found
 
     def _extend_all(self, table: Floats, reach: Floats) -> Floats:
         """Least sums of the rows that start at every layer, [layer, units, first sub-mesh]."""
         found = np.full((self.layers, *self.devices.shape, self.firsts), np.inf)
-        for submesh in range(self.count):
-            room = self.devices.room(submesh)
-            if any(part.stop == 0 for part in room):
-                continue
-            at: Index = (submesh if self.before > 1 else 0, slice(1, None), *room)
+        for submesh in self.usable:
+            at: Index = (submesh if self.before > 1 else 0, slice(1, None), *self.room[submesh])
             rest = reach[at]
             flat = rest.reshape(self.layers, -1)
             finite = np.isfinite(flat)
@@ -203,7 +207,7 @@ class StageTable:
             least = np.full((self.layers, flat.shape[1]), np.inf)
             least[np.ix_(firsts, units)] = _least_sums(own[firsts], flat[np.ix_(stops, units)])
             least = least.reshape(self.layers, *rest.shape[1:])
-            to: Index = (slice(None), *self.devices.taken(submesh), submesh if self.firsts > 1 else 0)
+            to: Index = (slice(None), *self.taken[submesh], submesh if self.firsts > 1 else 0)
             found[to] = np.minimum(found[to], least)
         return found
 
