@@ -68,6 +68,15 @@ class _Table:
     number: dict[ShardSpec, int]
     known: dict[Specs, Ints | None] = field(default_factory=dict)
 
+    def positions(self, specs: Specs) -> Ints | None:
+        """Numbers of layouts; None where one is not among the states, as pending maxima are not."""
+        try:
+            return self.known[specs]
+        except KeyError:
+            found = [self.number.get(spec, -1) for spec in specs]
+            self.known[specs] = None if -1 in found else np.array(found, dtype=np.intp)
+            return self.known[specs]
+
 
 @dataclass(frozen=True, slots=True)
 class _Member:
@@ -153,9 +162,11 @@ class Prices:
     ) -> Floats:
         """Seconds [sources, targets] of changes of layout of one tensor."""
         if sum(size > 1 for size in mesh.shape) <= _MOST_AXES:
-            rows, columns = self._positions(shape, mesh, sources), self._positions(shape, mesh, targets)
+            table = self._table(shape, mesh)
+            rows, columns = table.positions(sources), table.positions(targets)
             if rows is not None and columns is not None:
-                return self._matrix(shape, itemsize(dtype), mesh)[np.ix_(rows, columns)]
+                nbytes = math.prod(shape) * itemsize(dtype)
+                return self._matrix(table.routes, nbytes, mesh)[rows[:, None], columns]
         size = itemsize(dtype)
         found = [redistribute_cost(shape, size, mesh, s, t, self.price) for s in sources for t in targets]
         return np.array(found, dtype=np.float64).reshape(len(sources), len(targets))
@@ -176,24 +187,14 @@ class Prices:
             )
         return self._tables[key]
 
-    def _positions(self, shape: tuple[int, ...], mesh: ProcessMesh, specs: Specs) -> Ints | None:
-        """Numbers of layouts; None where one is not among the states, as pending maxima are not."""
-        table = self._table(shape, mesh)
-        if specs not in table.known:
-            found = [table.number.get(spec, -1) for spec in specs]
-            table.known[specs] = None if -1 in found else np.array(found, dtype=np.intp)
-        return table.known[specs]
-
-    def _matrix(self, shape: tuple[int, ...], size: int, mesh: ProcessMesh) -> Floats:
-        found = self._table(shape, mesh).routes
-        nbytes = float(math.prod(shape) * size)
+    def _matrix(self, found: Routes, nbytes: int, mesh: ProcessMesh) -> Floats:
         key = (id(found), nbytes, mesh)
         if key not in self._matrices:
 
             def of_step(kind: str, axes: tuple[str, ...], sent: Floats) -> Floats:
                 return self._collective(kind, mesh, axes, sent) if axes else np.zeros_like(sent)
 
-            self._matrices[key] = found.seconds(np.array([nbytes]), of_step)[0]
+            self._matrices[key] = found.seconds(np.array([nbytes], dtype=np.float64), of_step)[0]
         return self._matrices[key]
 
     # ops
