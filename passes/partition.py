@@ -98,25 +98,19 @@ class RankProgram:
 @collector_paused()
 def partition(parts: Parts, rank: int) -> RankProgram:
     """The program of one rank."""
-    graph = parts.graph
     types: dict[str, LocalType] = {}
-    for name, attr in graph.attrs.items():
-        if rank in attr.mesh and name in graph.values:
-            value = graph.values[name]
-            types[name] = (_held(graph.producers[name], attr, value.shape, rank), value.dtype)
-    numbers = {op.name: i for i, op in enumerate(graph.ops) if op.kind.startswith("comm.")}
-    tasks = tuple(_local_task(parts, part, rank, numbers) for part in parts.tasks if rank in part.mesh)
+    for mesh, blocks in parts.blocks.items():
+        if rank in mesh:
+            for (shape, dtype, spec, windows), names in blocks.items():
+                bounds = window_bounds(shape, mesh, spec, windows, rank)
+                held = tuple(stop - start for start, stop in bounds)  # with the halo where there is one
+                types.update(dict.fromkeys(names, (held, dtype)))
+    tasks = tuple(_local_task(parts, part, rank) for part in parts.tasks if rank in part.mesh)
     return RankProgram(rank, tasks, types, parts)
 
 
-def _held(op: Op, attr: DistAttr, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Local shape of a value: its block, with the halo where there is one."""
-    windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
-    return tuple(stop - start for start, stop in window_bounds(shape, attr.mesh, attr.spec, windows, rank))
-
-
-def _local_task(parts: Parts, part: Part, rank: int, numbers: Mapping[str, int]) -> LocalTask:
-    graph, ops = parts.graph, []
+def _local_task(parts: Parts, part: Part, rank: int) -> LocalTask:
+    graph, numbers, ops = parts.graph, parts.numbers, []
     for op in part.body:
         tail = op.name in part.tail
         if op.kind == "comm.transfer":

@@ -19,13 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from distgraph.collecting import collector_paused
 from distgraph.graph import SOURCES, Graph, Op
 from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import lookup
+from distgraph.ops.registry import Windows, lookup
+from distgraph.spec import ShardSpec
 
 Key = tuple[str, ProcessMesh, int]
+Block = tuple[tuple[int, ...], str, ShardSpec, Windows]  # shape, dtype, layout, and halo where there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,9 @@ class Part:
     tail: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
-    """All tasks of a step.
+    """All tasks of a step; what every rank asks of the whole program is found once, at the first question.
 
     Attributes:
         graph: the lowered graph.
@@ -66,6 +69,52 @@ class Parts:
     tasks: tuple[Part, ...]
     edges: tuple[tuple[str, str], ...]
     phase: dict[str, int]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Name of every communication -> its place in the graph, the tag of its messages."""
+        return {op.name: i for i, op in enumerate(self.graph.ops) if op.kind.startswith("comm.")}
+
+    @cached_property
+    def blocks(self) -> dict[ProcessMesh, dict[Block, list[str]]]:
+        """Mesh -> kind of block -> names of the values on that mesh that are cut so."""
+        graph, found = self.graph, dict[ProcessMesh, dict[Block, list[str]]]()
+        for op in graph.ops:
+            windows: Windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
+            for value in op.results:
+                attr = graph.attrs[value.name]
+                block = (value.shape, value.dtype, attr.spec, windows)
+                found.setdefault(attr.mesh, {}).setdefault(block, []).append(value.name)
+        return found
+
+    @cached_property
+    def sources(self) -> dict[ProcessMesh, list[tuple[int, str]]]:
+        """Mesh -> place in the program and name of the values that are there before the step."""
+        found: dict[ProcessMesh, list[tuple[int, str]]] = {}
+        for place, op in enumerate(self.graph.sources()):
+            for value in op.results:
+                found.setdefault(self.graph.attrs[value.name].mesh, []).append((place, value.name))
+        return found
+
+    def sources_of(self, rank: int) -> tuple[str, ...]:
+        """Names of the values that a rank holds before the step, in program order."""
+        found = (value for mesh, values in self.sources.items() if rank in mesh for value in values)
+        return tuple(name for _, name in sorted(found))
+
+    @cached_property
+    def updates(self) -> dict[str, tuple[int, str]]:
+        """Name of a param or state -> place among the updates, name of the value to replace it."""
+        return {old: (place, new.name) for place, (old, new) in enumerate(self.graph.updates)}
+
+    @cached_property
+    def stages(self) -> dict[str, int]:
+        """Task -> its stage."""
+        return {part.name: part.stage for part in self.tasks}
+
+    @cached_property
+    def at(self) -> dict[frozenset[int], int]:
+        """Ranks of a mesh -> their stage."""
+        return {part.mesh.rank_set: part.stage for part in self.tasks}
 
 
 @dataclass(slots=True)

@@ -12,19 +12,21 @@ says which).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.errors import ResourceError
+from distgraph.passes.partition import RankProgram
 from distgraph.resources import Cluster, ComputeCost, RankMapping
 from distgraph.resources.units import format_bytes, format_si
+from distgraph.runtime.alike import Form, Forms
 from distgraph.runtime.build import Build
 from distgraph.runtime.cost import OpCost, Work
 from distgraph.runtime.memory import RankMemory, Shortage, rank_memory, shortages
 from distgraph.runtime.representatives import representatives, uneven_meshes
 from distgraph.runtime.scratch import task_workspace
 from distgraph.runtime.simulate import Timeline, simulate
-from distgraph.runtime.storage import plan_storage
+from distgraph.runtime.storage import StoragePlan, planned
 from distgraph.runtime.streams import Streams, TaskTime
 from distgraph.runtime.traffic import TrafficCost
 
@@ -170,6 +172,17 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
     return devices
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A rank that stands for all that do the same under other names; workspaces (by task) on CPUs only."""
+
+    form: Form
+    program: RankProgram
+    plan: StoragePlan
+    streams: Streams
+    workspace: Mapping[str, int] | None
+
+
 class _Forecaster:
     def __init__(
         self, build: Build, cluster: Cluster, devices: tuple[int, ...], overlap: bool, trace: bool
@@ -179,6 +192,8 @@ class _Forecaster:
         self.traffic = TrafficCost(build.lowered, cluster, devices)
         self.compute = ComputeCost(cluster)
         self.known: dict[object, tuple[Work, float]] = {}
+        self.forms = Forms(build.parts)
+        self.models: dict[Hashable, _Model] = {}
         self.times: dict[str, list[TaskForecast]] = {}
         self.memory: dict[int, RankMemory] = {}
         self.workspaces: dict[int, dict[str, int]] = {}
@@ -206,7 +221,7 @@ class _Forecaster:
         sent: dict[str, float] = {}
         for part in self.build.parts.tasks:
             time, micro = tasks[part.name], graph.micro_batches if part.per_micro else 1
-            for link in {*time.body.wire, *time.last.wire}:
+            for link in {**time.body.wire, **time.last.wire}:
                 total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
                 sent[link] = sent.get(link, 0.0) + total
         used = (self.cluster.devices[device] for device in self.devices)
@@ -229,34 +244,56 @@ class _Forecaster:
         return replace(found, body=max((t.body for t in self.times[name]), key=lambda body: body.seconds))
 
     def time_rank(self, rank: int) -> None:
-        """Time every task of one rank."""
-        program = self.build.program(rank)
-        order = self.build.schedule.order(rank)
-        storage = plan_storage(program, order)
-        if self.cluster.devices[self.devices[rank]].type == "cpu":
-            self.workspaces[rank] = task_workspace(program, storage)
-        self.memory[rank] = rank_memory(program, storage, self.workspaces.get(rank))
-        ops = OpCost(program, storage, self.compute, self.devices[rank], self.known)
-        streams = Streams(program, storage, ops, self.traffic, overlap=self.overlap)
-        stages = {part.name: part.stage for part in self.build.parts.tasks}
-        tasks = {task.name: task for task in program.tasks}
-        pending: dict[str, float] = {}
+        """Time every task of one rank: as on one that does the same, but for messages and order."""
+        form, order = self.forms.of(rank), self.build.schedule.order(rank)
+        model = self.model(rank, form)
+        theirs = {part.name: like.name for part, like in zip(form.tasks, model.form.tasks, strict=True)}
+        if model.workspace is not None:
+            self.workspaces[rank] = {name: model.workspace[like] for name, like in theirs.items()}
+        storage = model.plan.under((theirs[name], micro) for name, micro in order)
+        self.memory[rank] = replace(rank_memory(model.program, storage, model.workspace), rank=rank)
+        streams = model.streams if rank == model.program.rank else self.elsewhere(model, rank, form)
+        tasks = {task.name: task for task in model.program.tasks}
         bodies = {
-            task.name: streams.run(task, last=False, trace=self.trace)
-            for task in program.tasks
-            if task.per_micro
+            name: streams.run(tasks[like], last=False, trace=self.trace)
+            for name, like in theirs.items()
+            if tasks[like].per_micro
         }
+        names = dict(zip(model.form.names, form.names, strict=True))
+        newest = model.program.graph.micro_batches - 1
+        pending: dict[str, float] = {}
         for name, micro in order:
-            task = tasks[name]
-            final = not task.per_micro or micro == program.graph.micro_batches - 1
-            if not final:
-                pending = _later(pending, bodies[name].seconds)
+            if name in bodies and micro != newest:
+                pending = _later(pending, bodies[name].seconds) if pending else pending
                 continue
+            task = tasks[theirs[name]]
             after = None if task.per_micro else pending
-            time = streams.run(task, last=True, pending=after, trace=self.trace)
-            pending = {} if not task.per_micro else {**_later(pending, time.seconds), **time.late}
-            found = TaskForecast(name, task.kind, stages[name], rank, bodies.get(name, time), time)
+            last = streams.run(task, last=True, pending=after, trace=self.trace)
+            pending = {} if not task.per_micro else {**_later(pending, last.seconds), **last.late}
+            body, last = (_renamed(time, names) for time in (bodies.get(name, last), last))
+            found = TaskForecast(name, task.kind, self.build.parts.stages[name], rank, body, last)
             self.times.setdefault(name, []).append(found)
+
+    def model(self, rank: int, form: Form) -> _Model:
+        """The first rank on such a device that does the same; with `trace`, always this one."""
+        device = self.cluster.devices[self.devices[rank]]
+        key = (form.number, device.type, device.model, device.origin, rank if self.trace else None)
+        if key not in self.models:
+            program = self.build.program(rank)
+            plan = planned(program)
+            ops = OpCost(program, plan.storage, self.compute, self.devices[rank], self.known)
+            streams = Streams(program, plan.storage, ops, self.traffic, overlap=self.overlap)
+            workspace = task_workspace(program, plan.storage) if device.type == "cpu" else None
+            self.models[key] = _Model(form, program, plan, streams, workspace)
+        return self.models[key]
+
+    def elsewhere(self, model: _Model, rank: int, form: Form) -> Streams:
+        """The streams of a rank that does the same as another one."""
+        names = zip(model.form.names, form.names, strict=True)
+        types = {own: model.program.types[name] for name, own in names if name in model.program.types}
+        bodies = ((like.body, part.body) for like, part in zip(model.form.tasks, form.tasks, strict=True))
+        ops = {op.name: own for like, body in bodies for op, own in zip(like, body, strict=True)}
+        return model.streams.elsewhere(RankProgram(rank, (), types, self.build.parts), ops)
 
     def transfers(self) -> dict[tuple[str, str], float]:
         """Seconds that data takes to its readers beyond the end of the task that sends it."""
@@ -278,6 +315,11 @@ class _Forecaster:
                     delay = max(0.0, time.sends[sent] - time.seconds)
                     found[source, target] = max(found.get((source, target), 0.0), delay)
         return found
+
+
+def _renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
+    sends = {names[sent]: end for sent, end in time.sends.items()}
+    return replace(time, sends=sends, late={names[value]: end for value, end in time.late.items()})
 
 
 def _later(pending: Mapping[str, float], seconds: float) -> dict[str, float]:

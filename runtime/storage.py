@@ -17,10 +17,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distgraph.dtypes import itemsize
-from distgraph.graph import SOURCES
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.packing import Block, pack
@@ -28,6 +31,7 @@ from distgraph.runtime.packing import Block, pack
 _ALIGN = 64
 _WORTH_COPYING = 2**20  # bytes that are freed by a copy, from which it is worth its time
 Place = tuple[str, int]  # task name, number of the op in it
+Places = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -80,7 +84,11 @@ class Storage:
 
 def nbytes(program: RankProgram, name: str) -> int:
     """Bytes of a value's local block."""
-    shape, dtype = program.types[name]
+    return _block_bytes(*program.types[name])
+
+
+@lru_cache(maxsize=4096)
+def _block_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize(dtype)
 
 
@@ -91,22 +99,28 @@ def plan_storage(program: RankProgram, order: Iterable[tuple[str, int]]) -> Stor
         program: what the rank runs.
         order: (task, micro-batch) pairs as the schedule recorded them for this rank.
     """
-    planner = _Planner(program)
-    planner.visit()
-    copied = planner.outliving()
+    return planned(program).under(order)
+
+
+def planned(program: RankProgram) -> StoragePlan:
+    """The storage of every value, but for the number of buffers in a ring."""
+    plan = StoragePlan(program)
+    plan.visit()
+    copied = plan.outliving()
     if copied:
-        planner = _Planner(program, copied)
-        planner.visit()
-    planner.join_accumulates()
-    planner.find_waits()
-    planner.classify()
-    planner.place_updates()
-    planner.assign_scratch()
-    planner.size_rings(list(order))
-    return planner.storage
+        plan = StoragePlan(program, copied)
+        plan.visit()
+    plan.join_accumulates()
+    plan.find_waits()
+    plan.classify()
+    plan.place_updates()
+    plan.assign_scratch()
+    return plan
 
 
-class _Planner:
+class StoragePlan:
+    """What there is to know of a program for its storage, whatever the order of its tasks; see `planned`."""
+
     def __init__(self, program: RankProgram, copied: frozenset[str] = frozenset()) -> None:
         self.program = program
         self.tasks = {task.name: task for task in program.tasks}
@@ -120,19 +134,16 @@ class _Planner:
         self.readers: dict[str, list[Place]] = {}  # value -> places that read it
         self.copies: dict[str, list[Place]] = {}  # value -> places that copy a part of it to another mesh
         self.reader_count: dict[str, int] = {}
+        self.sending: set[Place] = set()
         for task in program.tasks:
-            for local in task.ops:
-                for name in (
-                    {v.name for v in local.op.operands}
-                    if local.mode != "recv" or local.attrs["copies"]
-                    else ()
-                ):
-                    self.reader_count[name] = self.reader_count.get(name, 0) + 1
-        for op in program.graph.ops:
-            if op.kind in SOURCES:
-                for value in op.results:
-                    if value.name in program.types:
-                        self.put(value.name, Slot("source", value.name))
+            for number, local in enumerate(task.ops):
+                if local.mode in ("send", "exchange"):
+                    self.sending.add((task.name, number))
+                if local.mode != "recv" or local.attrs["copies"]:
+                    for name in {v.name for v in local.op.operands}:
+                        self.reader_count[name] = self.reader_count.get(name, 0) + 1
+        for name in program.parts.sources_of(program.rank):
+            self.put(name, Slot("source", name))
 
     def put(self, name: str, slot: Slot) -> None:
         """Give a value its slot."""
@@ -210,7 +221,7 @@ class _Planner:
     def _leaves(self, name: str, task: str) -> bool:
         """Whether a value is read in another task, or sent."""
         return any(
-            place[0] != task or self.tasks[task].ops[place[1]].mode in ("send", "exchange")
+            place[0] != task or place in self.sending
             for place in (*self.readers.get(name, ()), *self.copies.get(name, ()))
         )
 
@@ -287,7 +298,7 @@ class _Planner:
         """Roots that another task touches are kept; per micro-batch ones get a ring."""
         graph = self.program.graph
         per_micro = {task.name: task.per_micro for task in self.program.tasks}
-        kept = {self.slots[name].root for name in graph.kept if name in self.slots}
+        kept = {slot.root for name, slot in self.slots.items() if name in graph.kept}
         for name, slot in self.slots.items():
             if slot.root != name or slot.kind != "scratch":
                 continue
@@ -305,13 +316,14 @@ class _Planner:
 
     def _sends(self, root: str) -> list[tuple[str, LocalOp]]:
         """Sends of what lies in some memory, each with its task."""
-        places = [(task, self.tasks[task].ops, number) for task, number in self.uses.get(root, ())]
-        touching = [(task, ops[number]) for task, ops, number in places if number < len(ops)]
-        return [(task, local) for task, local in touching if local.mode in ("send", "exchange")]
+        sends = [place for place in self.uses.get(root, ()) if place in self.sending]
+        return [(task, self.tasks[task].ops[number]) for task, number in sends]
 
     def place_updates(self) -> None:
         """Compute updates in the memory of what they replace, where nothing reads the old value any more."""
-        targets = {new.name: old for old, new in self.program.graph.updates if old in self.slots}
+        updates = self.program.parts.updates
+        here = sorted((*updates[old], old) for old in self.slots if old in updates)
+        targets = {new: old for _, new, old in here}
         for name, old in targets.items():
             if name not in self.made or self.slots[name].root != name:
                 continue
@@ -349,8 +361,9 @@ class _Planner:
         blocks: list[Block] = []
         owner: dict[str, int] = {}  # scratch root -> number of its block
         begin = 0  # of the task: they run one after the other
+        last_uses = self._last_uses()
         for task in self.program.tasks:
-            last = self._last_uses(task)
+            last = last_uses[task.name]
             for number, local in enumerate(task.ops):
                 for value in local.op.results if local.mode != "send" else ():
                     if value.name not in last or self.made[value.name] != (task.name, number):
@@ -368,15 +381,14 @@ class _Planner:
         for name, block in owner.items():
             self.slots[name].offset = blocks[block].offset
 
-    def _last_uses(self, task: LocalTask) -> dict[str, int]:
-        """Scratch root of a task -> number of the op that touches it last."""
-        return {
-            root: max(number for where, number in places if where == task.name)
-            for root, places in self.uses.items()
-            if root in self.slots
-            and self.slots[root].kind == "scratch"
-            and any(where == task.name for where, _ in places)
-        }
+    def _last_uses(self) -> dict[str, dict[str, int]]:
+        """Task -> scratch root that it touches -> number of the op that touches it last."""
+        found: dict[str, dict[str, int]] = {task.name: {} for task in self.program.tasks}
+        for root, places in self.uses.items():
+            if root in self.slots and self.slots[root].kind == "scratch":
+                for task, number in places:
+                    found[task][root] = max(number, found[task].get(root, 0))
+        return found
 
     def _donor(self, local: LocalOp, name: str, number: int, last: Mapping[str, int]) -> str | None:
         """Root of an operand whose buffer the first result may take over, because this op reads it last."""
@@ -396,10 +408,11 @@ class _Planner:
                 return root
         return None
 
-    def size_rings(self, order: list[tuple[str, int]]) -> None:
-        """Buffers of a ring: the longest stretch of micro-batches that are alive together."""
-        at = {step: i for i, step in enumerate(order)}
+    def under(self, order: Iterable[tuple[str, int]]) -> Storage:
+        """Storage under a schedule: as many buffers in a ring as micro-batches are ever alive together."""
+        order, rings = list(order), dict[str, int]()
         micro = self.program.graph.micro_batches
+        places = _places(order, micro)
         received = {
             local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
         }
@@ -409,15 +422,14 @@ class _Planner:
                 continue
             tasks, early = frozenset(task for task, _ in self.uses[root]), root in received
             if (tasks, early) not in depths:
-                intervals = []
-                for m in range(micro):
-                    spots = [at[task, m] for task in tasks if (task, m) in at]
-                    intervals.append((min(spots) - early, max(spots)))
-                depths[tasks, early] = _window(intervals)
+                touched = np.stack([places[task] for task in tasks if task in places])
+                first = np.where(touched < 0, len(order), touched).min(axis=0)
+                depths[tasks, early] = _window(first - early, touched.max(axis=0))
             depth = depths[tasks, early]
             if self._sends(root):
                 depth = max(depth, min(micro, 1 + self._reach(root)))
-            self.storage.rings[root] = depth
+            rings[root] = depth
+        return replace(self.storage, rings=rings)
 
     def _reach(self, root: str) -> int:
         """How many stages on what is sent from some memory is received, 1 at least.
@@ -426,23 +438,38 @@ class _Planner:
         buffer more than that it never waits for a receive that is posted later than what waits for it.
         """
         parts, attrs = self.program.parts, self.program.graph.attrs
-        stages = {part.mesh.rank_set: part.stage for part in parts.tasks}
-        here = {part.name: part.stage for part in parts.tasks}
         return max(
             1,
             *(
-                abs(stages[attrs[local.op.result.name].mesh.rank_set] - here[task])
+                abs(parts.at[attrs[local.op.result.name].mesh.rank_set] - parts.stages[task])
                 for task, local in self._sends(root)
             ),
         )
 
 
-def _window(intervals: list[tuple[int, int]]) -> int:
-    """Largest (newest - oldest + 1) micro-batch alive at any time: a sweep over starts and ends.
+def _places(order: list[tuple[str, int]], micro_batches: int) -> dict[str, Places]:
+    """Task -> for each micro-batch its place in the order, -1 where it has none."""
+    found = {task: np.full(micro_batches, -1) for task in dict.fromkeys(task for task, _ in order)}
+    for place, (task, micro) in enumerate(order):
+        found[task][micro] = place
+    return found
+
+
+def _window(starts: Places, ends: Places) -> int:
+    """Largest (newest - oldest + 1) micro-batch alive at any time.
 
     Args:
-        intervals: of every micro-batch, first and last place in the order at which it is alive.
+        starts, ends: of every micro-batch, first and last place in the order at which it is alive.
     """
+    if (starts[:-1] <= starts[1:]).all() and (ends[:-1] <= ends[1:]).all():  # first in, first out
+        newest = np.searchsorted(starts, starts, "right") - 1
+        oldest = np.searchsorted(ends, starts, "left")
+        return int((newest - oldest).max()) + 1
+    return _swept(list(zip(starts.tolist(), ends.tolist(), strict=True)))
+
+
+def _swept(intervals: list[tuple[int, int]]) -> int:
+    """The same in any order of the micro-batches: a sweep over starts and ends."""
     starting = sorted(range(len(intervals)), key=lambda m: intervals[m])
     oldest: list[tuple[int, int]] = []  # (micro-batch, end) of what has started, heap by micro-batch
     newest: list[tuple[int, int]] = []  # the same by minus the micro-batch

@@ -18,10 +18,12 @@ What the last micro-batch leaves under way for the optimize task (`late`) goes o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
+from distgraph.graph import Op
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.runtime.cost import OpCost
+from distgraph.runtime.cost import NOTHING, OpCost, Work
 from distgraph.runtime.storage import Storage, is_started
 from distgraph.runtime.traffic import Message, TrafficCost
 
@@ -67,6 +69,17 @@ class TaskTime:
     spans: tuple[Span, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A local op with what it costs and waits for; no message where it only computes."""
+
+    local: LocalOp
+    waits: tuple[str, ...]
+    work: Work = NOTHING
+    seconds: float = 0.0
+    message: Message | None = None
+
+
 class Streams:
     """Runs tasks of one rank under a clock of its own.
 
@@ -96,6 +109,7 @@ class Streams:
         compute = ops.cost.cluster.devices[ops.device].compute
         self.issue, self.message = compute.issue or 0.0, compute.message or 0.0
         self.task = compute.task or 0.0
+        self._steps: dict[str, list[_Step]] = {}
 
     def run(
         self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
@@ -109,6 +123,45 @@ class Streams:
             trace: also list the spans.
         """
         return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time()
+
+    def steps(self, task: LocalTask) -> list[_Step]:
+        """The ops of a task, priced once for all of its runs."""
+        if task.name not in self._steps:
+            waits = self.storage.waits
+            self._steps[task.name] = [
+                self._step(local, waits.get((task.name, number), ())) for number, local in enumerate(task.ops)
+            ]
+        return self._steps[task.name]
+
+    def _step(self, local: LocalOp, waits: tuple[str, ...]) -> _Step:
+        if local.mode == "send" or (is_started(local) and local.mode != "recv"):
+            return _Step(local, waits, message=self._message(self.program, local))
+        return _Step(local, waits, *self.ops.of(local))
+
+    def _message(self, program: RankProgram, local: LocalOp) -> Message:
+        if local.mode in ("send", "exchange"):
+            return self.traffic.exchange(local.op)
+        return self.traffic.collective(program, local)
+
+    def elsewhere(self, program: RankProgram, ops: Mapping[str, Op]) -> Streams:
+        """The same tasks on ranks that do the same elsewhere (see `alike`): messages cost something else.
+
+        Args:
+            program: types of the values there.
+            ops: name of an op here -> the op there.
+        """
+        found = copy(self)
+        found._steps = {}
+        for task in self.program.tasks:
+            found._steps[task.name] = [
+                step
+                if step.message is None
+                else replace(
+                    step, message=self._message(program, replace(step.local, op=ops[step.local.op.name]))
+                )
+                for step in self.steps(task)
+            ]
+        return found
 
 
 class _Run:
@@ -129,15 +182,16 @@ class _Run:
         self.spans: list[Span] = []
 
     def time(self) -> TaskTime:
-        for number, local in enumerate(self.task.ops):
+        for step in self.streams.steps(self.task):
+            local = step.local
             if local.tail and not self.last:
                 continue
-            self._wait_for(number)
+            self._wait_for(step.waits)
             for value in local.op.operands if self.pending and local.mode != "recv" else ():
                 if value.name in self.storage.slots:
                     self._wait(self.pending.pop(self.storage.slots[value.name].root, 0.0))
-            self._step(local)
-        self._wait_for(len(self.task.ops))
+            self._take(step)
+        self._wait_for(self.storage.waits.get((self.task.name, len(self.task.ops)), ()))
         phase = self.streams.program.parts.phase
         late: dict[str, float] = {}
         for name in self.storage.late[self.task.name]:
@@ -160,8 +214,8 @@ class _Run:
             tuple(self.spans),
         )
 
-    def _wait_for(self, number: int) -> None:
-        for value in self.storage.waits.get((self.task.name, number), ()):
+    def _wait_for(self, values: tuple[str, ...]) -> None:
+        for value in values:
             if value in self.ends:
                 self._wait(self.ends.pop(value))
 
@@ -170,21 +224,16 @@ class _Run:
             self.exposed += end - self.clock
             self.clock = end
 
-    def _step(self, local: LocalOp) -> None:
-        if local.mode == "send":
-            message = self._message(local)
-            start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
-            self.outgoing = self.sends[local.op.name] = start + message.seconds
-            self._note("send", local, start, message.seconds)
-            self._attend(len(local.attrs["sends"]))
-            return
-        if is_started(local) and local.mode != "recv":
-            self._communicate(local)
+    def _take(self, step: _Step) -> None:
+        local = step.local
+        if step.message is not None:
+            send = self._send if local.mode == "send" else self._communicate
+            send(local, step.message)
             return
         if local.mode == "recv":
             self._attend(len(local.attrs["recvs"]))
-        work, seconds = self.streams.ops.of(local)
-        self.issued += work.kind != "none"
+        seconds = step.seconds
+        self.issued += step.work.kind != "none"
         if local.mode == "accumulate" and self.last:
             scaling, more = self.streams.ops.scaling(local)
             seconds += more
@@ -193,14 +242,21 @@ class _Run:
             self._note("compute", local, self.clock, seconds)
         self.clock += seconds
         self.compute += seconds
-        self.flops += work.flops if work.kind == "matmul" else 0.0
+        self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
+
+    def _send(self, local: LocalOp, message: Message) -> None:
+        self._count(message)
+        start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
+        self.outgoing = self.sends[local.op.name] = start + message.seconds
+        self._note("send", local, start, message.seconds)
+        self._attend(len(local.attrs["sends"]))
 
     def _attend(self, messages: int) -> None:
         """A device that moves its messages itself computes nothing meanwhile."""
         self._wait(self.clock + messages * self.streams.message)
 
-    def _communicate(self, local: LocalOp) -> None:
-        message = self._message(local)
+    def _communicate(self, local: LocalOp, message: Message) -> None:
+        self._count(message)
         self.issued += bool(message.link)
         name, channel = local.op.result.name, (message.link, local.attrs.get("group", ()))
         start = max(self.clock, self.channels.get(channel, 0.0))
@@ -224,15 +280,9 @@ class _Run:
             if end > after and self.carrier[name] == channel:
                 self.ends[name] = end + seconds
 
-    def _message(self, local: LocalOp) -> Message:
-        traffic = self.streams.traffic
-        point_to_point = local.mode in ("exchange", "send")
-        message = (
-            traffic.exchange(local.op) if point_to_point else traffic.collective(self.streams.program, local)
-        )
+    def _count(self, message: Message) -> None:
         if message.link:
             self.wire[message.link] = self.wire.get(message.link, 0.0) + message.wire
-        return message
 
     def _note(self, stream: str, local: LocalOp, start: float, seconds: float) -> None:
         if self.trace:
