@@ -86,6 +86,7 @@ class SearchOptions:
         return {"mode": self.mode, "seconds": self.seconds}
 
 
+@collector_paused()  # what a search makes stays, or is in no cycle
 def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan:
     """The best plan found; Ctrl-C ends the search with the best so far.
 
