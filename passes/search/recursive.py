@@ -70,21 +70,19 @@ def recursive(
         ShardingError: an annotation does not fit the mesh, the mesh has weights, or there are too many axes.
     """
     primes = prime_mesh(mesh)
+    singles = {axis: ProcessMesh.grid(**{axis: primes.sizes[axis]}) for axis in primes.axes}
+    forward: dict[str, Mapping[str, OpLayout]] = {}
     search = _Recursion(graph, primes)
-    cuts = {}
-    for axis in primes.axes:
-        single = ProcessMesh.grid(**{axis: primes.sizes[axis]})
-        along = _along(graph, mesh, single)
-        cuts[axis] = spread(along, single, price, search.divide(single), search.allows)
+    for axis, single in singles.items():
+        forward[axis] = search.divide(single)
+        search.take(forward[axis], axis)
+    _check_axes(graph, mesh, _parts(mesh, forward), most_axes)
+    cuts, search = {}, _Recursion(graph, primes)
+    for axis, single in singles.items():
+        cuts[axis] = spread(_along(graph, mesh, single), single, price, forward[axis], search.allows)
         search.take(cuts[axis], axis)
-        known = sum(len(_runs([a for a in _finer(mesh, own) if a in cuts], cuts)) for own in mesh.axes)
-        if most_axes is not None and known > most_axes:
-            raise ShardingError(
-                f"graph @{graph.name}: double recursion cuts {mesh} along more axes than the {most_axes} "
-                f"between which changes of layout are looked for; search in mode recursive, which takes "
-                f"minutes"
-            )
-    parts = {axis: _runs(_finer(mesh, axis), cuts) for axis in mesh.axes}
+    parts = _parts(mesh, cuts)
+    _check_axes(graph, mesh, parts, most_axes)
     names = {
         axis: [axis] if len(runs) == 1 else [f"{axis}_{i}" for i in range(len(runs))]
         for axis, runs in parts.items()
@@ -99,6 +97,22 @@ def recursive(
     }
     ops = {op.name: _joined(search.layout(op), found, joined) for op in graph.ops}
     return found, laid_out(_renamed(graph, mesh, found, names), found, ops, price, "recursive")
+
+
+def _check_axes(
+    graph: Graph, mesh: ProcessMesh, parts: Mapping[str, Sequence[object]], most_axes: int | None
+) -> None:
+    """Raise where cuts, of all ops or of forward ops alone, tell more axes apart than are wanted."""
+    if most_axes is not None and sum(map(len, parts.values())) > most_axes:
+        raise ShardingError(
+            f"graph @{graph.name}: double recursion cuts {mesh} along more axes than the {most_axes} "
+            f"between which changes of layout are looked for; search in mode recursive, which takes minutes"
+        )
+
+
+def _parts(mesh: ProcessMesh, cuts: Mapping[str, Mapping[str, OpLayout]]) -> dict[str, list[tuple[str, ...]]]:
+    """The axes into which the cuts divide each axis of a mesh, as runs of prime ones."""
+    return {axis: _runs(_finer(mesh, axis), cuts) for axis in mesh.axes}
 
 
 def _runs(axes: Sequence[str], cuts: Mapping[str, Mapping[str, OpLayout]]) -> list[tuple[str, ...]]:
@@ -249,7 +263,6 @@ class _Recursion:
 
     def __init__(self, graph: Graph, mesh: ProcessMesh) -> None:
         self.mesh = mesh
-        self.all = graph.ops
         self.ops = [
             op for op in graph.ops if op.role == "forward" and op.kind not in SOURCES and op.kind != "reshard"
         ]
@@ -309,13 +322,12 @@ class _Recursion:
         return self.legal[key]
 
     def take(self, layouts: Mapping[str, OpLayout], axis: str) -> None:
-        """Cut all ops along an axis."""
-        for op in self.all:
-            layout = layouts[op.name]
-            self.axes[op.name] = _grown(self.axes[op.name], layout)
-            self.partial[op.name] += layout.partial
+        """Cut ops along an axis."""
+        for name, layout in layouts.items():
+            self.axes[name] = _grown(self.axes[name], layout)
+            self.partial[name] += layout.partial
             for index, _ in layout.axes:
-                self.sizes[op.name][index] //= self.mesh.sizes[axis]
+                self.sizes[name][index] //= self.mesh.sizes[axis]
 
     def layout(self, op: Op) -> OpLayout:
         """The layout of an op, on axes of prime size."""
