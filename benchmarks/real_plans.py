@@ -34,9 +34,17 @@ convolutions of at most 5 MFLOP and divisions of single numbers, and counted oth
 there prices rose in proportion. A profile beside other work made a serial step of this net 4.6 times too
 dear, the divisions in the mixture of experts 1,500 times. Since that was mended, and the slowest rank of a
 profile's round counts, on two cores with nothing else, --minutes 6.5: searched over fastest uniform on 2
-ranks GPT 0.96, conv net 1.01, mixture 1.08; on 4 ranks, two a core, 1.05, 1.35, 1.25 (28, 0 and 42 not
-tried). The quartiles of a plan lie 10 to 40 % apart; whether the last two are chance or the forecast of ranks
-that share a core is open.
+ranks GPT 0.96, conv net 1.01, mixture 1.08; on 4 ranks, two a core, 1.05, 1.35, 1.25. There the least of up
+to 33 medians of 3 turns stood for the uniform plans: one that was the searched program, run as another, took
+52 ms and the searched one 67 ms. With the fastest measured again, --minutes 8.5:
+
+    ranks   model   ratio   interval        turns   searched, uniform [ms]   not tried
+    2       GPT     1.014   0.996 - 1.102   4       237, 234                 5
+    2       conv    1.003   0.993 - 1.009   84      41.3, 41.4               0
+    2       MoE     0.981   0.957 - 1.001   47      56.1, 57.7               0
+    4       GPT     0.992   0.981 - 1.321   3       291, 291                 31
+    4       conv    1.317   1.278 - 1.387   23      75.8, 55.7               7
+    4       MoE     1.099   0.973 - 1.234   16      72.2, 68.3               23
 """
 
 import argparse

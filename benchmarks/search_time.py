@@ -42,6 +42,20 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
   time; double recursion left out of programs on more than four axes:
                                              gpt39b: 48 (71 CPU), the plan that won after 22
                                              gpt175b: 133 (191 CPU), the plan that won after 35
+  Predicted from a profile of one process (66 and 172 CPU s): schedules simulated until they repeat and orders
+  followed as longest paths, 1.0 -> 0.3 CPU s a program of 15 stages, 10 s of gpt39b; steps between layouts
+  masked from one table, 20 -> 1.4 s for both; what ranks do alike timed once, 11 -> 2.6 s of a program of
+  gpt175b; fewer states of stages, 41 -> 3 s of gpt175b, gpt1t 67 -> 4 s and 4.3 -> 0.3 GiB; this process
+  works along with its copies and keeps what it solves; equal uniform programs once, double recursion beside
+  them and given up by its forward ops; the cyclic collector off. The same plans:
+                                             gpt39b: 27 (39 CPU; 26.6 to 29.2 in three runs), winner after 16
+                                             llama8b layouts: 0.9
+                                             gpt175b: 49 (74 CPU; 48.6 to 57.5 in three runs), winner after 16
+                                             gpt1t: 117 (190 CPU), 1.5 GiB, winner after 71; before, it took
+                                             7.6 GiB and had its winner after 114 CPU s
+                                             12, 24, 48, 96 layers of gpt39b: 19, 26, 27, 48 (the last two run
+                                             trace and forecast programs of 4, 8 times as many ops)
+                                             gpt175b on 256, 1,024, 4,096: 48, 49, 84
 """
 
 from __future__ import annotations

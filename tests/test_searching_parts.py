@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from clusters import cluster_of
 from searched import CHAIN, PROGRAMS, mixed, two_by_two
 
 from distgraph.engine.searching import oracle as oracles
+from distgraph.engine.searching.climb import best_count, climb
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import best_row, front, undominated
@@ -171,3 +173,18 @@ def test_shapes_of_the_best_row_are_not_left_out() -> None:
     searcher._ideal[key], searcher._ideal[other] = row.estimate * (1 + 1e-12), row.estimate * 1.01
     assert other in searcher._poor()
     assert key not in searcher._poor()
+
+
+# Nothing fits before 16; estimates fall to 256 and rise again. From the start at 4 the next that fits is 16,
+# and strides of 1, 2 lead past 128 to the best, with what lies beside it.
+def test_the_climb_goes_on_from_the_first_number_that_fits() -> None:
+    counts = tuple(2**power for power in range(9, -1, -1))
+    rows: dict[int, Proposal] = {}
+    asked = []
+    for count in climb(counts, 1, rows, lambda: False):
+        asked.append(count)
+        if count >= 16:
+            estimate = abs(math.log2(count / 256)) + 1
+            rows[count] = Proposal("search", count, "1f1b", (), (), "none", estimate)
+    assert asked == [4, 8, 16, 32, 128, 256, 512]
+    assert best_count(rows) == 256

@@ -32,10 +32,10 @@ def climb(
     """Numbers of micro-batches, towards that of the best row.
 
     From four times as many as a pipeline may have stages on, with which the longest one stands still for
-    a fifth of a step: to more, else to fewer, in growing strides as long as that is better; last to what
-    lies beside the best. Where nothing fits there, smaller micro-batches come first. Then all others,
-    where there are few: a pipeline likes many, what is no pipeline few, and both may be best of their
-    kind.
+    a fifth of a step; where nothing fits there, from the next smaller micro-batches that do. From there to
+    more, else to fewer, in growing strides as long as that is better; last to what lies beside the best. Then
+    all others, where there are few: a pipeline likes many, what is no pipeline few, and both may be best of
+    their kind.
 
     Args:
         counts: falling.
@@ -44,8 +44,13 @@ def climb(
         expired: whether only a first row is still wanted.
     """
     start = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / (_ROUNDS * stages))))
-    tried = {start}
-    yield counts[start]
+    tried: set[int] = set()
+    order = [*range(start, -1, -1), *range(start + 1, len(counts))]
+    for number in order:
+        tried.add(number)
+        yield counts[number]
+        if rows or expired():
+            break
     stride = {-1: 1, 1: 1}  # towards more, towards fewer
     while rows and not expired():
         at, before = counts.index(best_count(rows)), least(rows)
@@ -57,8 +62,8 @@ def climb(
         tried.add(number)
         yield counts[number]
         stride[way] = 2 * stride[way] if least(rows) < before else 1
-    for number in (*range(start, -1, -1), *range(start, len(counts))):
-        if (rows and len(counts) > FEW) or expired():
+    for number in order if len(counts) <= FEW else ():
+        if expired():
             return
         if number not in tried:
             tried.add(number)
