@@ -45,6 +45,12 @@ to 33 medians of 3 turns stood for the uniform plans: one that was the searched 
     4       GPT     0.992   0.981 - 1.321   3       291, 291                 31
     4       conv    1.317   1.278 - 1.387   23      75.8, 55.7               7
     4       MoE     1.099   0.973 - 1.234   16      72.2, 68.3               23
+
+Where it is behind, two ranks share a core, and the searched plan has groups of two ranks (dp=2 x tp=2). In
+one micro-batch such programs take 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
+groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37: in the profile both pairs communicate in lock step, in
+a step they do not, and probably a rank that waits for its partner holds the core that the other pair computes
+on.
 """
 
 import argparse
