@@ -48,9 +48,9 @@ to 33 medians of 3 turns stood for the uniform plans: one that was the searched 
 
 Where it is behind, two ranks share a core, and the searched plan has groups of two ranks (dp=2 x tp=2). In
 one micro-batch such programs take 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
-groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37: in the profile both pairs communicate in lock step, in
-a step they do not, and probably a rank that waits for its partner holds the core that the other pair computes
-on.
+groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37: in the profile both pairs communicate in lock step,
+in a step they do not, and probably a rank that waits for its partner holds the core that the other pair
+computes on.
 """
 
 import argparse
