@@ -48,9 +48,9 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
   gpt175b; fewer states of stages, 41 -> 3 s of gpt175b, gpt1t 67 -> 4 s and 4.3 -> 0.3 GiB; this process
   works along with its copies and keeps what it solves; equal uniform programs once, double recursion beside
   them and given up by its forward ops; the cyclic collector off. The same plans:
-                                             gpt39b: 27 (39 CPU; 26.6 to 29.2 in three runs), winner after 16
+                                             gpt39b: 28 (39 to 45 CPU; 26.6 to 30.4 in four), winner after 16
                                              llama8b layouts: 0.9
-                                             gpt175b: 49 (74 CPU; 48.6 to 57.5 in three runs), winner after 16
+                                             gpt175b: 52 (74 to 86 CPU; 48.6 to 57.5 in four), winner after 16
                                              gpt1t: 117 (190 CPU), 1.5 GiB, winner after 71; before, it took
                                              7.6 GiB and had its winner after 114 CPU s
                                              12, 24, 48, 96 layers of gpt39b: 19, 26, 27, 48 (the last two run
