@@ -73,14 +73,6 @@ class Storage:
     in_place: dict[str, str] = field(default_factory=dict)
     into: dict[str, str] = field(default_factory=dict)
 
-    def bytes_by_kind(self, program: RankProgram) -> dict[str, int]:
-        """Bytes of kept, ring and scratch memory."""
-        found = {"kept": 0, "ring": 0, "scratch": self.scratch}
-        for name, slot in self.slots.items():
-            if slot.root == name and slot.kind in ("kept", "ring"):
-                found[slot.kind] += nbytes(program, name) * self.rings.get(name, 1)
-        return found
-
 
 def nbytes(program: RankProgram, name: str) -> int:
     """Bytes of a value's local block."""
