@@ -247,6 +247,11 @@ class MpiTransport:
         """Note a call that all ranks must make, such as "engine.save()"; see `RollCall`."""
         self._roll.enter(call)
 
+    def meet(self) -> None:
+        """Wait until every rank does so, in a barrier that no other call on any rank takes for its own."""
+        request = self._control.Ibarrier()
+        self.poll(lambda: self.test_all([request], "end"), "end")
+
     # -- progress, failure, end --------------------------------------------------------------------
 
     def progress(self) -> None:

@@ -146,6 +146,6 @@ def _leave() -> None:
     """At exit: wait for the others within reach of their failures, of which MPI_Finalize would not hear."""
     try:
         _current[0].enter(END)
-        _current[0].barrier()
+        _current[0].meet()
     except RuntimeFault as error:
         fail(error)

@@ -297,6 +297,43 @@ def test_plain_mpiexec_does_the_same(tmp_path: Path) -> None:
     assert "error: rank 1 failed: ValueError: bad batch; rank 0 stops too\n" in done.stderr
 
 
+TRAINS = """
+import distgraph as dg
+
+if rank == 1 and "{when}" == "before":
+    sys.exit(4)
+strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=2), batch_axis="dp")
+engine = dg.Engine(dg.nn.Linear(3, 1), dg.nn.MeanSquaredError(), dg.optim.SGD(0.1), strategy=strategy)
+data = np.zeros((4, 3), "f4"), np.zeros((4, 1), "f4")
+engine.fit(data, batch_size=4, progress=False)
+if rank == 1:
+    sys.exit(4)
+engine.fit(data, batch_size=4, progress=False)
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_exit_of_one_rank_under_plain_mpiexec(tmp_path: Path, when: str) -> None:
+    """Without a launcher an exit is like the end of the script: a barrier there takes no call for its own."""
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + TRAINS.format(when=when))
+    command = [launcher.find_mpiexec(), "-n", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (1, signal.SIGKILL)
+    assert "engine.fit() on rank 0 but the end of the script on rank 1" in done.stderr
+
+
+@needs_mpi
+def test_exit_of_all_ranks_under_plain_mpiexec(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + "t.barrier()\nsys.exit(7)")
+    command = [launcher.find_mpiexec(), "-n", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7
+    assert "error" not in done.stderr
+
+
 def test_mistakes_of_the_caller(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFault, match="at least 1"):
         launcher.launch(0, ["x.py"])
