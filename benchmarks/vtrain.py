@@ -33,11 +33,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.vtrain`
+
 from megatron import Run, read_runs
 from megatron_cost import Costs
 from rich.console import Console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 
@@ -239,3 +240,13 @@ def test_a_broken_row_is_named(tmp_path, row, words):
     file.write_text(f"# GPUs,...\n{row}\n")
     with pytest.raises(ResourceError, match=words):
         read_runs(file)
+
+
+@pytest.mark.parametrize("how", [["benchmarks/vtrain.py"], ["-m", "benchmarks.vtrain"]])
+def test_the_benchmark_starts_as_a_script_and_as_a_module(how):
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, *how, "--help"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--calibrate" in done.stdout
