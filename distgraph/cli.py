@@ -13,6 +13,7 @@ from rich.console import Console
 
 from distgraph import __version__
 from distgraph.documents import check_writable
+from distgraph.engine.forecasting import beforehand
 from distgraph.engine.given import VARIABLE, giving
 from distgraph.engine.inspection import check_script
 from distgraph.engine.overhead import overheads
@@ -167,10 +168,11 @@ def forecast(
     ] = "",
 ) -> None:
     """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
+    timeline = beforehand(html or None, measured or None)
     with giving(Plan.load(plan) if plan else None):
         found = forecast_script(script, args or (), cluster or None)
     typer.echo(found)
-    found.write(html or None, trace or None, measured or None)
+    found.write(html or None, trace or None, timeline)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from distgraph.errors import RuntimeFault, installing
@@ -112,6 +113,14 @@ def report(forecast: Forecast, path: str | Path, subject: Subject | None = None)
         raise RuntimeFault(f"report {path} cannot be written: {error}; give another path") from None
 
 
+def load_plotly() -> ModuleType:
+    """The module `plotly.io`. Raises RuntimeFault: plotly is not installed."""
+    try:
+        return import_module("plotly.io")
+    except ImportError:
+        raise RuntimeFault(f"report needs plotly, which is not installed; {installing('report')}") from None
+
+
 class Page:
     """The sections of a page.
 
@@ -121,12 +130,7 @@ class Page:
     """
 
     def __init__(self, forecast: Forecast, subject: Subject) -> None:
-        try:
-            self.plotly: Any = import_module("plotly.io")
-        except ImportError:
-            raise RuntimeFault(
-                f"report needs plotly, which is not installed; {installing('report')}"
-            ) from None
+        self.plotly: Any = load_plotly()
         self.forecast, self.subject, self.drawn = forecast, subject, 0
 
     def text(self) -> str:

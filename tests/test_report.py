@@ -350,6 +350,24 @@ def test_without_plotly_the_way_out_is_told(tmp_path, monkeypatch):
         report.report(forecast(pipe(1), machines(6, 6)), tmp_path / "r.html")
 
 
+def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path, monkeypatch, rng):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.io", None)
+    monkeypatch.setattr("distgraph.engine.forecasting.forecast", lambda *args, **how: pytest.fail("forecast"))
+    script, cluster = files
+    code, output = invoke("forecast", script, "--cluster", cluster, "--html", str(tmp_path / "r.html"))
+    assert code == 1
+    assert "report needs plotly, which is not installed; pip install" in output
+    code, output = invoke("forecast", script, "--cluster", cluster, "--measured", str(tmp_path / "none.json"))
+    assert code == 1
+    assert "none.json cannot be read" in output
+    x = rng.normal(size=(12, 6)).astype("f4")
+    trained = engine(grid(dp=3))
+    trained.prepare((x, x[:, :1]))
+    with pytest.raises(RuntimeFault, match="report needs plotly"):
+        trained.forecast(machines(3), html=tmp_path / "r.html")
+
+
 @PLOTLY
 @CHROMIUM
 def test_the_page_draws_in_a_browser(tmp_path):

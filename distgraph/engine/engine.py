@@ -17,7 +17,7 @@ from distgraph.engine.applying import check_batch
 from distgraph.engine.arguments import check_parts, check_training
 from distgraph.engine.compiled import Compiled, scalar
 from distgraph.engine.extracting import extract
-from distgraph.engine.forecasting import cluster_for, forecast_training
+from distgraph.engine.forecasting import beforehand, cluster_for, forecast_training
 from distgraph.engine.given import plan_for
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
@@ -321,11 +321,12 @@ class Engine:
             ResourceError: there is no cluster, it has too few devices, or lacks a number that a cost needs.
         """
         compiled = self._compiled("forecast")
+        timeline = beforehand(html, measured)
         chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
         built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
         found = forecast_training(compiled.training, chosen, built)
-        found.write(html, trace, measured)
+        found.write(html, trace, timeline)
         return found.forecast
 
     def start_recording(self) -> None:

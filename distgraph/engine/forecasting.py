@@ -22,9 +22,22 @@ from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.measured import MeasuredTimeline
-from distgraph.runtime.report import Subject, report
+from distgraph.runtime.report import Subject, load_plotly, report
 from distgraph.runtime.trace_events import write_trace
 from distgraph.spec import DistAttr, Origin, ShardSpec
+
+
+def beforehand(
+    html: str | Path | None = None, measured: MeasuredTimeline | str | Path | None = None
+) -> MeasuredTimeline | None:
+    """What `Forecasted.write` needs, while there is no forecast yet: the measured timeline, read.
+
+    Raises:
+        RuntimeFault: plotly, which a report needs, is not installed; the timeline cannot be read.
+    """
+    if html is not None:
+        load_plotly()
+    return MeasuredTimeline.read(measured) if isinstance(measured, (str, Path)) else measured
 
 
 @dataclass(frozen=True)
@@ -49,20 +62,19 @@ class Forecasted:
         self,
         html: str | Path | None = None,
         trace: str | Path | None = None,
-        measured: MeasuredTimeline | str | Path | None = None,
+        measured: MeasuredTimeline | None = None,
     ) -> None:
         """Write a report, a Chrome trace, or both.
 
         Args:
             html, trace: paths.
-            measured: a measured timeline to show beside the forecast, or the path of its file.
+            measured: a measured timeline to show beside the forecast (see `beforehand`).
 
         Raises:
-            RuntimeFault: plotly is not installed; a file cannot be written or read; the timeline is of
-                another program.
+            RuntimeFault: plotly is not installed; a file cannot be written; the timeline is of another
+                program.
         """
         if measured is not None:
-            measured = measured if isinstance(measured, MeasuredTimeline) else MeasuredTimeline.read(measured)
             measured.check(self.forecast.timeline.graph)
         if trace is not None:
             write_trace(self.forecast, trace, measured)
