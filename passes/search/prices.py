@@ -57,7 +57,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Lengths = NDArray[np.int64]
 _TRACE = 1e-9  # seconds for every unit of `STEP_PRICES`: orders equals, decides nothing else
-_MOST_AXES = 2  # with more, pairs of layouts are priced one by one, as they come
+MOST_AXES = 3
+"""With more, pairs of layouts are priced one by one, as they come, and ops have thousands of layouts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +162,7 @@ class Prices:
         self, shape: tuple[int, ...], dtype: str, mesh: ProcessMesh, sources: Specs, targets: Specs
     ) -> Floats:
         """Seconds [sources, targets] of changes of layout of one tensor."""
-        if sum(size > 1 for size in mesh.shape) <= _MOST_AXES:
+        if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
             table = self._table(shape, mesh)
             rows, columns = table.positions(sources), table.positions(targets)
             if rows is not None and columns is not None:

@@ -29,6 +29,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.passes.search.alternatives import Neighbourhoods
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.nodes import ValueNode
+from distgraph.passes.search.prices import MOST_AXES
 from distgraph.passes.search.problem import Problem
 from distgraph.plan import Decision
 from distgraph.resources.units import format_bytes
@@ -136,11 +137,14 @@ def told(stored: Mapping[str, Decision]) -> dict[str, Decision]:
 def with_problems(found: Realized, oracle: Oracle) -> Realized:
     """A program with the problem that its layouts are a choice of, where it came about in another way.
 
-    Itself where there is none: it has several meshes, or ops that are no longer those of the serial graph, or
-    layers that are equal lie differently, so that what the choice stands for is slower.
+    Itself where there is none: it has several meshes, or one of so many axes that a problem would be too
+    large, or ops that are no longer those of the serial graph, or layers that are equal lie differently, so
+    that what the choice stands for is slower.
     """
     graph = found.traced.graph
     if found.solved or len(found.completed.meshes) > 1:
+        return found
+    if sum(size > 1 for size in found.completed.meshes[0].shape) > MOST_AXES:
         return found
     if [op.name for op in found.completed.ops] != [op.name for op in graph.ops]:
         return found
