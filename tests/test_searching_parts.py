@@ -9,17 +9,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from clusters import cluster_of
-from searched import CHAIN, PROGRAMS, mixed, two_by_two
+from searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
 from distgraph.engine.searching import oracle as oracles
 from distgraph.engine.searching.climb import best_count, climb
+from distgraph.engine.searching.judged import judge
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import best_row, front, undominated
 from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.searcher import Searcher
-from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
+from distgraph.engine.searching.space import (
+    Shape,
+    counts_beside,
+    micro_batch_counts,
+    pools_of,
+    submeshes_of,
+)
 from distgraph.engine.searching.uniform import best_uniform, uniform_rows
 from distgraph.passes.search.cache import VARIABLE
 from distgraph.passes.search.layouts import Profile
@@ -173,6 +180,54 @@ def test_shapes_of_the_best_row_are_not_left_out() -> None:
     searcher._ideal[key], searcher._ideal[other] = row.estimate * (1 + 1e-12), row.estimate * 1.01
     assert other in searcher._poor()
     assert key not in searcher._poor()
+
+
+def test_a_mixture_ahead_by_its_estimate_alone_is_not_the_answer() -> None:
+    """Stages of one size are forecast beside the rows that mix sizes; here one of them is faster."""
+    program = replace(PROGRAMS["conv"], batch=8)
+    searcher = Searcher(program.training(), cluster_of(slow(2, 2, 2)), "auto", SECONDS)
+    for _ in searcher.run():
+        pass
+    assert searcher.best is not None
+    mixtures = [row for row in searcher._rows.values() if len(_sizes(row)) > 1]
+    behind = 0
+    for row in mixtures:
+        for even in searcher._even(row):
+            assert len(_sizes(even)) == 1
+            assert _sizes(even) <= _sizes(row)
+            assert even.estimate >= row.estimate * (1 - 1e-9)
+            made, mixed_ = judge(even, searcher.oracle), judge(row, searcher.oracle)
+            assert not made.fits or made.seconds >= searcher.best.seconds
+            behind += made.fits and made.seconds < mixed_.seconds
+    assert behind
+
+
+def _sizes(row: Proposal) -> set[int]:
+    return {len(stage.devices) for stage in row.stages}
+
+
+@pytest.mark.parametrize("size", [1, 7, 96, 1536])
+def test_counts_beside_are_the_next_divisors(size: int) -> None:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    for count in divisors:
+        above = [n for n in divisors if n > count][:1]
+        below = [n for n in divisors if n < count][-1:]
+        assert counts_beside(size, count) == (*above, *below)
+
+
+def test_a_number_of_micro_batches_between_those_that_are_climbed() -> None:
+    """Of a batch of 96 first 6 and 3 are tried; where memory holds a fourth of it at a time, 4 is best."""
+    program = replace(PROGRAMS["mlp"], batch=96)
+    roomy = cluster_of(slow(1))
+    oracle = Oracle(program.training(), roomy, pools_of(roomy))
+    stage = StageChoice(0, len(oracle.traced(1).layers), (0,), Shape((("dp", 1),)))
+    made = {m: judge(Proposal("one", m, "1f1b", (stage,), (), "none", 0.0), oracle) for m in (3, 4, 6)}
+    peaks = {m: found.program.forecast.peak_memory for m, found in made.items() if found.program}
+    assert peaks[3] > peaks[4] > peaks[6]
+    assert made[6].seconds > made[4].seconds
+    assert 4 not in micro_batch_counts(96)
+    plan = program.search(cluster_of(slow(1, memory=f"{(peaks[3] + peaks[4]) / 2 / 1024} KiB")))
+    assert plan.micro_batches == 4
 
 
 # Nothing fits before 16; estimates fall to 256 and rise again. From the start at 4 the next that fits is 16,

@@ -7,7 +7,7 @@ estimate; only a forecast says whether it really does.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -78,7 +78,16 @@ def front(
 
 def within(found: Front, pool: int) -> Front:
     """The part of a front that takes nothing of other pools."""
-    own = [n for n, submesh in enumerate(found.submeshes) if submesh.sizes[pool] == submesh.size]
+    return _part(found, lambda submesh: submesh.sizes[pool] == submesh.size)
+
+
+def of_size(found: Front, size: int) -> Front:
+    """The part of a front whose stages have so many devices."""
+    return _part(found, lambda submesh: submesh.size == size)
+
+
+def _part(found: Front, wanted: Callable[[SubMesh], bool]) -> Front:
+    own = [n for n, submesh in enumerate(found.submeshes) if wanted(submesh)]
     submeshes = tuple(found.submeshes[n] for n in own)
     return replace(found, submeshes=submeshes, variants=tuple(found.variants[n] for n in own))
 

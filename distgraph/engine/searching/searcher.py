@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -58,6 +59,7 @@ from distgraph.engine.searching.pipelines import (
     best_row,
     front,
     may_fit,
+    of_size,
     undominated,
     within,
 )
@@ -70,7 +72,13 @@ from distgraph.engine.searching.proposal import (
 )
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.shortage import leanest, nothing_fits
-from distgraph.engine.searching.space import Shape, micro_batch_counts, pools_of, submeshes_of
+from distgraph.engine.searching.space import (
+    Shape,
+    counts_beside,
+    micro_batch_counts,
+    pools_of,
+    submeshes_of,
+)
 from distgraph.engine.searching.uniform import best_uniform
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, InfeasibleError
@@ -131,6 +139,7 @@ class Searcher:
     _stored: dict[str, Decision] = field(default_factory=dict)
     _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _pools: dict[str, list[Proposal]] = field(default_factory=dict)
+    _fronts: dict[int, Front] = field(default_factory=dict)
     _first: int = 0
 
     def __post_init__(self) -> None:
@@ -315,12 +324,13 @@ class Searcher:
                 yield from self._promising(row, seen)
         if self._rows and not self.expired():
             yield from self._try_fewest(counts[-1], tried)
-        rows = sorted(self._rows.values(), key=lambda row: row.estimate)[:_FORECASTS]
+        rows = _foremost(self._rows.values())
+        rows += _foremost(even for row in rows if not self._late(row, ()) for even in self._even(row))
         self.book.foresee([row for row in rows if not self._late(row, seen) and row.decisions not in seen])
         for row in rows:
             yield from self._promising(row, seen)
         for alike in self._pools.values():
-            for row in sorted(alike, key=lambda row: row.estimate)[:_FORECASTS]:
+            for row in _foremost(alike):
                 yield from self._compared_with(row, self._late(row, seen))
         yield from self._beside()
 
@@ -357,7 +367,7 @@ class Searcher:
             seen.add(row.decisions)
             yield from self._forecast(row)
 
-    def _late(self, row: Proposal, seen: set[object]) -> bool:
+    def _late(self, row: Proposal, seen: Collection[object]) -> bool:
         """Whether a row comes too late; the first does not even when time is up: all was for its sake."""
         if self.best is None:
             return False
@@ -387,8 +397,16 @@ class Searcher:
     def _unseen(self, found: Judged, seen: Collection[object]) -> list[Proposal]:
         """Neighbours of a row that were not looked at yet."""
         assert found.proposal is not None
-        beside = neighbours(found.proposal, tuple(self._rows), self.oracle.kinds)
+        counts = {*self._rows, *self._counts_beside(found.proposal.micro_batches)}
+        beside = neighbours(found.proposal, tuple(counts), self.oracle.kinds)
         return [replace(p, origin="search") for p in beside if p.decisions not in seen]
+
+    def _counts_beside(self, count: int) -> Iterator[int]:
+        """The next numbers of micro-batches, also those that were left out, whose samples make a batch."""
+        for other in counts_beside(self.training.size, count):
+            with suppress(GraphError):
+                self.oracle.traced(other)
+                yield other
 
     def _try(self, micro_batches: int) -> Iterator[Event]:
         """The best row for a number of micro-batches, if any fits."""
@@ -437,6 +455,7 @@ class Searcher:
             for submesh, shape in carried:
                 self.oracle.settle(micro_batches, submesh, shape)
         if slack == 1.0:
+            self._fronts[micro_batches] = found
             self._try_pools(found, schedules)
         return None if best is None else best[0]
 
@@ -448,6 +467,21 @@ class Searcher:
             if best is not None:
                 name = f"{pool.size} x {pool.name} alone"
                 self._pools.setdefault(name, []).append(replace(best[0], origin=name))
+
+    def _even(self, row: Proposal) -> Iterator[Proposal]:
+        """The best row of stages of one size, for each size in a row that mixes them.
+
+        What passes between stages of two sizes, and where machines end, only a forecast knows: by the
+        estimate a mixture may be ahead that is not.
+        """
+        sizes = {len(stage.devices) for stage in row.stages}
+        if len(sizes) == 1 or len(self.oracle.pools) > 1:
+            return
+        for size in sorted(sizes):
+            part = of_size(self._fronts[row.micro_batches], size)
+            best = None if self.expired() else self._best_row(part, 1.0, tuple(SCHEDULES))
+            if best is not None:
+                yield best[0]
 
     def _poor(self) -> frozenset[tuple[SubMesh, Shape]]:
         """Shapes that are slower by themselves than the best row; none where all rows are looked at.
@@ -551,3 +585,8 @@ class Searcher:
                     return
             if found:
                 return
+
+
+def _foremost(rows: Iterable[Proposal]) -> list[Proposal]:
+    """The few best by estimate."""
+    return sorted(rows, key=lambda row: row.estimate)[:_FORECASTS]

@@ -136,10 +136,27 @@ def micro_batch_counts(size: int, most: int | None = None) -> tuple[int, ...]:
         >>> micro_batch_counts(12), micro_batch_counts(1024)[:4]
         ((12, 6, 4, 3, 2, 1), (1024, 512, 256, 128))
     """
-    divisors = [n for n in range(size, 0, -1) if size % n == 0 and (most is None or n <= most)]
-    if len(divisors) <= 8:
+    divisors = [n for n in _divisors(size) if most is None or n <= most]
+    if len(divisors) <= _MOST_DIVISORS:
         return tuple(divisors)
     return tuple(_spread(divisors))
+
+
+def counts_beside(size: int, count: int) -> tuple[int, ...]:
+    """The next numbers of micro-batches above and below one that divide a batch, where there are any.
+
+    Example:
+        >>> counts_beside(1536, 48), counts_beside(1024, 1024)
+        ((64, 32), (512,))
+    """
+    divisors = _divisors(size)
+    at = divisors.index(count)
+    return divisors[max(0, at - 1) : at] + divisors[at + 1 : at + 2]
+
+
+def _divisors(size: int) -> tuple[int, ...]:
+    """All of them, falling."""
+    return tuple(n for n in range(size, 0, -1) if size % n == 0)
 
 
 def _spread(falling: Iterable[int]) -> Iterable[int]:
