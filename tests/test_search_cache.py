@@ -165,3 +165,18 @@ def test_a_disk_that_takes_nothing_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(RuntimeWarning, match=r"cache .*file.*; set DISTGRAPH_CACHE"):
         assert solve_cached(problem(), cache=Cache(tmp_path / "file")).status == "optimal"
+
+
+def test_the_folder_is_looked_at_for_every_64th_of_the_limit_that_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit holds 4096 entries, so that these are counted with the first and with the 64th behind it."""
+    looks: list[int] = []
+    monkeypatch.setattr(Cache, "_shrink", lambda self: looks.append(len(entries(self.directory))))
+    solution = solve_cached(problem(), cache=Cache(None))
+    Cache(tmp_path / "one").put("0", solution, 0.0)
+    (one,) = entries(tmp_path / "one")
+    many = Cache(tmp_path / "many", limit=64 * 64 * one.stat().st_size)
+    for number in range(128):
+        many.put(str(number), solution, 0.0)
+    assert looks == [1, 1, 65]

@@ -7,7 +7,8 @@ the problem before it is trusted. What cannot be read is ignored with a warning,
 or its files cut short, at any time.
 
 The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`); `DISTGRAPH_CACHE=folder` moves
-it and `DISTGRAPH_CACHE=off` does without. Of more than 64 MiB, what was not used for longest goes.
+it and `DISTGRAPH_CACHE=off` does without. Of more than 64 MiB, what was not used for longest goes; how much
+there is, a process looks when it first writes and again for every MiB of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ SOLVER = 1
 """Version of the solver: entries of another one are not found. Raise it where answers get better."""
 
 _LIMIT = 64 << 20
+_LOOKS = 64  # at the folder, while a process writes as much as the limit: there are many small files in it
 _ROUNDING = 1e-9  # of an objective, between the sum that was kept and that of the problem
+_written: dict[Path, int] = {}
+"""Bytes that this process has written to a folder since it looked at all that is there."""
 
 
 def solve_cached(
@@ -153,8 +157,13 @@ class Cache:
         path = self.directory / f"{name}.json"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, dumps(_document(solution, seconds)), RuntimeFault)
-            self._shrink()
+            text = dumps(_document(solution, seconds))
+            write_atomically(path, text, RuntimeFault)
+            written = _written.get(self.directory, self.limit) + len(text)
+            if _LOOKS * written >= self.limit:
+                self._shrink()
+                written = 0
+            _written[self.directory] = written
         except (OSError, RuntimeFault) as error:
             warnings.warn(f"cache {self.directory}: {error}; set {VARIABLE}", RuntimeWarning, stacklevel=2)
 
