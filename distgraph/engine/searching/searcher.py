@@ -322,13 +322,9 @@ class Searcher:
             row = self._rows.get(count)
             if row is not None and self.best is None:  # so that there is an answer early
                 yield from self._promising(row, seen)
+        yield from self._all_promising(self._rows.values(), seen)
         if self._rows and not self.expired():
-            yield from self._try_fewest(counts[-1], tried)
-        rows = _foremost(self._rows.values())
-        rows += _foremost(even for row in rows if not self._late(row, ()) for even in self._even(row))
-        self.book.foresee([row for row in rows if not self._late(row, seen) and row.decisions not in seen])
-        for row in rows:
-            yield from self._promising(row, seen)
+            yield from self._try_fewest(counts[-1], tried, seen)
         for alike in self._pools.values():
             for row in _foremost(alike):
                 yield from self._compared_with(row, self._late(row, seen))
@@ -339,7 +335,7 @@ class Searcher:
         """Seconds of the best row by estimate."""
         return least(self._rows)
 
-    def _try_fewest(self, fewest: int, tried: set[int]) -> Iterator[Event]:
+    def _try_fewest(self, fewest: int, tried: set[int], seen: set[object]) -> Iterator[Event]:
         """Pipelines want many micro-batches, a single stage few: beside the best pipeline another optimum."""
         known = min(self._rows)
         pipelined = all(len(row.stages) > 1 for row in self._rows.values())
@@ -347,6 +343,7 @@ class Searcher:
             return
         if may_fit(self.oracle, known, self._submeshes(known)[-1], larger=known // fewest):
             yield from self._try(fewest)
+            yield from self._all_promising([self._rows[n] for n in self._rows if n == fewest], seen)
 
     def _alone(self) -> Iterator[Event]:
         """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
@@ -360,6 +357,14 @@ class Searcher:
                 yield self._judged(
                     judge(Proposal("search", 1, "1f1b", (stage,), (), "none", math.inf), self.oracle)
                 )
+
+    def _all_promising(self, rows: Iterable[Proposal], seen: set[object]) -> Iterator[Event]:
+        """Forecast the best of some rows, and of stages of one size in place of those that they mix."""
+        best = _foremost(rows)
+        best += _foremost(even for row in best if not self._late(row, ()) for even in self._even(row))
+        self.book.foresee([row for row in best if not self._late(row, seen) and row.decisions not in seen])
+        for row in best:
+            yield from self._promising(row, seen)
 
     def _promising(self, row: Proposal, seen: set[object]) -> Iterator[Event]:
         """Forecast a row that may be better than the best, once."""
