@@ -215,12 +215,9 @@ class Plan:
             raise GraphError(
                 f"plan of {self.program.name} does not say what {name!r} would be instead; it does of {known}"
             )
-        tensors, ops, rest = changed(self.tensors, self.ops, self.rest, decision.instead)
         search = Found(mode=f"{self.search.mode}, instead of {decision.chosen} of {name}")
-        return replace(
-            self, tensors=tensors, ops=ops, rest=rest, surface=None, forecast=None, baselines={},
-            search=search, decisions={},
-        )  # fmt: skip
+        other = changed(self, decision.instead)
+        return replace(other, surface=None, forecast=None, baselines={}, search=search, decisions={})
 
     def compare(self, other: Plan) -> Comparison:
         """What differs between this plan and another one."""

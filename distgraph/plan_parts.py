@@ -215,12 +215,21 @@ class LayerOps:
     placed: tuple[tuple[str, int], ...] = ()
     ops: tuple[Computed, ...] = ()
 
+    def __str__(self) -> str:
+        return " | ".join([", ".join(self.decomposed), _placed_text(self.placed), *map(str, self.ops)])
+
+    @classmethod
+    def parse(cls, text: str) -> LayerOps:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        decomposed, placed, *ops = text.split(" | ")
+        return cls(_listed(decomposed), _parse_placed(placed), tuple(map(Computed.parse, ops)))
+
     def document(self, layers: tuple[int, ...]) -> dict[str, Any]:
         """The form in a file, for all layers that have it."""
         return {
             "layers": spans(layers),
             "decomposed": ", ".join(self.decomposed),
-            "placed": ", ".join(f"{op}@{stage}" for op, stage in self.placed),
+            "placed": _placed_text(self.placed),
             "ops": [str(op) for op in self.ops],
         }
 
@@ -249,11 +258,23 @@ class Rest:
     placed: tuple[tuple[str, int], ...] = ()
     ops: tuple[tuple[str, Computed], ...] = ()
 
+    def __str__(self) -> str:
+        ops = (f"{name} {op}" for name, op in self.ops)
+        return " | ".join([", ".join(self.decomposed), _placed_text(self.placed), *ops])
+
+    @classmethod
+    def parse(cls, text: str) -> Rest:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        decomposed, placed, *lines = text.split(" | ")
+        ops = (line.partition(" ") for line in lines)
+        found = tuple((name, Computed.parse(op)) for name, _, op in ops)
+        return cls(_listed(decomposed), _parse_placed(placed), found)
+
     def document(self) -> dict[str, Any]:
         """The form in a file."""
         return {
             "decomposed": ", ".join(self.decomposed),
-            "placed": ", ".join(f"{op}@{stage}" for op, stage in self.placed),
+            "placed": _placed_text(self.placed),
             "ops": {name: str(op) for name, op in self.ops},
         }
 
@@ -390,6 +411,10 @@ def _read_placed(node: Node, stages: int) -> tuple[tuple[str, int], ...]:
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _placed_text(placed: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{op}@{stage}" for op, stage in placed)
 
 
 def _parse_placed(text: str) -> tuple[tuple[str, int], ...]:

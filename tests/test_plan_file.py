@@ -28,6 +28,7 @@ from distgraph.plan import (
     Stage,
     Stored,
 )
+from distgraph.plan_instead import changed, difference
 from distgraph.spec import ShardSpec
 
 AXES = st.lists(st.sampled_from(["dp", "tp", "ep"]), unique=True, min_size=1, max_size=2).map(tuple)
@@ -132,6 +133,20 @@ def test_ops_read_as_they_print(op: Computed) -> None:
     assert Computed.parse(str(op)) == op
 
 
+PLACED = st.lists(st.tuples(st.sampled_from(["3", "12.1"]), st.integers(0, 20)), max_size=2).map(tuple)
+DECOMPOSED = st.lists(st.sampled_from(["3", "12.1"]), max_size=2).map(tuple)
+
+
+@given(DECOMPOSED, PLACED, st.lists(computed(), max_size=3))
+def test_sections_read_as_they_print(
+    decomposed: tuple[str, ...], placed: tuple[tuple[str, int], ...], ops: list[Computed]
+) -> None:
+    layer = LayerOps(decomposed, placed, tuple(ops))
+    rest = Rest(decomposed, placed, tuple((f"57.{number}", op) for number, op in enumerate(ops)))
+    assert LayerOps.parse(str(layer)) == layer
+    assert Rest.parse(str(rest)) == rest
+
+
 @given(st.lists(st.integers(0, 30)))
 def test_spans_are_read_as_written(numbers: list[int]) -> None:
     assert parse_spans(spans(numbers)) == tuple(numbers)
@@ -186,6 +201,68 @@ def test_explain_names_choice_terms_and_runner_up() -> None:
             plan_of().explain(unknown)
     with pytest.raises(GraphError, match=r"nothing named 'nowhere'; it has .*blocks.\{0..5\}.weight"):
         plan_of().explain("nowhere")
+
+
+def moved() -> Plan:
+    """The plan with layer 3 on the first stage, layer 1 computed once, and less for layers 0 and 5 to do."""
+    plan = plan_of()
+    tensors = {
+        name: replace(at, stage=0) if name.startswith("blocks.3.") else at
+        for name, at in plan.tensors.items()
+    }
+    less = LayerOps((), (("2", 1),), plan.ops[0].ops[1:])
+    return replace(
+        plan,
+        stages=(replace(plan.stages[0], last=4), replace(plan.stages[1], first=4)),
+        recompute=(0, 4),
+        tensors={**tensors, "x": Stored("input", 1, ShardSpec.of([None, "tp"]))},
+        ops=(less, *plan.ops[1:5], less),
+        rest=Rest(
+            (), (("8", 1),), (*plan.rest.ops, ("8.1", Computed("add", results=(ShardSpec(()),), stage=0)))
+        ),
+    )
+
+
+def test_the_lines_that_differ_make_one_plan_of_the_other() -> None:
+    plan, other = plan_of(), moved()
+    lines = difference(plan, other)
+    assert lines["layers of stages"] == "0-3 | 4-5"
+    assert lines["layers computed again"] == "0, 4"
+    assert lines["blocks.3.weight"] == "[_, tp] @0"
+    assert changed(plan, lines) == other
+    assert changed(other, difference(other, plan)) == plan
+    assert difference(plan, plan) == {}
+
+
+def test_instead_of_a_layer() -> None:
+    lines = difference(plan_of(), moved())
+    decision = Decision(chosen="stage 1", runner_up="stage 0", runner_up_seconds=0.3, instead=lines)
+    plan = Plan.parse(plan_of(decisions={"layer {2..3}": decision}).text())
+    for layer in ("layer 2", "layer 3"):
+        told = plan.explain(layer).splitlines()
+        assert told[-1] == "  runner-up: stage 0, a step of 300 ms in place of 250 ms (+20.00%)"
+        assert plan.instead(layer).stages == moved().stages
+        assert plan.instead(layer).ops == moved().ops
+    assert "weighed none" in plan.explain("layer 4")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("layers of stages", "0-3 | 5"),
+        ("layers of stages", "0-3 | 4"),
+        ("layers of stages", "0-5"),
+        ("layers computed again", "two"),
+        ("ops of layers 9", " | "),
+        ("ops of layers 1", "nothing"),
+        ("ops of no layer", " | 8 | "),
+        ("blocks.1.weight", "[_, tp] @one"),
+        ("blocks.9.weight", "[_, tp]"),
+    ],
+)
+def test_lines_that_make_no_sense_are_told(line: str, text: str) -> None:
+    with pytest.raises(GraphError, match=rf"it cannot have the line {re.escape(line)}: "):
+        changed(plan_of(), {line: text})
 
 
 def test_compare_lists_what_differs_and_nothing_else() -> None:

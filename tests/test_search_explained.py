@@ -56,6 +56,7 @@ def test_with_the_runner_up_a_step_takes_what_is_said(name: str) -> None:
     assert plan.forecast is not None
     assert seconds(name, plan) == plan.forecast.seconds
     told = {key: d for key, d in plan.decisions.items() if d.runner_up_seconds is not None and d.instead}
+    told = {key: decision for key, decision in told.items() if not key.startswith("layer ")}
     assert len(told) >= 3
     for key, decision in told.items():
         other = plan.instead(key)

@@ -73,6 +73,7 @@ def describe(
     devices: Sequence[int] = (),
     recompute: Sequence[int] = (),
     placements: Mapping[str, ProcessMesh] | None = None,
+    exported: bool = True,
 ) -> Plan:
     """The plan of a completed graph.
 
@@ -87,6 +88,7 @@ def describe(
         devices: of every rank of it.
         recompute: numbers of layers.
         placements: mesh of every op of the serial graph; by default what `place` finds.
+        exported: whether the plan is to have a surface.
     """
     broken = _decomposed(serial, completed)
     whole = decomposed(serial, broken)
@@ -110,7 +112,7 @@ def describe(
         tensors=describer.tensors(),
         ops=ops,
         rest=rest,
-        surface=surface_of(completed, [stage.mesh for stage in stages]),
+        surface=surface_of(completed, [stage.mesh for stage in stages]) if exported else None,
     )
 
 

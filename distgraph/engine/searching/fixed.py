@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.oracle import Oracle, Traced, solved
-from distgraph.engine.searching.proposal import Realized, program
+from distgraph.engine.searching.proposal import Realized, program, rechosen
 from distgraph.errors import DistGraphError, ResourceError, ShardingError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
@@ -114,6 +114,21 @@ def formulated(oracle: Oracle, traced: Traced, mesh: ProcessMesh) -> Formulation
     own = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
     prices = oracle.prices(tuple(range(len(oracle.cluster.devices))))
     return formulate(replace(graph, attrs=own), mesh, prices, traced.layering)
+
+
+def recomputed(found: Realized, recompute: Sequence[int], oracle: Oracle) -> Realized | None:
+    """A program on one mesh with other layers computed again, its layouts as they are; None where these do
+    not carry over."""
+    ((mesh, known),) = found.solved.items()
+    traced = oracle.traced(found.traced.graph.micro_batches, recompute)
+    problem = formulated(oracle, traced, mesh)
+    choice = oracle.carried_over(*known, problem, traced, found.traced)
+    if choice is None:
+        return None
+    placed = replace(
+        found, traced=traced, placements=dict.fromkeys((op.name for op in traced.graph.ops), mesh)
+    )
+    return rechosen(placed, {mesh: (problem, choice)}, oracle)
 
 
 def _solved(

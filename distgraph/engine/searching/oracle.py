@@ -314,7 +314,7 @@ class Oracle:
             plain = self.traced(traced.graph.micro_batches)
             source, choice, _ = self.chosen(plain, devices, shape, price, restriction)
             target = self.formulation(traced, devices, shape)
-            again = self._transferred(source, choice, target, traced, plain)
+            again = self.carried_over(source, choice, target, traced, plain)
             if again is not None:
                 return target.priced(memory_price=price, live_micro_batches=1), again
         found, choice, _ = self.chosen(traced, devices, shape, price, restriction)
@@ -428,7 +428,7 @@ class Oracle:
             other = self.traced(count)
             source, choice, _ = self.chosen(other, devices, shape, bases[count], restriction)
             target = self.formulation(traced, devices, shape)
-            found = self._transferred(source, choice, target, traced, other)
+            found = self.carried_over(source, choice, target, traced, other)
             if found is not None:
                 return target, found, target.profile(found).seconds(here)
         return None
@@ -445,12 +445,12 @@ class Oracle:
     ) -> Profile:
         """Costs by layer where each is computed again, in the layouts in which it was computed first."""
         target = self.formulation(again, devices, shape)
-        other = self._transferred(plain, choice, target, again, self.traced(again.graph.micro_batches))
+        other = self.carried_over(plain, choice, target, again, self.traced(again.graph.micro_batches))
         if other is None:
             _, other, _ = self.chosen(again, devices, shape, price, restriction)
         return target.profile(other)
 
-    def _transferred(
+    def carried_over(
         self,
         source: Formulation,
         choice: tuple[int, ...],
@@ -458,6 +458,7 @@ class Oracle:
         traced: Traced,
         other: Traced,
     ) -> tuple[int, ...] | None:
+        """A choice for the source, of `other`, as one for the target; None where their options differ."""
         key = traced, other
         if key not in self._twins:
             self._twins[key] = twins(traced.fold, other.fold)

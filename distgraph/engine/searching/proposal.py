@@ -21,7 +21,7 @@ from distgraph.passes.place import place
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.formulate import Formulation
 from distgraph.passes.search.layouts import Layouts
-from distgraph.plan import Plan
+from distgraph.plan import Plan, Program
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.memory import Shortage
@@ -152,6 +152,33 @@ def rechosen(found: Realized, solved: Solved, oracle: Oracle) -> Realized:
     return replace(built, solved=solved)
 
 
+def rearranged(found: Realized, proposal: Proposal, oracle: Oracle) -> Realized | None:
+    """A program with its layers on other stages, or others computed again, its layouts as they are.
+
+    Args:
+        found: it.
+        proposal: with stages on the same devices, in the same shapes.
+        oracle: of the search.
+
+    Returns: None where layouts do not carry over.
+    """
+    traced = oracle.traced(proposal.micro_batches, proposal.recompute)
+    meshes, devices = _meshes(proposal.stages)
+    placements = _placements(traced, proposal.stages, meshes)
+    solved = dict(found.solved)
+    for mesh, stage in zip(meshes, proposal.stages, strict=True):
+        if traced is not found.traced:
+            target = oracle.formulation(traced, oracle.like(stage.devices), stage.shape)
+            choice = oracle.carried_over(*found.solved[mesh], target, traced, found.traced)
+            if choice is None:
+                return None
+            solved[mesh] = target, choice
+    completed = _completed(traced, placements, solved)
+    schedule = found.build.policy
+    built = program(oracle, completed, traced, devices, schedule, found.origin, proposal, placements)
+    return replace(built, solved=solved)
+
+
 def _completed(traced: Traced, placements: Mapping[str, ProcessMesh], solved: Solved) -> Graph:
     """Every op and value laid out by the choices of its mesh."""
     decoded: dict[tuple[int, tuple[int, ...]], Layouts] = {}
@@ -184,21 +211,24 @@ def program(
 
 
 @collector_paused()
-def plan_of(found: Realized, oracle: Oracle) -> Plan:
-    """A program as a plan with its forecast."""
+def plan_of(found: Realized, oracle: Oracle, outline: bool = False) -> Plan:
+    """A program as a plan with its forecast; an outline lacks the fingerprint and what exports need."""
     training, traced = oracle.training, found.traced
     unmarked = oracle.traced(traced.graph.micro_batches).graph
+    name = type(training.recipe.model).__name__
+    unnamed = Program(name=name, fingerprint="", parameters=0, inputs={})
     plan = describe(
         traced.graph,
         found.completed,
         traced.layers,
-        program=program_of(training.recipe.model, unmarked),
+        program=unnamed if outline else program_of(training.recipe.model, unmarked),
         batch=training.size,
         schedule=found.build.policy,
         cluster=oracle.cluster.name,
         devices=found.devices,
         recompute=traced.recompute,
         placements=found.placements,
+        exported=not outline,
     )
     return replace(plan, forecast=estimate(plan, found.forecast))
 

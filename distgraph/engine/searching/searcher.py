@@ -31,16 +31,8 @@ from itertools import islice
 from distgraph.engine.searching.book import Book
 from distgraph.engine.searching.bound import least_seconds
 from distgraph.engine.searching.climb import FEW, best_count, climb, least
-from distgraph.engine.searching.decisions import (
-    RunnerUp,
-    Storage,
-    decisions,
-    runner_up,
-    storages,
-    told,
-    with_problems,
-    with_runner_up,
-)
+from distgraph.engine.searching.decisions import decisions
+from distgraph.engine.searching.explaining import Explainer
 from distgraph.engine.searching.fixed import (
     annotated_meshes,
     as_annotated,
@@ -68,7 +60,6 @@ from distgraph.engine.searching.proposal import (
     Realized,
     StageChoice,
     laid_out_as,
-    plan_of,
 )
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.shortage import leanest, nothing_fits
@@ -85,7 +76,7 @@ from distgraph.errors import DistGraphError, GraphError, InfeasibleError
 from distgraph.passes.search.placing import SubMesh
 from distgraph.passes.search.schedules import SCHEDULES
 from distgraph.passes.search.stages import Stages
-from distgraph.plan import Decision, Found, Plan
+from distgraph.plan import Found, Plan
 from distgraph.resources import Cluster
 
 _FORECASTS = 4  # rows of the search that are forecast, at most
@@ -95,9 +86,7 @@ _RETRIES = 2  # rows that do not fit are searched again with less memory
 _ROUNDING = 1e-9  # relative: sums in another order
 _TIGHTER = 4  # each so often, as long as it is the same row
 _MOST_AXES = 4  # of a program of double recursion
-_EXPLAINED = 12  # parameters whose runners-up are forecast
 _LOOKED_AT = 12_000  # ops of the programs, together, that are built to see what lies beside a row
-_TOLD = 15_000  # the same for runners-up
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 
 
@@ -123,7 +112,7 @@ class Searcher:
         processes: that work at the same time; the answer does not depend on how many there are.
 
     Attributes:
-        oracle, book: what is known of costs and of whole programs.
+        oracle, book, explainer: what is known of costs, of whole programs, and of choices in the best one.
         bound: seconds of a step that no plan goes below; None where nothing is known.
     """
 
@@ -136,7 +125,6 @@ class Searcher:
     processes: int = 1
     bound: float | None = None
     _rows: dict[int, Proposal] = field(default_factory=dict)
-    _stored: dict[str, Decision] = field(default_factory=dict)
     _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _pools: dict[str, list[Proposal]] = field(default_factory=dict)
     _fronts: dict[int, Front] = field(default_factory=dict)
@@ -147,6 +135,7 @@ class Searcher:
         pools = pools_of(self.cluster)
         self.oracle = Oracle(self.training, self.cluster, pools, self.expired, self.processes)
         self.book = Book(self.oracle)
+        self.explainer = Explainer(self.oracle, self.book, self.expired)
 
     @property
     def best(self) -> Judged | None:
@@ -201,61 +190,16 @@ class Searcher:
         gap = None if self.bound is None else self.best.seconds / self.bound - 1
         found = Found(mode=self.mode, status=status, bound=self.bound, gap=gap, settings=settings)
         return replace(
-            plan_of(self.best.again(self.oracle), self.oracle),
+            self.explainer.plan_of(self.best.again(self.oracle)),
             baselines=dict(self.book.baselines),
             search=found,
-            decisions={**decisions(self.best, self.forecasts), **told(self._stored)},
+            decisions={**decisions(self.best, self.forecasts), **self.explainer.decisions},
         )
 
     def _explained(self) -> Iterator[Event]:
-        """Forecast the runners-up of the largest parameters; one that is faster is taken."""
-        looked: set[str] = set()
-        ahead: dict[str, RunnerUp] = {}
-        ops = 0
-        if self.best is None or self.expired():
-            return
-        given = self.best.again(self.oracle)
-        best = with_problems(given, self.oracle)
-        if best is not given:
-            self.book.best = judged(best, rechosen=True)
-        while best.solved:
-            rows = storages(best)
-            self._stored = {row.name: self._stored.get(row.name, row.decision) for row in rows}
-            row = next((r for r in rows if r.option is not None and r.name not in looked), None)
-            if row is None or len(looked) >= _EXPLAINED or ops >= _TOLD or self.expired():
-                return
-            yield Event(f"another layout of {row.name}")
-            if row.name not in ahead:
-                rest = [r for r in rows if r.option is not None and r.name not in looked]
-                ahead = self._runners_up(best, rest)
-            looked.add(row.name)
-            other = ahead[row.name]
-            ops += other.ops
-            if other.fits and other.seconds < best.seconds:
-                self._stored.clear()
-                looked.clear()
-                ahead.clear()
-                best = other.program or with_runner_up(best, row, self.oracle)
-                yield self._judged(judged(best, rechosen=True))
-                continue
-            note = (
-                row.decision.note if other.fits else f"{row.decision.note}; the runner-up does not fit memory"
-            )
-            self._stored[row.name] = replace(
-                row.decision, runner_up_seconds=other.seconds, note=note, instead=other.instead
-            )
-
-    def _runners_up(self, best: Realized, rows: Sequence[Storage]) -> dict[str, RunnerUp]:
-        """Forecasts of the next runners-up, as many as processes work together."""
-
-        few = rows[: self.book.together]
-
-        def of(row: Storage) -> RunnerUp:
-            found = runner_up(best, row, self.oracle)
-            return found if row is few[0] else found.light()
-
-        found = self.oracle.together(of, few, self.book.together, packed=RunnerUp.light)
-        return {row.name: other for row, other in zip(few, found, strict=True)}
+        """Why the best program is as it is; what turns out faster is taken."""
+        for found in self.explainer.run():
+            yield Event(found) if isinstance(found, str) else self._judged(found)
 
     def _compared(self, name: str, make: Callable[[Oracle, int], Realized]) -> Iterator[Event]:
         """One program of another search, with the micro-batches of the strategy."""
