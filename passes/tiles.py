@@ -89,7 +89,8 @@ def exchange_tiles(
         raise ShardingError(
             f"permute from {source_spec} to {target_spec} changes what is partial; reduce or mask first"
         )
-    return assign(needs(tuple(shape), mesh, source_spec, mesh, target_spec))
+    first, second, ranks = renumbered(mesh, mesh)
+    return moved(_crossing_tiles(tuple(shape), first, source_spec, second, target_spec), ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -207,12 +208,13 @@ def assign(wanted: Iterable[Need], machine_of: MachineOf | None = None) -> tuple
     """
     where = machine_of or (lambda rank: None)
     todo = list(wanted)
+    sizes = [volume(need.bounds) for need in todo]
     sender: dict[int, int] = {}
     choices: dict[int, list[int]] = {}
     sent: dict[int, int] = defaultdict(int)
     out: dict[Hashable, int] = defaultdict(int)
-    for i in sorted(range(len(todo)), key=lambda i: -volume(todo[i].bounds)):
-        need, size = todo[i], volume(todo[i].bounds)
+    for i in sorted(range(len(todo)), key=lambda i: -sizes[i]):
+        need, size = todo[i], sizes[i]
         if need.target_rank in need.holders:
             sender[i] = need.target_rank
             continue
@@ -226,12 +228,12 @@ def assign(wanted: Iterable[Need], machine_of: MachineOf | None = None) -> tuple
         sent[best] += size
         if not near:
             out[where(best)] += size
-    _even_out(todo, choices, sender, sent, where)
+    _even_out(sizes, choices, sender, sent, where)
     return tuple(Tile(sender[i], need.target_rank, need.bounds) for i, need in enumerate(todo))
 
 
 def _even_out(
-    todo: list[Need],
+    sizes: Sequence[int],
     choices: dict[int, list[int]],
     sender: dict[int, int],
     sent: dict[int, int],
@@ -241,7 +243,7 @@ def _even_out(
     for _ in range(len(choices)):
         worst = max(sent, key=lambda rank: sent[rank])
         moves = [
-            (max(sent[worst] - volume(todo[i].bounds), sent[other] + volume(todo[i].bounds)), i, other)
+            (max(sent[worst] - sizes[i], sent[other] + sizes[i]), i, other)
             for i, others in choices.items()
             if sender[i] == worst
             for other in others
@@ -250,9 +252,8 @@ def _even_out(
         if not moves or min(moves)[0] >= sent[worst]:
             return
         _, i, other = min(moves)
-        size = volume(todo[i].bounds)
-        sent[worst] -= size
-        sent[other] += size
+        sent[worst] -= sizes[i]
+        sent[other] += sizes[i]
         sender[i] = other
 
 

@@ -28,6 +28,7 @@ from distgraph.passes.tiles import (
     Tile,
     assign,
     busiest,
+    crossing_tiles,
     exchange_tiles,
     link_bytes,
     moved,
@@ -119,6 +120,9 @@ def transfer_cost(
     price: Price = wire_price,
 ) -> float:
     """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
+    if machine_of is None and price is wire_price:
+        first, second, _ = renumbered(source.mesh, target.mesh)
+        source, target = DistAttr(first, source.spec), DistAttr(second, target.spec)
     return _plan(tuple(shape), itemsize, source, target, machine_of, price)[0]
 
 
@@ -130,6 +134,21 @@ def translate(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
         [dp, _]
     """
     return ShardSpec(tuple(tuple(axis for axis in dim if axis in mesh.sizes) for dim in spec.dims))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Tiles between two layouts in numbers.
+
+    Attributes:
+        crossing: elements between machines, or into the target mesh; with what fills replicas there.
+        busiest: most elements that one rank sends or receives.
+        messages: pieces that are sent.
+    """
+
+    crossing: int
+    busiest: int
+    messages: int
 
 
 @lru_cache(maxsize=1 << 14)
@@ -145,29 +164,77 @@ def _plan(
     target.spec.check(shape, target.mesh, "target of a transfer")
     if source.mesh == target.mesh:
         return _stay(shape, itemsize, source, target, price)
-    best: tuple[tuple[int, float, int], Transfer] | None = None
+    ranks = len({*source.mesh.members, *target.mesh.members})
+    best: tuple[tuple[int, float, int], ShardSpec, ShardSpec] | None = None
     for start in _finished(source):
         before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start, price)
         for landing in _landings(target):
-            tiles = assign(needs(shape, source.mesh, start, target.mesh, landing), machine_of)
+            way = _way(shape, source.mesh, start, target, landing, machine_of)
             after = redistribute_cost(shape, itemsize, target.mesh, landing, target.spec, price)
-            most = itemsize * busiest(tiles)
-            ranks = len({*source.mesh.members, *target.mesh.members})
+            most = itemsize * way.busiest
             hop = price("permute", float(most), ranks, target.mesh, target.mesh.axes) if most else 0.0
-            crossing = _crossing(shape, tiles, landing, target, machine_of)
-            cost = (crossing, before + hop + after, sum(not tile.local for tile in tiles))
+            cost = (way.crossing, before + hop + after, way.messages)
             if best is None or cost < best[0]:
-                plan = Transfer((), DistAttr(source.mesh, start), tiles, DistAttr(target.mesh, landing), ())
-                best = cost, plan
+                best = cost, start, landing
     assert best is not None  # both loops have at least one turn
-    (_, total, _), plan = best
+    (_, total, _), start, landing = best
     return total, Transfer(
-        redistribute(shape, itemsize, source.mesh, source.spec, plan.source.spec, price),
-        plan.source,
-        plan.tiles,
-        plan.landing,
-        redistribute(shape, itemsize, target.mesh, plan.landing.spec, target.spec, price),
+        redistribute(shape, itemsize, source.mesh, source.spec, start, price),
+        DistAttr(source.mesh, start),
+        _tiles(shape, source.mesh, start, target.mesh, landing, machine_of),
+        DistAttr(target.mesh, landing),
+        redistribute(shape, itemsize, target.mesh, landing, target.spec, price),
     )
+
+
+def _tiles(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    start: ShardSpec,
+    target_mesh: ProcessMesh,
+    landing: ShardSpec,
+    machine_of: MachineOf | None,
+) -> tuple[Tile, ...]:
+    if machine_of is None:
+        return crossing_tiles(shape, mesh, start, target_mesh, landing)
+    return assign(needs(shape, mesh, start, target_mesh, landing), machine_of)
+
+
+def _way(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    start: ShardSpec,
+    target: DistAttr,
+    landing: ShardSpec,
+    machine_of: MachineOf | None,
+) -> _Way:
+    """What tiles between two layouts come to; where no machines are known, found once for all meshes that
+    differ in the numbers of their ranks."""
+    if machine_of is None:
+        first, second, _ = renumbered(mesh, target.mesh)
+        return _numbered_way(shape, first, start, DistAttr(second, target.spec), landing)
+    return _measured(
+        shape, _tiles(shape, mesh, start, target.mesh, landing, machine_of), landing, target, machine_of
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _numbered_way(
+    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target: DistAttr, landing: ShardSpec
+) -> _Way:
+    tiles = assign(needs(shape, mesh, start, target.mesh, landing))
+    return _measured(shape, tiles, landing, target, None)
+
+
+def _measured(
+    shape: tuple[int, ...],
+    tiles: tuple[Tile, ...],
+    landing: ShardSpec,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+) -> _Way:
+    crossing = _crossing(shape, tiles, landing, target, machine_of)
+    return _Way(crossing, busiest(tiles), sum(not tile.local for tile in tiles))
 
 
 def _stay(

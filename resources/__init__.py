@@ -12,7 +12,7 @@ from distgraph.resources.cluster import (
     Network,
     Switch,
 )
-from distgraph.resources.collective import CollectiveCost, Estimate, wire_bytes
+from distgraph.resources.collective import CollectiveCost, Estimate, shared_cost, wire_bytes
 from distgraph.resources.compute import ComputeCost
 from distgraph.resources.describe import describe
 from distgraph.resources.load import load_cluster, local_cluster, shipped_clusters
@@ -38,6 +38,7 @@ __all__ = [
     "shipped_clusters",
     "CollectiveCost",
     "Estimate",
+    "shared_cost",
     "wire_bytes",
     "RankMapping",
     "Requirement",

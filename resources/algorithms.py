@@ -35,6 +35,7 @@ Flow = tuple[int, int, float]  # source device, target device, fraction of the s
 Group = tuple[int, ...]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send")
+UNORDERED = ("all_reduce", "all_gather", "reduce_scatter")  # whose flows do not depend on the group's order
 _PACKING_LIMIT = 8  # (8 - 1)! = 5,040 directed rings; beyond that the natural ring is used
 
 

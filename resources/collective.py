@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import ResourceError
-from distgraph.resources.algorithms import KINDS, Flow, Group, Stages, algorithms
+from distgraph.resources.algorithms import KINDS, UNORDERED, Flow, Group, Stages, algorithms
 from distgraph.resources.cluster import Cluster, Link, MeasuredTable
 from distgraph.resources.routing import Router
 from distgraph.resources.units import format_bytes, format_si
@@ -112,6 +113,8 @@ class CollectiveCost:
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._used: dict[Group, frozenset[int]] = {}
         self._lines: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
+        self._plain: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
+        self._latencies: dict[tuple[int, int], float] = {}
 
     def time(
         self, kind: str, group: Iterable[int], nbytes: float, concurrent: Iterable[Sequence[int]] = ()
@@ -163,13 +166,16 @@ class CollectiveCost:
         concurrent: Iterable[Sequence[int]] = (),
     ) -> NDArray[np.float64]:
         """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
-        members = self.cluster.check_group(group)
-        others = tuple(self.cluster.check_group(other) for other in concurrent)
-        if len(members) == 1 or not sizes.size or self._table(kind, members) is not None:
-            return np.array(
-                [self.time(kind, members, float(size), others) for size in sizes.ravel()]
-            ).reshape(sizes.shape)
-        lines = self.lines(kind, members, others)
+        asked = kind, tuple(group), tuple(map(tuple, concurrent))
+        if asked not in self._plain:
+            members = self.cluster.check_group(group)
+            others = tuple(self.cluster.check_group(other) for other in concurrent)
+            if len(members) == 1 or not sizes.size or self._table(kind, members) is not None:
+                return np.array(
+                    [self.time(kind, members, float(size), others) for size in sizes.ravel()]
+                ).reshape(sizes.shape)
+            self._plain[asked] = self.lines(kind, members, others)
+        lines = self._plain[asked]
         best: NDArray[np.float64] = np.min([line.alpha + line.beta * sizes for line in lines], axis=0)
         return best
 
@@ -181,16 +187,16 @@ class CollectiveCost:
         Raises:
             ResourceError: no route, or a bandwidth, latency or launch time that the file does not state.
         """
-        load: dict[int, float] = {}
-        latency = 0.0
-        for (source, target), nbytes in flows.items():
-            if source != target:
-                self._add_load(load, ((source, target, nbytes),))
-                latency = max(latency, self._latency("send", source, target))
-        return self._launch("send") + latency + self._slowest("send", load)[0] if load else 0.0
+        sent = [(source, target, size) for (source, target), size in flows.items() if source != target]
+        if not sent:
+            return 0.0
+        latency = max(self._latency("send", source, target) for source, target, _ in sent)
+        return self._launch("send") + latency + self._slowest("send", self._load(sent))[0]
 
     def lines(self, kind: str, group: Group, concurrent: tuple[Group, ...] = ()) -> tuple[Line, ...]:
         """Every algorithm's line; the time is their lower envelope."""
+        if kind in UNORDERED:
+            group, concurrent = tuple(sorted(group)), tuple(tuple(sorted(other)) for other in concurrent)
         key = (kind, group, concurrent)
         known = self._lines.get(key)
         if known is None:
@@ -226,16 +232,22 @@ class CollectiveCost:
             own = together[0]
             if own is None:  # the groups beside this one are still busy; it is not
                 break
-            load: dict[int, float] = {}
-            for stage in together:
-                if stage is not None:
-                    self._add_load(load, stage.flows)
+            load = self._load([flow for stage in together if stage is not None for flow in stage.flows])
             alpha += own.steps * max(self._latency(kind, a, b) for a, b, _ in own.flows)
             cost, link = self._slowest(kind, load)
             beta += cost
             if cost > worst:
                 worst, bottleneck = cost, link
         return Line(name, alpha, beta, bottleneck)
+
+    def _load(self, flows: Sequence[Flow]) -> dict[int, float]:
+        """Directed link -> what flows put on it, in order of first use."""
+        ways = [self.router.route(source, target).links for source, target, _ in flows]
+        links = np.fromiter(chain.from_iterable(ways), dtype=np.intp)
+        shares = np.repeat([share for _, _, share in flows], [len(way) for way in ways])
+        used, first, place = np.unique(links, return_index=True, return_inverse=True)
+        load, order = np.bincount(place, weights=shares), np.argsort(first)
+        return dict(zip(used[order].tolist(), load[order].tolist(), strict=True))
 
     def _add_load(self, load: dict[int, float], flows: Iterable[Flow]) -> None:
         for source, target, share in flows:
@@ -253,12 +265,16 @@ class CollectiveCost:
         return worst, bottleneck
 
     def _latency(self, kind: str, source: int, target: int) -> float:
+        known = self._latencies.get((source, target))
+        if known is not None:
+            return known
         total = 0.0
         for directed in self.router.route(source, target).links:
             link = self.router.link(directed)
             if link.latency is None:
                 raise self._missing(kind, link, "latency", "2 us")
             total += link.latency
+        self._latencies[source, target] = total
         return total
 
     def _missing(self, kind: str, link: Link, number: str, example: str) -> ResourceError:
@@ -344,6 +360,17 @@ class CollectiveCost:
         if nbytes > sizes[-1]:
             return float(times[-1] * nbytes / sizes[-1])
         return float(np.interp(nbytes, sizes, times))
+
+
+_shared: WeakValueDictionary[int, CollectiveCost] = WeakValueDictionary()
+
+
+def shared_cost(cluster: Cluster) -> CollectiveCost:
+    """The costs of a cluster, one for all who ask while any of them has it: what was worked out is shared."""
+    found = _shared.get(id(cluster))
+    if found is None:
+        found = _shared[id(cluster)] = CollectiveCost(cluster)
+    return found
 
 
 def _check_kind(kind: str) -> None:

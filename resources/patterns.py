@@ -6,6 +6,7 @@ so that each pattern of groups is priced once however large the mesh is.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -57,20 +58,40 @@ def _meeting(cluster: Cluster, placed: list[tuple[int, ...]]) -> list[list[tuple
 
 def _moved(cluster: Cluster, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The same pattern on the first machines of each kind."""
+    moved = iter(_on_first_machines(cluster, itertools.chain.from_iterable(groups)))
+    return [tuple(itertools.islice(moved, len(group))) for group in groups]
+
+
+def stand_ins(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
+    """Devices between which everything takes as long as between these: the same places on the first machines
+    of each kind, in order of first use; the devices themselves where machines cannot be exchanged.
+
+    Args:
+        cluster: its machines and network.
+        devices: device numbers; which of them share a machine is kept.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> stand_ins(load_cluster("dgx_a100_pod"), (17, 19, 9, 18))  # machines 2, 2, 1, 2
+        (1, 3, 9, 2)
+    """
+    if cluster.network.topology not in ("none", "switch"):
+        return tuple(devices)
+    return _on_first_machines(cluster, devices)
+
+
+def _on_first_machines(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
     template: dict[int, list[int]] = defaultdict(list)
     for machine in cluster.machines:
         template[machine.template].append(machine.index)
     stands: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
     moved = []
-    for group in groups:
-        new = []
-        for device in group:
-            found = cluster.devices[device]
-            kind = cluster.machines[found.machine].template
-            if found.machine not in stands:
-                stands[found.machine] = template[kind][used[kind]]
-                used[kind] += 1
-            new.append(cluster.machines[stands[found.machine]].devices[found.local])
-        moved.append(tuple(new))
-    return moved
+    for device in devices:
+        found = cluster.devices[device]
+        kind = cluster.machines[found.machine].template
+        if found.machine not in stands:
+            stands[found.machine] = template[kind][used[kind]]
+            used[kind] += 1
+        moved.append(cluster.machines[stands[found.machine]].devices[found.local])
+    return tuple(moved)

@@ -4,12 +4,12 @@
 *Out:* `Message`: seconds, bytes and the link that
 decides.
 *Invariant:* all groups of a collective run at the same time and their loads add up; the slowest
-group decides. Each pattern of groups (`resources.patterns`) is priced once however large the mesh is.
+group decides. Each pattern of groups (`resources.patterns`) is priced once however large the mesh is, and so
+are messages between stages that lie alike: in the same places of machines that can be exchanged.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +18,11 @@ from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.halo import halo_tiles
 from distgraph.passes.partition import LocalOp, RankProgram
-from distgraph.passes.tiles import crossing_tiles, exchange_tiles
-from distgraph.resources import Cluster, CollectiveCost
-from distgraph.resources.patterns import Groups, patterns
+from distgraph.passes.tiles import crossing_tiles, exchange_tiles, link_bytes, renumbered
+from distgraph.resources import Cluster, shared_cost
+from distgraph.resources.patterns import Groups, patterns, stand_ins
 from distgraph.runtime.storage import nbytes
+from distgraph.spec import DistAttr
 
 Flows = dict[tuple[int, int], int]
 
@@ -54,10 +55,11 @@ class TrafficCost:
 
     def __init__(self, graph: Graph, cluster: Cluster, devices: Sequence[int]) -> None:
         self.graph, self.cluster, self.devices = graph, cluster, devices
-        self.cost = CollectiveCost(cluster)
+        self.cost = shared_cost(cluster)
         self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
         self._messages: dict[object, tuple[float, str]] = {}
         self._exchanges: dict[object, Message] = {}
+        self._places: dict[tuple[ProcessMesh, ProcessMesh], tuple[int, ...]] = {}
 
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
         """A collective on the groups of one mesh, with the sizes of one rank."""
@@ -76,32 +78,28 @@ class TrafficCost:
     def exchange(self, op: Op) -> Message:
         """Pieces from rank to rank: a permute, a halo, a transfer between meshes."""
         source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
-        key = (op.kind, op.result.shape, op.result.dtype, source, target, op.attrs.get("windows", ()))
+        first, second, _ = renumbered(source.mesh, target.mesh)
+        places = self._placed(source.mesh, target.mesh)
+        start, goal = DistAttr(first, source.spec), DistAttr(second, target.spec)
+        key = (op.kind, op.result.shape, op.result.dtype, start, goal, op.attrs.get("windows", ()), places)
         if key not in self._exchanges:
-            flows = self.flows(op)
-            placed: dict[tuple[int, int], float] = defaultdict(float)
-            for (a, b), size in flows.items():
-                placed[self.devices[a], self.devices[b]] += size
+            flows = _flows(op, start, goal)
+            placed = {(places[a], places[b]): float(size) for (a, b), size in flows.items()}
             self._exchanges[key] = Message(
                 "send", self.cost.exchange(placed), float(sum(flows.values())), self._link(placed)
             )
         return self._exchanges[key]
 
+    def _placed(self, first: ProcessMesh, second: ProcessMesh) -> tuple[int, ...]:
+        """Devices that stand for those of the ranks of two meshes, ascending by rank."""
+        if (first, second) not in self._places:
+            ranks = renumbered(first, second)[2]
+            self._places[first, second] = stand_ins(self.cluster, [self.devices[rank] for rank in ranks])
+        return self._places[first, second]
+
     def flows(self, op: Op) -> Flows:
         """(source rank, target rank) -> bytes of a permute, halo or transfer; no local copies."""
-        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
-        shape, size = op.result.shape, itemsize(op.result.dtype)
-        if op.kind == "comm.halo":
-            tiles = halo_tiles(shape, target.mesh, target.spec, op.attrs["windows"], source)
-        elif op.kind == "comm.permute":
-            tiles = exchange_tiles(shape, source.mesh, source.spec, target.spec)
-        else:
-            tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
-        found: Flows = defaultdict(int)
-        for tile in tiles:
-            if not tile.local:
-                found[tile.source_rank, tile.target_rank] += size * tile.volume
-        return dict(found)
+        return _flows(op, self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name])
 
     def _link(self, placed: dict[tuple[int, int], float]) -> str:
         """Kind of the narrowest link on the way of the largest message."""
@@ -126,3 +124,15 @@ class TrafficCost:
             placed = [tuple(self.devices[rank] for rank in group) for group in mesh.groups(axes)]
             self._patterns[key] = patterns(self.cluster, placed)
         return self._patterns[key]
+
+
+def _flows(op: Op, source: DistAttr, target: DistAttr) -> Flows:
+    """Bytes from rank to rank of an op between two layouts, which may be on other ranks than its own."""
+    shape, size = op.result.shape, itemsize(op.result.dtype)
+    if op.kind == "comm.halo":
+        tiles = halo_tiles(shape, target.mesh, target.spec, op.attrs["windows"], source)
+    elif op.kind == "comm.permute":
+        tiles = exchange_tiles(shape, source.mesh, source.spec, target.spec)
+    else:
+        tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
+    return link_bytes(tiles, size)

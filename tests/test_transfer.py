@@ -345,6 +345,32 @@ def test_random_transfers(data):
     run_transfer(shape, source, target, machine_of=data.draw(st.sampled_from([None, machine_of])))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_plans_and_prices_do_not_depend_on_the_numbers_of_ranks(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    source, target = data.draw(layouts(shape, True)), data.draw(layouts(shape, True))
+    gaps = data.draw(st.lists(st.integers(1, 5), min_size=20, max_size=20))
+    ranks = np.cumsum(gaps)  # others, in the same order
+    away = [DistAttr(attr.mesh.renumbered(ranks[attr.mesh.ranks]), attr.spec) for attr in (source, target)]
+
+    def price(kind, sent, size, mesh, axes):
+        return sent + 0.1 * size
+
+    for options in ({}, {"price": price}):
+        here, there = transfer(shape, 4, source, target, **options), transfer(shape, 4, *away, **options)
+        renamed = [(ranks[t.source_rank], ranks[t.target_rank], t.bounds) for t in here.tiles]
+        assert renamed == [(t.source_rank, t.target_rank, t.bounds) for t in there.tiles]
+        assert (here.before, here.landing.spec, here.after) == (there.before, there.landing.spec, there.after)
+        cost = transfer_cost(shape, 4, source, target, **options)
+        assert cost == transfer_cost(shape, 4, *away, **options)
+        plain = transfer_cost(
+            shape, 4, source, target, machine_of=lambda rank: rank in target.mesh, **options
+        )
+        if source.mesh.rank_set.isdisjoint(target.mesh.rank_set):
+            assert cost == plain  # machines where meshes are: nothing else crosses
+
+
 def test_blocks_of_the_spec_cover_a_dim_of_any_size():
     """The tile arithmetic leans on this: block i of k is [i b, (i + 1) b) clipped, b = ceil(n / k)."""
     for size, parts in itertools.product(range(12), range(1, 6)):

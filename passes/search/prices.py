@@ -47,7 +47,7 @@ from distgraph.passes.search.strategies import (
     parts_of,
 )
 from distgraph.passes.work import Work, work_of
-from distgraph.resources import Cluster, CollectiveCost, ComputeCost
+from distgraph.resources import Cluster, ComputeCost, shared_cost
 from distgraph.resources.collective import held_bytes
 from distgraph.resources.patterns import Groups, patterns
 from distgraph.rule import OpLayout, operand_spec, result_spec
@@ -112,7 +112,7 @@ class Prices:
     def __init__(self, cluster: Cluster, devices: Sequence[int] | None = None) -> None:
         self.cluster = cluster
         self.devices = None if devices is None else tuple(devices)
-        self.collective = CollectiveCost(cluster)
+        self.collective = shared_cost(cluster)
         self.compute = ComputeCost(cluster)
         self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
         self._tables: dict[object, _Table] = {}
