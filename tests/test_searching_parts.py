@@ -17,7 +17,7 @@ from distgraph.engine.searching.judged import judge
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import best_row, front, undominated
-from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
+from distgraph.engine.searching.proposal import Proposal, StageChoice, laid_out_as, realize
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.searching.space import (
@@ -84,6 +84,26 @@ def row(*stages: StageChoice, micro_batches: int = 2) -> Proposal:
 
 def borders(proposal: Proposal) -> list[tuple[int, tuple[int, ...]]]:
     return [(stage.stop, stage.devices) for stage in proposal.stages]
+
+
+@pytest.mark.parametrize("recompute", [(), (1,), (0, 1, 2)])
+def test_equal_programs_of_two_restrictions_are_told(
+    oracle: Oracle, recompute: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where layers are computed again, whose layouts are those of the first time."""
+
+    def row(shape: str, restriction: Restriction) -> Proposal:
+        rows = uniform_rows(oracle, 1, restriction)
+        return replace(next(r for r in rows if str(r.stages[0].shape) == shape), recompute=recompute)
+
+    for shape, equal in (("tp=2", True), ("dp=4", False)):  # ZeRO splits over dp
+        bare, sharded = row(shape, "uniform"), row(shape, "zero3")
+        graphs = [realize(each, oracle).completed for each in (bare, sharded)]
+        assert (graphs[0].attrs == graphs[1].attrs) == equal
+        assert (laid_out_as(bare, oracle) == laid_out_as(sharded, oracle)) == equal
+    monkeypatch.setattr(oracle, "_learned", type(oracle._learned)({}, {}, {}))
+    bare, sharded = (replace(bare, restriction=each) for each in ("uniform", "zero3"))
+    assert laid_out_as(bare, oracle) != laid_out_as(sharded, oracle)  # nothing is solved yet
 
 
 def test_neighbours_of_a_row() -> None:

@@ -126,6 +126,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 StageKey = tuple[tuple[int, ...], Shape, float]
 """Devices, shape and price of memory of a stage."""
+_Asked = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...]]
 _Key = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
 
 
@@ -294,13 +295,12 @@ class Oracle:
             self._learned.choices[key] = tuple(solution.choice), solution.objective
         return (found, *self._learned.choices[key])
 
-    def decided(
-        self, micro_batches: int, recompute: tuple[int, ...], stage: StageKey, restriction: Restriction
-    ) -> tuple[object, ...]:
-        """Choices that are known for a stage, without and with layers that are computed again: where they are
-        the same under two restrictions, so are its layouts."""
-        keys = ((micro_batches, again, *stage, restriction) for again in dict.fromkeys(((), recompute)))
-        return tuple(self._learned.choices.get(key, (restriction,))[0] for key in keys)
+    def decided(self, traced: Traced, stage: StageKey, restriction: Restriction) -> tuple[object, ...]:
+        """The choice of `laid_out` where its problem is solved; else what it will be solved under. Where that
+        is the same under two restrictions, so are the layouts of the stage."""
+        if (traced.graph.micro_batches, (), *stage, restriction) not in self._learned.choices:
+            return (restriction,)
+        return self.laid_out(traced, *stage, restriction)[1]
 
     def laid_out(
         self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
@@ -333,7 +333,7 @@ class Oracle:
         self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
     ) -> None:
         """Make the fronts of some shapes at the same time: of the first, of others while there is time."""
-        keys = [self._key(micro_batches, *pair, restriction, MEMORY_PRICES) for pair in shapes]
+        keys = [self._key((micro_batches, *pair, restriction, MEMORY_PRICES)) for pair in shapes]
         missing = [key for key in keys if key not in self._learned.variants]
         if not missing:
             return
@@ -355,21 +355,15 @@ class Oracle:
         shares: Sequence[float] = MEMORY_PRICES,
     ) -> tuple[Variant, ...]:
         """The front of one shape, fastest first; of the given prices of memory."""
-        key = self._key(micro_batches, submesh, shape, restriction, shares)
+        key = self._key((micro_batches, submesh, shape, restriction, tuple(shares)))
         if key not in self._learned.variants:
             self._learned.variants[key] = tuple(self._front(*key))
         return self._learned.variants[key]
 
-    def _key(
-        self,
-        micro_batches: int,
-        submesh: SubMesh,
-        shape: Shape,
-        restriction: Restriction,
-        shares: Sequence[float],
-    ) -> _Key:
-        settled = restriction != "none" or (micro_batches, submesh, shape) in self._settled
-        return micro_batches, submesh, shape, restriction, tuple(shares), settled
+    def _key(self, asked: _Asked) -> _Key:
+        """What `_front` is called with: that, and whether it is to be solved for itself."""
+        micro_batches, submesh, shape, restriction, _ = asked
+        return *asked, restriction != "none" or (micro_batches, submesh, shape) in self._settled
 
     @collector_paused()
     def _front(

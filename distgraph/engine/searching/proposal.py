@@ -130,7 +130,8 @@ def laid_out_as(proposal: Proposal, oracle: Oracle) -> tuple[object, ...]:
     the same in all stages."""
     micro, recompute = proposal.micro_batches, proposal.recompute
     kinds = dict.fromkeys((oracle.like(s.devices), s.shape, s.memory_price) for s in proposal.stages)
-    layouts = tuple(oracle.decided(micro, recompute, kind, proposal.restriction) for kind in kinds)
+    traced = oracle.traced(micro, recompute)
+    layouts = tuple(oracle.decided(traced, kind, proposal.restriction) for kind in kinds)
     return micro, proposal.schedule, proposal.stages, recompute, layouts
 
 
