@@ -47,10 +47,20 @@ to 33 medians of 3 turns stood for the uniform plans: one that was the searched 
     4       MoE     1.099   0.973 - 1.234   16      72.2, 68.3               23
 
 Where it is behind, two ranks share a core, and the searched plan has groups of two ranks (dp=2 x tp=2). In
-one micro-batch such programs take 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
-groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37: in the profile both pairs communicate in lock step,
-in a step they do not, and probably a rank that waits for its partner holds the core that the other pair
-computes on.
+one micro-batch such programs took 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
+groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37. Recorded steps of the conv net without ZeRO, each plan
+twice, on another day (rank-milliseconds at work + waiting; forecast):
+
+    dp=2 x tp=2     132 + 73,  96 + 85      150 + 5
+    dp=4            110 + 84, 108 + 92      155 + 23
+    tp=4            163 + 92, 141 + 90      150 + 13
+
+Ranks wait 18 to 23 ms of a step of 45 to 64, of which a forecast knows 1 to 6, whatever the layout: a rank
+whose message has come does not get its core back at once. And the same FLOPs take up to 1.4 times the work,
+by layout, where two ranks share a cache; with a core each (2 ranks) they do not. Behind 1.5 ms of computation
+an all_reduce of 1 KiB costs pairs 0.35 ms instead of the 0.1 of a profile, all four 0.47 instead of 0.2. A
+profile that measured messages behind computation ordered these plans no better (39.6, 44.3 and 39.0 ms; 48 to
+54, 50 to 51 and 60 to 66 were measured) and was left out: it is the work that it gets wrong.
 """
 
 import argparse
