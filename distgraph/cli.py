@@ -109,7 +109,7 @@ def plan(
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
     seconds: Annotated[float, typer.Option("--seconds", help="Search so long at most.")] = 60.0,
     about: Annotated[
-        str, typer.Option("--explain", help="A tensor or decision: why, and what else it could be.")
+        str, typer.Option("--explain", help="A tensor, layer or decision: why, and what else it could be.")
     ] = "",
     other: Annotated[str, typer.Option("--compare", help="Another plan file: what differs.")] = "",
 ) -> None:
