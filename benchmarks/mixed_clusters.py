@@ -34,6 +34,14 @@ History (2 cores shared with other work, load about 4):
   the same in full, 60 s of processor time, load 2, over homogeneous_only and slowest_uniform
                 a100_v100          1.01 and 1.45 (GPT-1.3B), 1.11 and 1.97 (GPT-6.7B)
                 gpu_xpu            1.21 and 1.17 (GPT-1.3B), 1.41 and 1.09 (GPT-6.7B)
+  unequal in full: no row in 9 minutes. Double recursion was best on 8 A100 alone, and to tell what else could
+  have been, 441,200 pairs of layouts on its three axes were priced one by one. From tables that takes 1 s;
+  no entry of the cache of solved problems looks through all others any more (a fifth of a search, with 7,748
+  entries); rows are forecast before the search tries 1 micro-batch, in which time ran out
+                unequal            1.45 and 1.31 (GPT-1.3B), 1.46 and 1.45 (GPT-6.7B) with the first of these
+                                   alone, 1.46 and 1.32, 1.49 and 1.48 with all; 232 s of processor time
+                --quick            unequal 1.08 and 1.40, gpu_xpu 1.02 and 1.52, a100_v100 1.00 and 1.67: 16
+                                   A100 with 1 micro-batch, as homogeneous_only
 """
 
 from __future__ import annotations
