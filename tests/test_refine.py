@@ -11,8 +11,9 @@ from random_programs import MESHES, PIPELINES, Program, programs
 from distgraph.graph import Graph
 from distgraph.ops.registry import lookup
 from distgraph.passes.complete import complete
-from distgraph.passes.refine import refine
-from distgraph.runtime.build import build
+from distgraph.passes.redistribute import wire_price
+from distgraph.passes.refine import _Refiner, multiplicity, refine
+from distgraph.runtime.build import Build, build
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
@@ -21,10 +22,33 @@ checked = settings(
 )
 
 
-def sent(graph: Graph, micro: int) -> float:
-    """Bytes that all ranks send in one step, counted on the lowered programs."""
-    built = build(graph, micro_batches=micro)
-    return sum(built.program(rank).bytes_sent() for rank in built.ranks)
+def sent(built: Build) -> float:
+    """Bytes of one step, of each move those of the rank that sends most, counted on the lowered programs."""
+    most: dict[str, float] = {}
+    for rank in built.ranks:
+        program = built.program(rank)
+        for task in program.tasks:
+            for local in task.ops:
+                times = program.graph.micro_batches if task.per_micro and not local.tail else 1
+                wire = times * float(local.attrs.get("wire", 0.0))
+                most[local.op.name] = max(most.get(local.op.name, 0.0), wire)
+    return sum(most.values())
+
+
+def is_even(built: Build) -> bool:
+    """Whether all ranks hold as much of everything."""
+    graph = built.lowered
+    held = ((value.shape, graph.attrs[value.name]) for op in graph.ops for value in op.results)
+    return all(
+        size % attr.mesh.units(axes) == 0
+        for shape, attr in held
+        for size, axes in zip(shape, attr.spec.dims, strict=True)
+    )
+
+
+def modelled(graph: Graph) -> float:
+    """The cost that the pass lowers."""
+    return sum(_Refiner(graph, multiplicity(graph), wire_price).costs)
 
 
 def completed(program: Program) -> Graph:
@@ -34,9 +58,15 @@ def completed(program: Program) -> Graph:
 @checked
 @given(programs(ONE, train=True))
 def test_bytes_never_rise(program: Program) -> None:
+    """Of the rank that sends most in each move, as the cost has it. All ranks together may send more: where a
+    block is a window, or not as large as others, some ranks have nothing to send. Where blocks are not equal,
+    the cost is a bound."""
     before = completed(program)
-    micro = len(program.feeds)
-    assert sent(refine(before), micro) <= sent(before, micro) + 0.5
+    after = refine(before)
+    assert modelled(after) <= modelled(before) + 1e-9
+    built = [build(graph, micro_batches=len(program.feeds)) for graph in (before, after)]
+    if all(map(is_even, built)):
+        assert sent(built[1]) <= sent(built[0]) + 0.5
 
 
 @checked
