@@ -21,7 +21,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import local_attrs, window_bounds
 from distgraph.passes.halo import halo_tiles, inside_window
 from distgraph.passes.phases import Part, Parts
-from distgraph.passes.tiles import Tile, crossing_tiles, exchange_tiles
+from distgraph.passes.tiles import Tile, crossing_by_rank, exchange_by_rank
 from distgraph.spec import DistAttr
 
 LocalType = tuple[tuple[int, ...], str]
@@ -156,7 +156,7 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
             "wire": share * mine,
         }
     elif kind == "permute":
-        tiles = exchange_tiles(shape, mesh, source.spec, target.spec)
+        tiles = exchange_by_rank(shape, mesh, source.spec, target.spec).get(rank, ())
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
     elif kind == "halo":
         return "exchange", _halo(op, source, target, rank, itemsize, number)
@@ -191,9 +191,9 @@ def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -
     """
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     shape = op.result.shape
-    tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
+    moves = crossing_by_rank(shape, source.mesh, source.spec, target.mesh, target.spec)
     itemsize = op.result.nbytes // max(1, op.result.size)
-    attrs = _exchange(tiles, source, target, shape, rank, itemsize, number)
+    attrs = _exchange(moves.get(rank, ()), source, target, shape, rank, itemsize, number)
     if source.mesh.rank_set == target.mesh.rank_set:
         return "exchange", attrs
     if mesh.rank_set == target.mesh.rank_set:

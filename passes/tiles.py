@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -137,6 +137,42 @@ def renumbered(first: ProcessMesh, second: ProcessMesh) -> tuple[ProcessMesh, Pr
 def moved(tiles: Iterable[Tile], ranks: Sequence[int]) -> tuple[Tile, ...]:
     """Tiles between other ranks: number i is `ranks[i]`."""
     return tuple(Tile(ranks[t.source_rank], ranks[t.target_rank], t.bounds) for t in tiles)
+
+
+@lru_cache(maxsize=1024)
+def exchange_by_rank(
+    shape: tuple[int, ...], mesh: ProcessMesh, source_spec: ShardSpec, target_spec: ShardSpec
+) -> Mapping[int, tuple[Tile, ...]]:
+    """Rank -> those of `exchange_tiles` that it sends, receives or keeps."""
+    return by_rank(exchange_tiles(shape, mesh, source_spec, target_spec))
+
+
+@lru_cache(maxsize=1024)
+def crossing_by_rank(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    spec: ShardSpec,
+    target_mesh: ProcessMesh,
+    target_spec: ShardSpec,
+) -> Mapping[int, tuple[Tile, ...]]:
+    """Rank -> those of `crossing_tiles` that it sends, receives or keeps."""
+    return by_rank(crossing_tiles(shape, mesh, spec, target_mesh, target_spec))
+
+
+def by_rank(tiles: Iterable[Tile]) -> dict[int, tuple[Tile, ...]]:
+    """Rank -> the tiles that it sends, receives or keeps, in their order.
+
+    Example:
+        >>> tiles = (Tile(0, 1, ((0, 2),)), Tile(1, 1, ((2, 4),)))
+        >>> {rank: [str(tile) for tile in own] for rank, own in by_rank(tiles).items()}
+        {0: ['0->1 [0:2]'], 1: ['0->1 [0:2]', '1->1 [2:4]']}
+    """
+    found: dict[int, list[Tile]] = defaultdict(list)
+    for tile in tiles:
+        found[tile.source_rank].append(tile)
+        if not tile.local:
+            found[tile.target_rank].append(tile)
+    return {rank: tuple(own) for rank, own in found.items()}
 
 
 def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:

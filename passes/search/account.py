@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES
 from distgraph.mesh import ProcessMesh
+from distgraph.passes.redistribute import block_volume
 from distgraph.passes.search.assembly import seconds_of
 from distgraph.passes.search.decode import Reading
 from distgraph.passes.search.fold import BACKWARD, FORWARD, Fold, FoldedOp, FoldedValue, Ints, Pattern
@@ -23,7 +24,6 @@ from distgraph.passes.search.layouts import Profile
 from distgraph.passes.search.lifetimes import Lifetimes
 from distgraph.passes.search.nodes import Nodes, OpNode
 from distgraph.passes.search.prices import Prices
-from distgraph.passes.search.strategies import local_bytes, parts_of
 from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
@@ -148,8 +148,7 @@ class Account:
     def _bytes(self, value: FoldedValue, spec: ShardSpec) -> float:
         if self.mesh.weights:
             return float(self.prices.nbytes(value.value, (spec,), self.mesh)[0])
-        size = itemsize(value.value.dtype)
-        return float(local_bytes(value.value.shape, size, parts_of((spec,), self.mesh))[0])
+        return float(itemsize(value.value.dtype) * block_volume(value.value.shape, self.mesh, spec))
 
     def _hold(self, number: int, value: FoldedValue) -> None:
         lifetime, producer = self.lifetimes.of[number], self.fold.ops[value.producer]

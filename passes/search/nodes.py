@@ -21,6 +21,7 @@ charges once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from distgraph.errors import ShardingError
 from distgraph.graph import SOURCES, Op
@@ -210,6 +211,7 @@ def _copies(
     return list(found) if len(single) + len(found) <= _MOST_OPTIONS else []
 
 
+@lru_cache(maxsize=1 << 16)
 def contains(coarse: ShardSpec, fine: ShardSpec) -> bool:
     """Whether every dim of `coarse` is split over some of the axes that split it in `fine`."""
     return all(set(a) <= set(b) for a, b in zip(coarse.dims, fine.dims, strict=True))

@@ -118,6 +118,7 @@ class Prices:
         self._tables: dict[object, _Table] = {}
         self._matrices: dict[object, Floats] = {}
         self._ops: dict[object, Floats] = {}
+        self._streams: dict[object, Floats] = {}
         self._works: dict[object, float] = {}
         self._members: dict[ProcessMesh, tuple[_Member, ...]] = {}
 
@@ -227,6 +228,12 @@ class Prices:
 
     def streamed(self, value: Value, specs: Specs, mesh: ProcessMesh, passes: int) -> Floats:
         """Seconds [layouts] to go over the block of a value several times, reading or writing."""
+        key = (value.shape, value.dtype, specs, mesh, passes)
+        if key not in self._streams:
+            self._streams[key] = self._streamed(value, specs, mesh, passes)
+        return self._streams[key]
+
+    def _streamed(self, value: Value, specs: Specs, mesh: ProcessMesh, passes: int) -> Floats:
         found = np.zeros(len(specs))
         for member in self._of(mesh):
             blocks = (
