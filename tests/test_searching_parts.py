@@ -13,6 +13,8 @@ from searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
 from distgraph.engine.searching import oracle as oracles
 from distgraph.engine.searching.climb import best_count, climb
+from distgraph.engine.searching.decisions import with_problems
+from distgraph.engine.searching.fixed import recursively
 from distgraph.engine.searching.judged import judge
 from distgraph.engine.searching.neighbours import neighbours
 from distgraph.engine.searching.oracle import Oracle
@@ -263,3 +265,20 @@ def test_the_climb_goes_on_from_the_first_number_that_fits() -> None:
             rows[count] = Proposal("search", count, "1f1b", (), (), "none", estimate)
     assert asked == [4, 8, 16, 32, 128, 256, 512]
     assert best_count(rows) == 256
+
+
+@pytest.mark.parametrize(("devices", "axes"), [(8, 3), (16, 4)])
+def test_a_problem_of_what_double_recursion_found_is_made_on_three_axes_at_most(
+    devices: int, axes: int
+) -> None:
+    cluster = cluster_of(slow(devices))
+    oracle = Oracle(PROGRAMS["mlp"].training(), cluster, pools_of(cluster))
+    found = recursively(oracle, 1)
+    assert len(found.completed.meshes[0].axes) == axes
+    again = with_problems(found, oracle)
+    if axes > 3:
+        assert again is found
+    else:
+        ((formulation, choice),) = again.solved.values()
+        assert formulation.problem.feasible(choice)
+        assert again.seconds <= found.seconds
