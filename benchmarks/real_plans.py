@@ -48,8 +48,8 @@ to 33 medians of 3 turns stood for the uniform plans: one that was the searched 
 
 Where it is behind, two ranks share a core, and the searched plan has groups of two ranks (dp=2 x tp=2). In
 one micro-batch such programs took 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
-groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37. Recorded steps of the conv net without ZeRO, each plan
-twice, on another day (rank-milliseconds at work + waiting; forecast):
+groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37. Recorded steps of the conv net without ZeRO, each
+plan twice, on another day (rank-milliseconds at work + waiting; forecast):
 
     dp=2 x tp=2     132 + 73,  96 + 85      150 + 5
     dp=4            110 + 84, 108 + 92      155 + 23
