@@ -40,6 +40,7 @@ History (2 cores shared with other work, load about 4):
   entries); rows are forecast before the search tries 1 micro-batch, in which time ran out
                 unequal            1.45 and 1.31 (GPT-1.3B), 1.46 and 1.45 (GPT-6.7B) with the first of these
                                    alone, 1.46 and 1.32, 1.49 and 1.48 with all; 232 s of processor time
+                a100_v100          1.13 and 1.50 (GPT-1.3B)
                 --quick            unequal 1.08 and 1.40, gpu_xpu 1.02 and 1.52, a100_v100 1.00 and 1.67: 16
                                    A100 with 1 micro-batch, as homogeneous_only
 """
