@@ -167,7 +167,7 @@ def _options(
     wanted: dict[ShardSpec, set[int]] = {}
     for reader, positions in value.counts:
         strategies = _of(nodes, of_op, reader)
-        for spec in {spec for position in positions for spec in strategies.needed[position]}:
+        for spec in dict.fromkeys(spec for position in positions for spec in strategies.needed[position]):
             wanted.setdefault(spec, set()).add(reader)
     single: list[ShardSpec]
     if number in pinned:
