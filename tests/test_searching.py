@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from forecasts import machines
-from searched import PROGRAMS, Net, Program, slow, two_by_two
+from searched import PROGRAMS, SECONDS, Net, Program, slow, two_by_two
 
 import distgraph as dg
+from distgraph.collecting import collector_paused
 from distgraph.engine.inspection import check_step
+from distgraph.engine.planning import SearchOptions, search
+from distgraph.engine.searching.oracle import Oracle
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
 from distgraph.passes.search import cache as solved
 from distgraph.plan import Plan
@@ -182,6 +187,21 @@ def test_the_same_plan_again_without_the_disk(monkeypatch: pytest.MonkeyPatch) -
 
 def _timeless(plan: Plan) -> Plan:
     return replace(plan, search=replace(plan.search, seconds=None))
+
+
+def test_what_a_search_made_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes for large programs: they do not wait until a collector looks for cycles."""
+    alive: list[weakref.ref[Oracle]] = []
+    begin = Oracle.__init__
+
+    def noted(self: Oracle, *given: Any) -> None:
+        begin(self, *given)
+        alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(Oracle, "__init__", noted)
+    with collector_paused():
+        search(MLP.training(), two_by_two(), SearchOptions(seconds=SECONDS))
+        assert [oracle() for oracle in alive] == [None]
 
 
 def test_resource_files(tmp_path: Path) -> None:

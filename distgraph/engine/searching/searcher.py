@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from distgraph.engine.searching.book import Book
@@ -98,6 +99,10 @@ class Event:
     found: Judged | None = None
 
 
+def _expired(stopped: Callable[[], bool], clock: Callable[[], float], end: float) -> bool:
+    return stopped() or clock() >= end
+
+
 @dataclass(eq=False)
 class Searcher:
     """One search.
@@ -114,6 +119,7 @@ class Searcher:
     Attributes:
         oracle, book, explainer: what is known of costs, of whole programs, and of choices in the best one.
         bound: seconds of a step that no plan goes below; None where nothing is known.
+        expired: whether time is up; does not know the searcher, so that all is freed with it at once.
     """
 
     training: Training
@@ -124,6 +130,7 @@ class Searcher:
     clock: Callable[[], float] = time.monotonic
     processes: int = 1
     bound: float | None = None
+    expired: Callable[[], bool] = field(init=False)
     _rows: dict[int, Proposal] = field(default_factory=dict)
     _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _pools: dict[str, list[Proposal]] = field(default_factory=dict)
@@ -131,7 +138,7 @@ class Searcher:
     _first: int = 0
 
     def __post_init__(self) -> None:
-        self.end = self.clock() + self.seconds
+        self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
         pools = pools_of(self.cluster)
         self.oracle = Oracle(self.training, self.cluster, pools, self.expired, self.processes)
         self.book = Book(self.oracle)
@@ -146,10 +153,6 @@ class Searcher:
     def forecasts(self) -> Sequence[Judged]:
         """Everything that was forecast."""
         return self.book.forecasts
-
-    def expired(self) -> bool:
-        """Whether time is up."""
-        return self.stopped() or self.clock() >= self.end
 
     def run(self) -> Iterator[Event]:
         """Everything, in order; an event for each phase and each program that is forecast.
