@@ -78,7 +78,7 @@ def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
             if name == _STAGES:
                 whole = replace(whole, stages=_with_borders(plan.stages, text))
             elif name == _AGAIN:
-                whole = replace(whole, recompute=parse_spans(text))
+                whole = replace(whole, recompute=_ascending(parse_spans(text), len(plan.layers)))
             elif name == _NO_LAYER:
                 whole = replace(whole, rest=Rest.parse(text))
                 rest = dict(whole.rest.ops)
@@ -116,6 +116,13 @@ def _with_borders(stages: Sequence[Stage], text: str) -> tuple[Stage, ...]:
     if done != stages[-1].last:
         raise ValueError(text)
     return tuple(found)
+
+
+def _ascending(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Numbers of some of so many layers."""
+    if list(layers) != sorted({*layers}) or any(layer >= count for layer in layers):
+        raise ValueError(layers)
+    return layers
 
 
 def _at(stored: Stored, text: str) -> Stored:

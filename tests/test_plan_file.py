@@ -253,6 +253,8 @@ def test_instead_of_a_layer() -> None:
         ("layers of stages", "0-3 | 4"),
         ("layers of stages", "0-5"),
         ("layers computed again", "two"),
+        ("layers computed again", "99"),
+        ("layers computed again", "2, 2"),
         ("ops of layers 9", " | "),
         ("ops of layers 1", "nothing"),
         ("ops of no layer", " | 8 | "),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from searched import PROGRAMS, Net, Program, slow, two_by_two
 from test_searching_schedules import WIDE, far
 
 import distgraph as dg
+from distgraph import nn
 from distgraph.engine.searching.explaining import Explainer
 from distgraph.engine.searching.judged import judge, judged
 from distgraph.engine.searching.proposal import Proposal, Realized, realize
@@ -39,6 +40,29 @@ def far_pairs() -> Cluster:
     return cluster_of(document)
 
 
+class Row(nn.Module):
+    """Three linear layers, each on a device of its own."""
+
+    def __init__(self, meshes: Sequence[dg.ProcessMesh]) -> None:
+        self.layers = [
+            nn.Linear(16, 16, dtype="f64"),
+            nn.Linear(16, 40, dtype="f64"),
+            nn.Linear(40, 6, dtype="f64"),
+        ]
+        self.meshes = meshes
+
+    def forward(self, x: Any) -> Any:
+        for mesh, layer in zip(self.meshes, self.layers, strict=True):
+            with dg.on(mesh):
+                x = layer(x)
+        return x
+
+
+def in_a_row() -> Row:
+    return Row([dg.ProcessMesh([rank], ["dp"]) for rank in range(3)])
+
+
+ROW = Program(in_a_row, (16,), (), batch=6)
 Case = tuple[Program, Callable[[], Any], Callable[[], Cluster], str]
 CASES: dict[str, Case] = {
     "one mesh": (PROGRAMS["mlp"], PROGRAMS["mlp"].make, two_by_two, "auto"),
@@ -153,6 +177,22 @@ def test_the_runner_up_is_the_best_of_all_changes() -> None:
     } == pytest.approx(beside(best, len(plan.layers)), rel=1e-12)
 
 
+def test_layers_on_several_given_meshes() -> None:
+    """Their stage is that of the plan, their costs those of their own device: layers are not equal."""
+    searcher = Searcher(ROW.training(in_a_row()), cluster_of(slow(3)), "auto", 3600.0)
+    for _ in searcher.run():
+        pass
+    plan = searcher.plan({})
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 2), (2, 3)]
+    decided = {each: decision for key, decision in of_layers(plan).items() for each in unfold(key)}
+    assert [decided[f"layer {n}"].chosen for n in range(3)] == ["stage 0", "stage 1", "stage 2"]
+    for number in range(3):
+        decision = decided[f"layer {number}"]
+        assert decision.terms["forward"] > 0
+        assert decision.note.endswith("its mesh is given")
+    assert len({decision.terms["forward"] for decision in decided.values()}) == 3
+
+
 def test_equal_layers_cost_the_same() -> None:
     _, plan = searched("two stages")
     decided = {each: decision for key, decision in of_layers(plan).items() for each in unfold(key)}
@@ -177,6 +217,26 @@ def test_a_runner_up_that_is_faster_is_taken() -> None:
     assert plan.forecast is not None
     assert other.best.seconds == pytest.approx(plan.forecast.seconds, rel=1e-12)
     assert other.best.again(other.oracle).proposal == best
+
+
+def test_a_search_that_stops_at_a_faster_runner_up_tells_nothing_of_the_slower_plan() -> None:
+    searcher, _ = searched("two stages")
+    assert searcher.best is not None
+    best = searcher.best.again(searcher.oracle).proposal
+    assert best is not None
+    front, back = best.stages
+    other = searcher_of("two stages")
+    wrong = replace(best, stages=(replace(front, stop=4), replace(back, first=4)))
+    other.book.enter(judge(wrong, other.oracle))
+    for event in other._explained():
+        if event.found is not None:
+            break
+    else:
+        pytest.fail("nothing was faster")
+    plan = other.plan({})
+    for key, decision in of_layers(plan).items():
+        for layer in (int(each.removeprefix("layer ")) for each in unfold(key)):
+            assert decision.chosen.startswith(f"stage {plan.stage_of(layer)}")
 
 
 def test_programs_of_many_ops_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

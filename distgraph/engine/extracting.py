@@ -278,6 +278,12 @@ def _mesh(op: Op) -> ProcessMesh:
     return op.layout.mesh
 
 
+def mesh_of(layer: Run, homes: Mapping[str, ProcessMesh]) -> ProcessMesh:
+    """The mesh that most ops of a layer are on."""
+    ((mesh, _),) = Counter(homes[name] for name in layer.ops if name in homes).most_common(1)
+    return mesh
+
+
 def _stages(
     layers: Sequence[Run], homes: Mapping[str, ProcessMesh], completed: Graph, devices: Sequence[int]
 ) -> tuple[Stage, ...]:
@@ -289,7 +295,7 @@ def _stages(
         return Stage(mesh=mesh, first=first, last=last, devices=placed)
 
     for number, run in enumerate(layers):
-        ((mesh, _),) = Counter(homes[name] for name in run.ops if name in homes).most_common(1)
+        mesh = mesh_of(run, homes)
         if found and found[-1].mesh == mesh:
             found[-1] = replace(found[-1], last=number + 1)
         else:

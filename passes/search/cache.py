@@ -8,7 +8,8 @@ or its files cut short, at any time.
 
 The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`); `DISTGRAPH_CACHE=folder` moves
 it and `DISTGRAPH_CACHE=off` does without. Of more than 64 MiB, what was not used for longest goes; how much
-there is, a process looks when it first writes and again for every MiB of its own.
+there is, a process looks when it first writes and again for every MiB of its own; what its copies write
+counts for each of them alone.
 """
 
 from __future__ import annotations

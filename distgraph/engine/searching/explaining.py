@@ -80,7 +80,14 @@ class Explainer:
             if other is None:
                 return
             best = other
+            self._forget()
             yield judged(best, rechosen=True)
+
+    def _forget(self) -> None:
+        """Another program is the best from here on."""
+        self._stored.clear()
+        self._layers.clear()
+        self._planned = None
 
     def _of_parameters(self, best: Realized) -> Generator[str | Judged, None, Realized]:
         """Other layouts of the largest parameters; the best program after those that were taken."""
@@ -101,10 +108,10 @@ class Explainer:
             other = ahead[row.name]
             self._ops += other.ops
             if other.fits and other.seconds < best.seconds:
-                self._stored.clear()
                 looked.clear()
                 ahead.clear()
                 best = other.program or with_runner_up(best, row, self.oracle)
+                self._forget()
                 yield judged(best, rechosen=True)
                 continue
             note = (

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
+from distgraph.engine.extracting import mesh_of
 from distgraph.engine.searching.decisions import RunnerUp
 from distgraph.engine.searching.fixed import recomputed
 from distgraph.engine.searching.oracle import Oracle
@@ -125,10 +127,16 @@ def layer_decisions(
 
     Args:
         found: it.
-        profiles: its costs by layer on every mesh, in order of stages.
+        profiles: its costs by layer on every mesh.
         told: changes that were forecast.
     """
-    rows = [_decision(found, layer, profiles, told) for layer in range(len(found.traced.layers))]
+    assert found.placements is not None  # where layouts were chosen
+    meshes = [mesh_of(layer, found.placements) for layer in found.traced.layers]
+    stages = accumulate((mesh != before for before, mesh in pairwise(meshes)), initial=0)
+    rows = [
+        _decision(found, layer, stage, profiles[mesh], told)
+        for layer, (stage, mesh) in enumerate(zip(stages, meshes, strict=True))
+    ]
     decided: dict[str, Decision] = {}
     first = 0
     for layer in range(1, len(rows) + 1):
@@ -152,13 +160,12 @@ def profiles_of(found: Realized) -> dict[ProcessMesh, Profile]:
 
 
 def _decision(
-    found: Realized, layer: int, profiles: Mapping[ProcessMesh, Profile], told: Mapping[Change, RunnerUp]
+    found: Realized, layer: int, stage: int, profile: Profile, told: Mapping[Change, RunnerUp]
 ) -> Decision:
     again = f", {_AGAIN}" if layer in found.traced.recompute else ""
-    mesh = _mesh(found, layer)
-    profile, micro = profiles[mesh], found.traced.graph.micro_batches
+    micro = found.traced.graph.micro_batches
     chosen = Decision(
-        chosen=f"stage {list(profiles).index(mesh)}{again}",
+        chosen=f"stage {stage}{again}",
         terms={
             "forward": micro * float(profile.forward[layer]),
             "backward": micro * float(profile.backward[layer]),
@@ -177,9 +184,3 @@ def _decision(
         note="" if other.fits else "the runner-up does not fit memory",
         instead=other.instead,
     )
-
-
-def _mesh(found: Realized, layer: int) -> ProcessMesh:
-    """Where a layer is computed."""
-    assert found.placements is not None
-    return found.placements[found.traced.layers[layer].ops[0]]

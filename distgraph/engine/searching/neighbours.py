@@ -31,15 +31,19 @@ def neighbours(
         kinds: of all devices of the cluster: samples pass from one kind to another.
     """
     yield from _shared(proposal, kinds)
-    bound = any(stage.memory_price or stage.shape.samples for stage in proposal.stages)
     for count in sorted(counts, key=lambda count: abs(count - proposal.micro_batches)):
-        if count != proposal.micro_batches and not bound:
+        if count != proposal.micro_batches and not of_one_count(proposal):
             yield replace(proposal, micro_batches=count)
     for stages in _moved(proposal.stages):
         yield replace(proposal, stages=stages)
     for schedule in SCHEDULES if len(proposal.stages) > 1 else ():
         if schedule != proposal.schedule:
             yield replace(proposal, schedule=schedule)
+
+
+def of_one_count(proposal: Proposal) -> bool:
+    """Whether its layouts are for one number of micro-batches."""
+    return any(stage.memory_price or stage.shape.samples for stage in proposal.stages)
 
 
 def _shared(proposal: Proposal, kinds: Sequence[int]) -> Iterator[Proposal]:

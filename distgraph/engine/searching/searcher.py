@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -44,7 +43,7 @@ from distgraph.engine.searching.fixed import (
     recursively,
 )
 from distgraph.engine.searching.judged import Judged, judge, judged, light
-from distgraph.engine.searching.neighbours import neighbours
+from distgraph.engine.searching.neighbours import neighbours, of_one_count
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import (
     Front,
@@ -135,6 +134,7 @@ class Searcher:
     _ideal: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _pools: dict[str, list[Proposal]] = field(default_factory=dict)
     _fronts: dict[int, Front] = field(default_factory=dict)
+    _batches: dict[int, bool] = field(default_factory=dict)
     _first: int = 0
 
     def __post_init__(self) -> None:
@@ -335,6 +335,8 @@ class Searcher:
             if found.proposal is not None and math.isfinite(found.proposal.estimate) and found.fits
         ]
         for row in sorted(rows, key=lambda found: found.seconds):
+            if looked >= _LOOKED_AT or self.expired():
+                return
             here, waiting = row, self._unseen(row, seen)
             while waiting and looked < _LOOKED_AT and not self.expired():
                 self.book.foresee(waiting[: self.processes])
@@ -349,23 +351,29 @@ class Searcher:
     def _unseen(self, found: Judged, seen: Collection[object]) -> list[Proposal]:
         """Neighbours of a row that were not looked at yet."""
         assert found.proposal is not None
-        counts = {*self._rows, *self._counts_beside(found.proposal.micro_batches)}
-        beside = neighbours(found.proposal, tuple(counts), self.oracle.kinds)
+        micro = found.proposal.micro_batches
+        counts = () if of_one_count(found.proposal) else (*self._rows, *self._counts_beside(micro))
+        beside = neighbours(found.proposal, tuple(dict.fromkeys(counts)), self.oracle.kinds)
         return [replace(p, origin="search") for p in beside if p.decisions not in seen]
 
-    def _counts_beside(self, count: int) -> Iterator[int]:
+    def _counts_beside(self, count: int) -> list[int]:
         """The next numbers of micro-batches, also those that were left out, whose samples make a batch."""
-        for other in counts_beside(self.training.size, count):
-            with suppress(GraphError):
-                self.oracle.traced(other)
-                yield other
+        return [other for other in counts_beside(self.training.size, count) if self._is_batch(other)]
+
+    def _is_batch(self, micro_batches: int) -> bool:
+        """Whether the samples of one micro-batch are enough for the model."""
+        if micro_batches not in self._batches:
+            try:
+                self.oracle.traced(micro_batches)
+                self._batches[micro_batches] = True
+            except GraphError:
+                self._batches[micro_batches] = False
+        return self._batches[micro_batches]
 
     def _try(self, micro_batches: int) -> Iterator[Event]:
         """The best row for a number of micro-batches, if any fits."""
         yield Event(f"stages, {micro_batches} micro-batches")
-        try:
-            self.oracle.traced(micro_batches)
-        except GraphError:  # so few samples are no batch of the model
+        if not self._is_batch(micro_batches):
             return
         if self._may_fit(micro_batches):
             row = self._row(micro_batches)
@@ -524,9 +532,7 @@ class Searcher:
         counts = micro_batch_counts(self.training.size)
         yield Event("the plan that lacks least memory")
         for micro in counts:
-            try:
-                self.oracle.traced(micro)
-            except GraphError:  # so few samples are no batch of the model
+            if not self._is_batch(micro):
                 continue
             rows = leanest(self.oracle, front(self.oracle, micro, self._submeshes(micro)))
             found = False
