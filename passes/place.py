@@ -151,7 +151,8 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
                 meshes[copy.name] = meshes[op.name]
                 ops.append(replace(source, results=(copy,)))
             operands.append(clones[key])
-        ops.append(replace(op, operands=tuple(operands)))
+        same = all(new is old for new, old in zip(operands, op.operands, strict=True))
+        ops.append(op if same else replace(op, operands=tuple(operands)))
     return graph.with_ops(ops), meshes
 
 

@@ -64,7 +64,9 @@ def reshard(graph: Graph) -> Graph:
             continue
         operands = tuple(_with_halo(op, i, ops, attrs, shared) for i in range(len(op.operands)))
         results, after = _results(op, attrs)
-        ops.append(replace(op, operands=operands, results=results))
+        both = zip((*operands, *results), (*op.operands, *op.results), strict=True)
+        same = all(new is old for new, old in both)
+        ops.append(op if same else replace(op, operands=operands, results=results))
         ops.extend(after)
     updates = tuple((old, _as_replaced(graph, old, new, ops, attrs, shared)) for old, new in graph.updates)
     return graph.with_ops(ops, attrs=attrs, updates=updates)

@@ -115,6 +115,7 @@ class Prices:
         self.collective = shared_cost(cluster)
         self.compute = ComputeCost(cluster)
         self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
+        self._single: dict[tuple[str, float, tuple[Groups, ...]], float] = {}
         self._tables: dict[object, _Table] = {}
         self._matrices: dict[object, Floats] = {}
         self._ops: dict[object, Floats] = {}
@@ -130,7 +131,10 @@ class Prices:
         """Seconds of a collective; what `redistribute`, `lower` and `build` take as `price`."""
         if group_size == 1 or not sent:
             return 0.0
-        return float(self._collective(kind, mesh, axes, np.array([sent]))[0])
+        key = (kind, sent, self._groups(mesh, axes))
+        if key not in self._single:
+            self._single[key] = float(self._collective(kind, mesh, axes, np.array([sent]))[0])
+        return self._single[key]
 
     def _collective(self, kind: str, mesh: ProcessMesh, axes: tuple[str, ...], sent: Floats) -> Floats:
         """Seconds of collectives along some axes; bytes that a rank sends."""
