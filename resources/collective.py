@@ -168,8 +168,8 @@ class CollectiveCost:
         """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
         asked = kind, tuple(group), tuple(map(tuple, concurrent))
         if asked not in self._plain:
-            members = self.cluster.check_group(group)
-            others = tuple(self.cluster.check_group(other) for other in concurrent)
+            members = self.cluster.check_group(asked[1])
+            others = tuple(self.cluster.check_group(other) for other in asked[2])
             if len(members) == 1 or not sizes.size or self._table(kind, members) is not None:
                 return np.array(
                     [self.time(kind, members, float(size), others) for size in sizes.ravel()]

@@ -10,6 +10,7 @@ are messages between stages that lie alike: in the same places of machines that 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,9 @@ class TrafficCost:
         key = (op.kind, op.result.shape, op.result.dtype, start, goal, op.attrs.get("windows", ()), places)
         if key not in self._exchanges:
             flows = _flows(op, start, goal)
-            placed = {(places[a], places[b]): float(size) for (a, b), size in flows.items()}
+            placed: dict[tuple[int, int], float] = defaultdict(float)
+            for (a, b), size in flows.items():
+                placed[places[a], places[b]] += size
             self._exchanges[key] = Message(
                 "send", self.cost.exchange(placed), float(sum(flows.values())), self._link(placed)
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -135,3 +137,7 @@ def test_costs_are_shared_while_somebody_has_them():
     held = shared_cost(cluster)
     assert shared_cost(cluster) is held
     assert shared_cost(other) is not held
+    left = weakref.ref(held)
+    del held
+    gc.collect()
+    assert left() is None

@@ -9,7 +9,7 @@ from typing import Any
 from distgraph.dtypes import itemsize
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.redistribute import STEP_PRICES, Price
-from distgraph.resources import Cluster, CollectiveCost, RankMapping, Requirement, map_ranks
+from distgraph.resources import Cluster, RankMapping, Requirement, map_ranks, shared_cost
 from distgraph.resources.mapping import GIVEN
 from distgraph.runtime.build import Build
 
@@ -21,7 +21,7 @@ def price_on(cluster: Cluster, devices: Sequence[int] | None = None) -> Price:
         cluster: with launch time, bandwidths and latencies.
         devices: device of every rank; rank i on device i by default.
     """
-    cost = CollectiveCost(cluster)
+    cost = shared_cost(cluster)
 
     def price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
         if group_size == 1 or not sent:

@@ -40,7 +40,7 @@ from distgraph.passes.search.placing import Pool, SubMesh
 from distgraph.passes.search.prices import Prices
 from distgraph.passes.search.problem import Problem, Solution
 from distgraph.passes.search.transfer import Ints, transferred, twins
-from distgraph.resources import Cluster, CollectiveCost
+from distgraph.resources import Cluster, CollectiveCost, shared_cost
 
 MEMORY_PRICES = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
@@ -241,7 +241,7 @@ class Oracle:
     @cached_property
     def collective(self) -> CollectiveCost:
         """Of single messages, wherever stages lie."""
-        return CollectiveCost(self.cluster)
+        return shared_cost(self.cluster)
 
     def prices(self, devices: tuple[int, ...]) -> Prices:
         """Of ranks on these devices."""
