@@ -65,6 +65,11 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
                                              gpt39b: 36 -> 31
                                              gpt175b: 67 -> 58; 67 -> 68 in a noisier pair
                                              gpt1t: 192 -> 117, 1.8 -> 1.4 GiB
+  seconds of the clock of the same state, nothing else on the machine. Rows of one size beside rows that mix
+  sizes, forecast since, took gpt39b from 55.72 to 54.31 s a step:
+                                             gpt39b: 28.4, 28.2 (44, 42 CPU)
+                                             gpt175b: 52.8 (78 CPU)
+                                             gpt1t: 92 (144 CPU), 1.2 GiB
 """
 
 from __future__ import annotations
