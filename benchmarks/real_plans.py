@@ -46,6 +46,15 @@ to 33 medians of 3 turns stood for the uniform plans: one that was the searched 
     4       conv    1.317   1.278 - 1.387   23      75.8, 55.7               7
     4       MoE     1.099   0.973 - 1.234   16      72.2, 68.3               23
 
+and another day, after the search had changed:
+
+    2       GPT     0.910   0.909 - 1.035   3       226, 236                 4
+    2       conv    1.005   0.996 - 1.014   79      42.1, 41.8               0
+    2       MoE     0.967   0.951 - 0.991   51      51.1, 53.0               0
+    4       GPT     0.996   0.988 - 1.281   3       312, 310                 29
+    4       conv    1.405   1.357 - 1.451   32      56.8, 39.0               6
+    4       MoE     1.039   0.968 - 1.068   17      69.2, 69.9               16
+
 Where it is behind, two ranks share a core, and the searched plan has groups of two ranks (dp=2 x tp=2). In
 one micro-batch such programs took 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
 groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37. Recorded steps of the conv net without ZeRO, each
@@ -60,7 +69,8 @@ whose message has come does not get its core back at once. And the same FLOPs ta
 by layout, where two ranks share a cache; with a core each (2 ranks) they do not. Behind 1.5 ms of computation
 an all_reduce of 1 KiB costs pairs 0.35 ms instead of the 0.1 of a profile, all four 0.47 instead of 0.2. A
 profile that measured messages behind computation ordered these plans no better (39.6, 44.3 and 39.0 ms; 48 to
-54, 50 to 51 and 60 to 66 were measured) and was left out: it is the work that it gets wrong.
+54, 50 to 51 and 60 to 66 were measured) and was left out: it is the work that it gets wrong. Layouts of a
+uniform plan depend on the profile, too: the tp=4 of the second table takes 39 ms, that of the recording 60.
 """
 
 import argparse
