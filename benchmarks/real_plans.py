@@ -67,10 +67,17 @@ plan twice, on another day (rank-milliseconds at work + waiting; forecast):
 Ranks wait 18 to 23 ms of a step of 45 to 64, of which a forecast knows 1 to 6, whatever the layout: a rank
 whose message has come does not get its core back at once. And the same FLOPs take up to 1.4 times the work,
 by layout, where two ranks share a cache; with a core each (2 ranks) they do not. Behind 1.5 ms of computation
-an all_reduce of 1 KiB costs pairs 0.35 ms instead of the 0.1 of a profile, all four 0.47 instead of 0.2. A
-profile that measured messages behind computation ordered these plans no better (39.6, 44.3 and 39.0 ms; 48 to
-54, 50 to 51 and 60 to 66 were measured) and was left out: it is the work that it gets wrong. Layouts of a
-uniform plan depend on the profile, too: the tp=4 of the second table takes 39 ms, that of the recording 60.
+an all_reduce of 1 KiB costs pairs 0.35 ms instead of the 0.1 of one after the other, all four 0.47 instead of
+0.2. Predicted from that: with messages measured behind computation the mixture, whose programs differ by
+messages, is forecast right, and the conv net is not. 4 ranks, --clusters with such a profile of 100 s, 2.6
+minutes each, every uniform plan tried:
+
+    4       conv    1.236   1.225 - 1.246   183     50.9, 40.8               0
+    4       MoE     1.010   1.002 - 1.015   145     55.4, 54.9               0
+
+All programs of the mixture on one stage take 0.81 to 0.95 times their forecast now (0.98 to 1.6 before). Of
+the conv net those in one micro-batch take 1.06 to 1.67 times theirs, tp=4 in two micro-batches 0.74 times:
+probably half the samples at a time fit the caches that two ranks share, which no price of an op knows.
 """
 
 import argparse

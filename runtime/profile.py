@@ -344,9 +344,11 @@ class _Profile:
         """One collective; the slowest rank counts."""
         assert self.transport is not None
         repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
-        own = messages.measure(self.transport, pattern, repeats)
+        own = messages.measure(self.transport, pattern, repeats, shared=self.share > 1)
         found = self.transport.gather_objects(own, 0)
-        return {} if found is None else {"": ({"message": asdict(pattern)}, [max(found)])}
+        if found is None:
+            return {}
+        return {"": ({"message": asdict(pattern)}, [messages.lengthened(found, self.share)])}
 
     def bar(self) -> Progress:
         """Of the first rank; nothing where it is no terminal."""
