@@ -5,11 +5,11 @@
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
 counts. Runs follow one another without a pause; the median of their times is a run's time.
 
-Where ranks share cores, each of them computes for longer than a time slice of the scheduler before every run,
-as in a step, and what counts is by how much a run lengthens that: ranks that come to a collective one after the
-other, and do not get their core back at once, wait for each other. Four ranks on two cores, all_reduce of
-1 KiB, medians of 8 rounds, one run after the other and behind 0.5 and 1.5 ms of computation: pairs 0.08 to
-0.11, 0.20 to 0.24, 0.34 to 0.37 ms, all four 0.20, 0.24, 0.47 ms.
+Where ranks share cores, each of them computes for longer than a time slice of the scheduler before every
+run, as in a step, and what counts is by how much a run lengthens that: ranks that come to a collective one
+after the other, and do not get their core back at once, wait for each other. Four ranks on two cores,
+all_reduce of 1 KiB, medians of 8 rounds, one run after the other and behind 0.5 and 1.5 ms of computation:
+pairs 0.08 to 0.11, 0.20 to 0.24, 0.34 to 0.37 ms, all four 0.20, 0.24, 0.47 ms.
 """
 
 from __future__ import annotations
