@@ -93,7 +93,6 @@ class Explainer:
         """Other layouts of the largest parameters; the best program after those that were taken."""
         looked: set[str] = set()
         ahead: dict[str, RunnerUp] = {}
-        self._stored.clear()
         while True:
             rows = storages(best)
             self._stored = {row.name: self._stored.get(row.name, row.decision) for row in rows}
