@@ -197,7 +197,7 @@ class Calibration:
 
         def one(w: Work) -> float:
             if w not in known:
-                known[w] = cost.time(0, w.kind, w.flops, w.nbytes, w.dtype, w.dims, w.op)
+                known[w] = cost.time(0, *w.amounts)
             return known[w]
 
         return np.array([sum(count * one(work) for work, count in works) for works in self.works])

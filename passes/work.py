@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from distgraph.graph import Op
 from distgraph.ops.registry import flops, lookup, rule_of
-from distgraph.resources.compute import Dims
+from distgraph.resources.compute import Dims, Patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class Work:
         dtype: of the first operand.
         dims: (batch, m, n, k) of a matmul, else ones.
         op: kind of the op, with "+=" where it is a kernel that adds to what is there; "" for a copy.
+        patches: of a convolution: elements, and rows, of what is copied out of its input to be multiplied, or
+            added to its gradient.
     """
 
     kind: str
@@ -34,6 +36,12 @@ class Work:
     dtype: str = "f32"
     dims: Dims = (1, 1, 1, 1)
     op: str = ""
+    patches: Patches = (0.0, 0.0)
+
+    @property
+    def amounts(self) -> tuple[str, float, float, str, Dims, str, Patches]:
+        """What `ComputeCost.time` asks for."""
+        return self.kind, self.flops, self.nbytes, self.dtype, self.dims, self.op, self.patches
 
 
 NOTHING = Work("none")
@@ -61,7 +69,8 @@ def work_of(op: Op, read: Sequence[int], adds: bool = False) -> Work:
         kind = "lookup" if declared.cost == "lookup" else "memory"
         return Work(kind, 0.0, total, dtype, op=op.kind)
     count = flops(op)
-    return Work("matmul", count, total, dtype, _dims(op, count), op.kind + "+=" if adds else op.kind)
+    kind = op.kind + "+=" if adds else op.kind
+    return Work("matmul", count, total, dtype, _dims(op, count), kind, _patches(op))
 
 
 def _is_located(op: Op, operand: int) -> bool:
@@ -89,6 +98,24 @@ def _dims(op: Op, count: int) -> Dims:
 
     batch, m, n = size(left & right & result), size((left & result) - right), size((right & result) - left)
     return batch, m, n, max(1, size(left | right)) // max(1, batch * m * n)
+
+
+def _patches(op: Op) -> Patches:
+    """Of a convolution, whose input may be its own patches; nothing of other contractions."""
+    if not op.kind.startswith("conv"):
+        return 0.0, 0.0
+    first, second, result = (value.shape for value in (*op.operands, op.result))
+    inputs, kernel, outputs = {
+        "conv": (first, second, result),
+        "conv_grad_input": (result, second, first),
+        "conv_grad_weight": (first, result, second),
+    }[op.kind]
+    window, padding = kernel[2:], op.attrs["padding"]
+    moves = any(n > 1 for n in (*window, *op.attrs["stride"])) or any(n for pair in padding for n in pair)
+    if op.kind == "conv" and not moves:
+        return 0.0, 0.0
+    elements = math.prod(inputs[:2]) * math.prod(window) * math.prod(outputs[2:])
+    return float(elements), elements / max(1, outputs[-1])
 
 
 def _convolution(op: Op, count: int) -> Dims:

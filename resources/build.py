@@ -130,6 +130,7 @@ def _compute(entry: ComputeEntry) -> Compute:
                 tuple(found.times or ()),
                 found.error,
                 found.launch,
+                (found.rates[0], found.rates[1], found.rates[2]) if found.rates else None,
             )
             for dtype, found in tables.items()
         }

@@ -43,6 +43,8 @@ class OpTable:
         work, times: equally many; work rising. Empty where the op costs what its class costs.
         error: mean relative error against what was measured.
         launch: seconds that starting one costs; None where it is that of all ops.
+        rates: of a convolution, seconds for a FLOP, for an element of its patches and for a row of them (see
+            `ComputeCost`); None of other ops, and where it has times.
     """
 
     unit: str
@@ -50,6 +52,7 @@ class OpTable:
     times: tuple[float, ...]
     error: float | None = None
     launch: float | None = None
+    rates: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,14 @@ Where that has a measured table for the kind of op and the dtype (`ops`), the ta
 the time is linear in the work, below the first it falls to `launch`, above the last it rises with the work.
 An op that only takes longer to start than others has a `launch` of its own there. A kernel that adds to what
 is in its result already (`einsum+=`) costs what the other one does where it has no table.
+
+A convolution that multiplies patches copied out of its input (im2col: Chellapilla et al., 2006) has three
+rates there instead of times, as the copies cost what they cost whatever they are multiplied with:
+
+    launch + flops * per_flop + patches * per_patch + rows * per_row
+
+The patches have samples * channels * window * output elements, in rows as long as the last dim of the output.
+So to divide the channels that are made divides the FLOPs alone.
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ _EXAMPLES = {"launch": "5 us", "memory_efficiency": "0.8", "lookup_efficiency": 
 _RATE = "{efficiency: 0.8, half: [128, 128, 64]}"
 CLASSES = ("matmul", "memory", "lookup", "launch")
 Dims = tuple[int, int, int, int]
+Patches = tuple[float, float]
+"""Elements, and rows that lie in one piece."""
 
 
 class ComputeCost:
@@ -55,6 +65,7 @@ class ComputeCost:
         dtype: str,
         dims: Dims = (1, 1, 1, 1),
         op: str = "",
+        patches: Patches = (0.0, 0.0),
     ) -> float:
         """Seconds of one op.
 
@@ -66,6 +77,7 @@ class ComputeCost:
             dtype: of the operands of a matmul.
             dims: (batch, m, n, k) of a matmul.
             op: kind of the op (see `passes.work`), where a table for it may be used.
+            patches: of a convolution.
 
         Raises:
             ResourceError: an unknown class, or a number that the resource file does not state.
@@ -78,6 +90,8 @@ class ComputeCost:
         table = tables.get(op, tables.get(op.removesuffix("+="), {})).get(dtype)
         if table is not None and table.launch is not None:
             seconds = table.launch
+        if table is not None and table.rates is not None:
+            return seconds + float(np.dot(table.rates, (flops, *patches)))
         if table is not None and table.times:
             return _looked_up(table, flops if table.unit == "flops" else nbytes, seconds)
         if kind == "launch":

@@ -56,20 +56,25 @@ class MatmulEntry(Entry):
 
 
 class OpEntry(Entry):
-    """Measured times of one kind of op, by bytes or by FLOPs, or only what starting it costs."""
+    """Measured times of one kind of op, by bytes or by FLOPs; of a convolution seconds for a FLOP, an element
+    and a row of its patches; or only what starting it costs."""
 
     bytes: Annotated[list[Size], Field(min_length=1)] | None = None
     flops: Annotated[list[Work], Field(min_length=1)] | None = None
     times: Annotated[list[Seconds], Field(min_length=1)] | None = None
+    rates: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = None
     launch: Seconds | None = None
     error: float | None = None
 
     @model_validator(mode="after")
     def _matched(self) -> OpEntry:
-        if self.times is None and self.launch is not None and not (self.bytes or self.flops):
+        if self.rates is not None and (self.times or self.bytes or self.flops):
+            raise ValueError("rates or times, not both")
+        alone = self.rates is not None or self.launch is not None
+        if self.times is None and alone and not (self.bytes or self.flops):
             return self
         if self.times is None or (self.bytes is None) == (self.flops is None):
-            raise ValueError("times by bytes or by flops, one of them, or a launch time")
+            raise ValueError("times by bytes or by flops, one of them, or rates, or a launch time")
         work = self.bytes or self.flops or []
         if len(work) != len(self.times):
             raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")

@@ -61,10 +61,7 @@ class OpCost:
             return 0.0
         key = (self._model, work)
         if key not in self._known:
-            time = self.cost.time(
-                self.device, work.kind, work.flops, work.nbytes, work.dtype, work.dims, work.op
-            )
-            self._known[key] = (work, time)
+            self._known[key] = (work, self.cost.time(self.device, *work.amounts))
         return self._known[key][1]
 
     def scaling(self, local: LocalOp) -> tuple[Work, float]:

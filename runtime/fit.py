@@ -251,6 +251,9 @@ def fit_tables(samples: Sequence[tuple[Work, float]], per_byte: float) -> dict[s
             kinds.setdefault((work.op, work.dtype), []).append((work, seconds))
     found: dict[str, dict[str, OpTable]] = {}
     for (op, dtype), own in sorted(kinds.items()):
+        if own[0][0].kind == "matmul" and any(any(work.patches) for work, _ in own):
+            found.setdefault(op, {})[dtype] = fit_rates(own)
+            continue
         unit = "flops" if own[0][0].kind == "matmul" else "bytes"
         amounts = _columns(own, "flops" if unit == "flops" else "nbytes")[:, 0]
         if unit == "bytes" and amounts.max() <= _SMALL:
@@ -260,6 +263,18 @@ def fit_tables(samples: Sequence[tuple[Work, float]], per_byte: float) -> dict[s
         elif amounts.min() > 0:
             found.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(own))
     return found
+
+
+def fit_rates(samples: Sequence[tuple[Work, float]]) -> OpTable:
+    """Seconds to start a convolution, for a FLOP, for an element and for a row of its patches.
+
+    Args:
+        samples: of one kind, of which not all have as many patches for a FLOP, nor rows as long.
+    """
+    rows, seconds = np.array([(1.0, w.flops, *w.patches) for w, _ in samples]), _seconds(samples)
+    start, *rates = map(float, expected(rows, seconds))
+    wrong = mean_error(rows @ (start, *rates), seconds)
+    return OpTable("", (), (), wrong, max(start, 1e-9), (rates[0], rates[1], rates[2]))
 
 
 def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:

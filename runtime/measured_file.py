@@ -164,6 +164,8 @@ def _op(table: OpTable) -> dict[str, Any]:
         unit = "B" if table.unit == "bytes" else "FLOP"
         found[table.unit] = [_size(work) if unit == "B" else f"{work:.12g} FLOP" for work in table.work]
         found["times"] = [_time(seconds) for seconds in table.times]
+    if table.rates is not None:
+        found["rates"] = [_short(rate) for rate in table.rates]
     if table.error is not None:
         found["error"] = _short(table.error)
     return found

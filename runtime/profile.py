@@ -43,6 +43,7 @@ from distgraph.runtime.transport import Transport
 
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
+_FORMAT: Final = 2  # of the store
 _KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
 _SCRIPT: Final = """from distgraph.runtime.profile import rank_main
 from {module} import {name}
@@ -201,7 +202,7 @@ class Store:
         Raises:
             ResourceError: the file holds something else.
         """
-        header = {"source": request.source, "ranks": request.ranks}
+        header = {"source": request.source, "ranks": request.ranks, "format": _FORMAT}
         if request.fresh or not request.store_path.is_file():
             return cls({}, request.store_path, header)
         try:
@@ -385,7 +386,9 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
         average = statistics.median if "message" in entry else statistics.fmean
         seconds = [average(column) for column in zip(*entry["runs"], strict=True)]
         if "works" in entry:
-            works = [Work(**(work | {"dims": tuple(work["dims"])})) for work in entry["works"]]
+            works = [
+                Work(**(work | {n: tuple(work[n]) for n in ("dims", "patches")})) for work in entry["works"]
+            ]
             samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
             continue
         if "tasks" in entry:

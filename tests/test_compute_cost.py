@@ -47,6 +47,15 @@ def test_a_kernel_that_adds_up_has_its_own_table_or_that_of_the_op():
         assert ComputeCost(device_of(compute)).time(0, "launch", 0, 0, "f32", op=op) == pytest.approx(seconds)
 
 
+def test_a_convolution_is_priced_by_flops_and_patches():
+    rates = {"launch": "3 us", "rates": [2e-12, 5e-10, 7e-9]}
+    cost = ComputeCost(device_of(COMPUTE | {"ops": {"conv": {"f32": rates}}}))
+    amounts = ("matmul", 1e9, 5e6, "f32", (1, 300, 150, 75))
+    assert cost.time(0, *amounts, "conv", (4e6, 1e5)) == pytest.approx(3e-6 + 2e-3 + 2e-3 + 7e-4)
+    assert cost.time(0, *amounts, "conv") == pytest.approx(3e-6 + 2e-3)  # 1 x 1: nothing is copied
+    assert cost.time(0, *amounts, "conv_grad_input", (4e6, 1e5)) == cost.time(0, *amounts)
+
+
 def test_large_matmul_is_bound_by_flops():
     cost = ComputeCost(device_of())
     e = 0.5 * (300 / 400) * (150 / 200) * (75 / 100)
@@ -134,6 +143,11 @@ def test_other_missing_numbers():
             r"half\[1\]: expected a number from 0 up, got -2",
         ),
         ({"lunch": "1 us"}, r"compute.lunch: unknown field"),
+        ({"ops": {"conv": {"f32": {"rates": [1e-12, 0.0]}}}}, r"rates: expected at least 3 entr"),
+        (
+            {"ops": {"conv": {"f32": {"rates": [1e-12, 0.0, 0.0], "times": ["1 s"], "flops": ["1 FLOP"]}}}},
+            r"compute.ops.conv.f32: .*rates or times, not both",
+        ),
     ],
 )
 def test_mistakes_in_the_file(compute: dict[str, Any], message: str):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from distgraph import cli
 from distgraph.errors import ResourceError
 from distgraph.ops.registry import flops as flops_of
+from distgraph.passes.work import work_of
 from distgraph.resources import CollectiveCost, ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster, Compute, MatmulRate, MeasuredTable, OpTable
 from distgraph.runtime import probes as probing
@@ -31,6 +32,7 @@ from distgraph.runtime.fit import (
     fit_host,
     fit_links,
     fit_matmul,
+    fit_rates,
     fit_table,
     robust,
 )
@@ -133,6 +135,19 @@ def test_less_work_than_was_measured_takes_as_long_as_the_least() -> None:
     least = cost.time(0, "memory", 0.0, 2.0**15, "f32", op="pool")
     assert least == pytest.approx(7e-5 + 2**15 / 2e9, rel=0.05)
     assert cost.time(0, "memory", 0.0, 2.0**10, "f32", op="pool") == pytest.approx(least, rel=1e-3)
+
+
+@pytest.mark.parametrize("rates", [(1e-11, 1e-9, 5e-9), (3e-11, 5e-9, 1e-9), (2e-12, 4e-10, 5e-8)])
+def test_rates_of_convolutions_are_told_apart(rates: tuple[float, float, float]) -> None:
+    """By those that a profile meets: many and few channels made, long and short rows."""
+    graphs = [probe.graph() for probe in probes() if probe.name.startswith("convolution")]
+    for kind in ("conv", "conv_grad_input", "conv_grad_weight"):
+        ops = [op for graph in graphs for op in graph.ops if op.kind == kind]
+        works = [work_of(op, [value.nbytes for value in op.operands]) for op in ops]
+        seconds = [2e-5 + np.dot(rates, (work.flops, *work.patches)) for work in works]
+        found = fit_rates(list(zip(works, seconds, strict=True)))
+        assert found.rates == pytest.approx(rates, rel=0.05)
+        assert found.launch == pytest.approx(2e-5, rel=0.05)
 
 
 def test_a_kind_met_on_few_bytes_only_is_not_taken_to_rise_from_there() -> None:
@@ -290,11 +305,11 @@ def test_long_ops_take_their_cpu_time_and_short_ones_wall_time(
 
 
 def test_convolutions_are_met_at_sizes_that_train() -> None:
-    """Tables go on in proportion above their last entry, which is wrong by factors above small ones."""
+    """What starting one costs hides the rates of small ones."""
     graphs = [probe.graph() for probe in probes() if probe.name.startswith("convolution")]
     flops = [flops_of(op) for graph in graphs for op in graph.ops if op.kind == "conv"]
     assert min(flops) < 1e5
-    assert max(flops) == 2 * 64 * 8 * 8 * 128 * 128 * 9
+    assert max(flops) == 2 * 64 * 8 * 8 * 64 * 128 * 9
 
 
 def test_ranks_without_a_core_of_their_own_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +344,8 @@ measured:
 def numbers() -> Measured:
     ops = {
         "gelu": {"f32": OpTable("bytes", (1024.0, 3000.0), (2e-6, 3e-6), 0.07)},
-        "conv": {"f32": OpTable("flops", (1e6, 1.23e9), (2e-5, 3e-3), 0.01)},
+        "attention": {"f32": OpTable("flops", (1e6, 1.23e9), (2e-5, 3e-3), 0.01)},
+        "conv": {"f32": OpTable("", (), (), 0.02, 2e-5, (1.25e-11, 1.5e-9, 3e-9))},
         "einsum": {"f32": OpTable("", (), (), launch=9e-6)},
     }
     rates = {"f32": MatmulRate(1.0, (8.0, 4.0, 2.0), {"efficiency": 0.05})}
@@ -361,6 +377,7 @@ def test_written_file_loads_with_what_was_measured_and_keeps_the_rest(tmp_path: 
         for op, tables in given.ops.items():
             read, table = device.compute.ops[op]["f32"], tables["f32"]
             assert (read.unit, read.work, read.error) == (table.unit, table.work, table.error)
+            assert read.rates == table.rates
             assert read.times == pytest.approx(table.times)
             assert read.launch == pytest.approx(table.launch) if table.launch else read.launch is None
         assert device.memory_bandwidth == 3e10

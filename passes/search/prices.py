@@ -348,10 +348,7 @@ class Prices:
         """Seconds of a work on the slowest device of a member."""
         key = (member.devices, work)
         if key not in self._works:
-            self._works[key] = max(
-                self.compute.time(device, work.kind, work.flops, work.nbytes, work.dtype, work.dims, work.op)
-                for device in member.devices
-            )
+            self._works[key] = max(self.compute.time(device, *work.amounts) for device in member.devices)
         return self._works[key]
 
     def _of(self, mesh: ProcessMesh) -> tuple[_Member, ...]:

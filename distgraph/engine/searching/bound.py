@@ -24,6 +24,7 @@ unrelated machines (Lenstra, Shmoys and Tardos, 1990).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +71,7 @@ def _alone(cost: ComputeCost, device: int, work: Work) -> float:
     table = compute.ops.get(work.op, {}).get(work.dtype)
     if table is None or not table.times:
         return min(
-            cost.time(device, "matmul", work.flops, 0.0, work.dtype, work.dims, op)
-            for op in (work.op, f"{work.op}+=")
+            cost.time(device, *replace(work, nbytes=0.0, op=op).amounts) for op in (work.op, f"{work.op}+=")
         )
     if table.unit != "flops":
         return 0.0

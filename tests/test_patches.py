@@ -1,0 +1,70 @@
+"""Patches of convolutions: as many elements as the kernels copy, whatever channels are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distgraph import ops
+from distgraph.graph import Op
+from distgraph.kernels import conv as kernels
+from distgraph.passes.backward import differentiate
+from distgraph.passes.work import Work, work_of
+from distgraph.tracing import Trace
+
+CASES = {
+    "plain 3 x 3": ((2, 4, 6, 8), (5, 4, 3, 3), {"padding": 1}),
+    "more channels made": ((2, 4, 6, 8), (40, 4, 3, 3), {"padding": 1}),
+    "strided": ((3, 4, 9, 8), (6, 4, 3, 2), {"stride": (2, 3)}),
+    "dilated": ((3, 4, 9, 9), (6, 4, 3, 3), {"dilation": 2, "padding": 2}),
+    "grouped": ((3, 8, 7, 5), (4, 2, 3, 3), {"groups": 4}),
+    "one dim": ((3, 8, 17), (4, 8, 5), {"stride": 2}),
+    "three dims": ((1, 2, 5, 6, 7), (4, 2, 2, 3, 4), {}),
+    "1 x 1, strided": ((2, 4, 6, 8), (5, 4, 1, 1), {"stride": 2}),
+}
+
+
+def works_of(x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any]) -> dict[str, Work]:
+    """Works of a convolution and of its gradients, by kind."""
+    steps = Trace("train")
+    with steps.activate():
+        a, b = steps.source("input", "x", x, "f32"), steps.source("input", "w", w, "f32")
+        differentiate(steps, ops.conv(a, b, **attrs).sum(), [a, b])
+
+    def work(op: Op) -> Work:
+        return work_of(op, [value.nbytes for value in op.operands])
+
+    return {op.kind: work(op) for op in steps.ops if op.kind.startswith("conv")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_as_the_kernel_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, attrs = CASES[name]
+    copied: list[tuple[int, ...]] = []
+    columns = kernels._columns
+
+    def counted(*args: Any) -> Any:
+        found = columns(*args)
+        copied.append(found.shape)
+        return found
+
+    monkeypatch.setattr(kernels, "_columns", counted)
+    kernels.conv(np, np.ones(x, "f4"), np.ones(w, "f4"), **attrs)
+    elements = sum(int(np.prod(shape)) for shape in copied)
+    found = works_of(x, w, attrs)
+    assert found["conv"].patches == (elements, elements / copied[0][-1])
+    assert {work.patches for work in found.values()} == {found["conv"].patches}
+
+
+def test_an_input_that_is_its_own_patches_is_not_copied() -> None:
+    found = works_of((2, 4, 6, 8), (5, 4, 1, 1), {})
+    assert found["conv"].patches == (0.0, 0.0)
+    assert found["conv_grad_input"].patches == (2 * 4 * 6 * 8, 2 * 4 * 6)  # added up all the same
+
+
+def test_half_the_channels_made_are_half_the_flops_of_as_many_patches() -> None:
+    whole, half = (works_of((2, 4, 6, 8), (made, 4, 3, 3), {"padding": 1})["conv"] for made in (8, 4))
+    assert half.flops == whole.flops / 2
+    assert half.patches == whole.patches
