@@ -35,6 +35,8 @@ mostly but not always the two at once:
   predicted: of two modes a median is one or the other, and a step is the sum of its ops, so that means over
   rounds and steps, and twice as many rounds of the profile, spread less. Measured in two
   runs: 5.8 and 4.3 % mean, 11.9 and 7.3 % at most
+  convolutions by FLOPs and patches instead of FLOPs alone (see `real_plans`): 5.5 % mean, 10.6 % at most; of
+  these few, small ones a table by FLOPs told as much
   tried and left: fast repetitions only (lowest tenth, fastest steps in a row): 4.7 to 9.3 %, 10 to 22 % at
   most, as two ranks are hardly ever undisturbed together for a whole step
 """

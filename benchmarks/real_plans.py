@@ -55,29 +55,38 @@ and another day, after the search had changed:
     4       conv    1.405   1.357 - 1.451   32      56.8, 39.0               6
     4       MoE     1.039   0.968 - 1.068   17      69.2, 69.9               16
 
-Where it is behind, two ranks share a core, and the searched plan has groups of two ranks (dp=2 x tp=2). In
-one micro-batch such programs took 1.25 to 1.44 (conv) and 1.23 to 1.6 (MoE) times their forecast, those whose
-groups are all four ranks 0.92 to 1.02 and 0.98 to 1.37. Recorded steps of the conv net without ZeRO, each
-plan twice, on another day (rank-milliseconds at work + waiting; forecast):
-
-    dp=2 x tp=2     132 + 73,  96 + 85      150 + 5
-    dp=4            110 + 84, 108 + 92      155 + 23
-    tp=4            163 + 92, 141 + 90      150 + 13
-
-Ranks wait 18 to 23 ms of a step of 45 to 64, of which a forecast knows 1 to 6, whatever the layout: a rank
-whose message has come does not get its core back at once. And the same FLOPs take up to 1.4 times the work,
-by layout, where two ranks share a cache; with a core each (2 ranks) they do not. Behind 1.5 ms of computation
-an all_reduce of 1 KiB costs pairs 0.35 ms instead of the 0.1 of one after the other, all four 0.47 instead of
-0.2. Predicted from that: with messages measured behind computation the mixture, whose programs differ by
-messages, is forecast right, and the conv net is not. 4 ranks, --clusters with such a profile of 100 s, 2.6
-minutes each, every uniform plan tried:
+Where it was behind, two ranks share a core. First it was messages: ranks wait 18 to 23 ms of a step of 45 to
+64, of which a forecast knew 1 to 6, since a rank whose message has come does not get its core back at once.
+Behind 1.5 ms of computation an all_reduce of 1 KiB costs pairs 0.35 ms instead of the 0.1 of one after the
+other, all four 0.47 instead of 0.2. Predicted: with messages measured behind computation the mixture, whose
+programs differ by messages, is forecast right, and the conv net is not. Seen (4 ranks, --clusters with a
+profile of 100 s, 2.6 minutes each, every uniform plan tried):
 
     4       conv    1.236   1.225 - 1.246   183     50.9, 40.8               0
     4       MoE     1.010   1.002 - 1.015   145     55.4, 54.9               0
 
-All programs of the mixture on one stage take 0.81 to 0.95 times their forecast now (0.98 to 1.6 before). Of
-the conv net those in one micro-batch take 1.06 to 1.67 times theirs, tp=4 in two micro-batches 0.74 times:
-probably half the samples at a time fit the caches that two ranks share, which no price of an op knows.
+All programs of the mixture on one stage took 0.81 to 0.95 times their forecast then (0.98 to 1.6 before),
+those of the conv net in one micro-batch 1.06 to 1.67 times, tp=4 in two micro-batches 0.74 times. That caches
+were shared was the guess, and it was wrong. Time of the processors by rank showed 1 % of it idle and 5 to 7 %
+in waiting, but the kernels of one step took 75 core-ms (tp=4, two micro-batches) to 130 (one). By op that was
+convolutions: the same 75 MFLOP took 2.8, 4.4 and 7.6 ms where 64, 32 and 16 channels were made, because
+patches are copied for all of them alike. A table by FLOPs cannot say so. Predicted from a line through FLOPs
+and patches: forecasts of all layouts right. Seen, with a profile of 100 s that fits it, every uniform plan
+tried:
+
+    4       conv    0.991   0.988 - 0.994   194     34.2, 34.5               0
+
+Uniform plans have their layouts from the same costs, so that they became faster, too (40.8 ms before). All
+programs on one stage take 0.93 to 1.08 times their forecast; those on two stages 0.68 to 0.87 times, as the
+rank of a stage that waits leaves its core to another, which a profile with all ranks at work does not know.
+
+All of them that day (GPT was faster by a quarter), profiles of 60 and 100 s, 2 to 6.5 minutes each:
+
+    2       GPT     1.004   1.000 - 1.007   20      170, 169                 0
+    2       conv    0.998   0.997 - 0.999   309     27.2, 27.3               0
+    2       MoE     0.996   0.995 - 0.997   186     42.4, 42.5               0
+    4       GPT     0.995   0.987 - 1.007   57      215, 217                 0
+    4       MoE     1.006   1.000 - 1.011   142     55.0, 54.7               0
 """
 
 import argparse

@@ -70,6 +70,12 @@ History (2 cores shared with other work, load about 4, so CPU seconds; searches 
                                              gpt39b: 28.4, 28.2 (44, 42 CPU)
                                              gpt175b: 52.8 (78 CPU)
                                              gpt1t: 92 (144 CPU), 1.2 GiB
+  the same state on another day, the machine faster by a third; tests ran beside the last three:
+                                             gpt39b: 21.2 (31 CPU); llama8b layouts: 0.8
+                                             gpt175b: 33.3 (49 CPU)
+                                             gpt1t: 61.6 (96 CPU), 1.2 GiB
+                                             12, 24, 48, 96 layers of gpt39b: 14, 21, 21, 38
+                                             gpt175b on 256, 1,024, 4,096: 33, 33, 52
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ parameter. Its states are f32 too. Gradients are widened once a step, after any 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,7 +44,7 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class Optimizer(ABC):
     """What all optimisers share.
 
     Attributes:
@@ -114,8 +115,9 @@ class Optimizer:
                         slot, g = slot.widened(self.master), g.astype(self.master)
                     self._apply(slot, g, lr, step)
 
+    @abstractmethod
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
-        raise NotImplementedError
+        """Write the update of one parameter."""
 
     def _decay(self, slot: _Slot) -> float:
         return self.weight_decay if self.decays(slot.name, slot.p.shape) else 0.0
