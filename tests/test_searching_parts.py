@@ -128,7 +128,9 @@ def test_neighbours_by_micro_batches() -> None:
     assert [found.micro_batches for found in neighbours(one, (1, 2, 8, 4))] == [1, 4, 8]
     assert list(neighbours(one)) == []
     priced = row(StageChoice(0, 3, (0,), ONE, memory_price=1.0))
-    assert list(neighbours(priced, (1, 2))) == []
+    cheaper = list(neighbours(priced, (1, 2)))
+    assert [[stage.memory_price for stage in found.stages] for found in cheaper] == [[0.25], [0.5]]
+    assert {found.micro_batches for found in cheaper} == {priced.micro_batches}
 
 
 def test_pools_and_what_stages_may_take_of_them() -> None:

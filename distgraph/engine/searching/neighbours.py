@@ -14,12 +14,17 @@ from distgraph.engine.searching.proposal import Proposal, StageChoice
 from distgraph.engine.searching.sharing import rebalanced
 from distgraph.passes.search.schedules import SCHEDULES
 
+_CHEAPER = (0.25, 0.5)  # of the price of memory
+
 
 def neighbours(
     proposal: Proposal, counts: Sequence[int] = (), kinds: Sequence[int] = ()
 ) -> Iterator[Proposal]:
-    """Other shares of samples, another number of micro-batches, a border moved by one layer, two stages
-    exchanged, all in reverse, another schedule.
+    """Other shares of samples, a lower price of memory, another number of micro-batches, a border moved by
+    one layer, two stages exchanged, all in reverse, another schedule.
+
+    Prices of memory are few where rows are found, and what a program holds is above the estimate or below it:
+    between one that does not suffice and one that does may lie faster layouts that fit.
 
     Exchanged stages keep their devices and about their share of the layers. Layers that are computed again
     stay the same.
@@ -31,6 +36,9 @@ def neighbours(
         kinds: of all devices of the cluster: samples pass from one kind to another.
     """
     yield from _shared(proposal, kinds)
+    for part in _CHEAPER if any(stage.memory_price for stage in proposal.stages) else ():
+        cheaper = (replace(stage, memory_price=part * stage.memory_price) for stage in proposal.stages)
+        yield replace(proposal, stages=tuple(cheaper))
     for count in sorted(counts, key=lambda count: abs(count - proposal.micro_batches)):
         if count != proposal.micro_batches and not of_one_count(proposal):
             yield replace(proposal, micro_batches=count)
