@@ -157,11 +157,15 @@ def test_no_time_at_all() -> None:
 
 
 def test_no_time_and_no_data_parallelism() -> None:
-    """Two samples for four devices: the first row of stages that fits, else an error that says so."""
+    """Two samples for four devices: the first row of stages that fits, else an error that says so. Costs of
+    what was chosen are told, runners-up that nobody forecast are named."""
     program = PROGRAMS["conv"]
     few = replace(program, batch=2)
     plan = few.search(two_by_two(), seconds=0.0)
     assert plan.search.status == "out of time"
+    told = [plan.decisions[name] for name in ("conv.weight", "layer 0", "layer 1")]
+    assert all(decision.terms and decision.runner_up_seconds is None for decision in told)
+    assert "the runner-up was not forecast" in plan.explain("conv.weight")
     assert plan.baselines == {"data parallel": "the batch has 2 samples, fewer than 4 devices"}
     trains_as_one_rank(few, plan)
     with pytest.raises(InfeasibleError, match="no plan that fits cluster boxes was found in 0 s"):

@@ -68,9 +68,12 @@ class Explainer:
 
     def run(self) -> Iterator[str | Judged]:
         """What is looked at, in words, and programs that are faster than the best."""
-        if self.book.best is None or self.expired():
+        if self.book.best is None:
             return
         given = self.book.best.again(self.oracle)
+        if self.expired():
+            self._costs(given)
+            return
         best = with_problems(given, self.oracle)
         if best is not given:
             self.book.best = judged(best, rechosen=True)
@@ -82,6 +85,12 @@ class Explainer:
             best = other
             self._forget()
             yield judged(best, rechosen=True)
+
+    def _costs(self, best: Realized) -> None:
+        """What was chosen and what it costs, without a forecast of anything else."""
+        if best.solved:
+            self._stored = {row.name: row.decision for row in storages(best)}
+            self._layers = layer_decisions(best, profiles_of(best), {})
 
     def _forget(self) -> None:
         """Another program is the best from here on."""
