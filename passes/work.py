@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distgraph.graph import Op
+from distgraph.kernels.conv import window_of
 from distgraph.ops.registry import flops, lookup, rule_of
 from distgraph.resources.compute import Dims, Patches
 
@@ -110,12 +111,14 @@ def _patches(op: Op) -> Patches:
         "conv_grad_input": (result, second, first),
         "conv_grad_weight": (first, result, second),
     }[op.kind]
-    window, padding = kernel[2:], op.attrs["padding"]
-    moves = any(n > 1 for n in (*window, *op.attrs["stride"])) or any(n for pair in padding for n in pair)
-    if op.kind == "conv" and not moves:
+    if not all(map(math.prod, (first, second, result))):
+        return 0.0, 0.0  # a block of nothing, or of padding alone
+    sides = (op.attrs[name] for name in ("stride", "padding", "dilation"))
+    window = window_of(op.kind, inputs[2:], kernel[2:], *sides)
+    if op.kind == "conv" and window.plain:
         return 0.0, 0.0
-    elements = math.prod(inputs[:2]) * math.prod(window) * math.prod(outputs[2:])
-    return float(elements), elements / max(1, outputs[-1])
+    elements = math.prod(inputs[:2]) * math.prod(kernel[2:]) * math.prod(outputs[2:])
+    return float(elements), elements / outputs[-1]
 
 
 def _convolution(op: Op, count: int) -> Dims:

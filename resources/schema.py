@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -55,6 +55,10 @@ class MatmulEntry(Entry):
     error: dict[str, float] = Field(default_factory=dict)
 
 
+CONVOLUTIONS: Final = ("conv", "conv_grad_input", "conv_grad_weight")
+"""Kinds of ops that copy patches of their input."""
+
+
 class OpEntry(Entry):
     """Measured times of one kind of op, by bytes or by FLOPs; of a convolution seconds for a FLOP, an element
     and a row of its patches; or only what starting it costs."""
@@ -62,14 +66,14 @@ class OpEntry(Entry):
     bytes: Annotated[list[Size], Field(min_length=1)] | None = None
     flops: Annotated[list[Work], Field(min_length=1)] | None = None
     times: Annotated[list[Seconds], Field(min_length=1)] | None = None
-    rates: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = None
+    rates: Annotated[list[Seconds], Field(min_length=3, max_length=3)] | None = None
     launch: Seconds | None = None
     error: float | None = None
 
     @model_validator(mode="after")
     def _matched(self) -> OpEntry:
         if self.rates is not None and (self.times or self.bytes or self.flops):
-            raise ValueError("rates or times, not both")
+            raise ValueError("either rates or times by an amount of work")
         alone = self.rates is not None or self.launch is not None
         if self.times is None and alone and not (self.bytes or self.flops):
             return self
@@ -96,6 +100,13 @@ class ComputeEntry(Entry):
     matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)
     ops: dict[str, dict[str, OpEntry]] = Field(default_factory=dict)
     error: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _of_convolutions(self) -> ComputeEntry:
+        for op, tables in self.ops.items():
+            if op not in CONVOLUTIONS and any(table.rates is not None for table in tables.values()):
+                raise ValueError(f"rates of {', '.join(CONVOLUTIONS)} alone, and times for {op}")
+        return self
 
 
 class DeviceEntry(Entry):

@@ -124,7 +124,7 @@ def robust(
     return found
 
 
-def expected(rows: Vector, seconds: Vector, start: float = 0.0) -> Vector:
+def expected(rows: Vector, seconds: Vector, start: float | Vector = 0.0) -> Vector:
     """x >= 0 with start + rows @ x near the mean of the seconds that have the same row."""
     like, x = seconds, np.zeros(rows.shape[1])
     for _ in range(_TURNS):
@@ -165,17 +165,20 @@ def fit_compute(
     if lookups:
         slope, error["lookup_efficiency"] = _slope(lookups, launch)
         lookup_efficiency = _fraction(1 / (slope * bandwidth))
-    measured, rates, ops = {}, {}, fit_tables(samples, per_byte)
+    measured, rates, launches = {}, {}, dict[str, dict[str, OpTable]]()
+    per_flop: dict[str, float] = {}
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
         products = [s for s in _of(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
         if products:
             rate, half, starts, wrong = fit_matmul(products, per_byte)
             for op, start in starts.items():
-                ops.setdefault(op, {})[dtype] = OpTable("", (), (), launch=start)
+                launches.setdefault(op, {})[dtype] = OpTable("", (), (), launch=start)
             if dtype not in peak:
                 measured[dtype] = rate
             efficiency = _fraction(rate / peak.get(dtype, rate))
+            per_flop[dtype] = 1 / rate
             rates[dtype] = MatmulRate(efficiency, half, {"efficiency": wrong})
+    ops = {**fit_tables(samples, per_byte, per_flop), **launches}
     compute = Compute(launch, _fraction(1 / (per_byte * bandwidth)), lookup_efficiency, rates, ops, error)
     return ComputeFit(compute, bandwidth, measured)
 
@@ -239,7 +242,9 @@ def fit_matmul(
     return 1 / per_flop, lengths, launches, mean_error(model, seconds)
 
 
-def fit_tables(samples: Sequence[tuple[Work, float]], per_byte: float) -> dict[str, dict[str, OpTable]]:
+def fit_tables(
+    samples: Sequence[tuple[Work, float]], per_byte: float, per_flop: Mapping[str, float]
+) -> dict[str, dict[str, OpTable]]:
     """Kind of op -> dtype -> seconds by bytes, or by FLOPs of contractions that are no plain matmul.
 
     A kind that was met on few bytes only says how long it takes to start, and nothing of what moving bytes
@@ -252,7 +257,7 @@ def fit_tables(samples: Sequence[tuple[Work, float]], per_byte: float) -> dict[s
     found: dict[str, dict[str, OpTable]] = {}
     for (op, dtype), own in sorted(kinds.items()):
         if own[0][0].kind == "matmul" and any(any(work.patches) for work, _ in own):
-            found.setdefault(op, {})[dtype] = fit_rates(own)
+            found.setdefault(op, {})[dtype] = fit_rates(own, per_flop.get(dtype, 0.0))
             continue
         unit = "flops" if own[0][0].kind == "matmul" else "bytes"
         amounts = _columns(own, "flops" if unit == "flops" else "nbytes")[:, 0]
@@ -265,16 +270,18 @@ def fit_tables(samples: Sequence[tuple[Work, float]], per_byte: float) -> dict[s
     return found
 
 
-def fit_rates(samples: Sequence[tuple[Work, float]]) -> OpTable:
+def fit_rates(samples: Sequence[tuple[Work, float]], least: float = 0.0) -> OpTable:
     """Seconds to start a convolution, for a FLOP, for an element and for a row of its patches.
 
     Args:
         samples: of one kind, of which not all have as many patches for a FLOP, nor rows as long.
+        least: seconds of a FLOP of large matmuls; patches are not multiplied in less.
     """
     rows, seconds = np.array([(1.0, w.flops, *w.patches) for w, _ in samples]), _seconds(samples)
-    start, *rates = map(float, expected(rows, seconds))
-    wrong = mean_error(rows @ (start, *rates), seconds)
-    return OpTable("", (), (), wrong, max(start, 1e-9), (rates[0], rates[1], rates[2]))
+    start, *rates = map(float, expected(rows, seconds, least * rows[:, 1]))
+    per_flop, per_patch, per_row = rates[0] + least, rates[1], rates[2]
+    wrong = mean_error(rows @ (start, per_flop, per_patch, per_row), seconds)
+    return OpTable("", (), (), wrong, max(start, 1e-9), (per_flop, per_patch, per_row))
 
 
 def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:

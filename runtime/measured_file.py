@@ -165,7 +165,7 @@ def _op(table: OpTable) -> dict[str, Any]:
         found[table.unit] = [_size(work) if unit == "B" else f"{work:.12g} FLOP" for work in table.work]
         found["times"] = [_time(seconds) for seconds in table.times]
     if table.rates is not None:
-        found["rates"] = [_short(rate) for rate in table.rates]
+        found["rates"] = [f"{rate * 1e9:.5g} ns" for rate in table.rates]
     if table.error is not None:
         found["error"] = _short(table.error)
     return found

@@ -54,7 +54,7 @@ PICTURES: Final = (
     (64, 64, 16),
     (64, 128, 16),
 )
-"""Batch, channels and edge of images: convolutions of 9e3 to 6e8 FLOP."""
+"""Batch, channels and edge of images: convolutions of 5e3 to 6e8 FLOP."""
 TEXTS: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256))
 """Batch, length and width of texts."""
 CLOCKS: Final = (time.perf_counter, time.thread_time)

@@ -207,14 +207,19 @@ class Store:
             return cls({}, request.store_path, header)
         try:
             found = json.loads(request.store_path.read_text(encoding="utf-8"))
-            same, runs = found["header"] == header, found["runs"]
+            given, runs = dict(found["header"]), found["runs"]
         except (ValueError, KeyError, TypeError) as error:
             raise ResourceError(
                 f"{request.store_path}: no measurements: {error!r}; delete it, or use --fresh"
             ) from None
-        if not same:
+        if given.get("format") != _FORMAT:
             raise ResourceError(
-                f"{request.store_path}: measurements of {found['header']} but this is {header}; use another "
+                f"{request.store_path}: measurements of another version of distgraph, whose programs were "
+                "others; use another output, or --fresh"
+            )
+        if given != header:
+            raise ResourceError(
+                f"{request.store_path}: measurements of {given} but this is {header}; use another "
                 "output, or --fresh"
             )
         return cls(runs, request.store_path, header)

@@ -48,7 +48,7 @@ def test_a_kernel_that_adds_up_has_its_own_table_or_that_of_the_op():
 
 
 def test_a_convolution_is_priced_by_flops_and_patches():
-    rates = {"launch": "3 us", "rates": [2e-12, 5e-10, 7e-9]}
+    rates = {"launch": "3 us", "rates": ["2 ps", "0.5 ns", "7 ns"]}
     cost = ComputeCost(device_of(COMPUTE | {"ops": {"conv": {"f32": rates}}}))
     amounts = ("matmul", 1e9, 5e6, "f32", (1, 300, 150, 75))
     assert cost.time(0, *amounts, "conv", (4e6, 1e5)) == pytest.approx(3e-6 + 2e-3 + 2e-3 + 7e-4)
@@ -143,10 +143,15 @@ def test_other_missing_numbers():
             r"half\[1\]: expected a number from 0 up, got -2",
         ),
         ({"lunch": "1 us"}, r"compute.lunch: unknown field"),
-        ({"ops": {"conv": {"f32": {"rates": [1e-12, 0.0]}}}}, r"rates: expected at least 3 entr"),
+        ({"ops": {"conv": {"f32": {"rates": ["1 ps", "0 s"]}}}}, r"rates: expected at least 3 entr"),
+        ({"ops": {"conv": {"f32": {"rates": [1e-12, 0, 0]}}}}, r"rates\[0\]: expected a time such as"),
         (
-            {"ops": {"conv": {"f32": {"rates": [1e-12, 0.0, 0.0], "times": ["1 s"], "flops": ["1 FLOP"]}}}},
-            r"compute.ops.conv.f32: .*rates or times, not both",
+            {"ops": {"conv": {"f32": {"rates": 3 * ["1 ps"], "times": ["1 s"], "flops": ["1 FLOP"]}}}},
+            r"compute.ops.conv.f32: expected either rates or times by an amount of work",
+        ),
+        (
+            {"ops": {"gelu": {"f32": {"rates": 3 * ["1 ps"]}}}},
+            r"compute: expected rates of conv, conv_grad_input, conv_grad_weight alone, and times for gelu",
         ),
     ],
 )

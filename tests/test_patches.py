@@ -23,6 +23,7 @@ CASES = {
     "one dim": ((3, 8, 17), (4, 8, 5), {"stride": 2}),
     "three dims": ((1, 2, 5, 6, 7), (4, 2, 2, 3, 4), {}),
     "1 x 1, strided": ((2, 4, 6, 8), (5, 4, 1, 1), {"stride": 2}),
+    "1 x 1, padded": ((2, 4, 6, 8), (5, 4, 1, 1), {"padding": 1}),
 }
 
 
@@ -62,6 +63,21 @@ def test_an_input_that_is_its_own_patches_is_not_copied() -> None:
     found = works_of((2, 4, 6, 8), (5, 4, 1, 1), {})
     assert found["conv"].patches == (0.0, 0.0)
     assert found["conv_grad_input"].patches == (2 * 4 * 6 * 8, 2 * 4 * 6)  # added up all the same
+
+
+def test_a_block_of_nothing_copies_nothing() -> None:
+    assert works_of((0, 4, 6, 8), (5, 4, 3, 3), {})["conv"].patches == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["conv", "conv_grad_input", "conv_grad_weight"])
+def test_ranks_that_divide_samples_share_the_patches_and_those_that_divide_what_is_made_do_not(
+    kind: str,
+) -> None:
+    cases = ((4, 4, 6, 8), (8, 4, 3, 3)), ((2, 4, 6, 8), (8, 4, 3, 3)), ((4, 4, 6, 8), (4, 4, 3, 3))
+    whole, samples, made = (works_of(x, w, {"padding": 1})[kind] for x, w in cases)
+    assert samples.patches == (whole.patches[0] / 2, whole.patches[1] / 2)
+    assert made.patches == whole.patches
+    assert samples.flops == made.flops == whole.flops / 2
 
 
 def test_half_the_channels_made_are_half_the_flops_of_as_many_patches() -> None:

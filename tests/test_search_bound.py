@@ -74,6 +74,17 @@ def test_a_measured_table_bounds_by_its_best_rate() -> None:
     assert bound_of(CHAIN, replace(cluster, devices=devices)) == pytest.approx(flops / 2.5e9 / 4)
 
 
+def with_rates(cluster: Cluster) -> Cluster:
+    """Convolutions by FLOPs and patches."""
+    kinds = ("conv", "conv_grad_input", "conv_grad_weight")
+    table = OpTable("", (), (), None, 2e-6, (1e-11, 3e-9, 2e-8))
+    devices = tuple(
+        replace(device, compute=replace(device.compute, ops={kind: {"f64": table} for kind in kinds}))
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=devices)
+
+
 def every_row(program: Program, cluster: Cluster) -> Iterator[float]:
     """Forecasts of uniform rows of every kind."""
     oracle = Oracle(program.training(), cluster, pools_of(cluster))
@@ -84,8 +95,9 @@ def every_row(program: Program, cluster: Cluster) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_uniform_row_is_below(name: str) -> None:
-    cluster = two_by_two()
+@pytest.mark.parametrize("measured", [False, True])
+def test_no_uniform_row_is_below(name: str, measured: bool) -> None:
+    cluster = with_rates(two_by_two()) if measured else two_by_two()
     least = bound_of(PROGRAMS[name], cluster)
     assert 0 < least <= min(every_row(PROGRAMS[name], cluster))
 

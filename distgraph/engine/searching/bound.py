@@ -1,15 +1,18 @@
 r"""Seconds of a step that no plan goes below: all matrix products, divided over all devices.
 
 *In:* a serial train graph of a whole batch, a cluster. *Out:* seconds. *Invariant:* no forecast of a program
-that computes this graph on this cluster is below it, whatever the layouts, stages, micro-batches or schedule.
+that computes this graph on this cluster is below it, whatever the layouts, stages, micro-batches or schedule;
+convolutions with windows that lie in their padding alone aside, of which blocks may be nothing.
 
 Let p_do be the seconds of product o on one device of kind d alone, w_o FLOPs at the rate of its whole shape:
 
     p_do = launch_d + w_o / rate_d(o)
 
 A rank that does the share x of a product takes at least x p_do: the launch is not shared, and rates do not
-rise as matrices get smaller. The shares of all ranks make the product at least once, no rank works longer
-than the step takes, and there are n_d devices of kind d, so the step takes at least
+rise as matrices get smaller. A convolution of which patches were measured has them in p_do: whoever does the
+share x of its FLOPs copies at least the share x of its patches and rows. The shares of all ranks make the
+product at least once, no rank works longer than the step takes, and there are n_d devices of kind d, so the
+step takes at least
 
     min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
 
@@ -23,6 +26,7 @@ unrelated machines (Lenstra, Shmoys and Tardos, 1990).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from distgraph.graph import Op
 from distgraph.ops.registry import lookup
 from distgraph.passes.search.fold import Fold
 from distgraph.passes.work import Work, work_of
@@ -52,7 +57,7 @@ def least_seconds(fold: Fold, cluster: Cluster) -> float:
         (len(op.members), work)
         for op in fold.ops
         if lookup(op.op.kind).cost == "matmul" and lookup(op.op.kind).decompose is None
-        for work in [work_of(op.op, [0] * len(op.op.operands))]
+        for work in [_product(op.op)]
         if work.kind == "matmul"
     ]
     kinds: dict[object, list[int]] = {}
@@ -63,6 +68,13 @@ def least_seconds(fold: Fold, cluster: Cluster) -> float:
         [[count * _alone(cost, devices[0], work) for count, work in products] for devices in kinds.values()]
     )
     return _divided(seconds.reshape(len(kinds), len(products)), [len(devices) for devices in kinds.values()])
+
+
+def _product(op: Op) -> Work:
+    """A product, nothing read. Under a window of one element blocks without padding are their own patches."""
+    work = work_of(op, [0] * len(op.operands))
+    single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
+    return replace(work, patches=(0.0, 0.0)) if single else work
 
 
 def _alone(cost: ComputeCost, device: int, work: Work) -> float:

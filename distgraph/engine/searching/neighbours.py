@@ -1,4 +1,5 @@
-"""Rows of stages that differ from one in a single decision: a forecast may like one better.
+"""Rows of stages that differ from one in a single decision (the prices of memory of all stages being one): a
+forecast may like one better.
 
 *In:* a `Proposal`. *Out:* others. *Invariant:* every layer has one stage, and no stage is empty; devices
 stay.
