@@ -43,6 +43,11 @@ History (2 cores shared with other work, load about 4):
                 a100_v100          1.13 and 1.50 (GPT-1.3B)
                 --quick            unequal 1.08 and 1.40, gpu_xpu 1.02 and 1.52, a100_v100 1.00 and 1.67: 16
                                    A100 with 1 micro-batch, as homogeneous_only
+  all in full on one state, rows of one size beside mixtures, all divisors of the batch and lower prices of
+  memory beside rows since:
+                a100_v100          1.13 and 1.50 (GPT-1.3B), 1.17 and 1.97 (GPT-6.7B)
+                gpu_xpu            1.40 and 1.36 (GPT-1.3B), 1.43 and 1.09 (GPT-6.7B)
+                unequal            1.46 and 1.32 (GPT-1.3B), 1.49 and 1.48 (GPT-6.7B)
 """
 
 from __future__ import annotations
