@@ -41,9 +41,9 @@ History: while numbers of micro-batches were climbed only where the first one fi
 out at 65.8 and 51.32; over the 19 points of an earlier state, Wide-ResNet 8 and 16 at 40.71 and 56.77. Before
 stages of one size were forecast beside mixtures, and divisors that the climb left out, MoE 32 and 64 at 7.973
 and 10.37, Wide-ResNet 2, 16 and 64 at 41.69, 42.47 and 46.04, and two points were behind. Wide-ResNet 8 came
-to 38.37 where the three prices of memory of a front were all that there are: at none its best row lacks 2 %, at
-the next it takes 38.57, at 1/64 of that it fits and takes 37.99. The lower prices beside a row cost Wide-ResNet
-32 another neighbour (36.39 before): larger programs have few.
+to 38.37 where the three prices of memory of a front were all that there are: at none its best row lacks 2 %,
+at the next it takes 38.57, at 1/64 of that it fits and takes 37.99. The lower prices beside a row cost
+Wide-ResNet 32 another neighbour (36.39 before): larger programs have few.
 """
 
 from __future__ import annotations
