@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -186,16 +187,17 @@ class Plan:
         """What was chosen, what it costs, and what the runner-up would cost.
 
         Args:
-            name: of an input, parameter or state; "stage 0", "layer 3"; or of a decision such as
-                "micro_batches".
+            name: of an input, parameter or state, those of equal layers also together as they are printed;
+                "stage 0", "layer 3"; or of a decision such as "micro_batches".
 
         Raises:
             GraphError: the plan has nothing of that name.
         """
         fact, decision = self._fact(name), self._decision(name)
         if fact is None and decision is None:
-            known = ", ".join([*self.decisions, *fold(dict.fromkeys(self.tensors)), "stage N", "layer N"])
-            raise GraphError(f"plan of {self.program.name} has nothing named {name!r}; it has {known}")
+            raise GraphError(
+                f"plan of {self.program.name} has nothing named {name!r}; it has {self._near(name)}"
+            )
         if decision is None:
             return f"{fact}\n  no other choice is recorded: {self._unsearched()}"
         return "\n".join([fact or name, *told(self, decision)])
@@ -220,15 +222,31 @@ class Plan:
         return replace(other, surface=None, forecast=None, baselines={}, search=search, decisions={})
 
     def compare(self, other: Plan) -> Comparison:
-        """What differs between this plan and another one."""
+        """What differs between this plan and another one.
+
+        Raises:
+            GraphError: the other is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise GraphError(
+                f"plan of {self.program.name} compares with plans, not with a {type(other).__name__}; read a "
+                "file with dg.Plan.load, take that of an engine from engine.plan.portable"
+            )
         return compared(self, other)
+
+    def _near(self, name: str) -> str:
+        """Names that there are: those most like one that there is not, where some are."""
+        counted = [f"stage 0 to {len(self.stages) - 1}", f"layer 0 to {len(self.layers) - 1}"]
+        if name.startswith(("stage", "layer")):
+            return ", ".join(counted)
+        folded = dict.fromkeys([*self.decisions, *fold(dict.fromkeys(self.tensors))])
+        return ", ".join(get_close_matches(name, [*folded, *self.tensors]) or [*folded, *counted])
 
     def _fact(self, name: str) -> str | None:
         """What the plan says of a tensor, a stage or a layer."""
-        stored = self.tensors.get(name)
-        if stored is not None:
-            mesh = self.stages[stored.stage].mesh
-            return f"{name} ({stored.kind}): {stored.spec} on stage {stored.stage}, {mesh}"
+        every = {each: self.tensors.get(each) for each in (unfold(name) if "{" in name else [name])}
+        if None not in every.values():
+            return "\n".join(self._lies(names, stored) for names, stored in fold(every).items() if stored)
         word, _, text = name.partition(" ")
         number = int(text) if text.isdecimal() else -1
         if word == "stage" and 0 <= number < len(self.stages):
@@ -238,6 +256,11 @@ class Plan:
         again = ", computed again in the backward part" if number in self.recompute else ""
         head = f"{name} (from {self.layers[number]}) on stage {self.stage_of(number)}{again}"
         return "\n".join([head, *(f"  {op}" for op in self.ops[number].ops)])
+
+    def _lies(self, name: str, stored: Stored) -> str:
+        return (
+            f"{name} ({stored.kind}): {stored.spec} on stage {stored.stage}, {self.stages[stored.stage].mesh}"
+        )
 
     def _decision(self, name: str) -> Decision | None:
         found = self.decisions.get(name)

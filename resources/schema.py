@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -78,7 +79,9 @@ class OpEntry(Entry):
         if self.times is None and alone and not (self.bytes or self.flops):
             return self
         if self.times is None or (self.bytes is None) == (self.flops is None):
-            raise ValueError("times by bytes or by flops, one of them, or rates, or a launch time")
+            raise ValueError(
+                "times by bytes or by flops, one of them, or a launch time, or rates of a convolution"
+            )
         work = self.bytes or self.flops or []
         if len(work) != len(self.times):
             raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")
@@ -101,12 +104,13 @@ class ComputeEntry(Entry):
     ops: dict[str, dict[str, OpEntry]] = Field(default_factory=dict)
     error: dict[str, float] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _of_convolutions(self) -> ComputeEntry:
-        for op, tables in self.ops.items():
+    @field_validator("ops")
+    @classmethod
+    def _of_convolutions(cls, ops: dict[str, dict[str, OpEntry]]) -> dict[str, dict[str, OpEntry]]:
+        for op, tables in ops.items():
             if op not in CONVOLUTIONS and any(table.rates is not None for table in tables.values()):
                 raise ValueError(f"rates of {', '.join(CONVOLUTIONS)} alone, and times for {op}")
-        return self
+        return ops
 
 
 class DeviceEntry(Entry):

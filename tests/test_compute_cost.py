@@ -151,7 +151,7 @@ def test_other_missing_numbers():
         ),
         (
             {"ops": {"gelu": {"f32": {"rates": 3 * ["1 ps"]}}}},
-            r"compute: expected rates of conv, conv_grad_input, conv_grad_weight alone, and times for gelu",
+            r"compute.ops: expected rates of conv, conv_grad_input, conv_grad_weight alone, and times for",
         ),
     ],
 )

@@ -61,6 +61,7 @@ def test_a_program_is_made_from_its_plan(name: str) -> None:
     assert (after.policy, after.ranks) == (before.policy, before.ranks)
     verify(after.completed, "completed")
     assert planned.plan.portable == plan  # and the plan of that is the plan
+    assert not planned.plan.compare(plan)
 
 
 def test_ops_on_their_ranks_in_another_order_are_planned_so() -> None:

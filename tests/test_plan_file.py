@@ -186,6 +186,12 @@ def test_explain_names_choice_terms_and_runner_up() -> None:
         "  runner-up: [tp, _], a step of 300 ms in place of 250 ms (+20.00%)",
         "  a note",
     ]
+    assert plan_of().explain("blocks.{0..5}.weight.m").splitlines()[:2] == [
+        "blocks.{0..2}.weight.m (state): [dp*tp, _] on stage 0, mesh(dp=2, tp=2)",
+        "blocks.{3..5}.weight.m (state): [dp*tp, _] on stage 1, mesh(dp=2, tp=2; 4..7)",
+    ]
+    with pytest.raises(GraphError, match=r"compares with plans, not with a str; read a file with"):
+        plan_of().compare("other.json")  # type: ignore[arg-type]
     assert "not forecast: out of time" in plan_of().explain("micro_batches")
     assert "weighed none" in plan_of().explain("x")
     assert plan_of().explain("stage 1").splitlines()[0] == (
@@ -196,9 +202,12 @@ def test_explain_names_choice_terms_and_runner_up() -> None:
         "  matmul {m:dp, n:tp} -> [dp, tp]",
         "  add @1 {partial tp:0} -> [_] partial(tp) @0",
     ]
+    there = "stage 0 to 1, layer 0 to 5$"
     for unknown in ("stage 2", "layer 6", "layer -1", "layer x"):
-        with pytest.raises(GraphError, match="has nothing named"):
+        with pytest.raises(GraphError, match=f"has nothing named '{unknown}'; it has {there}"):
             plan_of().explain(unknown)
+    with pytest.raises(GraphError, match=r"nothing named 'blocks.0.wieght'; it has blocks.0.weight, "):
+        plan_of().explain("blocks.0.wieght")
     with pytest.raises(GraphError, match=r"nothing named 'nowhere'; it has .*blocks.\{0..5\}.weight"):
         plan_of().explain("nowhere")
 

@@ -126,6 +126,7 @@ def test_with_the_runner_up_a_step_takes_what_is_said(name: str) -> None:
                 assert {*other.recompute} ^ {*plan.recompute} == {*parse_spans(changed)}
                 assert layer in parse_spans(changed)
                 assert other.stages == plan.stages
+                assert decision.runner_up_seconds != plan.forecast.seconds  # something is computed again
         more = decision.runner_up_seconds / plan.forecast.seconds - 1
         assert f"({more:+.2%})" in plan.explain(unfold(key)[-1])
 

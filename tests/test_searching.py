@@ -148,6 +148,13 @@ def test_less_memory_than_the_fastest_plan_takes() -> None:
         MLP.search(two_by_two(memory="4 KiB"))
 
 
+def test_uniform_rows_that_do_not_fit_say_so() -> None:
+    baselines = MLP.search(two_by_two(memory="24 KiB")).baselines
+    for name in ("uniform, without ZeRO", "uniform, ZeRO-1"):
+        assert baselines[name] == "out of memory by the estimate"
+    assert any(name.startswith("uniform, ZeRO-3: ") for name in baselines)
+
+
 def test_no_time_at_all() -> None:
     """The first program that is looked at is the answer."""
     plan = MLP.search(two_by_two(), seconds=0.0)

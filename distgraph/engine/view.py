@@ -17,6 +17,7 @@ from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.partition import RankProgram
 from distgraph.plan import Plan
+from distgraph.plan_text import Comparison
 from distgraph.resources import RankMapping
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.build import Build
@@ -135,6 +136,8 @@ class PlanView:
     def explain(self, name: str) -> str:
         """Where a tensor lies, who decided it, who reads it, and what its readers made of it.
 
+        What a search weighed, and what is decided about layers and stages, `portable` explains.
+
         Args:
             name: of an input, parameter, state or output, or of a value such as "%12".
 
@@ -180,6 +183,14 @@ class PlanView:
             GraphError: as `portable`, or the file cannot be written.
         """
         self.portable.save(path)
+
+    def compare(self, other: Plan) -> Comparison:
+        """What differs between `portable` and another plan. Raises GraphError, as `portable` does."""
+        return self.portable.compare(other)
+
+    def instead(self, name: str) -> Plan:
+        """`portable` with the runner-up of a decision. Raises GraphError, also as `portable` does."""
+        return self.portable.instead(name)
 
     def export(self, framework: str) -> Export:
         """The plan in the terms of "jax", "torch" or "megatron": docs/export.md.
@@ -282,7 +293,8 @@ class PlanView:
         except GraphError:
             known = ", ".join(line.name for line in self.tensors)
             raise GraphError(
-                f"plan has no tensor {name!r}; it has {known}, and the values of the graph"
+                f"plan has no tensor {name!r}; it has {known}, and the values of the graph; of layers, "
+                "stages and what else was decided ask engine.plan.portable.explain"
             ) from None
 
 

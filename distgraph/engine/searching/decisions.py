@@ -44,7 +44,8 @@ def decisions(best: Judged, forecasts: Sequence[Judged]) -> dict[str, Decision]:
         others = [other for other in forecasts if other.fits and other.choices[name] != chosen]
         runner_up = min(others, key=lambda other: other.seconds, default=None)
         if runner_up is None:
-            found[name] = Decision(chosen=chosen, note="nothing else that fits was forecast")
+            single = "; of single layers other choices may be: explain a layer" if name == "recompute" else ""
+            found[name] = Decision(chosen=chosen, note=f"nothing else that fits was forecast{single}")
             continue
         found[name] = Decision(
             chosen=chosen,

@@ -91,5 +91,7 @@ def light(found: Judged) -> Judged:
 
 def _stages(found: Realized) -> str:
     if found.proposal is None:
-        return "one on " + ", ".join(map(str, dict.fromkeys(found.build.lowered.meshes)))
+        meshes = dict.fromkeys(found.build.lowered.meshes)
+        shapes = [" x ".join(f"{axis}={mesh.axis_size(axis)}" for axis in mesh.axes) for mesh in meshes]
+        return f"layers 0-{len(found.traced.layers) - 1} on {', '.join(shapes)}"
     return "; ".join(map(str, found.proposal.stages))

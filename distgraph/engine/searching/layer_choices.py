@@ -112,9 +112,11 @@ class Changed:
 
 
 def changed(found: Realized, change: Change, oracle: Oracle) -> Changed | None:
-    """Forecast `with_change`; None where its layouts do not carry over."""
+    """Forecast `with_change`; None where its layouts do not carry over, or it computes nothing again."""
     other = with_change(found, change, oracle)
     if other is None:
+        return None
+    if change.recompute != found.traced.recompute and len(other.completed.ops) == len(found.completed.ops):
         return None
     forecast = RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), {}, other)
     return Changed(plan_of(other, oracle, outline=True), forecast)

@@ -61,7 +61,7 @@ from distgraph.engine.searching.proposal import (
     StageChoice,
     laid_out_as,
 )
-from distgraph.engine.searching.restrict import Restriction
+from distgraph.engine.searching.restrict import SAID, Restriction
 from distgraph.engine.searching.shortage import leanest, nothing_fits
 from distgraph.engine.searching.space import (
     Shape,
@@ -500,11 +500,17 @@ class Searcher:
             return best_uniform(self.oracle, [micro], restriction, poor)
 
         alike: dict[object, list[Proposal]] = {}
-        for row in self.oracle.together(best, _UNIFORM, self.book.together):
+        best_rows = self.oracle.together(best, _UNIFORM, self.book.together)
+        for row in best_rows:
             if row is not None:
                 alike.setdefault(laid_out_as(row, self.oracle), []).append(row)
         if self.expired():
             return
+        for restriction, row in zip(_UNIFORM, best_rows, strict=True):
+            if row is None:
+                several = len(self.oracle.pools) > 1
+                why = "devices are of several kinds" if several else "out of memory by the estimate"
+                self.book.baselines[SAID[restriction]] = why
         yield Event("double recursion")
         jobs = [None, *(rows[0] for rows in alike.values())]  # the first one stays in this process
         recursive, *uniform = self.oracle.together(self._other, jobs, self.book.together)
