@@ -87,6 +87,25 @@ All of them that day (GPT was faster by a quarter), profiles of 60 and 100 s, 2 
     2       MoE     0.996   0.995 - 0.997   186     42.4, 42.5               0
     4       GPT     0.995   0.987 - 1.007   57      215, 217                 0
     4       MoE     1.006   1.000 - 1.011   142     55.0, 54.7               0
+
+and once more that day, --minutes 16, right behind 17 minutes of tests:
+
+    2       GPT     1.009   1.003 - 1.014   21      173, 172                 0
+    2       conv    0.999   0.998 - 1.001   326     28.4, 28.4               0
+    2       MoE     1.093   1.088 - 1.098   188     49.4, 45.5               0
+    4       GPT     1.058   1.031 - 1.083   10      237, 224                 13
+    4       conv    1.017   1.013 - 1.020   168     36.1, 35.6               0
+    4       MoE     0.993   0.984 - 0.999   108     54.4, 54.9               0
+
+Programs of the mixture in one micro-batch, of any layout, took 49 to 50 ms there instead of 42.5, those in
+two 1 ms longer. Free memory was in pieces: 77,565 single pages free and 1,100 blocks of 4 MiB. Again, with a
+new profile: 1.081. After the page cache was dropped and memory compacted (6,312 and 3,171), same profile:
+
+    2       MoE     1.000   0.997 - 1.002   77      43.5, 43.5               0
+
+So where pages lie decides a tenth between these programs, and no profile of ops knows. The same, GPT on 4:
+
+    4       GPT     0.940   0.921 - 0.966   22      213, 226                 1
 """
 
 import argparse
