@@ -108,8 +108,9 @@ and with a profile of 60 s of its own, by which another plan was chosen:
 
     4       GPT     0.940   0.921 - 0.966   22      213, 226                 1
 
-Why it was 1.058 before is not shown. In all three runs the forecasts of the best plans lie within 3 % of each
-other, and programs on one stage take 0.98 to 1.22 times theirs, by layout: more than what is to be told apart.
+Why it was 1.058 before is not shown. In all three runs the forecasts of the best plans lie within 3 % of
+each other, and programs on one stage take 0.98 to 1.22 times theirs, by layout: more than what is to be told
+apart.
 """
 
 import argparse
