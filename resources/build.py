@@ -61,13 +61,22 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
     network, (net_links, net_switches) = _build_network(entry, machines, devices, file)
     links.extend(net_links)
     switches.extend(Switch(node, None) for node in net_switches)
+    tables = [
+        _table(table, len(devices), f"{file}: measured[{at}]") for at, table in enumerate(entry.measured)
+    ]
     return Cluster(
         entry.name, file, tuple(machines), tuple(devices), tuple(switches), tuple(links), network,
-        entry.launch, tuple(_table(table) for table in entry.measured),
+        entry.launch, tuple(tables),
     )  # fmt: skip
 
 
-def _table(entry: MeasuredEntry) -> MeasuredTable:
+def _table(entry: MeasuredEntry, devices: int, where: str) -> MeasuredTable:
+    last = max((device for group in entry.groups or [] for device in group), default=0)
+    if last >= devices:
+        raise ResourceError(
+            f"{where}.groups: device {last}, but the devices are 0 to {devices - 1}; name others, or leave "
+            "groups out where the table holds for any of its shape"
+        )
     return MeasuredTable(
         entry.collective,
         entry.machines,
@@ -75,6 +84,8 @@ def _table(entry: MeasuredEntry) -> MeasuredTable:
         tuple(entry.sizes),
         tuple(entry.times),
         entry.model,
+        None if entry.groups is None else tuple(map(tuple, entry.groups)),
+        None if entry.busy is None else tuple(entry.busy),
     )
 
 

@@ -64,7 +64,8 @@ class Compute:
         issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None
             where that never decides.
         message: seconds in which a device that moves its messages itself, such as a CPU, computes nothing for
-            one end of a message to another mesh; None where others move them.
+            one end of a message to another mesh; None where others move them. Such a device does not compute
+            while its collectives move on, either (`MeasuredTable.busy`).
         step, task: seconds in which the host of a device that waits for it, such as a CPU, works beside the
             ops: once a step, and for each run of a task; None where that never decides.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
@@ -198,7 +199,15 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """Measured seconds of one collective by message size, for `machines` x `devices_per_machine` devices."""
+    """Measured seconds of one collective by message size, for `machines` x `devices_per_machine` devices.
+
+    Attributes:
+        collective, machines, devices_per_machine, model: what it is for; any model of device if None.
+        sizes: bytes, ascending. times: seconds.
+        groups: the devices of the groups that did so at the same time, where it holds for these alone.
+        busy: of `times`, seconds in which the devices themselves are at work, and compute nothing; None as
+            for `Compute.message`: all of them where devices move their messages themselves, else none.
+    """
 
     collective: str
     machines: int
@@ -206,6 +215,8 @@ class MeasuredTable:
     sizes: tuple[float, ...]
     times: tuple[float, ...]
     model: str | None = None
+    groups: tuple[tuple[int, ...], ...] | None = None
+    busy: tuple[float, ...] | None = None
 
 
 # Not slotted: `graph` and `device_meshes` are computed once on demand and need the instance dictionary.

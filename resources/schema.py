@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     ValidationError,
     field_validator,
@@ -217,13 +218,20 @@ class MeasuredEntry(Entry):
     model: str | None = None
     sizes: Annotated[list[Size], Field(min_length=1)]
     times: Annotated[list[Seconds], Field(min_length=1)]
+    groups: Annotated[list[list[NonNegativeInt]], Field(min_length=1)] | None = None
+    busy: list[Seconds] | None = None
 
     @model_validator(mode="after")
     def _matched(self) -> MeasuredEntry:
-        if len(self.sizes) != len(self.times):
-            raise ValueError(f"as many times as sizes ({len(self.sizes)}), not {len(self.times)}")
+        for name, given in (("times", self.times), ("busy", self.busy)):
+            if given is not None and len(self.sizes) != len(given):
+                raise ValueError(f"as many {name} as sizes ({len(self.sizes)}), not {len(given)}")
         if any(later <= earlier for earlier, later in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError("sizes in increasing order")
+        members = [device for group in self.groups or [] for device in group]
+        size = self.machines * self.devices_per_machine
+        if any(len(group) != size for group in self.groups or []) or len(set(members)) < len(members):
+            raise ValueError(f"groups of {size} devices each, every device in one of them at most")
         return self
 
 

@@ -24,6 +24,14 @@ from distgraph.runtime.storage import Storage, nbytes
 
 __all__ = ["NOTHING", "OpCost", "Work"]
 
+_COPIED: Mapping[str, Mapping[str, str]] = {
+    "comm.all_reduce": {},
+    "comm.all_gather": {"result": "dim"},
+    "comm.reduce_scatter": {"operand": "dim"},
+    "comm.all_to_all": {"operand": "split_dim", "result": "concat_dim"},
+}
+"""Collective -> what is copied unless its dim leads, and the attribute that names the dim."""
+
 
 class OpCost:
     """Works and seconds of the computations of one rank program.
@@ -89,7 +97,28 @@ class OpCost:
             size = itemsize(local.op.result.dtype)
             moved = sum(math.prod(s.stop - s.start for s in want) for _, want in local.attrs["copies"])
             return Work("memory", nbytes=2 * size * moved, dtype=local.op.result.dtype)
-        return NOTHING
+        return self._packed(local) if mode in _COPIED else NOTHING
+
+    def _packed(self, local: LocalOp) -> Work:
+        """Copies that a rank makes for a collective, see `collectives`: pieces along a dim that is not the
+        first go one after the other, and what others still read is not reduced in place. None on devices
+        whose messages others move: copies are fast there beside the messages.
+        """
+        if self.cost.cluster.devices[self.device].compute.message is None:
+            return NOTHING
+        operand, result = local.op.operands[0].name, local.op.result.name
+        copied = 0
+        for name, dim in _COPIED[local.mode].items():
+            value = operand if name == "operand" else result
+            shape = self.program.types[value][0]
+            if math.prod(shape[: local.attrs[dim]]) > 1:
+                copied += nbytes(self.program, value)
+        slots = self.storage.slots
+        if local.mode == "comm.all_reduce" and slots[operand].root != slots[result].root:
+            copied = nbytes(self.program, result)
+        if not copied:
+            return NOTHING
+        return Work("memory", nbytes=2 * copied, dtype=local.op.result.dtype, op="reshape")
 
     def _is_view(self, local: LocalOp) -> bool:
         slot = self.storage.slots[local.op.results[0].name]

@@ -112,8 +112,12 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
         _apply_links(document, measured.links)
     if measured.tables:
         new = [_table(table) for table in measured.tables]
-        shapes = {_shape(entry) for entry in new}
-        kept = [entry for entry in document.get("measured", []) if _shape(entry) not in shapes]
+        shapes = [(_shape(entry), entry.get("groups")) for entry in new]
+        kept = []
+        for entry in document.get("measured", []):
+            held = entry.get("groups")
+            if not any(_shape(entry) == shape and held in (None, groups) for shape, groups in shapes):
+                kept.append(entry)
         document["measured"] = kept + new
 
 
@@ -172,17 +176,23 @@ def _op(table: OpTable) -> dict[str, Any]:
 
 
 def _table(table: MeasuredTable) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "collective": table.collective,
         "machines": table.machines,
         "devices_per_machine": table.devices_per_machine,
         "sizes": [_size(size) for size in table.sizes],
         "times": [_time(seconds) for seconds in table.times],
     }
+    if table.groups is not None:
+        found["groups"] = [list(group) for group in table.groups]
+    if table.busy is not None:
+        found["busy"] = [_time(seconds) for seconds in table.busy]
+    return found
 
 
 def _shape(entry: Mapping[str, Any]) -> Sequence[Any]:
-    return tuple(entry.get(name) for name in ("collective", "machines", "devices_per_machine", "model"))
+    names = ("collective", "machines", "devices_per_machine", "model")
+    return [entry.get(name) for name in names]
 
 
 def _time(seconds: float) -> str:

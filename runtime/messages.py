@@ -5,11 +5,15 @@
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
 counts. Runs follow one another without a pause; the median of their times is a run's time.
 
-Where ranks share cores, each of them computes for longer than a time slice of the scheduler before every
-run, as in a step, and what counts is by how much a run lengthens that: ranks that come to a collective one
-after the other, and do not get their core back at once, wait for each other. Four ranks on two cores,
-all_reduce of 1 KiB, medians of 8 rounds, one run after the other and behind 0.5 and 1.5 ms of computation:
-pairs 0.08 to 0.11, 0.20 to 0.24, 0.34 to 0.37 ms, all four 0.20, 0.24, 0.47 ms.
+What is sent was written right before, as in a step: the caches of another core give up fresh bytes more
+slowly than old ones. Two ranks on two cores, a reduce_scatter of 4 MiB: 0.21 to 0.30 ms of bytes sent before,
+0.27 to 0.50 ms of fresh ones (medians, two runs).
+
+Where ranks share cores, a collective is also measured behind computation for longer than a time slice of the
+scheduler, and what counts is by how much it lengthens that: ranks that come to it one after the other, and do
+not get their core back at once, wait for each other. Four ranks on two cores, all_reduce of 1 KiB, medians of
+9 rounds, one run after the other and behind 2 and 6 ms of computation: pairs 0.12, 0.20, 0.43 ms, all four
+0.16, 0.24, 0.71 ms. What takes as long one after the other nothing hides: it is the work of the ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +33,12 @@ from distgraph.runtime.transport import Group, Transport, even_counts
 ATTEND: Final = "attend"
 """Kind of the pattern that measures how long a rank is busy with a message, not how long that takes."""
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send")
+_STARTED: Final = KINDS[:4]  # those that a program waits for later than it starts them
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
 _ITEM: Final = 4  # bytes of an element, f32
-_WORK_SECONDS: Final = 0.002  # of the processor, before a message of ranks that share cores
+WORK_SECONDS: Final = 0.002
+"""Of the processor, before a message of ranks that share cores."""
 _WORK_EDGE: Final = 128  # of the square matrices that are multiplied meanwhile
 _RUNS_BEHIND_WORK: Final = 10  # at most
 _LEAST: Final = 1e-6  # seconds of a message, should the difference of two noisy times be less
@@ -46,17 +52,20 @@ class Pattern:
         kind: see `KINDS`.
         groups: disjoint groups of ranks, equally many in each.
         nbytes: as in `distgraph.resources.collective.wire_bytes`.
+        work: seconds for which each rank computes before every run.
     """
 
     kind: str
     groups: tuple[Group, ...]
     nbytes: int
+    work: float = 0.0
 
     @property
     def name(self) -> str:
         """Unique name, such as all_reduce/0-1,2-3/1024."""
         groups = ",".join("-".join(map(str, group)) for group in self.groups)
-        return f"{self.kind}/{groups}/{self.nbytes}"
+        behind = f" behind {1e3 * self.work:g} ms" if self.work else ""
+        return f"{self.kind}{behind}/{groups}/{self.nbytes}"
 
 
 def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
@@ -76,13 +85,16 @@ def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
     return tuple(found)
 
 
-def patterns(ranks: int, limit: float = 2.0**28) -> tuple[Pattern, ...]:
+def patterns(ranks: int, limit: float = 2.0**28, *, shared: bool = False) -> tuple[Pattern, ...]:
     """Everything that a profile sends, small messages first.
 
     Args:
         ranks: of the job.
         limit: bytes; no message is larger.
+        shared: whether ranks share cores; then everything behind work, and what a program can start before
+            it computes also without.
     """
+    work = WORK_SECONDS if shared else 0.0
     groups = axis_groups(ranks)
     found = []
     found.append(Pattern(ATTEND, ((0, 1),), SIZES[0]))
@@ -90,8 +102,10 @@ def patterns(ranks: int, limit: float = 2.0**28) -> tuple[Pattern, ...]:
         for kind in KINDS:
             if kind == "send":  # from the first rank to every kind of place: next door and far away
                 pairs = {(members[0][0], members[0][-1]) for members in groups} | {(0, 1)}
-                found += [Pattern(kind, (pair,), nbytes) for pair in sorted(pairs)]
-            else:
+                found += [Pattern(kind, (pair,), nbytes, work) for pair in sorted(pairs)]
+                continue
+            found += [Pattern(kind, members, nbytes, work) for members in groups]
+            if shared and kind in _STARTED:
                 found += [Pattern(kind, members, nbytes) for members in groups]
     return tuple(found)
 
@@ -102,7 +116,8 @@ class Taken:
 
     Attributes:
         seconds: with the work before it; 0.0 on a rank that has no part.
-        work: seconds of the processor for that work; 0.0 without any.
+        work: seconds of the processor for that work and for writing what is sent; 0.0 where that does not
+            count in `seconds`.
     """
 
     seconds: float
@@ -131,36 +146,47 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
     group = next((members for members in pattern.groups if transport.rank in members), None)
     if pattern.kind == ATTEND:
         return Taken(0.0 if group is None else _attended(transport, group, pattern.nbytes, repeats))
-    run = None if group is None else _prepared(transport, pattern, group)
+    run, sent = (None, None) if group is None else _prepared(transport, pattern, group)
     if run is not None:
         run()  # first touch of the buffers, and of the way
     transport.barrier()
     trips = 2 if pattern.kind == "send" else 1
     if shared:
-        return _behind_work(run, min(repeats, _RUNS_BEHIND_WORK), trips)
+        return _behind_work(run, sent, min(repeats, _RUNS_BEHIND_WORK), trips, pattern.work)
     if run is None:
         return Taken(0.0)
-    marks = [time.perf_counter()]
+    spans = []
     for _ in range(repeats):
+        _write(sent)
+        begin = time.perf_counter()
         run()
-        marks.append(time.perf_counter())
-    return Taken(float(np.median(np.diff(marks))) / trips)
+        spans.append(time.perf_counter() - begin)
+    return Taken(float(np.median(spans)) / trips)
 
 
-def _behind_work(run: Callable[[], None] | None, repeats: int, trips: int) -> Taken:
+def _write(sent: Any) -> None:
+    """Leave an array in the caches of this core, as an op does that computes it."""
+    np.add(sent, 0, out=sent)
+
+
+def _behind_work(
+    run: Callable[[], None] | None, sent: Any, repeats: int, trips: int, seconds: float
+) -> Taken:
     """Means over runs, each behind some work; the others work, too, while a rank has no part."""
     factor = np.full((_WORK_EDGE, _WORK_EDGE), 0.5, np.float32)
     product = np.empty_like(factor)
     begin, work = time.perf_counter(), 0.0
     for _ in range(repeats):
         start = time.thread_time()
-        while time.thread_time() - start < _WORK_SECONDS:
+        while time.thread_time() - start < seconds:
             np.matmul(factor, factor, product)
+        if sent is not None:
+            _write(sent)
         work += time.thread_time() - start
         if run is not None:
             run()
-    seconds = 0.0 if run is None else time.perf_counter() - begin
-    return Taken(seconds / repeats / trips, work / repeats / trips)
+    taken = 0.0 if run is None else time.perf_counter() - begin
+    return Taken(taken / repeats / trips, work / repeats / trips)
 
 
 def _attended(transport: Transport, group: Group, nbytes: int, repeats: int) -> float:
@@ -187,32 +213,32 @@ def _attended(transport: Transport, group: Group, nbytes: int, repeats: int) -> 
     return float(np.median(spans[1:]))
 
 
-def _prepared(transport: Transport, pattern: Pattern, group: Group) -> Any:
-    """A function that runs the collective once."""
+def _prepared(transport: Transport, pattern: Pattern, group: Group) -> tuple[Callable[[], Any], Any]:
+    """A function that runs the collective once, and the array that it sends."""
     count, kind, rank = max(len(group), pattern.nbytes // _ITEM), pattern.kind, transport.rank
     shares = even_counts(count, len(group))
     at = group.index(rank)
     whole = np.zeros(count, np.float32)
     if kind == "all_reduce":
-        return lambda: collectives.all_reduce(transport, whole, group, "sum", whole)
+        return lambda: collectives.all_reduce(transport, whole, group, "sum", whole), whole
     if kind == "broadcast":
-        return lambda: collectives.broadcast(transport, whole, group[0], group, whole)
+        return lambda: collectives.broadcast(transport, whole, group[0], group, whole), whole
     if kind == "send":
-        return _there_and_back(transport, group, whole)
+        return _there_and_back(transport, group, whole), whole
     result = np.zeros(count, np.float32)
     if kind == "permute":
         after, before = group[(at + 1) % len(group)], group[at - 1]
-        return lambda: collectives.permute(transport, whole, after, before, whole.shape, result)
+        return lambda: collectives.permute(transport, whole, after, before, whole.shape, result), whole
     part = np.zeros(shares[at], np.float32)
     if kind == "all_gather":
-        return lambda: collectives.all_gather(transport, part, 0, shares, group, result)
+        return lambda: collectives.all_gather(transport, part, 0, shares, group, result), part
     if kind == "reduce_scatter":
-        return lambda: collectives.reduce_scatter(transport, whole, 0, shares, "sum", group, part)
+        return lambda: collectives.reduce_scatter(transport, whole, 0, shares, "sum", group, part), whole
     rows = len(group)
     square = np.zeros((rows, max(1, count // rows)), np.float32)
     landed = np.zeros((1, square.shape[1] * rows), np.float32)
     ones, widths = [1] * rows, [square.shape[1]] * rows
-    return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, landed)
+    return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, landed), square
 
 
 def _there_and_back(transport: Transport, group: Group, whole: Any) -> Any:

@@ -44,7 +44,7 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
-from distgraph.runtime.job import LAST_WORDS_SECONDS, ranks_here, recorded_death
+from distgraph.runtime.job import LAST_WORDS_SECONDS, recorded_death
 from distgraph.runtime.rollcall import LISTEN_SECONDS, RollCall
 from distgraph.runtime.transport import (
     Array,
@@ -138,9 +138,9 @@ class MpiTransport:
         self._job = job
         self._looked = time.monotonic()
         self._last_progress = time.monotonic()
+        self._share = _share_of_cores(world, self._mpi.COMM_TYPE_SHARED)
         # With a core per rank a long wait may spin; with fewer the rank that is waited for wants the core.
-        crowded = ranks_here() > len(os.sched_getaffinity(0))
-        self._patience = 0.001 if crowded else 0.02
+        self._patience = 0.001 if self._share > 1 else 0.02
 
     @property
     def rank(self) -> int:
@@ -149,6 +149,11 @@ class MpiTransport:
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def share(self) -> float:
+        """Ranks that a core of this machine computes in turns, from 1 up, wherever each rank may run."""
+        return self._share
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -413,6 +418,15 @@ class _WithStatus:
 
     def __init__(self, request: Any, status: Any) -> None:
         self.request, self.status = request, status
+
+
+def _share_of_cores(world: Any, same_machine: int) -> float:
+    """See `MpiTransport.share`; collective."""
+    here = world.Split_type(same_machine)
+    cores = set().union(*here.allgather(os.sched_getaffinity(0)))
+    share = int(here.Get_size()) / len(cores)
+    here.Free()
+    return max(1.0, share)
 
 
 def _load_mpi() -> Any:

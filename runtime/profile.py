@@ -18,7 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,16 +35,15 @@ from distgraph.resources.cluster import MeasuredTable
 from distgraph.runtime import messages
 from distgraph.runtime.cost import Work
 from distgraph.runtime.fit import ComputeFit, LinkFit, Message, fit_compute, fit_host, fit_links
-from distgraph.runtime.job import ranks_here
 from distgraph.runtime.launch import launch
 from distgraph.runtime.measured_file import Measured, write_measured
+from distgraph.runtime.mpi import MpiTransport
 from distgraph.runtime.probes import Timed, probes
 from distgraph.runtime.rank import current_transport, ranks_of_job
-from distgraph.runtime.transport import Transport
 
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
-_FORMAT: Final = 2  # of the store
+_FORMAT: Final = 3  # of the store
 _KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
 _SCRIPT: Final = """from distgraph.runtime.profile import rank_main
 from {module} import {name}
@@ -253,7 +253,7 @@ class _Profile:
         self,
         request: Request,
         cluster: Cluster,
-        transport: Transport | None,
+        transport: MpiTransport | None,
         store: Store,
         host: Sequence[HostProbe] = (),
     ) -> None:
@@ -266,7 +266,7 @@ class _Profile:
     @property
     def share(self) -> float:
         """Ranks that a core of this machine computes in turns, from 1 up."""
-        return max(1.0, ranks_here() / len(os.sched_getaffinity(0)))
+        return 1.0 if self.transport is None else self.transport.share
 
     @property
     def rank(self) -> int:
@@ -278,7 +278,7 @@ class _Profile:
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            found = messages.patterns(self.transport.size, limit)
+            found = messages.patterns(self.transport.size, limit, shared=self.share > 1)
             items += [Item(pattern.name, partial(self.message, pattern)) for pattern in found]
         done = {item.name: self.rounds(item.name) for item in items}
         with self.bar() as bar:
@@ -384,9 +384,7 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
     """
     samples: dict[str, list[tuple[Work, float]]] = {}
     beside: dict[str, list[tuple[int, float]]] = {}
-    sent: list[Message] = []
-    tables: dict[str, list[tuple[float, float]]] = {}
-    attend: float | None = None
+    timed: list[tuple[messages.Pattern, float]] = []
     for key, entry in runs.items():
         average = statistics.median if "message" in entry else statistics.fmean
         seconds = [average(column) for column in zip(*entry["runs"], strict=True)]
@@ -399,15 +397,17 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
         if "tasks" in entry:
             beside.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
             continue
-        pattern = entry["message"]
-        if pattern["kind"] == messages.ATTEND:
-            attend = seconds[0]
-            continue
-        groups = tuple(tuple(group) for group in pattern["groups"])
-        sent.append(Message(pattern["kind"], groups[0], groups[1:], pattern["nbytes"], seconds[0]))
-        if len(groups) == 1:
-            name = f"{pattern['kind']}|{','.join(map(str, groups[0]))}"
-            tables.setdefault(name, []).append((pattern["nbytes"], seconds[0]))
+        about = entry["message"]
+        groups = tuple(tuple(group) for group in about["groups"])
+        timed.append((messages.Pattern(**about | {"groups": groups}), seconds[0]))
+    attend = next((seconds for pattern, seconds in timed if pattern.kind == messages.ATTEND), None)
+    timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != messages.ATTEND]
+    shared = max((pattern.work for pattern, _ in timed), default=0.0)
+    sent = [
+        Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
+        for pattern, seconds in timed
+        if pattern.work == shared
+    ]
     if ranks > 1 and not sent:
         raise ResourceError(
             f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
@@ -423,18 +423,27 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
             numbers = replace(numbers, step=step, task=task)
         compute[origin] = replace(found, compute=numbers)
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
-    return Measured(compute, links, tuple(_tables(cluster, tables)))
+    return Measured(compute, links, tuple(_tables(cluster, timed)))
 
 
-def _tables(cluster: Cluster, found: Mapping[str, Sequence[tuple[float, float]]]) -> list[MeasuredTable]:
-    """Tables of the collectives on groups that had the links to themselves."""
+def _tables(cluster: Cluster, timed: Iterable[tuple[messages.Pattern, float]]) -> list[MeasuredTable]:
+    """Tables of the collectives by their groups. Where ranks share cores, what was measured behind work is
+    the time, the rest is `busy`.
+    """
+    found: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[tuple[float, int], float]] = {}
+    for pattern, seconds in timed:
+        found.setdefault((pattern.kind, pattern.groups), {})[pattern.work, pattern.nbytes] = seconds
     made = []
-    for key, points in found.items():
-        kind, _, names = key.partition("|")
-        group = [int(name) for name in names.split(",")]
-        held = [cluster.devices[device].machine for device in group]
-        counts = {held.count(machine) for machine in held}
-        if len(counts) == 1:
-            sizes, times = zip(*sorted(points), strict=True)
-            made.append(MeasuredTable(kind, len(set(held)), counts.pop(), sizes, times))
+    for (kind, groups), by_size in found.items():
+        held = [Counter(cluster.devices[device].machine for device in group) for group in groups]
+        shapes = {(len(on), count) for on in held for count in on.values()}
+        if len(shapes) > 1:
+            continue
+        shared = max(work for work, _ in by_size)
+        sizes = sorted(size for work, size in by_size if work == shared)
+        times = tuple(by_size[shared, size] for size in sizes)
+        busy = None
+        if shared and all((0.0, size) in by_size for size in sizes):
+            busy = tuple(by_size[0.0, size] for size in sizes)
+        made.append(MeasuredTable(kind, *shapes.pop(), tuple(sizes), times, None, groups, busy))
     return made

@@ -135,7 +135,8 @@ class Streams:
 
     def _step(self, local: LocalOp, waits: tuple[str, ...]) -> _Step:
         if local.mode == "send" or (is_started(local) and local.mode != "recv"):
-            return _Step(local, waits, message=self._message(self.program, local))
+            work, seconds = self.ops.of(local)
+            return _Step(local, waits, work, seconds, self._message(self.program, local))
         return _Step(local, waits, *self.ops.of(local))
 
     def _message(self, program: RankProgram, local: LocalOp) -> Message:
@@ -175,6 +176,7 @@ class _Run:
         self.channels: dict[Channel, float] = {}  # until when each is busy
         self.outgoing = 0.0  # the same for messages to other meshes
         self.ends: dict[str, float] = {}
+        self.busy: dict[str, float] = {}  # seconds that the device works for what is not awaited yet
         self.carrier: dict[str, Channel] = {}  # value -> channel of the collective that makes it
         self.pending = {self.storage.slots[name].root: end for name, end in pending.items()}
         self.sends: dict[str, float] = {}
@@ -197,9 +199,10 @@ class _Run:
         for name in self.storage.late[self.task.name]:
             if name in self.ends:
                 if phase[name] == 2 and self.task.per_micro:
+                    self._wait(self.clock + self.busy[name])
                     late[name] = self.ends[name]
                 else:
-                    self._wait(self.ends[name])
+                    self._receive(name)
         self.clock = max(self.clock, self.issued * self.streams.issue) + self.streams.task
         remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
         return TaskTime(
@@ -217,7 +220,11 @@ class _Run:
     def _wait_for(self, values: tuple[str, ...]) -> None:
         for value in values:
             if value in self.ends:
-                self._wait(self.ends.pop(value))
+                self._receive(value)
+
+    def _receive(self, name: str) -> None:
+        """Wait for a collective; what its devices do for it themselves is done by now, or is done now."""
+        self._wait(max(self.ends.pop(name), self.clock + self.busy[name]))
 
     def _wait(self, end: float) -> None:
         if end > self.clock:
@@ -227,6 +234,10 @@ class _Run:
     def _take(self, step: _Step) -> None:
         local = step.local
         if step.message is not None:
+            if step.seconds:
+                self._note("compute", local, self.clock, step.seconds)
+                self.clock += step.seconds
+                self.compute += step.seconds
             send = self._send if local.mode == "send" else self._communicate
             send(local, step.message)
             return
@@ -268,10 +279,11 @@ class _Run:
                 self._delay(other, start, shared)
         self.communication += message.seconds
         self.channels[channel] = end
-        self.ends[name], self.carrier[name] = end, channel
+        self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
         self._note("communicate", local, start, end - start)
         if not self.streams.overlap:
             self._wait(end)
+            self.busy[name] = 0.0
 
     def _delay(self, channel: Channel, after: float, seconds: float) -> None:
         """Another group takes part of the link: what is under way ends later."""

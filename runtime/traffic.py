@@ -37,12 +37,14 @@ class Message:
         seconds: from its start to its end on the slowest group.
         wire: bytes that all ranks together send (ring algorithms).
         link: kind of the link that decides; "" where nothing is sent.
+        busy: of `seconds`, those in which the ranks themselves are at work, whenever they wait for it.
     """
 
     kind: str
     seconds: float
     wire: float
     link: str
+    busy: float = 0.0
 
 
 class TrafficCost:
@@ -58,7 +60,7 @@ class TrafficCost:
         self.graph, self.cluster, self.devices = graph, cluster, devices
         self.cost = shared_cost(cluster)
         self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
-        self._messages: dict[object, tuple[float, str]] = {}
+        self._messages: dict[object, tuple[float, str, float]] = {}
         self._exchanges: dict[object, Message] = {}
         self._places: dict[tuple[ProcessMesh, ProcessMesh], tuple[int, ...]] = {}
 
@@ -69,12 +71,12 @@ class TrafficCost:
         before, after = nbytes(program, op.operands[0].name), nbytes(program, op.result.name)
         size = after if kind in ("all_reduce", "all_gather") else before
         mesh = self.graph.attrs[op.operands[0].name].mesh
-        seconds, link = 0.0, ""
+        seconds, link, busy = 0.0, "", 0.0
         if len(local.attrs["group"]) > 1 and size:
             for groups in self.patterns(mesh, tuple(op.attrs["axes"])):
                 found = self._priced(kind, groups, size)
-                seconds, link = max((seconds, link), found)
-        return Message(kind, seconds, mesh.size * float(local.attrs["wire"]), link)
+                seconds, link, busy = max((seconds, link, busy), found)
+        return Message(kind, seconds, mesh.size * float(local.attrs["wire"]), link, busy)
 
     def exchange(self, op: Op) -> Message:
         """Pieces from rank to rank: a permute, a halo, a transfer between meshes."""
@@ -112,12 +114,12 @@ class TrafficCost:
         links = [self.cost.router.link(directed) for directed in route.links]
         return min(links, key=lambda link: link.bandwidth or 0.0).kind if links else ""
 
-    def _priced(self, kind: str, groups: Groups, size: int) -> tuple[float, str]:
+    def _priced(self, kind: str, groups: Groups, size: int) -> tuple[float, str, float]:
         key = (kind, groups, size)
         if key not in self._messages:
             found = self.cost.estimate(kind, groups[0], size, groups[1:])
             link = found.bottleneck.kind if found.bottleneck is not None else found.algorithm
-            self._messages[key] = (found.seconds, link)
+            self._messages[key] = (found.seconds, link, found.busy)
         return self._messages[key]
 
     def patterns(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[Groups, ...]:

@@ -4,8 +4,9 @@ import csv
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
-from clusters import boxes, cluster_of, machine, single
+from clusters import DEVICE, boxes, cluster_of, machine, single
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -250,6 +251,54 @@ def test_tables_interpolate_rise_and_extrapolate():
     assert cost.estimate("send", (0, 2), 1000).algorithm == "direct"
     other = dataclasses.replace(table, model="another")
     assert CollectiveCost(boxes([2, 2]), tables=[other]).estimate("send", (0, 1), 1000).algorithm == "direct"
+
+
+def placed(seconds: float, *groups: tuple[int, ...], **fields: object) -> MeasuredTable:
+    return MeasuredTable(
+        "all_reduce", 1, len(groups[0]), (100.0, 200.0), (seconds, 2 * seconds), None, groups, **fields
+    )
+
+
+def test_tables_of_groups_hold_for_these_groups_at_once():
+    """Whatever the order of groups and members; less of them cost no more; others are worked out."""
+    near, far = placed(3.0, (0, 1), (2, 3)), placed(5.0, (0, 2), (1, 3))
+    cost = CollectiveCost(boxes([4]), tables=[near, far])
+
+    def seconds(*groups: tuple[int, ...]) -> float:
+        return cost.time("all_reduce", groups[0], 150, groups[1:])
+
+    assert seconds((0, 1), (2, 3)) == seconds((3, 2), (1, 0)) == 4.5
+    assert seconds((0, 2), (1, 3)) == seconds((1, 3), (0, 2)) == 7.5
+    assert seconds((0, 1)) == seconds((2, 3)) == 4.5
+    for other in ([(0, 3), (1, 2)], [(0, 3)], [(0, 1), (0, 2)], [(0, 1, 2, 3)]):
+        assert seconds(*other) < 1
+    assert cost.time("all_gather", (0, 1), 150, [(2, 3)]) < 1
+    anywhere = dataclasses.replace(near, groups=None, times=(1.0, 1.0))
+    cost = CollectiveCost(boxes([4]), tables=[near, far, anywhere])
+    assert (seconds((0, 1), (2, 3)), seconds((0, 1)), seconds((0, 3))) == (4.5, 1.0, 1.0)
+
+
+def test_devices_that_move_their_messages_are_at_work_for_them():
+    """All the time where a table does not say for how long; devices whose messages others move never are."""
+    given = [placed(3.0, (0, 1), (2, 3), busy=(1.0, 3.5)), placed(5.0, (0, 2), (1, 3))]
+    message = {**DEVICE, "compute": {"message": "1 us"}}
+    for device, known in ((DEVICE, False), (message, True)):
+        cost = CollectiveCost(boxes([4], devices={**device, "count": 4}), tables=given)
+        found = cost.estimate("all_reduce", (0, 1), 150, [(2, 3)])
+        assert (found.seconds, found.busy) == (4.5, 2.25)
+        found = cost.estimate("all_reduce", (0, 2), 150, [(1, 3)])
+        assert (found.seconds, found.busy) == (7.5, 7.5 * known)
+        found = cost.estimate("all_reduce", (0, 3), 150)
+        assert found.seconds > 0
+        assert found.busy == found.seconds * known
+
+
+def test_many_sizes_at_once_cost_what_each_does():
+    cost = CollectiveCost(boxes([4]), tables=[placed(3.0, (0, 1), (2, 3))])
+    sizes = np.array([[0.0, 100.0], [170.0, 900.0]])
+    for groups in ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0,)]):
+        each = [[cost.time("all_reduce", groups[0], size, groups[1:]) for size in row] for row in sizes]
+        assert cost.times("all_reduce", groups[0], sizes, tuple(groups[1:])) == pytest.approx(np.array(each))
 
 
 # Properties.

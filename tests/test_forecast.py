@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import networkx as nx
 import pytest
@@ -13,7 +15,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import flops, lookup
 from distgraph.passes.partition import LocalOp
 from distgraph.resources import CollectiveCost, ComputeCost
-from distgraph.resources.cluster import Cluster
+from distgraph.resources.cluster import Cluster, MeasuredTable
 from distgraph.runtime.build import Build
 from distgraph.runtime.cost import OpCost
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
@@ -320,6 +322,49 @@ def test_a_device_that_moves_its_messages_stands_still_at_both_ends():
     assert max(under_way) < ends
     assert attended.step_seconds == pytest.approx(alone.step_seconds + 4 * ends - sum(under_way))
     assert attended.exposed_seconds == pytest.approx({0: 2 * ends, 1: 2 * ends})
+
+
+def at_work(*sizes: int) -> Cluster:
+    """Devices that move their messages themselves."""
+    described = document(*sizes)
+    for entry in described["machines"]:
+        entry["devices"]["compute"]["message"] = "0 s"
+    return cluster_of(described)
+
+
+def test_what_devices_send_themselves_hides_behind_nothing():
+    build = chain(64, [64] * 6, [grid(dp=2)] * 5, micro_batches=3)
+    hidden, found = forecast(build, machines(2)), forecast(build, at_work(2))
+    total = sum(task.last.communication for task in found.tasks.values())
+    assert hidden.exposed_seconds[0] < found.exposed_seconds[0]
+    assert found.exposed_seconds[0] == pytest.approx(total)
+    alone = forecast(build, at_work(2), overlap=False)
+    assert found.step_seconds == pytest.approx(alone.step_seconds)
+
+
+def test_of_a_measured_collective_hides_what_its_devices_do_not_do():
+    """The last one is awaited at once and takes its time; the others meanwhile, but for the work in them."""
+    build = chain(64, [64] * 6, [grid(dp=2)] * 5)
+    table = MeasuredTable("all_reduce", 1, 2, (4 * 64 * 64,), (1e-6,), None, ((0, 1),), (4e-7,))
+    found = forecast(build, replace(at_work(2), measured=(table,)))
+    exposed = sum(task.last.exposed for task in found.tasks.values())
+    assert exposed == pytest.approx((len(communications(build)) - 1) * 4e-7 + 1e-6)
+
+
+def test_a_device_that_sends_itself_copies_what_does_not_lie_in_one_piece():
+    """Blocks along columns go one after the other, blocks along rows as they lie."""
+    build = chain(8, [4, 6, 10], [grid(tp=2)] * 2, weights=[[None, "tp"], [None, "tp"]])
+    local = next(op for op in communications(build) if op.mode == "comm.all_gather")
+    whole = 4 * math.prod(build.program(0).types[local.op.result.name][0])
+    work, seconds = costs(build, at_work(2)).of(local)
+    assert (work.kind, work.nbytes, seconds > 0) == ("memory", 2 * whole, True)
+    assert costs(build, machines(2)).of(local)[0].kind == "none"
+    leading = replace(local, attrs={**local.attrs, "dim": 0})
+    assert costs(build, at_work(2)).of(leading)[0].kind == "none"
+
+
+def communications(build: Build) -> list[LocalOp]:
+    return [op for task in build.program(0).tasks for op in task.ops if op.mode.startswith("comm.")]
 
 
 def test_what_the_host_does_beside_the_ops_is_added_once_a_step_and_for_every_task():

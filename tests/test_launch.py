@@ -61,6 +61,34 @@ def start(tmp_path: Path, body: str, n: int = 3, preamble: str = PREAMBLE) -> Ou
 
 
 @needs_mpi
+def test_ranks_that_share_cores_stay_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours on one core, equally many on each; as the kernel likes where asked, or where uneven."""
+    monkeypatch.delenv("DISTGRAPH_BIND", raising=False)
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
+    body = """
+    print("on", rank, sorted(os.sched_getaffinity(0)), t.share)
+    """
+
+    def places(ranks: int) -> list[str]:
+        outcome = start(tmp_path, body, ranks)
+        assert outcome.code == 0, outcome.err
+        return sorted(line for line in outcome.out.splitlines() if line.startswith("on "))
+
+    os.sched_setaffinity(0, cores)
+    try:
+        count = len(cores)
+        assert places(2 * count) == [f"on {r} {[cores[r // 2]]} 2.0" for r in range(2 * count)]
+        assert places(count) == [f"on {r} {cores} 1.0" for r in range(count)]
+        if count > 1:
+            assert places(3) == [f"on {r} {cores} 1.5" for r in range(3)]
+        monkeypatch.setenv("DISTGRAPH_BIND", "0")
+        assert places(2 * count) == [f"on {r} {cores} 2.0" for r in range(2 * count)]
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@needs_mpi
 def test_arguments_output_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")

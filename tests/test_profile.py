@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -314,15 +313,6 @@ def test_convolutions_are_met_at_sizes_that_train() -> None:
     assert max(flops) == 2 * 64 * 8 * 8 * 64 * 128 * 9
 
 
-def test_ranks_without_a_core_of_their_own_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request("x.yaml", ranks=1)
-    measuring = profiling._Profile(request, load_cluster("local"), None, Store({}, None))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    for here, share in (("1", 1.0), ("2", 1.0), ("3", 1.5), ("4", 2.0)):
-        monkeypatch.setenv("MPI_LOCALNRANKS", here)
-        assert measuring.share == share
-
-
 # ------------------------------------------------------------------ the file
 
 
@@ -358,7 +348,9 @@ def numbers() -> Measured:
         {"machines[0].inside": 6e9},
         {"latency": 0.031, "bandwidth": 0.25},
     )
-    table = MeasuredTable("all_reduce", 1, 2, (1024.0, 5000.0), (3e-6, 4e-6))
+    table = MeasuredTable(
+        "all_reduce", 1, 2, (1024.0, 5000.0), (3e-6, 4e-6), groups=((0, 1), (2, 3)), busy=(1e-6, 2e-6)
+    )
     fitted = ComputeFit(compute, 3e10, {"f32": 9.5e10})
     return Measured({"machines[0].devices": fitted}, links, (table,))
 
@@ -391,7 +383,7 @@ def test_written_file_loads_with_what_was_measured_and_keeps_the_rest(tmp_path: 
     assert (cable.bandwidth, cable.latency) == (1.25e9, pytest.approx(8e-6))
     assert cluster.launch == pytest.approx(7e-6)
     assert cluster.measured[0] == before.measured[1]  # another shape
-    assert cluster.measured[1].times == (3e-6, 4e-6)  # in place of the old one
+    assert cluster.measured[1] == numbers().tables[0]  # in place of the old one
     assert len(cluster.measured) == 2
     text = output.read_text()
     assert text.startswith("# Two machines of ours.\n# Second line.\n")

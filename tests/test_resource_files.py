@@ -97,6 +97,14 @@ def change(path: list, value) -> dict:
 
 
 ONE, DEVICES, NET = ["machines", 1], ["machines", 1, "devices"], ["network"]
+TABLE: dict[str, object] = {
+    "collective": "all_reduce",
+    "machines": 1,
+    "devices_per_machine": 2,
+    "sizes": ["1 MiB"],
+    "times": ["1 us"],
+}
+
 MISTAKES = [
     ([*DEVICES, "memory"], 80, 'machines[1].devices.memory: expected a size such as "80 GiB", got 80'),
     ([*DEVICES, "memory"], "80", 'machines[1].devices.memory: expected a size such as "80 GiB", got "80"'),
@@ -207,6 +215,23 @@ MISTAKES = [
             }
         ],
         "measured[0]: expected sizes in increasing order, got ",
+    ),
+    (["measured"], [TABLE | {"busy": []}], "measured[0]: expected as many busy as sizes (1), not 0, got "),
+    (
+        ["measured"],
+        [TABLE | {"groups": [[0, 1], [2]]}],
+        "measured[0]: expected groups of 2 devices each, every device in one of them at most, got ",
+    ),
+    (
+        ["measured"],
+        [TABLE | {"groups": [[0, 1], [1, 2]]}],
+        "measured[0]: expected groups of 2 devices each, every device in one of them at most, got ",
+    ),
+    (["measured"], [TABLE | {"groups": []}], "measured[0].groups: expected at least 1 entry, got []"),
+    (
+        ["measured"],
+        [TABLE | {"groups": [[0, 1], [2, 99]]}],
+        "measured[0].groups: device 99, but the devices are 0 to ",
     ),
 ]
 
