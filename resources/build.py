@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from distgraph.errors import ResourceError
@@ -61,22 +62,27 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
     network, (net_links, net_switches) = _build_network(entry, machines, devices, file)
     links.extend(net_links)
     switches.extend(Switch(node, None) for node in net_switches)
-    tables = [
-        _table(table, len(devices), f"{file}: measured[{at}]") for at, table in enumerate(entry.measured)
-    ]
+    tables = [_table(table, devices, f"{file}: measured[{at}]") for at, table in enumerate(entry.measured)]
     return Cluster(
         entry.name, file, tuple(machines), tuple(devices), tuple(switches), tuple(links), network,
         entry.launch, tuple(tables),
     )  # fmt: skip
 
 
-def _table(entry: MeasuredEntry, devices: int, where: str) -> MeasuredTable:
+def _table(entry: MeasuredEntry, devices: list[Device], where: str) -> MeasuredTable:
     last = max((device for group in entry.groups or [] for device in group), default=0)
-    if last >= devices:
+    if last >= len(devices):
         raise ResourceError(
-            f"{where}.groups: device {last}, but the devices are 0 to {devices - 1}; name others, or leave "
-            "groups out where the table holds for any of its shape"
+            f"{where}.groups: device {last}, but the devices are 0 to {len(devices) - 1}; name others, or "
+            "leave groups out where the table holds for any of its shape"
         )
+    for group in entry.groups or []:
+        held = Counter(devices[device].machine for device in group)
+        if len(held) != entry.machines or set(held.values()) != {entry.devices_per_machine}:
+            raise ResourceError(
+                f"{where}.groups: {group} has {sorted(held.values())} devices on its machines, but the table "
+                f"is for {entry.machines} with {entry.devices_per_machine} each; name others, or change that"
+            )
     return MeasuredTable(
         entry.collective,
         entry.machines,

@@ -64,8 +64,8 @@ class Compute:
         issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None
             where that never decides.
         message: seconds in which a device that moves its messages itself, such as a CPU, computes nothing for
-            one end of a message to another mesh; None where others move them. Such a device does not compute
-            while its collectives move on, either (`MeasuredTable.busy`).
+            one end of a message to another mesh; None where others move them. In one machine such devices do
+            not compute while their collectives move on, either (`MeasuredTable.busy`).
         step, task: seconds in which the host of a device that waits for it, such as a CPU, works beside the
             ops: once a step, and for each run of a task; None where that never decides.
         memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
@@ -204,9 +204,10 @@ class MeasuredTable:
     Attributes:
         collective, machines, devices_per_machine, model: what it is for; any model of device if None.
         sizes: bytes, ascending. times: seconds.
-        groups: the devices of the groups that did so at the same time, where it holds for these alone.
-        busy: of `times`, seconds in which the devices themselves are at work, and compute nothing; None as
-            for `Compute.message`: all of them where devices move their messages themselves, else none.
+        groups: devices of the groups that communicated at the same time; it holds for these, and for some of
+            them where no other table does. None for any groups that share no link.
+        busy: of `times`, seconds in which the devices themselves are at work, and compute nothing. None: all
+            of them for devices of one machine with `Compute.message`, else none.
     """
 
     collective: str

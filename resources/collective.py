@@ -8,12 +8,13 @@ The time is the least over the algorithms that apply (see `algorithms`) of
 so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a
 torus are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`;
 their loads add up. Where the cluster has a measured table for the shape (machines, devices per machine), the
-table wins: one for exactly these groups at once; one for any group, unless another group uses the same
-links at the same time; last one for more groups, these among them.
+table wins: one for exactly these groups at once; else one for any group, unless another group uses the same
+links at the same time; failing both, one for these groups and others at once.
 
-Devices that move their messages themselves (`Compute.message`) compute nothing in the meantime, whenever the
-program waits: two ranks on two cores, an all_reduce of 1 MiB, started before 8 ms of computation and awaited
-behind it, lengthen that by 0.80 ms, one right behind the other 0.81 ms, and it is all processor time.
+Devices of one machine that move their messages themselves (`Compute.message`) compute nothing in the
+meantime, whenever the program waits: two ranks on two cores, an all_reduce of 1 MiB, started before 8 ms of
+computation and awaited behind it, lengthen that by 0.80 ms, one right behind the other 0.81 ms, and it is all
+processor time. Between machines others move the bytes, and what processors do for that is not known.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class CollectiveCost:
         self.router = Router(cluster)
         self._tables = tuple(tables) + cluster.measured
         self._placed = [
-            (table.collective, set(map(frozenset, table.groups)), table)
+            (table.collective, _sets(table.collective, table.groups), table)
             for table in self._tables
             if table.groups is not None
         ]
@@ -128,8 +129,6 @@ class CollectiveCost:
         self._lines: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
         self._plain: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
         self._latencies: dict[tuple[int, int], float] = {}
-        devices = cluster.devices
-        self._at_work = frozenset(d.index for d in devices if d.compute.message is not None)
 
     def time(
         self, kind: str, group: Iterable[int], nbytes: float, concurrent: Iterable[Sequence[int]] = ()
@@ -163,7 +162,7 @@ class CollectiveCost:
             )
         if len(members) == 1:
             return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
-        table, at_work = self._table(kind, members, others), not self._at_work.isdisjoint(members)
+        table, at_work = self._table(kind, members, others), self.at_work(members)
         if table is not None:
             seconds = float(self._measured(table, "times", nbytes))
             busy = seconds if at_work else 0.0
@@ -185,8 +184,8 @@ class CollectiveCost:
         """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
         asked = kind, tuple(group), tuple(map(tuple, concurrent))
         if asked not in self._plain:
-            members = self.cluster.check_group(asked[1])
-            others = tuple(self.cluster.check_group(other) for other in asked[2])
+            found = self.estimate(kind, group, float(np.min(sizes, initial=0.0)), concurrent)
+            members, others = found.group, asked[2]
             if len(members) == 1 or not sizes.size:
                 return np.zeros(sizes.shape)
             table = self._table(kind, members, others)
@@ -342,20 +341,29 @@ class CollectiveCost:
         """The measured table for these groups at once, see the module's text."""
         if not self._tables:
             return None
-        asked = {frozenset(group), *map(frozenset, others)}
-        ofthese = [table for table in self._placed if table[0] == kind and asked <= table[1]]
-        _, found, placed = min(ofthese, key=lambda table: len(table[1]), default=(kind, set(), None))
-        if placed is not None and found == asked:
-            return placed
+        models = {self.cluster.devices[device].model for device in group}
+        asked = _sets(kind, (group, *others))
+        nearest: tuple[int, MeasuredTable] | None = None
+        for collective, groups, table in self._placed:
+            fits = collective == kind and asked <= groups and (table.model is None or models == {table.model})
+            if fits and (nearest is None or len(groups) < nearest[0]):
+                nearest = len(groups), table
+        if nearest is not None and nearest[0] == len(asked):
+            return nearest[1]
         held = Counter(self.cluster.devices[device].machine for device in group)
         if len(set(held.values())) == 1 and self._apart(group, others):
             shape = (kind, len(held), next(iter(held.values())))
-            models = {self.cluster.devices[device].model for device in group}
             for table in self._tables:
                 fits = (table.collective, table.machines, table.devices_per_machine) == shape
                 if fits and table.groups is None and (table.model is None or models == {table.model}):
                     return table
-        return placed
+        return None if nearest is None else nearest[1]
+
+    def at_work(self, group: Iterable[int]) -> bool:
+        """Whether devices move the messages between them themselves: all do, in one machine."""
+        devices = [self.cluster.devices[device] for device in group]
+        one = len({device.machine for device in devices}) == 1
+        return one and all(device.compute.message is not None for device in devices)
 
     def _apart(self, group: Group, others: tuple[Group, ...]) -> bool:
         """Whether no link between neighbours of the group carries bytes of another group."""
@@ -379,9 +387,14 @@ class CollectiveCost:
             optimize = import_module("scipy.optimize")  # slow to load, and few clusters have tables
             curve = np.asarray(optimize.isotonic_regression(np.array(getattr(table, column))).x)
             self._curves[id(table), column] = curve
-        beyond = np.maximum(1.0, np.asarray(nbytes) / sizes[-1])
+        beyond = np.maximum(1.0, np.asarray(nbytes) / max(sizes[-1], 1.0))
         found: NDArray[np.float64] = np.interp(nbytes, sizes, curve) * beyond
         return found
+
+
+def _sets(kind: str, groups: Iterable[Sequence[int]]) -> set[object]:
+    """Groups in any order, and so their members where that makes no difference."""
+    return {frozenset(group) if kind in UNORDERED else tuple(group) for group in groups}
 
 
 _shared: WeakValueDictionary[int, CollectiveCost] = WeakValueDictionary()

@@ -101,8 +101,9 @@ class OpCost:
 
     def _packed(self, local: LocalOp) -> Work:
         """Copies that a rank makes for a collective, see `collectives`: pieces along a dim that is not the
-        first go one after the other, and what others still read is not reduced in place. None on devices
-        whose messages others move: copies are fast there beside the messages.
+        first go one after the other, and what others still read is not reduced in place. (A view that does
+        not lie in one piece is copied, too; that is left out.) None on devices whose messages others move:
+        copies are fast there beside the messages.
         """
         if self.cost.cluster.devices[self.device].compute.message is None:
             return NOTHING

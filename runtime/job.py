@@ -18,12 +18,6 @@ LAST_WORDS_SECONDS: Final = 5.0
 """How long a failing rank waits for the others to say why they stop."""
 _SIZE_VARIABLES: Final = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANK_VARIABLES: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_LOCAL_VARIABLES: Final = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
-_PLACE_VARIABLES: Final = (
-    "MPI_LOCALRANKID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-)
 _KILLED: Final = " was killed by "
 
 
@@ -35,25 +29,6 @@ def ranks_of_job() -> int:
 def rank_in_job() -> int | None:
     """This process's rank as its launcher numbers it; None without a launcher."""
     return _first_number(_RANK_VARIABLES)
-
-
-def ranks_here() -> int:
-    """Of the ranks that the launcher started, those on this machine, where it tells; else all."""
-    return _first_number(_LOCAL_VARIABLES) or ranks_of_job()
-
-
-def bind() -> None:
-    """Keep this rank on one core, where as many ranks share each and the launcher tells its place.
-
-    Ranks next to each other share a core. Left alone, the kernel places them anew in every job, and which
-    ranks share one decides what they pay for messages: an all_reduce of 1 MiB by two pairs at once takes
-    0.4 ms where each pair has a core, 0.4 to 1.6 ms across two cores. What a profile has measured holds for
-    a later job only where the places are the same. `DISTGRAPH_BIND=0` leaves them to the kernel.
-    """
-    place, ranks, cores = _first_number(_PLACE_VARIABLES), ranks_here(), sorted(os.sched_getaffinity(0))
-    shared = ranks > len(cores) and ranks % len(cores) == 0
-    if place is not None and shared and os.environ.get("DISTGRAPH_BIND") != "0":
-        os.sched_setaffinity(0, {cores[place * len(cores) // ranks]})
 
 
 def job_directory() -> Path | None:

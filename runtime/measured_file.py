@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Measured:
     Attributes:
         compute: by origin of the devices in the resource file.
         links: None where there was one rank.
-        tables: of collectives on whole groups.
+        tables: of collectives on patterns of groups.
     """
 
     compute: Mapping[str, ComputeFit]
@@ -112,13 +112,11 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
         _apply_links(document, measured.links)
     if measured.tables:
         new = [_table(table) for table in measured.tables]
-        shapes = [(_shape(entry), entry.get("groups")) for entry in new]
-        kept = []
-        for entry in document.get("measured", []):
-            held = entry.get("groups")
-            if not any(_shape(entry) == shape and held in (None, groups) for shape, groups in shapes):
-                kept.append(entry)
-        document["measured"] = kept + new
+        document["measured"] = [
+            entry
+            for entry in document.get("measured", [])
+            if not any(_replaces(other, entry) for other in new)
+        ] + new
 
 
 def _apply_links(document: dict[str, Any], links: LinkFit) -> None:
@@ -190,9 +188,16 @@ def _table(table: MeasuredTable) -> dict[str, Any]:
     return found
 
 
-def _shape(entry: Mapping[str, Any]) -> Sequence[Any]:
+def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Whether a measured table is for what another one is for, or for a part of it."""
     names = ("collective", "machines", "devices_per_machine", "model")
-    return [entry.get(name) for name in names]
+    if any(new.get(name) != old.get(name) for name in names):
+        return False
+    first, second = (
+        None if entry.get("groups") is None else {frozenset(group) for group in entry["groups"]}
+        for entry in (new, old)
+    )
+    return second is None or first == second
 
 
 def _time(seconds: float) -> str:

@@ -3,11 +3,11 @@
 *In:* a transport with two ranks or more.
 *Out:* seconds of every collective on every group of ranks that a mesh can ask for.
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
-counts. Runs follow one another without a pause; the median of their times is a run's time.
+counts. A run's time is the median over runs; on ranks that share cores the mean, less what they compute.
 
-What is sent was written right before, as in a step: the caches of another core give up fresh bytes more
-slowly than old ones. Two ranks on two cores, a reduce_scatter of 4 MiB: 0.21 to 0.30 ms of bytes sent before,
-0.27 to 0.50 ms of fresh ones (medians, two runs).
+What is sent is written right before each run, as in a step: the caches of another core give up fresh bytes
+more slowly than old ones. Two ranks on two cores, a reduce_scatter of 4 MiB: 0.21 to 0.30 ms of bytes sent
+before, 0.27 to 0.50 ms of fresh ones (medians, two runs).
 
 Where ranks share cores, a collective is also measured behind computation for longer than a time slice of the
 scheduler, and what counts is by how much it lengthens that: ranks that come to it one after the other, and do
@@ -124,14 +124,15 @@ class Taken:
     work: float = 0.0
 
 
-def lengthened(found: Sequence[Taken], share: float) -> float:
-    """Seconds by which a run lengthens a step: of the slowest rank, without the work.
+def lengthened(found: Sequence[Taken], shares: Sequence[float]) -> float:
+    """Seconds by which a run lengthens a step: of the slowest rank, without the work of its core's ranks.
 
     Args:
         found: of all ranks.
-        share: ranks that a core computes in turns.
+        shares: of each, the ranks that its core computes in turns.
     """
-    return max(_LEAST, max(own.seconds for own in found) - share * fmean(own.work for own in found))
+    work = fmean(own.work for own in found)
+    return max(_LEAST, *(own.seconds - share * work for own, share in zip(found, shares, strict=True)))
 
 
 def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> Taken:

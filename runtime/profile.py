@@ -172,18 +172,26 @@ def rank_main(host: HostProbes) -> None:
 
 def _rank(request: Request, host: HostProbes) -> int:
     cluster, transport = request.cluster(), current_transport()
-    store = Store.open(request) if transport is None or transport.rank == 0 else Store({}, None)
+    leads = transport is None or transport.rank == 0
+    store = Store.open(request, _places(transport)) if leads else Store({}, None)
     if transport is not None:
         store.runs = transport.broadcast_object(store.runs, 0)
     with threadpool_limits(1):
         _Profile(request, cluster, transport, store, host()).run()
-    if transport is None or transport.rank == 0:
+    if leads:
         found = evaluate(cluster, store.runs, request.ranks)
         write_measured(request.output, request.source, request.ranks, found)
         Console(stderr=True).print(
             f"profile: {request.output} written; {found.summary()}", highlight=False, soft_wrap=True
         )
     return 0
+
+
+def _places(transport: MpiTransport | None) -> str:
+    """How ranks share the cores of the first one's machine."""
+    if transport is None:
+        return ""
+    return f"{transport.share:g} ranks a core" + ", each on one" * transport.bound
 
 
 @dataclass(slots=True)
@@ -196,13 +204,17 @@ class Store:
     saved: float = 0.0
 
     @classmethod
-    def open(cls, request: Request) -> Store:
+    def open(cls, request: Request, places: str = "") -> Store:
         """Those of an earlier run of the same request, if there are any.
+
+        Args:
+            request: what is to be measured.
+            places: how ranks share cores, as that decides what they pay for messages.
 
         Raises:
             ResourceError: the file holds something else.
         """
-        header = {"source": request.source, "ranks": request.ranks, "format": _FORMAT}
+        header = {"source": request.source, "ranks": request.ranks, "places": places, "format": _FORMAT}
         if request.fresh or not request.store_path.is_file():
             return cls({}, request.store_path, header)
         try:
@@ -262,11 +274,11 @@ class _Profile:
         self.timed: dict[str, Timed] = {}
         self.took: dict[str, float] = {}
         self.begin = time.monotonic()
-
-    @property
-    def share(self) -> float:
-        """Ranks that a core of this machine computes in turns, from 1 up."""
-        return 1.0 if self.transport is None else self.transport.share
+        # Ranks that a core computes in turns, here and for every rank.
+        self.share, self.shares = 1.0, [1.0]
+        if transport is not None:
+            self.share = transport.share
+            self.shares = transport.broadcast_object(transport.gather_objects(self.share, 0), 0)
 
     @property
     def rank(self) -> int:
@@ -278,7 +290,7 @@ class _Profile:
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            found = messages.patterns(self.transport.size, limit, shared=self.share > 1)
+            found = messages.patterns(self.transport.size, limit, shared=max(self.shares) > 1)
             items += [Item(pattern.name, partial(self.message, pattern)) for pattern in found]
         done = {item.name: self.rounds(item.name) for item in items}
         with self.bar() as bar:
@@ -289,7 +301,7 @@ class _Profile:
                     for item in items:
                         if done[item.name] <= round_ and self.go(item):
                             self.measure(item)
-                            bar.update(task, advance=1, description=item.name.split("/")[0])
+                            bar.update(task, advance=1, description=item.name.split("/")[0].split(" ")[0])
             finally:
                 self.store.save()
 
@@ -350,11 +362,11 @@ class _Profile:
         """One collective; the slowest rank counts."""
         assert self.transport is not None
         repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
-        own = messages.measure(self.transport, pattern, repeats, shared=self.share > 1)
+        own = messages.measure(self.transport, pattern, repeats, shared=max(self.shares) > 1)
         found = self.transport.gather_objects(own, 0)
         if found is None:
             return {}
-        return {"": ({"message": asdict(pattern)}, [messages.lengthened(found, self.share)])}
+        return {"": ({"message": asdict(pattern)}, [messages.lengthened(found, self.shares)])}
 
     def bar(self) -> Progress:
         """Of the first rank; nothing where it is no terminal."""
@@ -423,27 +435,28 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
             numbers = replace(numbers, step=step, task=task)
         compute[origin] = replace(found, compute=numbers)
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
-    return Measured(compute, links, tuple(_tables(cluster, timed)))
+    return Measured(compute, links, tuple(_tables(cluster, timed, shared)))
 
 
-def _tables(cluster: Cluster, timed: Iterable[tuple[messages.Pattern, float]]) -> list[MeasuredTable]:
-    """Tables of the collectives by their groups. Where ranks share cores, what was measured behind work is
-    the time, the rest is `busy`.
+def _tables(
+    cluster: Cluster, timed: Iterable[tuple[messages.Pattern, float]], work: float
+) -> list[MeasuredTable]:
+    """Tables of the collectives by their groups: the seconds behind so much work, those of collectives that
+    were also measured without as `busy`. Only sizes with both, where time was over before all were measured.
     """
-    found: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[tuple[float, int], float]] = {}
+    found: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[float, dict[float, float]]] = {}
     for pattern, seconds in timed:
-        found.setdefault((pattern.kind, pattern.groups), {})[pattern.work, pattern.nbytes] = seconds
+        by_work = found.setdefault((pattern.kind, pattern.groups), {})
+        by_work.setdefault(pattern.work, {})[pattern.nbytes] = seconds
     made = []
-    for (kind, groups), by_size in found.items():
+    for (kind, groups), by_work in found.items():
         held = [Counter(cluster.devices[device].machine for device in group) for group in groups]
         shapes = {(len(on), count) for on in held for count in on.values()}
-        if len(shapes) > 1:
+        behind, plain = by_work.get(work, {}), by_work.get(0.0)
+        sizes = sorted(behind if plain is None else behind.keys() & plain.keys())
+        if len(shapes) > 1 or not sizes:
             continue
-        shared = max(work for work, _ in by_size)
-        sizes = sorted(size for work, size in by_size if work == shared)
-        times = tuple(by_size[shared, size] for size in sizes)
-        busy = None
-        if shared and all((0.0, size) in by_size for size in sizes):
-            busy = tuple(by_size[0.0, size] for size in sizes)
+        times = tuple(behind[size] for size in sizes)
+        busy = None if plain is None or not work else tuple(plain[size] for size in sizes)
         made.append(MeasuredTable(kind, *shapes.pop(), tuple(sizes), times, None, groups, busy))
     return made

@@ -41,6 +41,7 @@ def current_transport() -> MpiTransport | None:
             f"launcher started {expected} ranks but mpi4py sees {transport.size}; use the mpiexec of the MPI "
             "that mpi4py was built for (pip install mpich), or `distgraph run`"
         )
+    transport.bind()
     _current.append(transport)
     sys.excepthook = lambda kind, error, trace: fail(error)
     atexit.register(_leave)

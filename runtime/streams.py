@@ -9,6 +9,10 @@ the computing stream stand still, but a task ends no earlier than the host has i
 meshes itself stands still for `Compute.message` at each end of one. Collectives of two groups over one kind
 of link at the same time get half of it each.
 
+A device that is at work for its collectives itself (`Message.busy`) does that work while it waits: for any of
+them, the oldest first. What is left of it when it comes to wait for a collective, or at the end of the task,
+it does then.
+
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
 
@@ -49,7 +53,7 @@ class TaskTime:
     Attributes:
         seconds: from start to end.
         compute: of those, at work; what is neither this nor `exposed`, the device waits for the host.
-        exposed: of those, waiting for communication.
+        exposed: of those, waiting for communication, or at work for it.
         communication: of all its collectives, hidden or not.
         flops: floating point operations of its contractions.
         wire: kind of link -> bytes that all ranks of the task send over it.
@@ -199,7 +203,8 @@ class _Run:
         for name in self.storage.late[self.task.name]:
             if name in self.ends:
                 if phase[name] == 2 and self.task.per_micro:
-                    self._wait(self.clock + self.busy[name])
+                    work = self.busy.pop(name)
+                    self._wait(self.clock + work, work)
                     late[name] = self.ends[name]
                 else:
                     self._receive(name)
@@ -223,13 +228,20 @@ class _Run:
                 self._receive(value)
 
     def _receive(self, name: str) -> None:
-        """Wait for a collective; what its devices do for it themselves is done by now, or is done now."""
-        self._wait(max(self.ends.pop(name), self.clock + self.busy[name]))
+        work = self.busy.pop(name)
+        self._wait(max(self.ends.pop(name), self.clock + work), work)
 
-    def _wait(self, end: float) -> None:
-        if end > self.clock:
-            self.exposed += end - self.clock
-            self.clock = end
+    def _wait(self, end: float, work: float = 0.0) -> None:
+        """Stand still until `end`; so many of these seconds the device works for what it waits for."""
+        if end <= self.clock:
+            return
+        idle = end - self.clock - work
+        for name, left in self.busy.items():
+            done = min(left, max(0.0, idle))
+            self.busy[name] -= done
+            idle -= done
+        self.exposed += end - self.clock
+        self.clock = end
 
     def _take(self, step: _Step) -> None:
         local = step.local
@@ -264,7 +276,8 @@ class _Run:
 
     def _attend(self, messages: int) -> None:
         """A device that moves its messages itself computes nothing meanwhile."""
-        self._wait(self.clock + messages * self.streams.message)
+        seconds = messages * self.streams.message
+        self._wait(self.clock + seconds, seconds)
 
     def _communicate(self, local: LocalOp, message: Message) -> None:
         self._count(message)
@@ -282,8 +295,8 @@ class _Run:
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
         self._note("communicate", local, start, end - start)
         if not self.streams.overlap:
-            self._wait(end)
             self.busy[name] = 0.0
+            self._wait(end)
 
     def _delay(self, channel: Channel, after: float, seconds: float) -> None:
         """Another group takes part of the link: what is under way ends later."""

@@ -21,7 +21,6 @@ from typing import Final
 
 from distgraph.runtime.job import (
     LAST_WORDS_SECONDS,
-    bind,
     job_directory,
     process_start,
     rank_in_job,
@@ -45,7 +44,6 @@ def supervise(argv: Sequence[str]) -> None:
         if os.getppid() != supervisor:  # it went before the line above
             os._exit(1)
         (job / f"rank.{rank}").write_text(f"{os.getpid()} {process_start(os.getpid())}")
-        bind()
         _run(argv)
         return
     _, status = os.waitpid(child, 0)

@@ -11,7 +11,7 @@ are messages between stages that lie alike: in the same places of machines that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distgraph.dtypes import itemsize
@@ -71,11 +71,12 @@ class TrafficCost:
         before, after = nbytes(program, op.operands[0].name), nbytes(program, op.result.name)
         size = after if kind in ("all_reduce", "all_gather") else before
         mesh = self.graph.attrs[op.operands[0].name].mesh
-        seconds, link, busy = 0.0, "", 0.0
+        found = [(0.0, "", 0.0)]
         if len(local.attrs["group"]) > 1 and size:
-            for groups in self.patterns(mesh, tuple(op.attrs["axes"])):
-                found = self._priced(kind, groups, size)
-                seconds, link, busy = max((seconds, link, busy), found)
+            groups = self.patterns(mesh, tuple(op.attrs["axes"]))
+            found += [self._priced(kind, pattern, size) for pattern in groups]
+        seconds, link, _ = max(found)
+        busy = max(each[2] for each in found)
         return Message(kind, seconds, mesh.size * float(local.attrs["wire"]), link, busy)
 
     def exchange(self, op: Op) -> Message:
@@ -90,9 +91,9 @@ class TrafficCost:
             placed: dict[tuple[int, int], float] = defaultdict(float)
             for (a, b), size in flows.items():
                 placed[places[a], places[b]] += size
-            self._exchanges[key] = Message(
-                "send", self.cost.exchange(placed), float(sum(flows.values())), self._link(placed)
-            )
+            seconds, wire = self.cost.exchange(placed), float(sum(flows.values()))
+            busy = seconds if self.cost.at_work({device for pair in placed for device in pair}) else 0.0
+            self._exchanges[key] = Message("send", seconds, wire, self._link(placed), busy)
         return self._exchanges[key]
 
     def _placed(self, first: ProcessMesh, second: ProcessMesh) -> tuple[int, ...]:
@@ -106,7 +107,7 @@ class TrafficCost:
         """(source rank, target rank) -> bytes of a permute, halo or transfer; no local copies."""
         return _flows(op, self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name])
 
-    def _link(self, placed: dict[tuple[int, int], float]) -> str:
+    def _link(self, placed: Mapping[tuple[int, int], float]) -> str:
         """Kind of the narrowest link on the way of the largest message."""
         if not placed:
             return ""
@@ -118,7 +119,8 @@ class TrafficCost:
         key = (kind, groups, size)
         if key not in self._messages:
             found = self.cost.estimate(kind, groups[0], size, groups[1:])
-            link = found.bottleneck.kind if found.bottleneck is not None else found.algorithm
+            ends = {(groups[0][0], groups[0][-1]): 1.0}
+            link = found.bottleneck.kind if found.bottleneck is not None else self._link(ends)
             self._messages[key] = (found.seconds, link, found.busy)
         return self._messages[key]
 

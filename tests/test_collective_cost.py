@@ -280,17 +280,37 @@ def test_tables_of_groups_hold_for_these_groups_at_once():
 
 def test_devices_that_move_their_messages_are_at_work_for_them():
     """All the time where a table does not say for how long; devices whose messages others move never are."""
-    given = [placed(3.0, (0, 1), (2, 3), busy=(1.0, 3.5)), placed(5.0, (0, 2), (1, 3))]
+    given = [placed(3.0, (0, 1), (2, 3), busy=(1.0, 8.0)), placed(5.0, (0, 2), (1, 3))]
     message = {**DEVICE, "compute": {"message": "1 us"}}
     for device, known in ((DEVICE, False), (message, True)):
         cost = CollectiveCost(boxes([4], devices={**device, "count": 4}), tables=given)
         found = cost.estimate("all_reduce", (0, 1), 150, [(2, 3)])
-        assert (found.seconds, found.busy) == (4.5, 2.25)
+        assert (found.seconds, found.busy) == (4.5, 4.5)
+        found = cost.estimate("all_reduce", (0, 1), 100, [(2, 3)])
+        assert (found.seconds, found.busy) == (3.0, 1.0)
         found = cost.estimate("all_reduce", (0, 2), 150, [(1, 3)])
         assert (found.seconds, found.busy) == (7.5, 7.5 * known)
         found = cost.estimate("all_reduce", (0, 3), 150)
         assert found.seconds > 0
         assert found.busy == found.seconds * known
+
+
+def test_between_machines_others_move_the_bytes():
+    device = {**DEVICE, "compute": {"message": "1 us"}}
+    cost = CollectiveCost(boxes([2, 2], devices={**device, "count": 2}))
+    assert cost.estimate("all_reduce", (0, 1), 2**20).busy > 0
+    assert cost.estimate("all_reduce", (0, 2), 2**20).busy == 0
+
+
+def test_tables_of_groups_are_of_their_model_and_order():
+    alike = dataclasses.replace(placed(3.0, (0, 1), (2, 3)), model="G")
+    other = dataclasses.replace(alike, model="another", times=(7.0, 7.0))
+    cost = CollectiveCost(boxes([4]), tables=[other, alike])
+    assert cost.time("all_reduce", (0, 1), 100, [(2, 3)]) == 3.0
+    ring = MeasuredTable("permute", 1, 4, (100.0,), (3.0,), None, ((0, 1, 2, 3),))
+    cost = CollectiveCost(boxes([4]), tables=[ring])
+    assert cost.time("permute", (0, 1, 2, 3), 100) == 3.0
+    assert cost.time("permute", (0, 2, 1, 3), 100) < 1
 
 
 def test_many_sizes_at_once_cost_what_each_does():
@@ -299,6 +319,10 @@ def test_many_sizes_at_once_cost_what_each_does():
     for groups in ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0,)]):
         each = [[cost.time("all_reduce", groups[0], size, groups[1:]) for size in row] for row in sizes]
         assert cost.times("all_reduce", groups[0], sizes, tuple(groups[1:])) == pytest.approx(np.array(each))
+    with pytest.raises(ResourceError, match="a size is not negative"):
+        cost.times("all_reduce", (0, 1), -sizes, [(2, 3)])
+    with pytest.raises(ResourceError, match="nonsense"):
+        cost.times("nonsense", (0,), sizes)
 
 
 # Properties.

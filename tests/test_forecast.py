@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import networkx as nx
@@ -21,9 +20,9 @@ from distgraph.runtime.cost import OpCost
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.simulate import simulate
 from distgraph.runtime.storage import plan_storage
-from distgraph.runtime.streams import Streams
+from distgraph.runtime.streams import Streams, _Run
 from distgraph.runtime.task import pipeline
-from distgraph.runtime.traffic import TrafficCost
+from distgraph.runtime.traffic import Message, TrafficCost
 
 grid = ProcessMesh.grid
 FREE = {"launch": "0 s", "latency": "0 s", "bandwidth": "1000000 TB/s", "cable": "1000000 TB/s"}
@@ -351,16 +350,60 @@ def test_of_a_measured_collective_hides_what_its_devices_do_not_do():
     assert exposed == pytest.approx((len(communications(build)) - 1) * 4e-7 + 1e-6)
 
 
-def test_a_device_that_sends_itself_copies_what_does_not_lie_in_one_piece():
+def test_collectives_under_way_at_once_are_worked_for_once():
+    """Groups along two axes, all at work: as long as one after the other, whichever is awaited first."""
+    build, cluster = serial_chain(), at_work(1)
+    price = costs(build, cluster)
+    streams = Streams(price.program, price.storage, price, TrafficCost(build.lowered, cluster, (0,)))
+    task = price.program.tasks[0]
+    run = _Run(streams, task, True, {}, False)
+    first, second = (
+        local_of("comm.all_reduce", name, group) for name, group in (("a", (0, 1)), ("b", (0, 2)))
+    )
+    for local in (first, second):
+        run._communicate(local, Message("all_reduce", 10.0, 0.0, "nvlink", 10.0))
+    run._wait_for(("a", "b"))
+    assert run.clock == run.exposed == pytest.approx(20.0)
+    # Half of the first is work; the other half of its time the second is worked for.
+    run = _Run(streams, task, True, {}, False)
+    run._communicate(first, Message("all_reduce", 10.0, 0.0, "nvlink", 5.0))
+    run._communicate(second, Message("all_reduce", 4.0, 0.0, "ethernet", 4.0))
+    run._wait_for(("a", "b"))
+    assert run.clock == pytest.approx(10.0)
+
+
+def local_of(mode: str, name: str, group: tuple[int, ...]) -> LocalOp:
+    op = Op(mode, (Value("x", (8,), "f32"),), (Value(name, (8,), "f32"),), {})
+    return LocalOp(op, mode, {"group": group})
+
+
+CASES = [
+    ("comm.all_gather", (4, 6), (8, 6), {"dim": 0}, 0),
+    ("comm.all_gather", (4, 6), (4, 12), {"dim": 1}, 4 * 12),
+    ("comm.all_gather", (1, 6), (1, 12), {"dim": 1}, 0),
+    ("comm.reduce_scatter", (8, 6), (4, 6), {"dim": 0}, 0),
+    ("comm.reduce_scatter", (8, 6), (8, 3), {"dim": 1}, 8 * 6),
+    ("comm.all_to_all", (8, 6), (4, 12), {"split_dim": 0, "concat_dim": 1}, 4 * 12),
+    ("comm.all_to_all", (4, 12), (8, 6), {"split_dim": 1, "concat_dim": 0}, 4 * 12),
+    ("comm.all_to_all", (2, 4, 6), (2, 2, 12), {"split_dim": 1, "concat_dim": 2}, 2 * 48),
+]
+
+
+@pytest.mark.parametrize(("mode", "before", "after", "attrs", "copied"), CASES)
+def test_a_device_that_sends_itself_copies_what_does_not_lie_in_one_piece(
+    mode: str, before: tuple[int, ...], after: tuple[int, ...], attrs: dict[str, int], copied: int
+):
     """Blocks along columns go one after the other, blocks along rows as they lie."""
-    build = chain(8, [4, 6, 10], [grid(tp=2)] * 2, weights=[[None, "tp"], [None, "tp"]])
-    local = next(op for op in communications(build) if op.mode == "comm.all_gather")
-    whole = 4 * math.prod(build.program(0).types[local.op.result.name][0])
-    work, seconds = costs(build, at_work(2)).of(local)
-    assert (work.kind, work.nbytes, seconds > 0) == ("memory", 2 * whole, True)
-    assert costs(build, machines(2)).of(local)[0].kind == "none"
-    leading = replace(local, attrs={**local.attrs, "dim": 0})
-    assert costs(build, at_work(2)).of(leading)[0].kind == "none"
+    x, y = Value("x", before, "f32"), Value("y", after, "f32")
+    local = LocalOp(Op(mode, (x,), (y,), {}), mode, attrs)
+    for cluster, expected in ((at_work(2), 2 * 4 * copied), (machines(2), 0)):
+        price = costs(serial_chain(), cluster)
+        price.program.types.update({"x": (before, "f32"), "y": (after, "f32")})
+        slot = next(iter(price.storage.slots.values()))
+        price.storage.slots.update({name: type(slot)("source", name) for name in "xy"})
+        work, seconds = price.of(local)
+        assert work.nbytes == expected
+        assert (seconds > 0) == (expected > 0)
 
 
 def communications(build: Build) -> list[LocalOp]:

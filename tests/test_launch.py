@@ -79,13 +79,28 @@ def test_ranks_that_share_cores_stay_on_them(tmp_path: Path, monkeypatch: pytest
     try:
         count = len(cores)
         assert places(2 * count) == [f"on {r} {[cores[r // 2]]} 2.0" for r in range(2 * count)]
-        assert places(count) == [f"on {r} {cores} 1.0" for r in range(count)]
         if count > 1:
+            assert places(count) == [f"on {r} {cores} 1.0" for r in range(count)]
             assert places(3) == [f"on {r} {cores} 1.5" for r in range(3)]
         monkeypatch.setenv("DISTGRAPH_BIND", "0")
         assert places(2 * count) == [f"on {r} {cores} 2.0" for r in range(2 * count)]
     finally:
         os.sched_setaffinity(0, before)
+
+
+@needs_mpi
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_ranks_that_somebody_placed_on_cores_of_their_own_do_not_share_them(tmp_path: Path) -> None:
+    body = """
+    from distgraph.runtime.mpi import MpiTransport
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank % 2 :][:1])
+    placed = MpiTransport()
+    placed.bind()
+    print("on", placed.share, placed.bound, len(os.sched_getaffinity(0)))
+    """
+    outcome = start(tmp_path, body, 2)
+    assert outcome.code == 0, outcome.err
+    assert [line for line in outcome.out.splitlines() if line.startswith("on ")] == 2 * ["on 1.0 False 1"]
 
 
 @needs_mpi

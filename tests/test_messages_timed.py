@@ -65,12 +65,13 @@ def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
 def test_a_message_behind_work_takes_what_it_adds() -> None:
     """Two ranks a core: the slowest takes 9 s, of which both works take 2 x 3 s; never nothing or less."""
     found = [Taken(9.0, 2.0), Taken(8.0, 4.0), Taken(0.0, 3.0)]
-    assert lengthened(found, 2.0) == 3.0
-    assert 0 < lengthened(found, 4.0) < 1e-5
+    assert lengthened(found, [2.0, 2.0, 2.0]) == 3.0
+    assert lengthened(found, [2.0, 1.0, 2.0]) == 5.0  # the second has a core of its own
+    assert 0 < lengthened(found, [4.0, 4.0, 4.0]) < 1e-5
     once = _behind_work(partial(time.sleep, 0.02), None, 3, 1, 0.002)
-    assert lengthened([once], 1.0) >= 0.02
+    assert lengthened([once], [1.0]) >= 0.02
     there_and_back = _behind_work(partial(time.sleep, 0.02), None, 3, 2, 0.002)
-    assert lengthened([there_and_back], 1.0) >= 0.01
+    assert lengthened([there_and_back], [1.0]) >= 0.01
     assert there_and_back.work < once.work
 
 
@@ -112,6 +113,10 @@ def test_collectives_become_tables_of_their_groups() -> None:
             pattern = Pattern("all_reduce", groups, nbytes, work)
             rounds = [[seconds * (1 + groups[0][1])], [1.0], [1e-9]]
             runs[f"|{pattern.name}"] = {"message": asdict(pattern), "runs": rounds}
+    over = Pattern("all_reduce", ((0, 1), (2, 3)), 16384, 0.0)  # of what was to follow, time was over
+    runs[f"|{over.name}"] = {"message": asdict(over), "runs": [[1.0]]}
+    early = Pattern("all_gather", ((0, 1), (2, 3)), 1024, 0.0)
+    runs[f"|{early.name}"] = {"message": asdict(early), "runs": [[1.0]]}
     alone = Pattern("broadcast", ((0, 1, 2, 3),), 1024, 2e-3)
     runs[f"|{alone.name}"] = {"message": asdict(alone), "runs": [[3e-4]]}
     found = evaluate(local_cluster(4), json.loads(json.dumps(runs)), ranks=4)

@@ -392,6 +392,19 @@ def test_written_file_loads_with_what_was_measured_and_keeps_the_rest(tmp_path: 
     assert yaml.safe_load(text)["about"] == "kept as it is"
 
 
+def test_new_tables_replace_those_of_the_same_groups(tmp_path: Path) -> None:
+    """In whatever order they stand; those of other groups stay."""
+    document = yaml.safe_load(SOURCE)
+    same, other = ([[2, 3], [1, 0]], [[0, 1]])
+    table = document["measured"][0]
+    document["measured"] = [{**table, "groups": same}, {**table, "groups": other}, table]
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(document))
+    write_measured(str(tmp_path / "new.yaml"), str(tmp_path / "ours.yaml"), 4, numbers())
+    kept, new = load_cluster(tmp_path / "new.yaml").measured
+    assert (kept.groups, kept.times) == (((0, 1),), (1.0,))
+    assert new == numbers().tables[0]
+
+
 def test_profile_of_a_written_file_changes_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text(SOURCE)
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"

@@ -233,6 +233,11 @@ MISTAKES = [
         [TABLE | {"groups": [[0, 1], [2, 99]]}],
         "measured[0].groups: device 99, but the devices are 0 to ",
     ),
+    (
+        ["measured"],
+        [TABLE | {"machines": 2, "devices_per_machine": 1, "groups": [[0, 1]]}],
+        "measured[0].groups: [0, 1] has [2] devices on its machines, but the table is for 2 with 1 each; ",
+    ),
 ]
 
 

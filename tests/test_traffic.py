@@ -92,6 +92,26 @@ def test_messages_cost_what_they_cost_priced_for_each_border_anew(
         assert traffic.exchange(op) == anew(build, op, cluster, devices)
 
 
+def test_devices_of_one_machine_that_send_themselves_are_at_work_for_all_of_an_exchange():
+    build = row(2, 1, 16)
+    sent = [op for op in build.lowered.ops if op.kind in ("comm.transfer", "comm.permute")]
+    assert sent
+    for message, machines, share in (("1 us", [4], 1.0), ("1 us", [1, 1, 1, 1], 0.0), (None, [4], 0.0)):
+        entries = [machine(size, f"m{i}") for i, size in enumerate(machines)]
+        for entry in entries:
+            entry["devices"] |= {"compute": {"message": message}} if message else {}
+        document = {
+            "name": "equal",
+            "launch": "10 us",
+            "machines": entries,
+            "network": {"topology": "switch"},
+        }
+        traffic = TrafficCost(build.lowered, cluster_of(document), range(4))
+        for found in map(traffic.exchange, sent):
+            assert found.seconds > 0
+            assert found.busy == share * found.seconds
+
+
 def test_borders_that_lie_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch):
     priced: list[int] = []
     exchange = CollectiveCost.exchange
