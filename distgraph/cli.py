@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from distgraph import __version__
 from distgraph.documents import check_writable
 from distgraph.engine.forecasting import beforehand
-from distgraph.engine.given import VARIABLE, giving
+from distgraph.engine.given import CLUSTER_VARIABLE, VARIABLE, giving
 from distgraph.engine.inspection import check_script
 from distgraph.engine.overhead import overheads
 from distgraph.engine.planning import Progress, SearchOptions
@@ -39,6 +40,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; also behind the script.")
+_CLUSTER = typer.Option(
+    "--cluster", help="Resource file or shipped name that prices changes of layout; also behind the script."
+)
 _PASS_ON = {"allow_interspersed_args": False}  # options after the script are the script's
 
 
@@ -65,19 +69,21 @@ def run(
         int | None, typer.Option("-n", help="How many ranks; 1, or as many as the plan has, by default.")
     ] = None,
     plan: Annotated[str, _PLAN] = "",
+    cluster: Annotated[str, _CLUSTER] = "",
 ) -> None:
     """Run a script on N MPI ranks of this machine."""
     if ranks is None:
         _refuse("run", "-n", script, args)
-    plan, left = _with_plan(plan, args)
-    command = [script, *left]
-    if not plan:
-        raise typer.Exit(launch(1 if ranks is None else ranks, command))
-    needed = max(Plan.load(plan).ranks) + 1
-    if ranks is not None and ranks < needed:
-        raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
-    env = {**os.environ, VARIABLE: str(Path(plan).resolve())}
-    raise typer.Exit(launch(needed if ranks is None else ranks, command, env=env))
+    (plan, cluster), left = _taken({"--plan": plan, "--cluster": cluster}, args)
+    needed, env = 1, dict(os.environ)
+    if cluster:
+        load_cluster(cluster)  # its mistakes are told here, once
+        env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
+    if plan:
+        needed, env[VARIABLE] = max(Plan.load(plan).ranks) + 1, str(Path(plan).resolve())
+        if ranks is not None and ranks < needed:
+            raise GraphError(f"run: plan {plan} needs {needed} ranks but -n is {ranks}; leave out -n")
+    raise typer.Exit(launch(needed if ranks is None else ranks, [script, *left], env=env))
 
 
 @app.command(context_settings=_PASS_ON)
@@ -86,12 +92,13 @@ def check(
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="At most so many samples; 0: a whole micro-batch.")] = 0,
     plan: Annotated[str, _PLAN] = "",
+    cluster: Annotated[str, _CLUSTER] = "",
 ) -> None:
     """Compare partitioned with serial on the first batch of a script, value by value."""
     if not samples:
         _refuse("check", "--samples", script, args)
-    plan, left = _with_plan(plan, args)
-    with giving(Plan.load(plan) if plan else None):
+    (plan, cluster), left = _taken({"--plan": plan, "--cluster": cluster}, args)
+    with giving(Plan.load(plan) if plan else None, load_cluster(cluster) if cluster else None):
         report = check_script(script, left, samples)
     typer.echo(report)
     raise typer.Exit(0 if report.ok else 1)
@@ -256,15 +263,25 @@ def _refuse(command: str, option: str, script: str, args: list[str] | None) -> N
         )
 
 
-def _with_plan(plan: str, args: list[str] | None) -> tuple[str, list[str]]:
-    """A plan that stands behind the script is ours too; what follows -- is the script's alone."""
+def _taken(given: Mapping[str, str], args: list[str] | None) -> tuple[list[str], list[str]]:
+    """Options that stand behind the script are ours too; what follows -- is the script's alone.
+
+    Args:
+        given: option -> its value where it stood before the script, else "".
+
+    Returns: the values in the same order, and what is left for the script.
+    """
     ours, rest = _ours(args)
-    for position, word in enumerate(ours):
-        if word.startswith("--plan="):
-            return word.removeprefix("--plan="), [*ours[:position], *ours[position + 1 :], *rest]
-        if word == "--plan" and position + 1 < len(ours):
-            return ours[position + 1], [*ours[:position], *ours[position + 2 :], *rest]
-    return plan, [*ours, *rest]
+    found = dict(given)
+    for option in given:
+        for position, word in enumerate(ours):
+            if word.startswith(f"{option}="):
+                found[option], ours[position : position + 1] = word.removeprefix(f"{option}="), []
+                break
+            if word == option and position + 1 < len(ours):
+                found[option], ours[position : position + 2] = ours[position + 1], []
+                break
+    return list(found.values()), [*ours, *rest]
 
 
 def _ours(args: list[str] | None) -> tuple[list[str], list[str]]:

@@ -184,7 +184,7 @@ def test_cluster_checks_a_file(tmp_path):
 
 def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "launch", lambda n, argv: seen.append((n, argv)) or 7)
+    monkeypatch.setattr(cli, "launch", lambda n, argv, env: seen.append((n, argv)) or 7)
     code, _ = invoke("run", "-n", "3", "train.py", "-n", "9", "--flag")
     assert code == 7
     assert seen == [(3, ["train.py", "-n", "9", "--flag"])]
@@ -193,7 +193,7 @@ def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize("given", [["-n", "2"], ["-n2"], ["-n=2"], ["-v", "-n", "2"]])
 def test_ranks_behind_the_script_are_refused_unless_they_are_the_script_s(given, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "launch", lambda n, argv: seen.append((n, argv)) or 0)
+    monkeypatch.setattr(cli, "launch", lambda n, argv, env: seen.append((n, argv)) or 0)
     code, output = invoke("run", "train.py", *given)
     said = " ".join(word for word in given if word != "-v")
     assert code == 1

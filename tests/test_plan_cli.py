@@ -18,8 +18,9 @@ from forecasts import document
 from test_cli import SCRIPT, invoke
 
 import distgraph as dg
-from distgraph.engine.given import VARIABLE, giving, plan_for
+from distgraph.engine.given import CLUSTER_VARIABLE, VARIABLE, giving, plan_for
 from distgraph.plan import Plan
+from distgraph.resources import load_cluster
 from distgraph.runtime import launch as launcher
 
 PLAIN = SCRIPT.replace("mesh = dg.ProcessMesh.grid(dp=2, tp=2)", "mesh = None").replace('batch_axis="dp"', "")
@@ -119,12 +120,53 @@ def test_run_takes_the_ranks_of_the_plan(planned: dict[str, str], monkeypatch: p
         (6, [planned["plain"], "-x"], plan),
         (4, [planned["plain"], "-y"], plan),
     ]
-    monkeypatch.setattr("distgraph.cli.launch", lambda n, argv: seen.append((n, argv)) or 0)
+    monkeypatch.setattr("distgraph.cli.launch", lambda n, argv, env: seen.append((n, argv)) or 0)
     assert invoke("run", planned["plain"], "--", "--plan", "mine")[0] == 0
     assert seen[-1] == (1, [planned["plain"], "--plan", "mine"])
     code, output = invoke("run", "-n", "2", "--plan", planned["plan"], planned["plain"])
     assert code == 1
     assert "needs 4 ranks but -n is 2; leave out -n" in output
+
+
+def test_run_hands_the_cluster_on(planned: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files by their full path, shipped ones by name; before or behind the script; mistakes come first."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "distgraph.cli.launch",
+        lambda n, argv, env: seen.append((n, argv, env.get(CLUSTER_VARIABLE), env.get(VARIABLE))) or 0,
+    )
+    plain, boxes = planned["plain"], str(Path(planned["boxes"]).resolve())
+    plan = str(Path(planned["plan"]).resolve())
+    assert invoke("run", "--cluster", planned["boxes"], "--plan", planned["plan"], plain)[0] == 0
+    assert (
+        invoke("run", plain, "-x", "--plan", planned["plan"], f"--cluster={boxes}", "--", "--cluster")[0] == 0
+    )
+    assert invoke("run", "-n", "2", plain, "--cluster", "dgx_a100_pod")[0] == 0
+    assert seen == [
+        (4, [plain], boxes, plan),
+        (4, [plain, "-x", "--cluster"], boxes, plan),
+        (2, [plain], "dgx_a100_pod", None),
+    ]
+    code, output = invoke("run", "--cluster", "nowhere.yaml", plain)
+    assert code == 1
+    assert "nowhere.yaml" in output
+    assert len(seen) == 3
+
+
+def test_the_command_s_cluster_goes_before_the_script_s(
+    planned: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = load_cluster(planned["boxes"])
+    with giving(None, cluster):
+        assert dg.Engine(dg.nn.ReLU(), cluster="dgx_a100_pod").cluster is cluster
+    assert dg.Engine(dg.nn.ReLU()).cluster is None
+    monkeypatch.setenv(CLUSTER_VARIABLE, planned["boxes"])
+    found = dg.Engine(dg.nn.ReLU(), cluster="dgx_a100_pod").cluster
+    assert found is not None
+    assert found.name == cluster.name
+    code, output = invoke("check", planned["plain"], "--plan", planned["plan"], "--cluster", planned["boxes"])
+    assert code == 0, output
+    assert "on 4 ranks" in output
 
 
 def test_the_command_s_plan_goes_before_the_script_s(planned: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from distgraph.engine.arguments import check_parts, check_training
 from distgraph.engine.compiled import Compiled, scalar
 from distgraph.engine.extracting import extract
 from distgraph.engine.forecasting import beforehand, cluster_for, forecast_training
-from distgraph.engine.given import plan_for
+from distgraph.engine.given import cluster_given, plan_for
 from distgraph.engine.inspection import offer
 from distgraph.engine.memory import Memory, Reader
 from distgraph.engine.program import Recipe, metric_names
@@ -80,7 +80,7 @@ class Engine:
     ) -> None:
         check_parts(model, loss, optimizer, metrics, strategy, cluster, seed, plan)
         recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
-        self.cluster = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+        self.cluster = cluster_given(cluster)
         self.seed = seed
         self.step = 0
         self.epoch = 0
