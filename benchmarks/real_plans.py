@@ -61,7 +61,17 @@ in the next. An all_reduce of 1 MiB on four ranks takes 0.7 ms or 1.3 to 1.5, ac
 knows. That the mixture on 2 ranks was once 1.093 behind, and 1.000 after memory had been compacted, may have
 been this as well.
 
-Ratio, interval, turns, milliseconds, plans not tried. Before the last of the list above was mended:
+Ratio, interval, turns, milliseconds, plans not tried. With all of it, profiles of 60 and 85 s, 2 to 5 minutes
+each:
+
+    2       GPT     1.004   0.996 - 1.018   24      147, 146                 0
+    2       conv    1.009   1.003 - 1.016   323     27.6, 27.3               0
+    2       MoE     0.995   0.986 - 1.002   203     39.9, 39.8               0
+    4       GPT     1.020   0.989 - 1.031   43      211, 210                 0
+    4       conv    1.028   1.016 - 1.037   302     38.1, 37.4               0
+    4       MoE     1.003   0.992 - 1.012   195     49.7, 49.8               0
+
+Before the last of the list above was mended, profiles of 60 and 100 s:
 
     2       GPT     1.003   0.994 - 1.011   45      140, 139                 0
     2       conv    1.004   0.999 - 1.008   462     25.2, 25.1               0
@@ -79,7 +89,7 @@ and in a run of 17 minutes with its own profiles:
     4       conv    1.067   1.051 - 1.079   183     40.5, 37.8               0
     4       MoE     0.985   0.970 - 0.992   146     46.7, 48.0               0
 
-FINAL
+The mixture takes 1.2 to 1.4 times its forecast on 2 ranks, all layouts alike: why is not known.
 """
 
 import argparse
