@@ -56,10 +56,10 @@ alike, and messages wrong: 40 to 63 ms of a step, of which the forecast knew 17 
 Predicted: with these mended, forecasts of all layouts in one micro-batch lie within 10 %. Seen, profile and
 programs minutes apart: 0.91 to 1.03 times for the GPT, 0.97 to 1.05 for the conv net, and 0.95 to 1.26 where
 the machine changed in between. For it does, as if the cores of this virtual machine shared a cache in one
-minute and not in the next. An all_reduce of 1 MiB on four ranks takes 0.7 ms or 1.3 to 1.5, across two cores 0.45 or 1.1 to
-1.4, on one core always 0.45; and all programs take up to 1.25 times as long for minutes. No plan made before
-knows. That the mixture on 2 ranks was once 1.093 behind, and 1.000 after memory had been compacted, may have
-been this as well.
+minute and not in the next. An all_reduce of 1 MiB on four ranks takes 0.7 ms or 1.3 to 1.5, across two cores
+0.45 or 1.1 to 1.4, on one core always 0.45; and all programs take up to 1.25 times as long for minutes. No
+plan made before knows. That the mixture on 2 ranks was once 1.093 behind, and 1.000 after memory had been
+compacted, may have been this as well.
 
 Ratio, interval, turns, milliseconds, plans not tried. With all of it, profiles of 60 and 85 s, 2 to 5 minutes
 each:
