@@ -13,10 +13,8 @@ through.
 from __future__ import annotations
 
 import functools
-import keyword
 import linecache
 import operator
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +25,9 @@ from distgraph.dtypes import to_numpy
 from distgraph.graph import SOURCES, Op
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.printing import name_text
 from distgraph.runtime import collectives
+from distgraph.runtime.identifiers import Identifiers, commented, literal
 from distgraph.runtime.storage import Storage, is_started
 from distgraph.runtime.transport import Transport
 
@@ -80,7 +80,6 @@ class _Writer:
     ) -> None:
         self.program, self.storage, self.arena, self.xp = program, storage, arena, xp
         self.transport = transport
-        self.names: dict[str, str] = {}
         self.makers: dict[str, LocalOp] = {}
         for local in (local for task in program.tasks for local in task.ops if local.mode != "send"):
             for value in local.op.results:
@@ -93,8 +92,7 @@ class _Writer:
         }
         self.bound["copyto"] = xp.copyto
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the thing) -> name
-        self.numbers: dict[str, int] = {}  # hint -> number of the last name made of it
-        self.taken: set[str] = set()  # names of values
+        self.identifiers = Identifiers([*self.bound, "m", "work", "sent"])
         self.ready: set[str] = set()
         self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
@@ -102,32 +100,26 @@ class _Writer:
 
     def name(self, value: str) -> str:
         """Python name of a value."""
-        if value not in self.names:
-            text = re.sub(r"\W", "_", value)
-            text = text if text[0].isalpha() and not keyword.iskeyword(text) else f"v{text}"
-            while text in self.taken or text in self.bound:
-                text += "_"
-            self.names[value] = text
-            self.taken.add(text)
-        return self.names[value]
+        return self.identifiers.of(("value", value), value)
+
+    def work(self, value: str) -> str:
+        """Python name of the collective under way that makes a value."""
+        return self.identifiers.of(("work", value), f"work_{value}")
 
     def bind(self, hint: str, thing: Any) -> str:
         """A global of the task for a Python object."""
         known = self.bindings.get((hint, id(thing)))
         if known is not None and self.bound.get(known) is thing:
             return known
-        name = hint
-        while name in self.taken or (name in self.bound and self.bound[name] is not thing):
-            self.numbers[hint] = self.numbers.get(hint, 0) + 1
-            name = f"{hint}_{self.numbers[hint]}"
+        name = self.identifiers.once(hint)
         self.bound[name] = thing
         self.bindings[hint, id(thing)] = name
         return name
 
     def line(self, text: str, op: Op | None = None) -> None:
         if op is not None:
-            described = ", ".join(f"%{v.name}" for v in op.results)
-            text = f"{text:<70}  # {described} {op.kind} {op.source}".rstrip()
+            described = ", ".join(f"%{name_text(v.name)}" for v in op.results)
+            text = f"{text:<70}  # {described} {commented(op.kind)} {commented(op.source)}".rstrip()
         self.lines.append("    " + text)
 
     # ------------------------------------------------------------------ operands and results
@@ -162,9 +154,9 @@ class _Writer:
                 self.xp.asarray(payload, dtype) if isinstance(payload, np.ndarray) else dtype.type(payload)
             )
         elif op.result.shape == ():
-            self.line(f"{name} = feeds[{op.attrs['name']!r}]")
+            self.line(f"{name} = feeds[{literal(op.attrs['name'])}]")
         else:
-            self.line(f"{name} = feeds[{op.attrs['name']!r}][m]")
+            self.line(f"{name} = feeds[{literal(op.attrs['name'])}][m]")
 
     def maker(self, value: str) -> LocalOp:
         return self.makers[value]
@@ -323,10 +315,12 @@ class _Writer:
             function = local.mode.removeprefix("comm.")
             group = repr(attrs["group"])
             arguments = {
-                "all_reduce": lambda: f"{group}, {attrs['reduction']!r}, {source if in_place else target}",
+                "all_reduce": lambda: (
+                    f"{group}, {literal(attrs['reduction'])}, {source if in_place else target}"
+                ),
                 "all_gather": lambda: f"{attrs['dim']}, {attrs['sizes']!r}, {group}, {target}",
                 "reduce_scatter": lambda: (
-                    f"{attrs['dim']}, {attrs['sizes']!r}, {attrs['reduction']!r}, {group}, {target}"
+                    f"{attrs['dim']}, {attrs['sizes']!r}, {literal(attrs['reduction'])}, {group}, {target}"
                 ),
                 "all_to_all": lambda: (
                     f"{attrs['split_dim']}, {attrs['split_sizes']!r}, {attrs['concat_dim']}, "
@@ -334,7 +328,7 @@ class _Writer:
                 ),
             }[function]()
         start = self.bind(f"{function}_start", getattr(collectives, f"{function}_start"))
-        self.line(f"work_{self.name(op.result.name)} = {start}(comm, {source}, {arguments})", op)
+        self.line(f"{self.work(op.result.name)} = {start}(comm, {source}, {arguments})", op)
         if in_place:
             self.line(f"{target} = {source}")
             if source in self.bound:
@@ -355,13 +349,13 @@ class _Writer:
         depth = self.storage.rings.get(slot.root, 1)
         start = self.bind("exchange_start", collectives.exchange_start)
         call = f"{start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})"
-        self.line(f"{under_way}[{op.name!r}, m % {depth}] = {call}", op)
+        self.line(f"{under_way}[{literal(op.name)}, m % {depth}] = {call}", op)
 
     def free_for_sending(self, op: Op) -> None:
         """Before a task writes a buffer again, what was sent from it must have left."""
         depth = self.storage.rings.get(self.storage.slots[op.operands[0].name].root, 1)
         under_way = self.bind("under_way", self.arena.sends)
-        self.line(f"sent = {under_way}.pop(({op.name!r}, m % {depth}), None)")
+        self.line(f"sent = {under_way}.pop(({literal(op.name)}, m % {depth}), None)")
         self.line("if sent is not None: sent.wait()")
 
     def receive(self, local: LocalOp) -> None:
@@ -372,10 +366,10 @@ class _Writer:
             for have, want in attrs["copies"]:
                 self.line(f"{target}[{self.bind('want', want)}] = {source}[{self.bind('have', have)}]", op)
         if attrs["recvs"]:
-            self.line(f"work_{self.name(op.result.name)} = pending.pop(({op.result.name!r}, m))", op)
+            self.line(f"{self.work(op.result.name)} = pending.pop(({literal(op.result.name)}, m))", op)
 
     def wait(self, value: str) -> None:
-        self.line(f"work_{self.name(value)}.wait()")
+        self.line(f"{self.work(value)}.wait()")
 
     # ------------------------------------------------------------------ whole functions
 
@@ -394,7 +388,7 @@ class _Writer:
                     self.wait(value)
                     started.discard(value)
             for value in self.elsewhere(local, task):
-                self.line(f"work = pending.pop(({value!r}, m), None)")
+                self.line(f"work = pending.pop(({literal(value)}, m), None)")
                 self.line("if work is not None: work.wait()")
             self.emit(local, last=last)
             if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
@@ -410,7 +404,7 @@ class _Writer:
         for value in self.storage.late[task.name]:
             if value in started:
                 at = "m" if self.program.parts.phase[value] == 1 else "0"
-                self.line(f"pending[{value!r}, {at}] = work_{self.name(value)}")
+                self.line(f"pending[{literal(value)}, {at}] = {self.work(value)}")
 
     def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
         """Results of other tasks' collectives that this op reads (directly or through a view) for the first
@@ -448,7 +442,7 @@ class _Writer:
                 name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
                 target = self.target(name)
                 call = f"{start}(comm, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
-                self.line(f"pending[{name!r}, m] = {call}")
+                self.line(f"pending[{literal(name)}, m] = {call}")
         return self.lines or ["    pass"]
 
 
@@ -462,17 +456,17 @@ def compile_task(
 ) -> CompiledTask:
     """Generate and compile the three functions of a task."""
     writer = _Writer(program, storage, arena, transport, xp)
-    base = re.sub(r"\W", "_", task.name)
-    parts = [f"# task {task.name} of rank {program.rank}"]
+    names = {suffix: writer.identifiers.once(f"{task.name}_{suffix}") for suffix in ("post", "body", "last")}
+    parts = [f"# task {commented(task.name)} of rank {program.rank}"]
     often = task.per_micro and program.graph.micro_batches > 1  # else every run is the last one
     for suffix, lines in (
         ("post", writer.post(task)),
         *([("body", writer.function(task, last=False))] if often else []),
         ("last", writer.function(task, last=True)),
     ):
-        parts.append(f"def {base}_{suffix}(m):\n" + "\n".join(lines))
+        parts.append(f"def {names[suffix]}(m):\n" + "\n".join(lines))
     source = "\n\n\n".join(parts) + "\n"
-    filename = f"<distgraph rank {program.rank} {task.name}>"
+    filename = f"<distgraph rank {program.rank} {commented(task.name)}>"
     linecache.cache[filename] = (
         len(source),
         None,
@@ -480,8 +474,8 @@ def compile_task(
         filename,
     )  # tracebacks show the line
     exec(compile(source, filename, "exec"), writer.bound)
-    last = writer.bound[f"{base}_last"]
-    post, body = writer.bound[f"{base}_post"], writer.bound.get(f"{base}_body", last)
+    last = writer.bound[names["last"]]
+    post, body = writer.bound[names["post"]], writer.bound.get(names["body"], last)
     return CompiledTask(task.name, post, body, last, source, writer.bound)
 
 
