@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from distgraph import __version__
-from distgraph.documents import check_writable
 from distgraph.engine.forecasting import beforehand
 from distgraph.engine.given import CLUSTER_VARIABLE, VARIABLE, giving
 from distgraph.engine.inspection import check_script
@@ -22,6 +21,7 @@ from distgraph.engine.planning import Progress, SearchOptions
 from distgraph.engine.proposing import forecast_script, plan_script
 from distgraph.errors import DistGraphError, GraphError
 from distgraph.export import EXPORTERS
+from distgraph.files import check_writable
 from distgraph.graph import Graph
 from distgraph.passes.conflicts import conflicts, explain
 from distgraph.passes.pipeline import PASSES, Ran, run_passes

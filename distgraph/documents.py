@@ -1,21 +1,374 @@
-"""Reading a JSON document whose mistakes are told by file and path, and writing one that is easy to compare.
+"""Documents from outside: JSON files read within limits, checked against pydantic models, and written.
 
-plan.json: stages[1].mesh: expected a text, found 5
+Every reader of distgraph goes the same way: `read_json` (or `parse_json`) gives plain data that is bounded in
+size, depth and magnitude, `validate` makes a model of it, and `refuse` tells a mistake that only a comparison
+of several parts finds. All three raise the caller's error, with file and path in the document:
+
+    plan.json: stages[1].mesh: expected a text, got 5
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from distgraph.errors import DistGraphError
 
 Parsed = TypeVar("Parsed")
+Step = str | int
+
+MOST_BYTES: Final = 64 << 20
+"""Of a file: the plan of a graph of 100,000 ops without a repeated layer has about 20 MiB."""
+MOST_ITEMS: Final = 4_000_000
+"""Of a document, entries of its objects and lists: as many as `MOST_BYTES` hold at 16 bytes each."""
+MOST_DEPTH: Final = 64
+"""Of a document, objects and lists inside each other: no format of distgraph has more than 12."""
+MOST_NUMBER: Final = 10**40
+"""Magnitude of a number: above every 128-bit integer (seeds), far below the largest float64 (2e308)."""
+_MOST_TOLD: Final = 20  # mistakes of one document that a message lists
+_MOST_SHOWN: Final = 60  # characters of what stands in the file, in a message
+
+
+class Entry(BaseModel):
+    """An object of a file: a field that is not listed is refused, and so is a value of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: of the file.
+        error: what is raised.
+        most: bytes that it may have.
+
+    Raises:
+        error: it cannot be read, or is larger.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(most + 1)
+    except (OSError, ValueError) as reason:  # ValueError: a path with a NUL character
+        told = getattr(reason, "strerror", None) or reason
+        raise error(f"{shown_path(path)}: cannot be read: {told}; give the path of a file") from None
+    if len(found) > most:
+        raise error(
+            f"{path}: cannot be read: it has more than {most} bytes, the limit for such a file; give another "
+            "one"
+        )
+    return found
+
+
+def read_text(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> str:
+    """The content of a text file. Raises `error`: as `read_bytes`, or it is no UTF-8."""
+    try:
+        return read_bytes(path, error, most).decode("utf-8")
+    except UnicodeDecodeError as reason:
+        raise error(
+            f"{path}: cannot be read: byte {reason.start} is not UTF-8; write the file as UTF-8 text"
+        ) from None
+
+
+def read_json(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> Any:
+    """The plain data in a JSON file. Raises `error`: as `read_text` and `parse_json`."""
+    return parse_json(read_text(path, error, most), str(path), error)
+
+
+def parse_json(text: str, file: str, error: type[DistGraphError]) -> Any:
+    """The plain data in a JSON text, within the limits of `check_data`.
+
+    Args:
+        text: to read.
+        file: where it comes from, for messages.
+        error: what is raised.
+
+    Raises:
+        error: it is no JSON (line and column), a key is given twice, or a limit is passed (path).
+
+    Example:
+        >>> parse_json('{"a": [1, 2.5, null]}', "a.json", DistGraphError)
+        {'a': [1, 2.5, None]}
+        >>> parse_json('{"a": [1, NaN]}', "a.json", DistGraphError)
+        Traceback (most recent call last):
+        distgraph.errors.DistGraphError: a.json: a[1]: expected a number within 1e+40, got NaN
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_object, parse_int=_whole)
+    except json.JSONDecodeError as reason:
+        where = f"{file}:{reason.lineno}:{reason.colno}"
+        raise error(f"{where}: not JSON: {reason.msg}; fix the line") from None
+    except RecursionError:
+        raise error(f"{file}: {_TOO_DEEP}") from None
+    check_data(found, file, error)
+    return found
+
+
+class _Doubled(dict[str, Any]):
+    """An object with a key that is given twice."""
+
+    key: str = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    doubled, seen = _Doubled(found), set[str]()
+    for key, _ in pairs:
+        if key in seen:
+            doubled.key = key
+            break
+        seen.add(key)
+    return doubled
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) <= len(str(MOST_NUMBER)) else math.inf
+
+
+_TOO_DEEP: Final = f"objects and lists are nested more than {MOST_DEPTH} deep; write it flatter"
+
+
+def check_data(document: object, file: str, error: type[DistGraphError], items: int = MOST_ITEMS) -> None:
+    """Refuse plain data that is too large or deep, or holds what no format of distgraph has.
+
+    Data that stands in several places (aliases of YAML) counts in each of them.
+
+    Args:
+        document: dicts, lists, texts, numbers, truth values and None, as a parser makes them.
+        file: where it comes from, for messages.
+        error: what is raised.
+        items: entries that its objects and lists may have together.
+
+    Raises:
+        error: more than `items` entries or `MOST_DEPTH` levels, a key given twice, a number that is NaN or
+            beyond `MOST_NUMBER`, a text with a NUL character or half of a surrogate pair.
+    """
+    stack: list[tuple[object, int, Any]] = [(document, 0, None)]
+    counted = 0
+    while stack:
+        value, depth, path = stack.pop()
+        children: Iterator[tuple[Any, Any]]
+        if isinstance(value, dict):
+            if isinstance(value, _Doubled):
+                refuse(error, file, _steps(path), f"each key once, but {shown(value.key)} is given twice")
+            for key in value:
+                if isinstance(key, str) and not _is_text(key):
+                    refuse(error, file, _steps(path), "keys without NUL and unpaired surrogates", key)
+            children = iter(value.items())
+        elif isinstance(value, list):
+            children = iter(enumerate(value))
+        else:
+            _check_scalar(value, file, error, path)
+            continue
+        counted += len(value)
+        if counted > items:
+            raise error(f"{file}: has more than {items} entries, the limit for such a file; give another one")
+        if depth >= MOST_DEPTH:
+            raise error(f"{file}: {_TOO_DEEP}")
+        for key, child in children:
+            if isinstance(child, (dict, list)):
+                stack.append((child, depth + 1, (path, key)))
+            else:
+                _check_scalar(child, file, error, (path, key))
+
+
+def _check_scalar(value: object, file: str, error: type[DistGraphError], path: Any) -> None:
+    kind = type(value)
+    if kind is str:
+        if not _is_text(str(value)):
+            refuse(error, file, _steps(path), "a text without NUL and unpaired surrogates", value)
+    elif (kind is float or kind is int) and not -MOST_NUMBER < value < MOST_NUMBER:  # type: ignore[operator]
+        refuse(error, file, _steps(path), f"a number within {float(MOST_NUMBER):g}", value)
+
+
+def _is_text(text: str) -> bool:
+    if "\0" in text:
+        return False
+    return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)
+
+
+def _steps(path: Any) -> list[Step]:
+    """A path that `check_data` keeps as pairs of (path before, step)."""
+    steps: list[Step] = []
+    while path is not None:
+        path, step = path
+        steps.append(step if isinstance(step, int) else str(step))
+    return steps[::-1]
+
+
+def validate(
+    kind: type[Parsed] | TypeAdapter[Parsed],
+    document: object,
+    file: str,
+    error: type[DistGraphError],
+    see: str = "",
+) -> Parsed:
+    """Plain data as a model.
+
+    Args:
+        kind: an `Entry`, or an adapter of pydantic. A validator of its own raises ValueError with what it
+            expects, such as 'a mesh such as "dp=2"'.
+        document: as `read_json` gives it.
+        file: where it comes from, for messages.
+        error: what is raised.
+        see: page of the documentation on the format, for messages.
+
+    Raises:
+        error: a line for each mistake: file, path in the document, what was expected, what was found.
+    """
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    try:
+        return adapter.validate_python(document)
+    except ValidationError as errors:
+        found = errors.errors(include_url=False)
+        lines = list(dict.fromkeys(_describe(each, document, file, see) for each in found[:_MOST_TOLD]))
+        if len(found) > _MOST_TOLD:
+            lines.append(f"{file}: {len(found) - _MOST_TOLD} more mistakes")
+        raise error("\n".join(lines)) from None
+
+
+def parsed(parse: Callable[[str], Parsed], expected: str) -> Callable[[object], Parsed]:
+    """A validator for fields that are texts with a form of their own.
+
+    Args:
+        parse: raises ValueError or a house error for a text of another form.
+        expected: the form, in words.
+    """
+
+    def read(value: object) -> Parsed:
+        if not isinstance(value, str):
+            raise ValueError(expected)
+        try:
+            return parse(value)
+        except (ValueError, DistGraphError) as reason:
+            raise ValueError(expected) from reason
+
+    return read
+
+
+_ABSENT: Final = object()
+
+
+def refuse(
+    error: type[DistGraphError], file: str, path: Sequence[Step], expected: str, got: object = _ABSENT
+) -> NoReturn:
+    """Raise `error`: something else was expected at a path of a document."""
+    where = f"{file}: {path_text(path)}" if path else file
+    told = "" if got is _ABSENT else f", got {shown(got)}"
+    raise error(f"{where}: expected {expected}{told}")
+
+
+def path_text(path: Sequence[Step]) -> str:
+    """A path in a document as messages show it.
+
+    Example:
+        >>> path_text(["stages", 1, "mesh"]), path_text(["tensors", "param", "blocks.0.weight"])
+        ('stages[1].mesh', "tensors.param['blocks.0.weight']")
+    """
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif step.isidentifier() and step.isascii() and len(step) <= _MOST_SHOWN:
+            text += f".{step}" if text else step
+        else:
+            text += f"[{_cut(ascii(step[: 2 * _MOST_SHOWN]))}]"
+    return text
+
+
+def shown(found: object) -> str:
+    """What stands in a document, as JSON in ASCII, cut where it is long."""
+    text = ""
+    for piece in json.JSONEncoder(default=lambda other: _cut(str(other))).iterencode(_short(found)):
+        text += piece
+        if len(text) > _MOST_SHOWN:
+            break
+    return _cut(text)
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as messages show it: readable where it has odd characters."""
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
+
+
+def _short(found: object) -> object:
+    if isinstance(found, str):
+        return found[: 2 * _MOST_SHOWN]
+    if isinstance(found, int) and abs(found) >= MOST_NUMBER:
+        return math.copysign(math.inf, found)  # Python writes no int of more than 4300 digits
+    return found
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _describe(error: ErrorDetails, document: object, file: str, see: str) -> str:
+    path, found = _path_in(document, error["loc"])
+    where = f"{file}: {path_text(path)}" if path else file
+    if error["type"] == "missing":
+        return f"{where}: missing; add the field" + (f", see {see} for its form" if see else "")
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown field; " + (f"check its spelling against {see}" if see else "leave it out")
+    return f"{where}: expected {_expectation(error)}, got {shown(found)}"
+
+
+_EXPECTATIONS: Final = {
+    "model_type": "a mapping of fields",
+    "model_attributes_type": "a mapping of fields",
+    "dataclass_type": "a mapping of fields",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "a number greater than {gt:g}",
+    "greater_than_equal": "a number from {ge:g} up",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number up to {le:g}",
+    "too_short": "at least {min_length} entry",
+    "too_long": "at most {max_length} entries",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_too_long": "a text of at most {max_length} characters",
+    "literal_error": "one of {expected}",
+}
+
+
+def _expectation(error: ErrorDetails) -> str:
+    context: dict[str, Any] = error.get("ctx", {})
+    if error["type"] in _EXPECTATIONS:
+        return _EXPECTATIONS[error["type"]].format(**context)
+    if error["type"] == "value_error":
+        return str(context["error"])
+    return error["msg"]
+
+
+def _path_in(document: object, location: Sequence[Step]) -> tuple[list[Step], object]:
+    """A location of pydantic as the user wrote it: without names of alternatives, and without the index
+    where one mapping stands for a list of one."""
+    path: list[Step] = []
+    here = document
+    for step in location:
+        if isinstance(step, int) and isinstance(here, list):
+            here = here[step] if step < len(here) else None
+        elif isinstance(step, str) and step != "[key]" and isinstance(here, dict):
+            here = here.get(step)
+        else:
+            continue
+        path.append(step)
+    return path, here
 
 
 class Node:
@@ -37,22 +390,12 @@ class Node:
     @classmethod
     def load(cls, path: str | Path, error: type[DistGraphError]) -> Node:
         """The whole of a JSON file. Raises `error` when it cannot be read or is no JSON object."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as reason:
-            raise error(f"{path}: cannot be read: {reason}; give the path of a file") from None
-        return cls.parse(text, str(path), error)
+        return cls.parse(read_text(path, error), str(path), error)
 
     @classmethod
     def parse(cls, text: str, file: str, error: type[DistGraphError]) -> Node:
         """The whole of a text. Raises `error` when it is no JSON object."""
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as reason:
-            raise error(
-                f"{file}:{reason.lineno}:{reason.colno}: not JSON: {reason.msg}; mend the line"
-            ) from None
-        node = cls(value, file, "", error)
+        node = cls(parse_json(text, file, error), file, "", error)
         node._mapping()
         return node
 
@@ -167,41 +510,3 @@ def _dump(node: Any, indent: str) -> str:
         body = [f"{inner}{json.dumps(key)}: {_dump(value, inner)}" for key, value in node.items()]
         return "{\n" + ",\n".join(body) + f"\n{indent}}}"
     return "[\n" + ",\n".join(inner + _dump(value, inner) for value in node) + f"\n{indent}]"
-
-
-def check_writable(path: str | Path, error: type[DistGraphError]) -> None:
-    """Refuse a place where `write_atomically` could not write, before the work whose result goes there.
-
-    Raises:
-        error: there is no such folder, it takes no new files, or the path is a folder itself.
-    """
-    target = Path(path)
-    reasons = (
-        (target.is_dir(), "it is a folder"),
-        (not target.parent.is_dir(), f"{target.parent} is no folder"),
-        (not os.access(target.parent, os.W_OK | os.X_OK), f"{target.parent} takes no new files"),
-    )
-    for fails, reason in reasons:
-        if fails:
-            raise error(f"{path}: cannot be written: {reason}; choose another place")
-
-
-def write_atomically(path: str | Path, text: str, error: type[DistGraphError]) -> None:
-    """Write a file so that readers see the old one or the new one, never a part. Raises `error`."""
-    target = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            Path(name).chmod(0o666 & ~mask)
-            Path(name).replace(target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as reason:
-        raise error(f"{path}: cannot be written: {reason.strerror or reason}; choose another place") from None

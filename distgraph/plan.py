@@ -16,9 +16,10 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from distgraph.documents import Node, dumps, write_atomically
+from distgraph.documents import Node, dumps
 from distgraph.errors import GraphError
 from distgraph.export import Export, Surface, export
+from distgraph.files import write_atomically
 from distgraph.folding import fold, parse_spans, spans, unfold
 from distgraph.plan_instead import changed
 from distgraph.plan_parts import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distgraph.documents import write_atomically
 from distgraph.errors import GraphError
+from distgraph.files import write_atomically
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.documents import Node, Record, dumps, write_atomically
+from distgraph.documents import Node, Record, dumps
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.files import write_atomically
 from distgraph.passes.search.intra import solve
 from distgraph.passes.search.problem import Problem, Solution, gap_of
 
