@@ -9,8 +9,11 @@ from typing import TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")  # a part between dots that is a number
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a part between dots that is a number
+# a range stands between dots, or behind a word as in "layer {0..3}"
+_RANGE = re.compile(r"(?<![^. ])\{([0-9]+)\.\.([0-9]+)\}(?![^.])")
+_LITERAL = re.compile(r"(?<![^. ])\{+[0-9]+\.\.[0-9]+\}(?![^.])")  # part of a name that looks like a range
+_ESCAPED = re.compile(r"(?<![^. ])\{(\{+[0-9]+\.\.[0-9]+\})(?![^.])")
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -48,13 +51,14 @@ def parse_spans(text: str) -> tuple[int, ...]:
 def fold(table: Mapping[str, Item]) -> dict[str, Item]:
     """A table by name with the names of repeated layers in one, where all they have is equal.
 
-    One number of a name is folded, the first that differs; order is that of first appearance.
+    One number of a name is folded, the first that differs; order is that of first appearance. A part of a
+    name that looks like a range gets one brace more.
 
     Example:
-        >>> fold({"b.0.w": 1, "b.0.v": 2, "b.1.w": 1, "b.1.v": 2, "c": 3})
-        {'b.{0..1}.w': 1, 'b.{0..1}.v': 2, 'c': 3}
+        >>> fold({"b.0.w": 1, "b.0.v": 2, "b.1.w": 1, "b.1.v": 2, "c.{0..9}": 3})
+        {'b.{0..1}.w': 1, 'b.{0..1}.v': 2, 'c.{{0..9}': 3}
     """
-    folded = list(table.items())
+    folded = [(_LITERAL.sub(r"{\g<0>", name), item) for name, item in table.items()]
     deepest = max((len(_NUMBER.findall(name)) for name in table), default=0)
     for place in range(deepest):
         folded = _fold_number(folded, place)
@@ -65,11 +69,12 @@ def unfold(pattern: str) -> tuple[str, ...]:
     """Every name that a folded one stands for.
 
     Example:
-        >>> unfold("b.{8..10}.w")
-        ('b.8.w', 'b.9.w', 'b.10.w')
+        >>> unfold("b.{8..10}.w"), unfold("c.{{0..9}")
+        (('b.8.w', 'b.9.w', 'b.10.w'), ('c.{0..9}',))
     """
     pieces = _RANGE.split(pattern)
-    texts, ranges = pieces[::3], zip(pieces[1::3], pieces[2::3], strict=True)
+    texts = [_ESCAPED.sub(r"\1", text) for text in pieces[::3]]
+    ranges = zip(pieces[1::3], pieces[2::3], strict=True)
     numbers = itertools.product(*(range(int(a), int(b) + 1) for a, b in ranges))
     return tuple(
         "".join(itertools.chain(*itertools.zip_longest(texts, map(str, each), fillvalue="")))
@@ -79,17 +84,17 @@ def unfold(pattern: str) -> tuple[str, ...]:
 
 def _fold_number(rows: Sequence[tuple[str, Item]], place: int) -> list[tuple[str, Item]]:
     """Fold number `place` of all names, counted from the left, ranges included."""
-    groups: dict[tuple[str, str, Item], list[int]] = {}
+    groups: dict[tuple[str, str | None, Item], list[int]] = {}
     for name, item in rows:
         number = _at(name, place)
         if number is None:
-            groups[name, "", item] = []
+            groups[name, None, item] = []
         else:
             groups.setdefault((name[: number.start()], name[number.end() :], item), []).append(int(number[0]))
     folded = []
     for (head, tail, item), numbers in groups.items():
         texts = [f"{{{run}}}" if ".." in run else run for run in _runs(numbers)] or [""]
-        folded += [(f"{head}{text}{tail}", item) for text in texts]
+        folded += [(f"{head}{text}{tail or ''}", item) for text in texts]
     return folded
 
 

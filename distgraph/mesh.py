@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -12,6 +13,8 @@ import numpy as np
 
 from distgraph.dtypes import is_integer
 from distgraph.errors import ShardingError
+
+_WORD = re.compile(r"\w+")  # an identifier may also have marks, which no text form reads back
 
 
 class ProcessMesh:
@@ -57,8 +60,11 @@ class ProcessMesh:
                 f"mesh with ranks of shape {array.shape} has {array.ndim} dims but {len(names)} axis names "
                 f"{list(names)}; give one name a dim"
             )
-        if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
-            raise ShardingError(f"mesh axis names {list(names)} must be distinct identifiers")
+        if len(set(names)) != len(names) or not all(map(is_axis_name, names)):
+            raise ShardingError(
+                f"mesh axis names {list(names)} must be distinct identifiers of letters and digits, "
+                "other than _"
+            )
         if array.size == 0 or array.min() < 0 or np.unique(array).size != array.size:
             raise ShardingError(
                 f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one"
@@ -284,6 +290,11 @@ class ProcessMesh:
         if ranks == tuple(range(ranks[0], ranks[0] + self.size)):
             return f"mesh({body}; {ranks[0]}..{ranks[-1]})"
         return f"mesh({body}; {','.join(map(str, ranks))})"
+
+
+def is_axis_name(name: object) -> bool:
+    """Whether an axis may have this name: an identifier of letters and digits; _ is a dim kept whole."""
+    return isinstance(name, str) and name.isidentifier() and name != "_" and bool(_WORD.fullmatch(name))
 
 
 def _rank_array(ranks: Any) -> np.ndarray:

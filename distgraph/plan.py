@@ -36,6 +36,7 @@ from distgraph.plan_parts import (
     Stored,
 )
 from distgraph.plan_text import Comparison, compared, shown, stage_cells, told
+from distgraph.strategy import SCHEDULES
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
@@ -302,7 +303,7 @@ def _read(node: Node) -> Plan:
         cluster=node["cluster"].text(),
         batch=node["batch"].count(1),
         micro_batches=node["micro_batches"].count(1),
-        schedule=node["schedule"].text(),
+        schedule=node["schedule"].read(_schedule, f"one of {', '.join(SCHEDULES)}"),
         layers=layers,
         stages=stages,
         recompute=recompute,
@@ -315,6 +316,12 @@ def _read(node: Node) -> Plan:
         search=Found.read(node["search"]),
         decisions={name: Decision.read(entry) for name, entry in node["decisions"].items()},
     )
+
+
+def _schedule(text: str) -> str:
+    if text not in SCHEDULES:
+        raise ValueError(text)
+    return text
 
 
 def _read_stages(node: Node, layers: int) -> tuple[Stage, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from distgraph.documents import Node, Record
 from distgraph.errors import ShardingError
 from distgraph.folding import parse_spans, spans
-from distgraph.mesh import ProcessMesh
+from distgraph.mesh import ProcessMesh, is_axis_name
 from distgraph.rule import OpLayout
 from distgraph.spec import ShardSpec
 
@@ -433,7 +433,7 @@ def _parse_axes(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     for part in text.split(","):
         name, _, numbers = part.partition("=")
         axis, given = name.strip(), tuple(int(number) for number in numbers.split(":"))
-        if min(given) < 1 or not axis.isidentifier():
+        if min(given) < 1 or not is_axis_name(axis):
             raise ValueError(text)
         sizes[axis] = given[0] if len(given) == 1 else len(given)
         if len(given) > 1:

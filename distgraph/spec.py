@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.mesh import ProcessMesh, is_axis_name
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 Dim = tuple[str, ...]
@@ -91,7 +91,7 @@ class ShardSpec:
         used: list[Any] = [axis for dim in self.dims for axis in dim]  # users may pass anything
         used += [axis for axis, _ in self.partial]
         for axis in used:
-            if not (isinstance(axis, str) and axis.isidentifier()) or axis == "_":
+            if not is_axis_name(axis):
                 raise ShardingError(f"spec {self}: {axis!r} is no axis name")
             if used.count(axis) > 1:
                 raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")

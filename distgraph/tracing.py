@@ -140,15 +140,38 @@ class Trace:
         return stable_hash(f"{key}#{self._salts[key]}")
 
     def source(self, kind: str, name: str, shape: Sequence[int], dtype: str, **attrs: Any) -> Tensor:
-        """A tensor that comes from outside: input, param or state; the same name gives the same tensor."""
-        key = (kind, name)
+        """A tensor that comes from outside: input, param or state; the same name gives the same tensor.
+
+        Raises:
+            GraphError: the name is no text, or that of another kind, shape or dtype; single numbers as inputs
+                have names of their own.
+        """
+        key, lengths = (kind, name), tuple(int(n) for n in shape)
+        self._check_source(kind, name, f"{short(dtype)}[{', '.join(map(str, lengths))}]", lengths)
         if key not in self._sources:
-            value = Value(self.fresh(name), tuple(int(n) for n in shape), short(dtype))
+            value = Value(self.fresh(name), lengths, short(dtype))
             role = "data" if kind == "input" else "forward"
             op = Op(kind, (), (value,), {"name": name, **attrs}, role, self.scope, caller())
             self.ops.append(op)
             self._sources[key] = Tensor(value, self)
         return self._sources[key]
+
+    def _check_source(self, kind: str, name: Any, type_: str, shape: tuple[int, ...]) -> None:
+        check_name(kind, name)
+        known = self._sources.get((kind, name))
+        if known is not None and known.value.type != type_:
+            raise GraphError(
+                f"{kind} {name!r} is {type_} but another {kind} of that name {known.value.type}; rename one"
+            )
+        if kind == "input" and not shape:
+            return
+        for other in ("input", "param", "state"):
+            found = self._sources.get((other, name))
+            if other != kind and found is not None and (found.shape or other != "input"):
+                raise GraphError(
+                    f"{kind} {name!r} has the name of {'an' if other == 'input' else 'a'} {other}, but plans "
+                    f"and checkpoints know them by name; rename one"
+                )
 
     def constant(self, data: Any, dtype: str | None = None) -> Tensor:
         """A constant from a number or a small array; equal ones are shared."""
@@ -274,6 +297,15 @@ def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names:
     else:
         outputs = {"y": returned}
     return builder.finish(outputs)
+
+
+def check_name(subject: str, name: Any) -> None:
+    """Raises GraphError where a name is no text that files can hold."""
+    if not isinstance(name, str) or "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
+        raise GraphError(
+            f"name of {subject} is {name!a} but must be a text without NUL and unpaired surrogates; give it "
+            "another"
+        )
 
 
 def caller() -> str:

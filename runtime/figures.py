@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -144,7 +145,7 @@ def _gantt(segments: Iterable[Segment], names: Mapping[int, str], seconds: float
                 "hoverinfo": "text",
             }
         )
-    ticks = {"tickvals": list(names), "ticktext": list(names.values()), "autorange": "reversed"}
+    ticks = {"tickvals": list(names), "ticktext": list(map(_shown, names.values())), "autorange": "reversed"}
     return {
         "data": data,
         "layout": {
@@ -169,8 +170,13 @@ def _said(segment: Segment) -> str:
         "op": segment.op, "collective": segment.op.removeprefix("comm."), "send": "send",
         "wait": "waits for communication", "host": "waits for the host to issue ops",
     }.get(segment.kind, segment.kind)  # fmt: skip
-    scope = f"<br>{segment.scope}" if segment.scope else ""
-    return f"<b>{head}</b><br>{segment.task}, micro-batch {segment.micro}{scope}<br>{when}"
+    scope = f"<br>{_shown(segment.scope)}" if segment.scope else ""
+    return f"<b>{_shown(head)}</b><br>{_shown(segment.task)}, micro-batch {segment.micro}{scope}<br>{when}"
+
+
+def _shown(text: str) -> str:
+    """A text of a user in one of plotly, which takes some tags of HTML for formats."""
+    return html.escape(text, quote=False)
 
 
 def parts_figure(forecast: Forecast) -> Figure:
@@ -302,13 +308,14 @@ def matrix_figure(
         links: (sender, receiver) -> narrowest link on the way.
     """
     order, links = list(names), links or {}
+    names = {which: _shown(name) for which, name in names.items()}
     labels = list(names.values())
     scale, unit = _size(max(matrix.values(), default=0.0))
     sizes = [[matrix.get((a, b), 0.0) for b in order] for a in order]
     hover = [
         [
             f"{names[a]} to {names[b]}: {format_bytes(matrix.get((a, b), 0.0))} a step"
-            + (f"<br>over {links[a, b]}" if (a, b) in links else "")
+            + (f"<br>over {_shown(links[a, b])}" if (a, b) in links else "")
             for b in order
         ]
         for a in order

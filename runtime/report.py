@@ -212,8 +212,9 @@ class Page:
         if measured is None:
             return ""
         rows = "".join(
-            f"<tr><th>{row.name}</th><td>{row.runs or ''}</td><td>{format_si(row.forecast, 's')}</td>"
-            f"<td>{format_si(row.measured, 's')}</td><td>{_error(row)}</td></tr>"
+            f"<tr><th>{html.escape(row.name)}</th><td>{row.runs or ''}</td>"
+            f"<td>{format_si(row.forecast, 's')}</td><td>{format_si(row.measured, 's')}</td>"
+            f"<td>{_error(row)}</td></tr>"
             for row in comparison(self.forecast, measured)
         )
         heads = ("", "runs", "forecast", "measured", "error of the forecast")

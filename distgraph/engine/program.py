@@ -116,7 +116,10 @@ class Recipe:
         given = len(fields) if mode == "predict" or self.loss is None or len(fields) == 1 else len(fields) - 1
         known = arguments(self.model)
         names = known[:given] if known and len(known) >= given else tuple(f"x{i}" for i in range(given))
-        return dict(zip(fields, (*names, "target"), strict=False))
+        target = "target"
+        while target in names:  # an argument of the model has that name
+            target += "_"
+        return dict(zip(fields, (*names, target), strict=False))
 
     def _split(self, inputs: Mapping[str, Tensor], mode: str, is_tuple: bool) -> tuple[Any, list[Tensor]]:
         """Output of the model, and the targets."""
@@ -181,7 +184,7 @@ class Recipe:
 
 def _is_tuple(fields: Sequence[str]) -> bool:
     """Whether the fields of a batch are positions."""
-    return all(name.startswith(POSITION) for name in fields)
+    return list(fields) == [f"{POSITION}{i}" for i in range(len(fields))]
 
 
 def _labelled(output: Any) -> dict[str, Tensor]:
@@ -243,8 +246,15 @@ def _check_manual(graph: Graph) -> None:
 def metric_names(metrics: Sequence[Any] | Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Metrics by name; those of a sequence have the name of their function."""
     if isinstance(metrics, Mapping):
-        return dict(metrics)
-    named = {getattr(m, "__name__", type(m).__name__).lower(): m for m in metrics}
-    if len(named) != len(metrics) or "loss" in named:
-        raise GraphError("metrics have equal names, or one is named loss; pass a dict of name -> metric")
+        named = dict(metrics)
+    else:
+        named = {getattr(m, "__name__", type(m).__name__).lower(): m for m in metrics}
+        if len(named) != len(metrics):
+            raise GraphError("metrics have equal names; pass a dict of name -> metric")
+    for taken in ("loss", *(f"valid_{name}" for name in ("loss", *named))):
+        if taken in named:
+            raise GraphError(
+                f"a metric is named {taken!r} but that is what a history calls another number; rename it: "
+                f"pass a dict of name -> metric"
+            )
     return named

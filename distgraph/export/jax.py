@@ -10,11 +10,21 @@ JAX knows no pipeline: each stage becomes a set of specs of its own, on its own 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distgraph.export.result import Export, dims, header, listed, literal, mesh_data, owner, surface
+from distgraph.export.result import (
+    Export,
+    dims,
+    header,
+    listed,
+    literal,
+    mesh_data,
+    owner,
+    quoted,
+    quoted_list,
+    surface,
+)
 from distgraph.export.surface import in_order
 from distgraph.mesh import ProcessMesh
 from distgraph.spec import ShardSpec
@@ -144,7 +154,7 @@ def _source(plan: Plan, data: Mapping[str, Any], notes: list[str]) -> str:
         (stage,) = data["stages"]
         parts.append(f"mesh = {_mesh(stage['mesh'])}\n")
         parts += [literal(table, _specs(stage[table])) + "\n" for table in _TABLES]
-    parts.append(f"micro_batches = {data['micro_batches']}\ncheckpoint = {json.dumps(data['checkpoint'])}\n")
+    parts.append(f"micro_batches = {data['micro_batches']}\ncheckpoint = {quoted_list(data['checkpoint'])}\n")
     if not several:
         parts.append(_TAIL)
     return "".join(parts)
@@ -159,7 +169,7 @@ def _namespace(stage: Mapping[str, Any]) -> str:
 
 
 def _mesh(mesh: Mapping[str, Any]) -> str:
-    axes = ", ".join(json.dumps(axis) for axis in mesh["axes"])
+    axes = ", ".join(map(quoted, mesh["axes"]))
     comma = "," * (len(mesh["axes"]) == 1)
     return f"Mesh(np.asarray(jax.devices())[np.array({mesh['ranks']})], ({axes}{comma}))"
 
@@ -170,5 +180,5 @@ def _specs(table: Mapping[str, list[Any]]) -> list[tuple[str, str]]:
 
 def _entry(dim: Any) -> str:
     if isinstance(dim, list):
-        return f"({', '.join(json.dumps(axis) for axis in dim)})"
-    return "None" if dim is None else json.dumps(dim)
+        return f"({', '.join(map(quoted, dim))})"
+    return "None" if dim is None else quoted(dim)

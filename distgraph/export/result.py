@@ -90,12 +90,24 @@ def header(plan: Plan, what: str, notes: Sequence[str]) -> str:
     lines += ["", "Not expressed:"] if notes else []
     lines += [line for note in notes for line in textwrap.wrap(f"- {note}", 100, subsequent_indent="  ")]
     body = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
-    return f'"""{body}\n"""\n\n'
+    shown = "".join(c if c == "\n" or (c.isascii() and c.isprintable()) else ascii(c)[1:-1] for c in body)
+    return f'"""{shown}\n"""\n\n'
+
+
+def quoted(text: str) -> str:
+    """A Python literal of a text, in ASCII."""
+    plain = all(ord(character) < 0x10000 for character in text)  # others are two escapes in JSON
+    return json.dumps(text) if plain else ascii(text)
+
+
+def quoted_list(texts: Iterable[str]) -> str:
+    """A Python literal of a list of texts."""
+    return f"[{', '.join(map(quoted, texts))}]"
 
 
 def literal(name: str, items: Iterable[tuple[str, str]], indent: str = "") -> str:
     """`name = {...}`, one item a line; the values are Python expressions."""
-    body = "".join(f"{indent}    {json.dumps(key)}: {value},\n" for key, value in items)
+    body = "".join(f"{indent}    {quoted(key)}: {value},\n" for key, value in items)
     return f"{name} = {{\n{body}{indent}}}" if body else f"{name} = {{}}"
 
 

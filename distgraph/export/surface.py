@@ -25,6 +25,7 @@ _WORDS = ("inherited", "joined", "loose")
 _HELD = ("param", "state", "constant")
 _READ = re.compile(r"^(\w+)(\[[^\]]*\]) as (\[.*\](?: partial\(.*\))?) by (\w*) ?(\d*)( shared)?$")
 _SPEC = r"(\[[^\]]*\](?: partial\([^)]*\))?)"
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _FLOW = re.compile(rf"^(\[[^\]]*\]) {_SPEC} as {_SPEC}(?: from {_SPEC})?((?: \w+)*)$")
 
 
@@ -344,9 +345,10 @@ def in_order(paths: Iterable[str]) -> list[str]:
     def key(path: str) -> list[tuple[int, int]]:
         parent, places = "", []
         for name in path.split("."):
-            number = first.setdefault((parent, "*" if name.isdigit() else name), len(first))
-            places.append((number, int(name) if name.isdigit() else 0))
-            parent = f"{parent}.{'*' if name.isdigit() else name}"
+            counted = _NUMBER.fullmatch(name) is not None
+            number = first.setdefault((parent, "*" if counted else name), len(first))
+            places.append((number, int(name) if counted else 0))
+            parent = f"{parent}.{'*' if counted else name}"
         return places
 
     return sorted(paths, key=key)

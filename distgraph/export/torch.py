@@ -79,8 +79,8 @@ def export_torch(plan: Plan) -> Export:
     Raises:
         GraphError: the plan has no surface.
         ShardingError: most of a stage's parameters are computed split over axes that split the batch
-            elsewhere, several axes split other things than the batch, or the code of a module would have to
-            move activations.
+            elsewhere, several axes split other things than the batch, the code of a module would have to move
+            activations, or the schedule is unknown.
     """
     stages = [_translate(plan, number) for number in range(len(plan.stages))]
     notes = [note for stage in stages for note in stage.notes]
@@ -90,12 +90,21 @@ def export_torch(plan: Plan) -> Export:
         "program": plan.program.name,
         "stages": [_stage_data(stage) for stage in stages],
         "split_points": _split_points(plan),
-        "schedule": _SCHEDULES.get(plan.schedule, plan.schedule),
+        "schedule": _schedule(plan),
         "micro_batches": plan.micro_batches,
         "loss_parallel": bool(paths) and any("use_local_output=False" in s for s in _last_style(stages)),
     }
     notes = list(dict.fromkeys(notes))
     return Export("torch", data, torch_source(plan, data, notes), tuple(notes))
+
+
+def _schedule(plan: Plan) -> str:
+    if plan.schedule not in _SCHEDULES:
+        raise ShardingError(
+            f"plan of {plan.program.name} has the schedule {plan.schedule!r} but PyTorch those of "
+            f"{', '.join(_SCHEDULES)}; search again with one of them"
+        )
+    return _SCHEDULES[plan.schedule]
 
 
 def _translate(plan: Plan, number: int) -> _Stage:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distgraph.export.result import header, literal
+from distgraph.export.result import header, literal, quoted_list
 
 if TYPE_CHECKING:
     from distgraph.plan import Plan
@@ -100,7 +99,7 @@ def _stage_source(stage: Mapping[str, Any]) -> str:
     return (
         f"    SimpleNamespace(\n{indent}ranks={stage['ranks']},  # [dp_replicate, dp_shard, tp]\n"
         f"{indent}{styles},\n"
-        f"{indent}fully_shard={json.dumps(shard['modules']) if shard else None},\n"
+        f"{indent}fully_shard={quoted_list(shard['modules']) if shard else None},\n"
         f"{indent}reshard_after_forward={bool(shard and shard['reshard_after_forward'])},\n"
-        f"{indent}checkpoint={json.dumps(stage['checkpoint'])},\n    ),\n"
+        f"{indent}checkpoint={quoted_list(stage['checkpoint'])},\n    ),\n"
     )
