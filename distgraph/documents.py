@@ -210,6 +210,8 @@ def validate(
     file: str,
     error: type[DistGraphError],
     see: str = "",
+    *,
+    written: object = None,
 ) -> Parsed:
     """Plain data as a model.
 
@@ -220,6 +222,7 @@ def validate(
         file: where it comes from, for messages.
         error: what is raised.
         see: page of the documentation on the format, for messages.
+        written: what the user wrote, where it was changed for the model, as one mapping to a list of one.
 
     Raises:
         error: a line for each mistake: file, path in the document, what was expected, what was found.
@@ -229,7 +232,8 @@ def validate(
         return adapter.validate_python(document)
     except ValidationError as errors:
         found = errors.errors(include_url=False)
-        lines = list(dict.fromkeys(_describe(each, document, file, see) for each in found[:_MOST_TOLD]))
+        shown_in = document if written is None else written
+        lines = list(dict.fromkeys(_describe(each, shown_in, file, see) for each in found[:_MOST_TOLD]))
         if len(found) > _MOST_TOLD:
             lines.append(f"{file}: {len(found) - _MOST_TOLD} more mistakes")
         raise error("\n".join(lines)) from None

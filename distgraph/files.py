@@ -115,6 +115,6 @@ def _is_stream(target: Path) -> bool:
         return True
     try:
         mode = target.stat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

@@ -43,15 +43,17 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
     devices: list[Device] = []
     switches: list[Switch] = []
     links: list[Link] = []
+    names = set[str]()
     for template, machine_entry in enumerate(entry.machines):
         origin = f"machines[{template}]"
         for copy in range(machine_entry.count):
             base = machine_entry.name or f"m{template}_"
             name = f"{base}{copy}" if machine_entry.count > 1 or machine_entry.name is None else base
-            if any(machine.name == name for machine in machines):
+            if name in names:
                 raise ResourceError(
                     f"{file}: {origin}.name: {name} is the name of two machines; give them different names"
                 )
+            names.add(name)
             machine, new_devices, wiring = _build_machine(
                 machine_entry, name, len(machines), len(devices), len(links), template, origin, file
             )

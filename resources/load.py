@@ -9,12 +9,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from distgraph.documents import read_text, shown_path
 from distgraph.errors import ResourceError
 from distgraph.resources.build import build_cluster
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.paddle import load_paddle
+from distgraph.resources.parse_yaml import MOST_BYTES, parse_yaml
 from distgraph.resources.schema import check
 
 
@@ -41,9 +41,10 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
             Path(str(files("distgraph.resources") / "files" / f"{text}.yaml")), f"resources/files/{text}.yaml"
         )
     path = Path(text)
-    if not path.is_file():
+    if not _is_there(path):
         raise ResourceError(
-            f"{text}: neither a file nor a shipped cluster; shipped are {', '.join(shipped_clusters())}"
+            f"{shown_path(text)}: neither a file nor a shipped cluster; shipped are "
+            f"{', '.join(shipped_clusters())}"
         )
     if path.suffix == ".json":
         return load_paddle(path)
@@ -96,18 +97,30 @@ def read_document(name_or_path: str) -> tuple[dict[str, Any], str]:
     shipped = name_or_path in shipped_clusters()
     folder = Path(str(files("distgraph.resources") / "files"))
     path = folder / f"{name_or_path}.yaml" if shipped else Path(name_or_path)
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, ResourceError, MOST_BYTES)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    return yaml.safe_load(text), head
+    return parse_yaml(text, name_or_path), head
+
+
+def parse_cluster(text: str, file: str) -> Cluster:
+    """A cluster from the text of a YAML resource file.
+
+    Args:
+        text: of the file.
+        file: its name in messages.
+
+    Raises:
+        ResourceError: as `load_cluster`.
+    """
+    return build_cluster(check(parse_yaml(text, file), file), file)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists() and not path.is_dir()
+    except (OSError, ValueError):  # ValueError: half of a surrogate pair
+        return False
 
 
 def _load_yaml(path: Path, file: str) -> Cluster:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ResourceError(f"{file}{where}: not YAML: {error.problem}; fix the line") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ResourceError(f"{file}: not YAML: {error}; write it as UTF-8 YAML") from None
-    return build_cluster(check(document, file), file)
+    return parse_cluster(read_text(path, ResourceError, MOST_BYTES), file)

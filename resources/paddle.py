@@ -10,15 +10,18 @@ counterpart in a resource graph, so it is not read.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
+from distgraph.documents import read_json, refuse, validate
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster, Device, Link, Machine, Network, Switch
+from distgraph.resources.schema import MOST_DEVICES
+from distgraph.resources.units import LEAST, MOST
 
 _FORWARDERS = {"CPU", "NIC", "SWITCH", "UNKNOWN"}
 
@@ -30,12 +33,19 @@ def _number(value: object) -> float:
         result = float(value)
     except ValueError as cause:
         raise ValueError("a number") from cause
-    if not result >= 0:
-        raise ValueError("a number, not negative")
+    if not math.isfinite(result) or (result and not LEAST <= result <= MOST):
+        raise ValueError(f"a number, not negative, 0 or from {LEAST:g} to {MOST:g}")
     return result
 
 
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError("a whole number from 0 up")
+    return value
+
+
 Number = Annotated[float, BeforeValidator(_number)]
+Id = Annotated[int, BeforeValidator(_whole)]
 
 
 class _Entry(BaseModel):
@@ -43,8 +53,8 @@ class _Entry(BaseModel):
 
 
 class _PaddleDevice(_Entry):
-    global_id: int
-    type: str
+    global_id: Id
+    type: Literal["GPU", "XPU", "DCU", "NPU", "CPU", "NIC", "SWITCH", "UNKNOWN"]
     model: str | None = None
     memory: Number = 0.0
     sp_gflops: Number = 0.0
@@ -53,8 +63,8 @@ class _PaddleDevice(_Entry):
 
 
 class _PaddleLink(_Entry):
-    source_global_id: int
-    target_global_id: int
+    source_global_id: Id
+    target_global_id: Id
     type: str = "UNKNOWN"
     bandwidth: Number = 0.0
     latency: Number = 0.0
@@ -62,12 +72,12 @@ class _PaddleLink(_Entry):
 
 class _PaddleMachine(_Entry):
     hostname: str | None = None
-    devices: list[_PaddleDevice]
-    links: list[_PaddleLink] = Field(default_factory=list)
+    devices: Annotated[list[_PaddleDevice], FailFast()]
+    links: Annotated[list[_PaddleLink], FailFast()] = Field(default_factory=list)
 
 
 class _PaddleFile(_Entry):
-    machines: Annotated[list[_PaddleMachine], Field(min_length=1)]
+    machines: Annotated[list[_PaddleMachine], Field(min_length=1), FailFast()]
 
 
 def load_paddle(path: str | os.PathLike[str]) -> Cluster:
@@ -80,25 +90,13 @@ def load_paddle(path: str | os.PathLike[str]) -> Cluster:
         ResourceError: the file is missing or malformed; names the path in the document.
     """
     file = os.fspath(path)
-    try:
-        document = json.loads(Path(file).read_text(encoding="utf-8"))
-        found = _PaddleFile.model_validate(document)
-    except OSError as error:
-        raise ResourceError(f"{file}: cannot be read: {error.strerror}; check the path") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ResourceError(f"{file}: not JSON: {error}; fix the file") from None
-    except ValidationError as errors:
-        raise ResourceError("\n".join(_describe(file, dict(error)) for error in errors.errors())) from None
+    found = validate(_PaddleFile, read_json(file, ResourceError), file, ResourceError)
+    count = sum(len(machine.devices) for machine in found.machines)
+    if count > 2 * MOST_DEVICES:  # NICs, CPUs and switches are devices here too
+        refuse(
+            ResourceError, file, ["machines"], f"at most {2 * MOST_DEVICES} devices of all machines", count
+        )
     return _build(found, file)
-
-
-def _describe(file: str, error: dict[str, Any]) -> str:
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
-    where = f"{file}: {path}" if path else file
-    if error["type"] == "missing":
-        return f"{where}: missing; Paddle's cluster format needs it"
-    expected = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"].lower()
-    return f"{where}: expected {expected}, got {json.dumps(error['input'], default=str)[:60]}"
 
 
 def _build(found: _PaddleFile, file: str) -> Cluster:
@@ -112,6 +110,8 @@ def _build(found: _PaddleFile, file: str) -> Cluster:
         everyone = sorted(entry.devices, key=lambda device: device.global_id)
         computing = [device for device in everyone if device.type not in _FORWARDERS]
         computing = computing or [device for device in everyone if device.type == "CPU"]
+        chosen = {device.global_id for device in computing}
+        position = {device.global_id: at for at, device in enumerate(entry.devices)}
         if not computing:
             raise ResourceError(f"{where}: no GPU, XPU, NPU, DCU or CPU among them; add one")
         nics = []
@@ -123,8 +123,8 @@ def _build(found: _PaddleFile, file: str) -> Cluster:
                     "give every device its own"
                 )
             node_of[device.global_id] = node
-            if device in computing:
-                origin = f"machines[{number}].devices[{entry.devices.index(device)}]"
+            if device.global_id in chosen:
+                origin = f"machines[{number}].devices[{position[device.global_id]}]"
                 devices.append(_device(device, len(devices), number, len(devices) - first, node, origin))
             elif device.type == "NIC":
                 nics.append(node)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import (
-    BaseModel,
+    AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeInt,
-    PositiveInt,
-    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
+import distgraph.ops  # noqa: F401 - declares the kinds of ops
+from distgraph.documents import Entry, refuse, validate
+from distgraph.dtypes import NAMES
 from distgraph.errors import ResourceError
+from distgraph.ops.registry import REGISTRY
 from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, WORK, Unit, parse
+
+MOST_DEVICES: Final = 1 << 16
+"""Of a cluster, and of its machines: with its links each takes about 2 KiB, and Llama 3 405B was trained on a
+quarter of so many."""
+MOST_DIMS: Final = 8
+"""Of a torus: TPUs have 3, Fugaku has 6."""
+MOST_LEVELS: Final = 16
+"""Of switches: a tree over `MOST_DEVICES` whose switches have two children each."""
+_MOST_LANES: Final = 1_000
 
 
 def _parser(unit: Unit) -> Callable[[object], float]:
@@ -36,25 +44,38 @@ Bandwidth = Annotated[float, BeforeValidator(_parser(BANDWIDTH))]
 Seconds = Annotated[float, BeforeValidator(_parser(TIME))]
 Work = Annotated[float, BeforeValidator(_parser(WORK))]
 Compute = Annotated[float, BeforeValidator(_parser(COMPUTE))]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+Shape = Annotated[list[Count], Field(min_length=1, max_length=MOST_DIMS)]
+Fraction = Annotated[float, Field(ge=1e-6, le=1)]
+Error = Annotated[float, Field(ge=0, le=1e6)]
 Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send"
 ]
 
 
-class Entry(BaseModel):
-    """A mapping of the file; a field that is not listed is refused."""
+def _kind_of_op(kind: str) -> str:
+    if kind.removesuffix("+=") not in REGISTRY:
+        raise ValueError("a kind of op such as matmul or einsum+=")
+    return kind
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+def _dtype(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"a dtype, one of {', '.join(NAMES)}")
+    return name
+
+
+OpKind = Annotated[str, AfterValidator(_kind_of_op)]
+AnyDtype = Annotated[str, AfterValidator(_dtype)]
 
 
 class MatmulEntry(Entry):
     """Efficiency of contractions in one dtype; half: the m, n and k at which it falls to a half."""
 
     efficiency: Fraction
-    half: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=3, max_length=3)]
-    error: dict[str, float] = Field(default_factory=dict)
+    half: Annotated[list[Annotated[float, Field(ge=0, le=1e12)]], Field(min_length=3, max_length=3)]
+    error: dict[str, Error] = Field(default_factory=dict)
 
 
 CONVOLUTIONS: Final = ("conv", "conv_grad_input", "conv_grad_weight")
@@ -70,12 +91,14 @@ class OpEntry(Entry):
     times: Annotated[list[Seconds], Field(min_length=1)] | None = None
     rates: Annotated[list[Seconds], Field(min_length=3, max_length=3)] | None = None
     launch: Seconds | None = None
-    error: float | None = None
+    error: Error | None = None
 
     @model_validator(mode="after")
     def _matched(self) -> OpEntry:
         if self.rates is not None and (self.times or self.bytes or self.flops):
             raise ValueError("either rates or times by an amount of work")
+        if self.rates is not None and not any(self.rates):
+            raise ValueError("a rate above zero among the three")
         alone = self.rates is not None or self.launch is not None
         if self.times is None and alone and not (self.bytes or self.flops):
             return self
@@ -88,6 +111,8 @@ class OpEntry(Entry):
             raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")
         if any(later <= earlier for earlier, later in pairwise(work)):
             raise ValueError("amounts of work in increasing order")
+        if not self.times[-1]:
+            raise ValueError("a time above zero for the largest amount of work")
         return self
 
 
@@ -102,8 +127,8 @@ class ComputeEntry(Entry):
     memory_efficiency: Fraction | None = None
     lookup_efficiency: Fraction | None = None
     matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)
-    ops: dict[str, dict[str, OpEntry]] = Field(default_factory=dict)
-    error: dict[str, float] = Field(default_factory=dict)
+    ops: dict[OpKind, dict[AnyDtype, OpEntry]] = Field(default_factory=dict)
+    error: dict[str, Error] = Field(default_factory=dict)
 
     @field_validator("ops")
     @classmethod
@@ -117,7 +142,7 @@ class ComputeEntry(Entry):
 class DeviceEntry(Entry):
     """`count` equal devices of a machine."""
 
-    count: PositiveInt = 1
+    count: Count = 1
     type: Literal["gpu", "xpu", "cpu", "tpu", "npu"]
     model: str
     memory: Size
@@ -140,17 +165,20 @@ class Level(Entry):
     `oversubscription`.
     """
 
-    children: PositiveInt
-    oversubscription: Annotated[float, Field(gt=0, strict=False)] = 1.0
+    children: Count
+    oversubscription: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     latency: Seconds | None = None
+
+
+Levels = Annotated[list[Level], Field(max_length=MOST_LEVELS)]
 
 
 class InsideEntry(LinkEntry):
     """How the devices of a machine are joined."""
 
     topology: Literal["full", "ring", "torus", "tree", "pcie_pairs", "links"]
-    shape: list[PositiveInt] | None = None
-    levels: list[Level] | None = None
+    shape: Shape | None = None
+    levels: Levels | None = None
     links: list[list[int]] | None = None
     host_bandwidth: Bandwidth | None = None
     host: LinkEntry | None = None
@@ -162,8 +190,14 @@ class InsideEntry(LinkEntry):
         if self.host is not None and self.topology != "links":
             raise ValueError(f"host only with topology links, not {self.topology}")
         for pair in self.links or ():
-            if len(pair) not in (2, 3) or min(pair) < 0 or (len(pair) == 3 and pair[2] < 1):
-                raise ValueError("links as [device, device] or [device, device, lanes]")
+            if (
+                len(pair) not in (2, 3)
+                or min(pair) < 0
+                or (len(pair) == 3 and not 1 <= pair[2] <= _MOST_LANES)
+            ):
+                raise ValueError(
+                    f"links as [device, device] or [device, device, lanes], of 1 to {_MOST_LANES} lanes"
+                )
         return self
 
 
@@ -172,7 +206,7 @@ class NicEntry(LinkEntry):
     it.
     """
 
-    count: PositiveInt = 1
+    count: Count = 1
     attach: LinkEntry
 
 
@@ -181,9 +215,9 @@ class NetworkEntry(LinkEntry):
 
     topology: Literal["switch", "tree", "ring", "torus"]
     over: Literal["machines", "devices"] = "machines"
-    shape: list[PositiveInt] | None = None
-    block: list[PositiveInt] | None = None
-    levels: list[Level] | None = None
+    shape: Shape | None = None
+    block: Shape | None = None
+    levels: Levels | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> NetworkEntry:
@@ -202,7 +236,7 @@ class NetworkEntry(LinkEntry):
 class MachineEntry(Entry):
     """`count` equal machines."""
 
-    count: PositiveInt = 1
+    count: Count = 1
     name: str | None = None
     devices: Annotated[list[DeviceEntry], Field(min_length=1)]
     inside: InsideEntry | None = None
@@ -213,8 +247,8 @@ class MeasuredEntry(Entry):
     """A measured table of one collective."""
 
     collective: Collective
-    machines: PositiveInt
-    devices_per_machine: PositiveInt
+    machines: Count
+    devices_per_machine: Count
     model: str | None = None
     sizes: Annotated[list[Size], Field(min_length=1)]
     times: Annotated[list[Seconds], Field(min_length=1)]
@@ -228,6 +262,8 @@ class MeasuredEntry(Entry):
                 raise ValueError(f"as many {name} as sizes ({len(self.sizes)}), not {len(given)}")
         if any(later <= earlier for earlier, later in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError("sizes in increasing order")
+        if not self.times[-1]:
+            raise ValueError("a time above zero for the largest size")
         members = [device for group in self.groups or [] for device in group]
         size = self.machines * self.devices_per_machine
         if any(len(group) != size for group in self.groups or []) or len(set(members)) < len(members):
@@ -263,11 +299,17 @@ def check(document: object, file: str) -> ResourceFile:
     Raises:
         ResourceError: one line per mistake: file, path in the document, what was expected, what was found.
     """
-    try:
-        return ResourceFile.model_validate(_wrap_devices(document))
-    except ValidationError as errors:
-        lines = [_describe(error, document, file) for error in errors.errors()]
-        raise ResourceError("\n".join(dict.fromkeys(lines))) from None
+    found = validate(
+        ResourceFile, _wrap_devices(document), file, ResourceError, "docs/resources.md", written=document
+    )
+    devices = 0
+    for number, machine in enumerate(found.machines):
+        own = sum(group.count for group in machine.devices)
+        devices += machine.count * own
+        if own > MOST_DEVICES or devices > MOST_DEVICES:
+            told = f"at most {MOST_DEVICES} devices in all machines together"
+            refuse(ResourceError, file, ["machines", number], told, f"{machine.count} x {own}")
+    return found
 
 
 def _wrap_devices(document: object) -> object:
@@ -280,57 +322,3 @@ def _wrap_devices(document: object) -> object:
         for machine in document["machines"]
     ]
     return {**document, "machines": machines}
-
-
-def _describe(error: ErrorDetails, document: object, file: str) -> str:
-    path, found = _path_in(document, error["loc"])
-    where = f"{file}: {path}: " if path else f"{file}: "
-    kind = error["type"]
-    if kind == "missing":
-        return f"{where}missing; add the field, see docs/resources.md for its form"
-    if kind == "extra_forbidden":
-        return f"{where}unknown field; check its spelling against docs/resources.md"
-    return f"{where}expected {_expectation(error)}, got {_shown(found)}"
-
-
-def _expectation(error: ErrorDetails) -> str:
-    named = {
-        "model_type": "a mapping of fields",
-        "dict_type": "a mapping",
-        "list_type": "a list",
-        "string_type": "a text",
-        "int_type": "a whole number",
-        "greater_than": "a number greater than {gt}",
-        "greater_than_equal": "a number from {ge:g} up",
-        "less_than_equal": "a number up to {le:g}",
-        "float_type": "a number",
-        "too_long": "at most {max_length} entries",
-        "literal_error": "one of {expected}",
-        "too_short": "at least {min_length} entry",
-    }
-    context: dict[str, Any] = error.get("ctx", {})
-    if error["type"] in named:
-        return named[error["type"]].format(**context)
-    if error["type"] == "value_error":
-        return str(context["error"])
-    return error["msg"]
-
-
-def _path_in(document: object, location: tuple[int | str, ...]) -> tuple[str, object]:
-    """The location as the user wrote it: no index where the user wrote one mapping for a list."""
-    path, here = "", document
-    for step in location:
-        if isinstance(step, int):
-            if isinstance(here, dict):
-                continue
-            path += f"[{step}]"
-            here = here[step] if isinstance(here, list) and step < len(here) else None
-        elif step != "[key]":
-            path += f".{step}" if path else step
-            here = here.get(step) if isinstance(here, dict) else None
-    return path, here
-
-
-def _shown(found: object) -> str:
-    text = json.dumps(found, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -30,6 +30,11 @@ class Unit:
         return f'a {self.name} such as "{self.example}"'
 
 
+LEAST = 1e-24
+MOST = 1e24
+"""Of a quantity in its base unit: far from all hardware, and products of several are finite."""
+_LONGEST = 60  # characters of a quantity: the pattern takes time that grows with the square of them
+
 SIZE = Unit("size", "80 GiB", "byte")
 BANDWIDTH = Unit("bandwidth", "25 Gbit/s", "byte / second")
 TIME = Unit("time", "2 us", "second", may_be_zero=True)
@@ -46,7 +51,7 @@ def _registry() -> pint.UnitRegistry[float]:
 
 @lru_cache(maxsize=4096)
 def _parse_text(text: str, unit: Unit) -> float:
-    if not _QUANTITY.fullmatch(text):
+    if len(text) > _LONGEST or not _QUANTITY.fullmatch(text):
         raise ValueError(unit.expectation)
     try:
         value = float(_registry().Quantity(text).to(unit.base).magnitude)
@@ -54,6 +59,8 @@ def _parse_text(text: str, unit: Unit) -> float:
         raise ValueError(unit.expectation) from cause
     if not math.isfinite(value) or value < 0 or (value == 0 and not unit.may_be_zero):
         raise ValueError(unit.expectation + ("" if unit.may_be_zero else ", greater than zero"))
+    if value and not LEAST <= value <= MOST:
+        raise ValueError(f"{unit.expectation}, from {LEAST:g} to {MOST:g} {unit.base}")
     return value
 
 

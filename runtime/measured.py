@@ -10,11 +10,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
+from distgraph.documents import MOST_BYTES as OTHERS
+from distgraph.documents import read_json, refuse, validate
 from distgraph.errors import RuntimeFault
+from distgraph.files import write_atomically
 from distgraph.runtime.task import TaskGraph
+
+MOST_BYTES: Final = 4 * OTHERS
+"""Of a file: 5 steps of 1,000 ranks with 500 tasks and messages each."""
+_CONFIG: Final = ConfigDict(extra="forbid", allow_inf_nan=False)
+_Seconds = Annotated[float, Field(strict=True, ge=-1e9, le=1e9)]
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
+
+def _rank(key: object) -> int:
+    """Of a key of JSON, which is a text."""
+    if isinstance(key, str) and key.isdecimal() and len(key) < 10 and str(int(key)) == key:
+        return int(key)
+    raise ValueError('ranks such as "0" as keys')
 
 
 @dataclass(frozen=True)
@@ -26,10 +43,12 @@ class MeasuredRun:
         start, end: seconds of the step.
     """
 
+    __pydantic_config__ = _CONFIG
+
     task: str
-    micro: int
-    start: float
-    end: float
+    micro: _Count
+    start: _Seconds
+    end: _Seconds
 
 
 @dataclass(frozen=True)
@@ -43,17 +62,21 @@ class MeasuredMessage:
         waited: of those, how long the rank stood still for it, at the end.
     """
 
+    __pydantic_config__ = _CONFIG
+
     kind: str
     task: str
-    micro: int
-    start: float
-    end: float
-    waited: float
+    micro: _Count
+    start: _Seconds
+    end: _Seconds
+    waited: Annotated[_Seconds, Field(ge=0)]
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
     """What one rank did in a step."""
+
+    __pydantic_config__ = _CONFIG
 
     runs: tuple[MeasuredRun, ...]
     messages: tuple[MeasuredMessage, ...]
@@ -76,8 +99,10 @@ class MeasuredStep:
         ranks: rank -> what it did.
     """
 
-    number: int
-    ranks: dict[int, MeasuredRank]
+    __pydantic_config__ = _CONFIG
+
+    number: _Count
+    ranks: dict[Annotated[int, BeforeValidator(_rank)], MeasuredRank]
 
     @property
     def seconds(self) -> float:
@@ -97,8 +122,10 @@ class MeasuredTimeline:
         steps: those that were recorded.
     """
 
+    __pydantic_config__ = _CONFIG
+
     tasks: dict[str, str]
-    micro_batches: int
+    micro_batches: Annotated[_Count, Field(ge=1)]
     steps: tuple[MeasuredStep, ...]
 
     @property
@@ -108,10 +135,7 @@ class MeasuredTimeline:
 
     def write(self, path: str | Path) -> None:
         """Write the file. Raises RuntimeFault when that cannot be."""
-        try:
-            Path(path).write_bytes(_FILE.dump_json(self))
-        except OSError as error:
-            raise RuntimeFault(f"timeline {path} cannot be written: {error}; give another path") from None
+        write_atomically(path, _FILE.dump_json(self), RuntimeFault, durable=False)
 
     @staticmethod
     def read(path: str | Path) -> MeasuredTimeline:
@@ -120,21 +144,17 @@ class MeasuredTimeline:
         Raises:
             RuntimeFault: there is none, it is no measured timeline, or no step is in it.
         """
-        try:
-            found = _FILE.validate_json(Path(path).read_bytes())
-        except OSError as error:
-            raise RuntimeFault(
-                f"timeline {path} cannot be read: {error}; distgraph.callbacks.Timeline writes one"
-            ) from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
-            raise RuntimeFault(
-                f"timeline {path}: {place}: {first['msg'].lower()}; record it anew with "
-                "distgraph.callbacks.Timeline"
-            ) from None
+        document = read_json(path, RuntimeFault, MOST_BYTES)
+        found = validate(_FILE, document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
         if not found.steps:
             raise RuntimeFault(f"timeline {path} has no step; record it for longer")
+        for at, step in enumerate(found.steps):
+            for rank, did in step.ranks.items():
+                parts: list[MeasuredRun | MeasuredMessage] = [*did.runs, *did.messages]
+                for part in parts:
+                    if part.end < part.start or part.micro >= found.micro_batches:
+                        told = f"times in order, of {found.micro_batches} micro-batches"
+                        refuse(RuntimeFault, str(path), ["steps", at, "ranks", str(rank)], told)
         return found
 
     def check(self, graph: TaskGraph) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from distgraph.errors import ResourceError
+from distgraph.files import write_atomically
 from distgraph.resources import load_cluster
 from distgraph.resources.cluster import Compute, MeasuredTable, OpTable
-from distgraph.resources.load import read_document
+from distgraph.resources.load import parse_cluster, read_document
 from distgraph.resources.units import SIZE, format_bytes, parse
 from distgraph.runtime.fit import ComputeFit, LinkFit
 
@@ -74,7 +75,7 @@ def write_measured(output: str, source: str, ranks: int, measured: Measured) -> 
         measured: the new numbers.
 
     Raises:
-        ResourceError: the source cannot be read.
+        ResourceError: the source cannot be read, or the output not be written.
     """
     document, head = read_document(source or "local")
     if not source:
@@ -82,11 +83,9 @@ def write_measured(output: str, source: str, ranks: int, measured: Measured) -> 
         head = "# This machine, measured by distgraph profile.\n"
     _apply(document, measured)
     text = yaml.dump(document, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
-    path = Path(output)
-    partial = path.with_suffix(".tmp")
-    partial.write_text(head + _NOTE.sub(r"\1\2  # \3", text), encoding="utf-8")
-    load_cluster(partial)  # what cannot be loaded is not written
-    partial.replace(path)
+    whole = head + _NOTE.sub(r"\1\2  # \3", text)
+    parse_cluster(whole, output)  # what cannot be loaded is not written
+    write_atomically(output, whole, ResourceError)
 
 
 def _resize(document: dict[str, Any], ranks: int) -> None:

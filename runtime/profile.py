@@ -29,7 +29,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
 
+from distgraph.documents import refuse
 from distgraph.errors import ResourceError, RuntimeFault
+from distgraph.files import write_atomically
 from distgraph.resources import Cluster, load_cluster, local_cluster
 from distgraph.resources.cluster import MeasuredTable
 from distgraph.runtime import messages
@@ -37,6 +39,7 @@ from distgraph.runtime.cost import Work
 from distgraph.runtime.fit import ComputeFit, LinkFit, Message, fit_compute, fit_host, fit_links
 from distgraph.runtime.launch import launch
 from distgraph.runtime.measured_file import Measured, write_measured
+from distgraph.runtime.measurements import read_measurements
 from distgraph.runtime.mpi import MpiTransport
 from distgraph.runtime.probes import Timed, probes
 from distgraph.runtime.rank import current_transport, ranks_of_job
@@ -217,23 +220,17 @@ class Store:
         header = {"source": request.source, "ranks": request.ranks, "places": places, "format": _FORMAT}
         if request.fresh or not request.store_path.is_file():
             return cls({}, request.store_path, header)
-        try:
-            found = json.loads(request.store_path.read_text(encoding="utf-8"))
-            given, runs = dict(found["header"]), found["runs"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ResourceError(
-                f"{request.store_path}: no measurements: {error!r}; delete it, or use --fresh"
-            ) from None
-        if given.get("format") != _FORMAT:
-            raise ResourceError(
-                f"{request.store_path}: measurements of another version of distgraph, whose programs were "
-                "others; use another output, or --fresh"
-            )
+        given, runs = read_measurements(request.store_path, _FORMAT)
         if given != header:
             raise ResourceError(
                 f"{request.store_path}: measurements of {given} but this is {header}; use another "
                 "output, or --fresh"
             )
+        origins = {device.origin for device in request.cluster().devices[: request.ranks]}
+        for key, entry in runs.items():
+            if "message" not in entry and key.partition("|")[0] not in origins:
+                told = f"devices of {request.source or 'this machine'}, {', '.join(sorted(origins))}"
+                refuse(ResourceError, str(request.store_path), ["runs", key], told)
         return cls(runs, request.store_path, header)
 
     def add(self, key: str, about: Mapping[str, Any], seconds: Sequence[float]) -> None:
@@ -246,9 +243,8 @@ class Store:
         """Write the file, whole or not at all."""
         if self.path is None:
             return
-        partial = self.path.with_suffix(".tmp")
-        partial.write_text(json.dumps({"header": self.header, "runs": self.runs}), encoding="utf-8")
-        partial.replace(self.path)
+        text = json.dumps({"header": self.header, "runs": self.runs})
+        write_atomically(self.path, text, ResourceError, durable=False)
         self.saved = time.monotonic()
 
 

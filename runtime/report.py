@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from distgraph.errors import RuntimeFault, installing
+from distgraph.files import write_atomically
 from distgraph.resources import Cluster
 from distgraph.resources.describe import describe
 from distgraph.resources.units import format_bytes, format_si
@@ -107,10 +108,7 @@ def report(forecast: Forecast, path: str | Path, subject: Subject | None = None)
         RuntimeFault: plotly is not installed, or the file cannot be written.
     """
     page = Page(forecast, subject or Subject()).text()
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise RuntimeFault(f"report {path} cannot be written: {error}; give another path") from None
+    write_atomically(path, page, RuntimeFault, durable=False)
 
 
 def load_plotly() -> ModuleType:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import RuntimeFault
+from distgraph.files import write_atomically
 from distgraph.runtime.forecast import Forecast
 from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.segments import (
@@ -54,10 +55,7 @@ def write_trace(forecast: Forecast, path: str | Path, measured: MeasuredTimeline
             "ops": "all" if complete else f"left out, there are more than {MOST_EVENTS}",
         },
     }
-    try:
-        Path(path).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-    except OSError as error:
-        raise RuntimeFault(f"trace {path} cannot be written: {error}; give another path") from None
+    write_atomically(path, json.dumps(content, separators=(",", ":")), RuntimeFault, durable=False)
 
 
 def trace_events(forecast: Forecast) -> tuple[list[dict[str, Any]], bool]:

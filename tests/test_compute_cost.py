@@ -133,7 +133,7 @@ def test_other_missing_numbers():
         ({"memory_efficiency": 1.5}, r"compute.memory_efficiency: expected a number up to 1(\.0)?, got 1.5"),
         (
             {"memory_efficiency": 0},
-            r"compute.memory_efficiency: expected a number greater than 0(\.0)?, got 0",
+            r"compute.memory_efficiency: expected a number from 1e-06 up, got 0",
         ),
         ({"launch": 5}, r"compute.launch: expected a time such as \"2 us\", got 5"),
         ({"matmul": {"f32": {"efficiency": 0.5}}}, r"compute.matmul.f32.half: missing"),

@@ -149,18 +149,32 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     _, timeline = recorded("pp2", 2)
     timeline.write(path)
     assert MeasuredTimeline.read(path) == timeline
-    with pytest.raises(RuntimeFault, match=r"timeline .* cannot be written"):
+    with pytest.raises(RuntimeFault, match=r"cannot be written"):
         timeline.write(tmp_path / "none" / "timeline.json")
+
+
+RANK = '{"messages": [], "runs": [{"task": "t", "micro": 1, "start": 0.0, "end": 1.0}]}'
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"the file: invalid json"),
-        ("[]", r"the file: input should be"),
-        ('{"tasks": {}, "micro_batches": 1}', r"steps: field required; record it anew"),
+        ("", r"timeline.json:1:1: not JSON"),
+        ("[]", r"timeline.json: expected a mapping of fields, got \[\]"),
+        ('{"tasks": {}, "micro_batches": 1}', r"timeline.json: steps: missing; add the field"),
         ('{"tasks": {}, "micro_batches": 1, "steps": []}', r"has no step"),
-        ('{"tasks": {}, "micro_batches": 1, "steps": [{"number": "x", "ranks": {}}]}', r"steps\.0\.number"),
+        (
+            '{"tasks": {}, "micro_batches": 1, "steps": [{"number": "x", "ranks": {}}]}',
+            r'timeline.json: steps\[0\].number: expected a whole number, got "x"',
+        ),
+        (
+            '{"tasks": {}, "micro_batches": 1, "steps": [{"number": 1, "ranks": {"00": 1}}]}',
+            r'expected ranks such as "0" as keys',
+        ),
+        (
+            f'{{"tasks": {{}}, "micro_batches": 1, "steps": [{{"number": 1, "ranks": {{"0": {RANK}}}}}]}}',
+            r"steps\[0\].ranks\['0'\]: expected times in order, of 1 micro-batches",
+        ),
     ],
 )
 def test_files_that_are_no_timeline(tmp_path: Path, text: str, message: str) -> None:
@@ -168,7 +182,7 @@ def test_files_that_are_no_timeline(tmp_path: Path, text: str, message: str) -> 
     path.write_text(text)
     with pytest.raises(RuntimeFault, match=message):
         MeasuredTimeline.read(path)
-    with pytest.raises(RuntimeFault, match=r"cannot be read: .*callbacks.Timeline writes one"):
+    with pytest.raises(RuntimeFault, match=r"none.json: cannot be read: No such file"):
         MeasuredTimeline.read(tmp_path / "none.json")
 
 

@@ -245,7 +245,7 @@ def test_a_long_trace_leaves_ops_out_and_says_so(monkeypatch):
 
 
 def test_a_trace_that_cannot_be_written(tmp_path):
-    with pytest.raises(RuntimeFault, match=r"trace .* cannot be written"):
+    with pytest.raises(RuntimeFault, match=r": cannot be written"):
         trace_events.write_trace(traced(pipe(1), 6, 6), tmp_path / "none" / "trace.json")
 
 
@@ -338,7 +338,7 @@ def test_a_page_of_a_forecast_alone(tmp_path):
     text = path.read_text()
     assert 'id="timeline"' in text
     assert 'id="communication"' not in text
-    with pytest.raises(RuntimeFault, match=r"report .* cannot be written"):
+    with pytest.raises(RuntimeFault, match=r": cannot be written"):
         report.report(forecast(pipe(2), machines(6, 6)), tmp_path / "none" / "r.html")
 
 
@@ -360,7 +360,7 @@ def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path
     assert "report needs plotly, which is not installed; pip install" in output
     code, output = invoke("forecast", script, "--cluster", cluster, "--measured", str(tmp_path / "none.json"))
     assert code == 1
-    assert "none.json cannot be read" in output
+    assert "none.json: cannot be read" in output
     x = rng.normal(size=(12, 6)).astype("f4")
     trained = engine(grid(dp=3))
     trained.prepare((x, x[:, :1]))

@@ -312,7 +312,7 @@ def test_files_that_are_no_yaml(tmp_path):
     with pytest.raises(ResourceError, match=r'x\.yaml: expected a mapping of fields, got \["just a list"\]'):
         load_cluster(path)
     path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ResourceError, match="not YAML"):
+    with pytest.raises(ResourceError, match=r"x\.yaml: cannot be read: byte 0 is not UTF-8"):
         load_cluster(path)
 
 

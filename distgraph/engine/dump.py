@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from distgraph.errors import RuntimeFault
+from distgraph.files import write_atomically
 from distgraph.graph import Graph
 from distgraph.runtime.world import is_chief
 
@@ -28,9 +30,15 @@ def dump_stage(mode: str, stage: str, graph: Graph) -> None:
 
 
 def write(name: str, content: Any) -> None:
-    """Write `NNN.name` where a directory is asked for."""
+    """Write `NNN.name` where a directory is asked for. Raises RuntimeFault: that cannot be."""
     directory = dump_directory()
     if directory is None:
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{next(_NUMBERS):03d}.{name}").write_text(f"{content}\n")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise RuntimeFault(
+            f"DISTGRAPH_DUMP={directory}: cannot be made: {error}; give another folder"
+        ) from None
+    path = directory / f"{next(_NUMBERS):03d}.{name}"
+    write_atomically(path, f"{content}\n", RuntimeFault, durable=False)
