@@ -262,7 +262,7 @@ def priced(plan: Plan, cluster: Cluster) -> Priced:
     memory: dict[int, Moments] = {}
     for rank in found.memory:
         own, order = program.program(rank), program.schedule.order(rank)
-        need = moments(own, plan_storage(own, order), order, plan.micro)
+        need = moments(own, plan_storage(own, program.schedule), order, plan.micro)
         memory[stage[rank]] = max(
             memory.get(stage[rank], need), need, key=lambda each: sum(most(each).values())
         )

@@ -182,7 +182,7 @@ class Calibration:
     def _works(self, plan: Plan) -> list[tuple[Work, int]]:
         program = built(plan)
         rank = program.program(0)
-        ops = OpCost(rank, plan_storage(rank, program.schedule.order(0)), ComputeCost(self.cluster), 0)
+        ops = OpCost(rank, plan_storage(rank, program.schedule), ComputeCost(self.cluster), 0)
         counts: dict[Work, int] = {}
         for task in rank.tasks:
             for local in task.ops:

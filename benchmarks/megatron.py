@@ -198,7 +198,7 @@ def _stage_bills(built: Build) -> list[Bills]:
     found: list[Bills] = []
     for column in built.schedule.columns:
         program = built.program(column.ranks[0])
-        storage = plan_storage(program, built.schedule.order(column.ranks[0]))
+        storage = plan_storage(program, built.schedule)
         ops = OpCost(program, storage, cost, 0)
         bills: Bills = {kind: Counter() for kind in KINDS}
         for task in program.tasks:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import TopologicalSorter
 
 from distgraph.collecting import collector_paused
 from distgraph.graph import SOURCES, Graph, Op
@@ -105,6 +106,28 @@ class Parts:
     def updates(self) -> dict[str, tuple[int, str]]:
         """Name of a param or state -> place among the updates, name of the value to replace it."""
         return {old: (place, new.name) for place, (old, new) in enumerate(self.graph.updates)}
+
+    @cached_property
+    def transfers(self) -> dict[str, tuple[str, str]]:
+        """Name of a transfer between tasks -> the task that sends, the task that receives."""
+        ends: dict[str, dict[bool, str]] = {}
+        for part in self.tasks:
+            for op in part.body:
+                if op.kind == "comm.transfer":
+                    receives = self.graph.attrs[op.name].mesh.rank_set == part.mesh.rank_set
+                    ends.setdefault(op.name, {})[receives] = part.name
+        return {name: (end[False], end[True]) for name, end in ends.items() if len(end) == 2}
+
+    @cached_property
+    def before(self) -> dict[str, frozenset[str]]:
+        """Task -> all tasks that are over before it may begin."""
+        sources: dict[str, list[str]] = {part.name: [] for part in self.tasks}
+        for source, target in self.edges:
+            sources[target].append(source)
+        found: dict[str, frozenset[str]] = {}
+        for name in TopologicalSorter(sources).static_order():
+            found[name] = frozenset(sources[name]).union(*(found[source] for source in sources[name]))
+        return found
 
     @cached_property
     def stages(self) -> dict[str, int]:

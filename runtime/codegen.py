@@ -62,14 +62,14 @@ class Arena:
         them). rings: root name -> buffers, one a micro-batch in flight.
         feeds: input name -> one array a micro-batch, or a scalar.
         pending: results of collectives that another task waits for: (value, micro-batch) -> handle.
-        sends: (op, ring position) -> send under way.
+        sends: root name -> for each of its buffers the sends under way from it.
     """
 
     fixed: dict[str, Any]
     rings: dict[str, list[Any]]
     feeds: dict[str, Any]
     pending: dict[tuple[str, int], Any]
-    sends: dict[tuple[str, int], Any]
+    sends: dict[str, list[list[collectives.Handle]]]
 
 
 class _Writer:
@@ -92,7 +92,7 @@ class _Writer:
         }
         self.bound["copyto"] = xp.copyto
         self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the thing) -> name
-        self.identifiers = Identifiers([*self.bound, "m", "work", "sent"])
+        self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
         self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
@@ -187,10 +187,12 @@ class _Writer:
             self.line(f"{name} = {expression}", op)
 
     def target(self, value: str) -> str:
-        """Name of the buffer that a result is written to."""
+        """Name of the buffer that a result is written to, when all that is sent from it has left."""
         name = self.name(value)
         slot = self.storage.slots[value]
         self.ready.add(value)
+        if slot.root in self.storage.sent:
+            self.line(f"{self.bind('finish', collectives.finish)}({self.sends_of(slot.root)})")
         if value in self.arena.fixed:
             self.bound[name] = self.arena.fixed[value]
         elif slot.kind == "ring":
@@ -291,7 +293,7 @@ class _Writer:
             slices = self.bind("slices", local.attrs.get("slices", ...))
             self.line(f"copyto({target}, {source}[{slices}])", local.op)
         else:
-            self.target(name)  # a buffer of the neutral element, filled once when it was made
+            self.read(name)  # a buffer of the neutral element, filled once when it was made
 
     def collective(self, local: LocalOp) -> None:
         op, attrs = local.op, local.attrs
@@ -343,24 +345,21 @@ class _Writer:
         op, attrs = local.op, local.attrs
         if not attrs["sends"]:
             return
-        source = self.read(op.operands[0].name)
-        sends, under_way = self.bind("sends", attrs["sends"]), self.bind("under_way", self.arena.sends)
-        slot = self.storage.slots[op.operands[0].name]
-        depth = self.storage.rings.get(slot.root, 1)
+        source, sends = self.read(op.operands[0].name), self.bind("sends", attrs["sends"])
         start = self.bind("exchange_start", collectives.exchange_start)
         call = f"{start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})"
-        self.line(f"{under_way}[{literal(op.name)}, m % {depth}] = {call}", op)
+        under_way = self.sends_of(self.storage.slots[op.operands[0].name].root)
+        self.line(f"{under_way}.append({call})", op)
 
-    def free_for_sending(self, op: Op) -> None:
-        """Before a task writes a buffer again, what was sent from it must have left."""
-        depth = self.storage.rings.get(self.storage.slots[op.operands[0].name].root, 1)
-        under_way = self.bind("under_way", self.arena.sends)
-        self.line(f"sent = {under_way}.pop(({literal(op.name)}, m % {depth}), None)")
-        self.line("if sent is not None: sent.wait()")
+    def sends_of(self, root: str) -> str:
+        """The sends under way from the present buffer of some memory, under whatever names."""
+        depth = self.storage.rings.get(root, 1)
+        under_way = self.arena.sends.setdefault(root, [[] for _ in range(depth)])
+        return f"{self.bind('under_way', under_way)}[{'0' if depth == 1 else f'm % {depth}'}]"
 
     def receive(self, local: LocalOp) -> None:
         op, attrs = local.op, local.attrs
-        target = self.target(op.result.name)
+        target = self.read(op.result.name) if attrs["recvs"] else self.target(op.result.name)
         if attrs["copies"]:
             source = self.read(op.operands[0].name)
             for have, want in attrs["copies"]:
@@ -379,16 +378,13 @@ class _Writer:
         self.foreign = self.late_elsewhere(task)
         started: set[str] = set()
         ops = [(number, local) for number, local in enumerate(task.ops) if last or not local.tail]
-        for _, local in ops:
-            if local.mode == "send" and local.attrs["sends"]:
-                self.free_for_sending(local.op)
         for number, local in ops:
             for value in self.storage.waits.get((task.name, number), ()):
                 if value in started:
                     self.wait(value)
                     started.discard(value)
             for value in self.elsewhere(local, task):
-                self.line(f"work = pending.pop(({literal(value)}, m), None)")
+                self.line(f"work = pending.pop(({literal(value)}, {self.at(value)}), None)")
                 self.line("if work is not None: work.wait()")
             self.emit(local, last=last)
             if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
@@ -403,8 +399,11 @@ class _Writer:
                 self.wait(value)
         for value in self.storage.late[task.name]:
             if value in started:
-                at = "m" if self.program.parts.phase[value] == 1 else "0"
-                self.line(f"pending[{literal(value)}, {at}] = {self.work(value)}")
+                self.line(f"pending[{literal(value)}, {self.at(value)}] = {self.work(value)}")
+
+    def at(self, value: str) -> str:
+        """The micro-batch of a value: the present one, or 0 for what there is one of in a step."""
+        return "m" if self.program.parts.phase[value] == 1 else "0"
 
     def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
         """Results of other tasks' collectives that this op reads (directly or through a view) for the first

@@ -66,6 +66,13 @@ class Handle:
         return not open_requests
 
 
+def finish(handles: list[Handle]) -> None:
+    """Wait for all of them, then forget them."""
+    for handle in handles:
+        handle.wait()
+    handles.clear()
+
+
 def all_reduce_start(
     transport: Transport, x: Array, group: Group, op: str, out: Array | None = None
 ) -> Handle:

@@ -24,6 +24,7 @@ from distgraph.runtime.build import Build
 from distgraph.runtime.cost import OpCost, Work
 from distgraph.runtime.memory import RankMemory, Shortage, rank_memory, shortages
 from distgraph.runtime.representatives import representatives, uneven_meshes
+from distgraph.runtime.rings import rank_clocks
 from distgraph.runtime.scratch import task_workspace
 from distgraph.runtime.simulate import Timeline, simulate
 from distgraph.runtime.storage import StoragePlan, planned
@@ -250,7 +251,9 @@ class _Forecaster:
         theirs = {part.name: like.name for part, like in zip(form.tasks, model.form.tasks, strict=True)}
         if model.workspace is not None:
             self.workspaces[rank] = {name: model.workspace[like] for name, like in theirs.items()}
-        storage = model.plan.under((theirs[name], micro) for name, micro in order)
+        names = dict(zip(form.names, model.form.names, strict=True))
+        clocks = rank_clocks(self.build.schedule, self.build.parts, rank).renamed(theirs, names)
+        storage = model.plan.under(clocks)
         self.memory[rank] = replace(rank_memory(model.program, storage, model.workspace), rank=rank)
         streams = model.streams if rank == model.program.rank else self.elsewhere(model, rank, form)
         tasks = {task.name: task for task in model.program.tasks}

@@ -249,7 +249,7 @@ class Page:
             found = []
             for rank in ranks:
                 program = build.program(rank)
-                storage = plan_storage(program, build.schedule.order(rank))
+                storage = plan_storage(program, build.schedule)
                 found.append(occupancy(program, storage, forecast.timeline, forecast.workspaces.get(rank)))
             said += " Below: what of that is in use when; it is allocated all the time."
             drawn += self._draw(memory_figure(found, names, forecast.step_seconds))

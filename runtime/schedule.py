@@ -22,6 +22,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.actor import Policy, resolve
@@ -60,13 +64,27 @@ class Column:
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """The order of task instances on every rank; prints as a grid and parses back."""
 
     policy: str
     micro_batches: int
     columns: tuple[Column, ...]
+
+    @cached_property
+    def posts(self) -> dict[str, NDArray[np.int64]]:
+        """Task -> for each micro-batch the clock at which all its ranks have posted their receives.
+
+        The worker posts those of place p of its order when place p - 2 is done.
+        """
+        found: dict[str, NDArray[np.int64]] = {}
+        for column in self.columns:
+            for place, step in enumerate(column.steps):
+                clocks = found.setdefault(step.task, np.zeros(self.micro_batches, np.int64))
+                if place > 1:
+                    clocks[step.micro] = max(clocks[step.micro], column.steps[place - 2].clock + 1)
+        return found
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -9,29 +9,29 @@ Kinds of storage:
 
 Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op
 that reads it last, or they are scratch values that are never alive together. What a collective reads or
-writes is alive until it has been waited for.
+writes is alive until it has been waited for. Memory that a message is sent from, under whatever name, is
+written again only when that message has been taken (`Storage.sent`).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.dtypes import itemsize
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.packing import Block, pack
+from distgraph.runtime.rings import RankClocks, outstanding, rank_clocks, window
+from distgraph.runtime.schedule import Schedule
 
 _ALIGN = 64
 _WORTH_COPYING = 2**20  # bytes that are freed by a copy, from which it is worth its time
 Place = tuple[str, int]  # task name, number of the op in it
-Places = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Storage:
         late: task -> results of its collectives that another task waits for, or the end of the step.
         in_place: update target (param or state) -> value that is computed right in its memory.
         into: value that only an `accumulate` reads -> result of that, to which it is added as it is computed.
+        sent: roots of the memory that messages are sent from: before it is written, those must have left.
     """
 
     slots: dict[str, Slot]
@@ -72,6 +73,7 @@ class Storage:
     late: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_place: dict[str, str] = field(default_factory=dict)
     into: dict[str, str] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
 
 
 def nbytes(program: RankProgram, name: str) -> int:
@@ -84,14 +86,14 @@ def _block_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize(dtype)
 
 
-def plan_storage(program: RankProgram, order: Iterable[tuple[str, int]]) -> Storage:
+def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
     """Decide the storage of every value.
 
     Args:
         program: what the rank runs.
-        order: (task, micro-batch) pairs as the schedule recorded them for this rank.
+        schedule: order of all tasks on all ranks.
     """
-    return planned(program).under(order)
+    return planned(program).under(rank_clocks(schedule, program.parts, program.rank))
 
 
 def planned(program: RankProgram) -> StoragePlan:
@@ -107,6 +109,7 @@ def planned(program: RankProgram) -> StoragePlan:
     plan.classify()
     plan.place_updates()
     plan.assign_scratch()
+    plan.storage.sent = frozenset(root for root in plan.aliases if plan.messages(root))
     return plan
 
 
@@ -228,6 +231,9 @@ class StoragePlan:
         root = self.slots[operand].root
         if self.slots[root].kind == "source" or not self.slots[operand].contiguous:
             return False
+        maker = self.made[root]
+        if self.tasks[maker[0]].ops[maker[1]].mode == "comm.mask":
+            return False  # filled once, for all steps
         kept = self.program.graph.kept
         return all(self.reader_count.get(name, 0) == 1 and name not in kept for name in self.aliases[root])
 
@@ -311,6 +317,10 @@ class StoragePlan:
         sends = [place for place in self.uses.get(root, ()) if place in self.sending]
         return [(task, self.tasks[task].ops[number]) for task, number in sends]
 
+    def messages(self, root: str) -> list[LocalOp]:
+        """Those of the sends that are started in one task and may be under way in the next."""
+        return [local for _, local in self._sends(root) if local.mode == "send" and local.attrs["sends"]]
+
     def place_updates(self) -> None:
         """Compute updates in the memory of what they replace, where nothing reads the old value any more."""
         updates = self.program.parts.updates
@@ -323,7 +333,7 @@ class StoragePlan:
             local = self.tasks[task].ops[number]
             declared = lookup(local.op.kind)
             readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]
-            later = [p for p in self.uses.get(old, ()) if self._after(p, (task, number))]
+            later = [p for p in self.uses.get(old, ()) if not self._precedes(p, (task, number))]
             computed = local.mode == "compute" and old in readable
             gathered = (  # the shards of a new value come together where the old one was
                 local.mode == "comm.all_gather"
@@ -336,14 +346,23 @@ class StoragePlan:
                 and old not in {self.slots[v.name].root for v in local.op.operands if v.name in self.slots}
                 and not self._sends(old)
             )
-            if (computed or gathered or written) and not later and self._same_type(name, old):
+            # the update waits for what is sent of the old value, which must not wait for the update
+            taken = all(self._taken_before(local, task) for local in self.messages(old))
+            fits = not later and taken and self._same_type(name, old)
+            if (computed or gathered or written) and fits:
                 self.storage.in_place[old] = name
                 self.slots[name].kind, self.slots[name].root = "view", old
 
-    def _after(self, place: Place, other: Place) -> bool:
+    def _precedes(self, place: Place, other: Place) -> bool:
+        """Whether an op has run for all micro-batches before another one runs, whatever the schedule."""
         if place[0] == other[0]:
-            return place[1] > other[1]
-        return self.tasks[place[0]].kind == "optimize"
+            return place[1] <= other[1]
+        return place[0] in self.program.parts.before[other[0]]
+
+    def _taken_before(self, sent: LocalOp, task: str) -> bool:
+        """Whether what is sent has been received before a task begins, whatever the schedule."""
+        _, target = self.program.parts.transfers[sent.op.name]
+        return target in self.program.parts.before[task]
 
     def _same_type(self, first: str, second: str) -> bool:
         return self.program.types[first] == self.program.types[second]
@@ -400,11 +419,11 @@ class StoragePlan:
                 return root
         return None
 
-    def under(self, order: Iterable[tuple[str, int]]) -> Storage:
+    def under(self, clocks: RankClocks) -> Storage:
         """Storage under a schedule: as many buffers in a ring as micro-batches are ever alive together."""
-        order, rings = list(order), dict[str, int]()
+        rings = dict[str, int]()
         micro = self.program.graph.micro_batches
-        places = _places(order, micro)
+        count = 1 + max((int(at.max()) for at in clocks.places.values()), default=0)
         received = {
             local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
         }
@@ -414,67 +433,31 @@ class StoragePlan:
                 continue
             tasks, early = frozenset(task for task, _ in self.uses[root]), root in received
             if (tasks, early) not in depths:
-                touched = np.stack([places[task] for task in tasks if task in places])
-                first = np.where(touched < 0, len(order), touched).min(axis=0)
-                depths[tasks, early] = _window(first - early, touched.max(axis=0))
-            depth = depths[tasks, early]
+                touched = np.stack([clocks.places[task] for task in tasks if task in clocks.places])
+                first = np.where(touched < 0, count, touched).min(axis=0)
+                depths[tasks, early] = window(first - early, touched.max(axis=0))
+            rings[root] = depths[tasks, early]
             if self._sends(root):
-                depth = max(depth, min(micro, 1 + self._reach(root)))
-            rings[root] = depth
+                rings[root] = min(micro, max(rings[root], *self._under_way(root, clocks, early)))
         return replace(self.storage, rings=rings)
 
-    def _reach(self, root: str) -> int:
-        """How many stages on what is sent from some memory is received, 1 at least.
+    def _under_way(self, root: str, clocks: RankClocks, early: bool) -> tuple[int, int]:
+        """Buffers for what is sent from some memory: to be ahead of the receiver, and never to wait in vain.
 
-        A stage may begin a micro-batch as many places of the schedule before the receiver does. With one
-        buffer more than that it never waits for a receive that is posted later than what waits for it.
+        A stage may begin a micro-batch as many places of the schedule before the receiver does as it is
+        stages away; a buffer that is itself received into is needed a place earlier.
         """
         parts, attrs = self.program.parts, self.program.graph.attrs
-        return max(
-            1,
-            *(
-                abs(parts.at[attrs[local.op.result.name].mesh.rank_set] - parts.stages[task])
-                for task, local in self._sends(root)
-            ),
+        reach = (
+            abs(parts.at[attrs[local.op.result.name].mesh.rank_set] - parts.stages[task])
+            for task, local in self._sends(root)
         )
-
-
-def _places(order: list[tuple[str, int]], micro_batches: int) -> dict[str, Places]:
-    """Task -> for each micro-batch its place in the order, -1 where it has none."""
-    found = {task: np.full(micro_batches, -1) for task in dict.fromkeys(task for task, _ in order)}
-    for place, (task, micro) in enumerate(order):
-        found[task][micro] = place
-    return found
-
-
-def _window(starts: Places, ends: Places) -> int:
-    """Largest (newest - oldest + 1) micro-batch alive at any time.
-
-    Args:
-        starts, ends: of every micro-batch, first and last place in the order at which it is alive.
-    """
-    if (starts[:-1] <= starts[1:]).all() and (ends[:-1] <= ends[1:]).all():  # first in, first out
-        newest = np.searchsorted(starts, starts, "right") - 1
-        oldest = np.searchsorted(ends, starts, "left")
-        return int((newest - oldest).max()) + 1
-    return _swept(list(zip(starts.tolist(), ends.tolist(), strict=True)))
-
-
-def _swept(intervals: list[tuple[int, int]]) -> int:
-    """The same in any order of the micro-batches: a sweep over starts and ends."""
-    starting = sorted(range(len(intervals)), key=lambda m: intervals[m])
-    oldest: list[tuple[int, int]] = []  # (micro-batch, end) of what has started, heap by micro-batch
-    newest: list[tuple[int, int]] = []  # the same by minus the micro-batch
-    widest = 1
-    for m in starting:
-        start, end = intervals[m]
-        heapq.heappush(oldest, (m, end))
-        heapq.heappush(newest, (-m, end))
-        for heap in (oldest, newest):
-            while heap[0][1] < start:
-                heapq.heappop(heap)
-        widest = max(widest, -newest[0][0] - oldest[0][0] + 1)
-    return widest
+        task = self.made[root][0]
+        written = (clocks.posts if early else clocks.starts)[task]
+        needed = (
+            outstanding(written, clocks.taken[local.op.name], posting=early) for local in self.messages(root)
+        )
+        return 1 + early + max(1, *reach), max(needed, default=1)
 
 
 def is_started(local: LocalOp) -> bool:

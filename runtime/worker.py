@@ -17,6 +17,7 @@ from distgraph.graph import Value
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
+from distgraph.runtime.collectives import finish
 from distgraph.runtime.recording import Recorder
 from distgraph.runtime.schedule import Schedule
 from distgraph.runtime.storage import plan_storage
@@ -58,7 +59,7 @@ class Worker:
         self.program, self.xp = program, xp
         self._transport = transport
         self._order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
-        self.storage = plan_storage(program, self._order)
+        self.storage = plan_storage(program, schedule)
         self.arena = Arena({}, {}, {}, {}, {})
         self._allocate(sources)
         self.tasks: dict[str, CompiledTask] = {
@@ -167,9 +168,11 @@ class Worker:
                     if (value.name, m) in arena.pending:  # a collective leaves it
                         arena.pending[value.name, m].wait()
                     collected[label].append(self._block(value, m).copy())
-        for handle in (*arena.pending.values(), *arena.sends.values()):
+        for handle in arena.pending.values():
             handle.wait()
-        arena.sends.clear()
+        for buffers in arena.sends.values():
+            for under_way in buffers:
+                finish(under_way)
         self._commit()
         outputs = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
         return {**outputs, **collected}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from distgraph.graph import Graph
 from distgraph.interpret import interpret
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.inprocess import run_ranks
+from distgraph.runtime.transport import Transport
 from distgraph.runtime.worker import Worker
 from distgraph.spec import DistAttr
 
@@ -20,8 +21,16 @@ Feeds = Sequence[Mapping[str, Array]]
 TIME_LIMIT = 30.0  # seconds after which a rank that waits in vain gives up
 
 
+Blocks = tuple[dict[str, list[Array]], dict[str, Array]]
+"""What one rank holds after a step: label -> block of every micro-batch, param or state -> new block."""
+
+
 def run_partitioned(
-    completed: Graph, feeds: Feeds, params: Mapping[str, Array], policy: str = "1f1b"
+    completed: Graph,
+    feeds: Feeds,
+    params: Mapping[str, Array],
+    policy: str = "1f1b",
+    wrap: Callable[[Transport], Any] = lambda transport: transport,
 ) -> tuple[dict[str, list[Array]], dict[str, Array], Build]:
     """One step of a completed graph.
 
@@ -29,6 +38,8 @@ def run_partitioned(
         completed: graph of one micro-batch.
         feeds: for every micro-batch its inputs by name; a scalar is taken from the first.
         params: whole params and states by name.
+        policy: of the schedule.
+        wrap: makes the transport that a rank uses from its own.
 
     Returns:
         label -> whole output of every micro-batch (one where it is accumulated), param -> whole new value,
@@ -38,30 +49,40 @@ def run_partitioned(
         AssertionError: two ranks that should hold the same block do not, or a block is held by no rank.
     """
     built = build(completed, micro_batches=len(feeds), policy=policy)
-    attrs = built.lowered.attrs
+    held = run_ranks(
+        max(built.ranks) + 1, lambda t: run_rank(built, wrap(t), feeds, params), limit=TIME_LIMIT
+    )
+    return *joined(built, held), built
+
+
+def run_rank(built: Build, transport: Any, feeds: Feeds, params: Mapping[str, Array]) -> Blocks:
+    """One step of one rank."""
+    rank, attrs = transport.rank, built.lowered.attrs
     names = {op.name: str(op.attrs["name"]) for op in built.lowered.sources("param", "state")}
     inputs = {op.name: str(op.attrs["name"]) for op in built.lowered.sources("input")}
 
-    def block(name: str, array: Array, rank: int) -> Array:
+    def block(name: str, array: Array) -> Array:
         attr = attrs[name]
         return np.array(array[attr.spec.slices(array.shape, attr.mesh, rank)])
 
-    def body(transport: Any) -> tuple[dict[str, list[Array]], dict[str, Array]]:
-        rank = transport.rank
-        sources = {v: block(v, params[n], rank) for v, n in names.items() if rank in attrs[v].mesh}
-        worker = Worker(built.program(rank), built.schedule, transport, np, sources)
-        local: dict[str, Any] = {}
-        for value, name in inputs.items():
-            if rank in attrs[value].mesh:
-                scalar = np.ndim(feeds[0][name]) == 0
-                local[name] = feeds[0][name] if scalar else [block(value, f[name], rank) for f in feeds]
-        found = worker.step(local)
-        outputs = {
-            label: [np.array(x) for x in (y if isinstance(y, list) else [y])] for label, y in found.items()
-        }
-        return outputs, {v: np.array(x) for v, x in sources.items()}
+    sources = {v: block(v, params[n]) for v, n in names.items() if rank in attrs[v].mesh}
+    worker = Worker(built.program(rank), built.schedule, transport, np, sources)
+    local: dict[str, Any] = {}
+    for value, name in inputs.items():
+        if rank in attrs[value].mesh:
+            scalar = np.ndim(feeds[0][name]) == 0
+            local[name] = feeds[0][name] if scalar else [block(value, f[name]) for f in feeds]
+    found = worker.step(local)
+    outputs = {
+        label: [np.array(x) for x in (y if isinstance(y, list) else [y])] for label, y in found.items()
+    }
+    return outputs, {v: np.array(x) for v, x in sources.items()}
 
-    held = run_ranks(max(built.ranks) + 1, body, limit=TIME_LIMIT)
+
+def joined(built: Build, held: Sequence[Blocks]) -> Blocks:
+    """Whole outputs and params of what all ranks hold."""
+    attrs = built.lowered.attrs
+    names = {op.name: str(op.attrs["name"]) for op in built.lowered.sources("param", "state")}
     outputs = {}
     for label, value in built.lowered.outputs:
         attr = attrs[value.name]
@@ -73,7 +94,7 @@ def run_partitioned(
         attr = attrs[old]
         piece = {r: held[r][1][old] for r in attr.mesh.members}
         updates[names[old]] = join(old, built.lowered.values[old].shape, attr, piece)
-    return outputs, updates, built
+    return outputs, updates
 
 
 def join(name: str, shape: tuple[int, ...], attr: DistAttr, blocks: Mapping[int, Array]) -> Array:

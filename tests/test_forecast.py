@@ -39,7 +39,7 @@ def of_kind(build: Build, task: str, kind: str, rank: int = 0) -> list[LocalOp]:
 
 def costs(build: Build, cluster: Cluster, rank: int = 0) -> OpCost:
     program = build.program(rank)
-    return OpCost(program, plan_storage(program, build.schedule.order(rank)), ComputeCost(cluster), rank)
+    return OpCost(program, plan_storage(program, build.schedule), ComputeCost(cluster), rank)
 
 
 def test_a_matmul_by_hand():
@@ -250,7 +250,7 @@ def test_representatives_stand_for_all_ranks(rows: int, widths: list[int], exact
         times = []
         for rank in build.ranks:
             program = build.program(rank)
-            storage = plan_storage(program, build.schedule.order(rank))
+            storage = plan_storage(program, build.schedule)
             streams = Streams(program, storage, OpCost(program, storage, ComputeCost(cluster), rank), traffic)
             local = next(t for t in program.tasks if t.name == task.name)
             times.append(streams.run(local, last=False).seconds)

@@ -30,7 +30,7 @@ grid = ProcessMesh.grid
 
 def memory_of(build: Build, rank: int) -> RankMemory:
     program = build.program(rank)
-    return rank_memory(program, plan_storage(program, build.schedule.order(rank)))
+    return rank_memory(program, plan_storage(program, build.schedule))
 
 
 def uneven() -> Build:
@@ -85,7 +85,7 @@ def test_activations_in_flight(policy: str, micro: int):
     build = chain(6, [4] * (2 * stages + 1), meshes, micro, policy)
     for stage in range(stages):
         program = build.program(stage)
-        storage = plan_storage(program, build.schedule.order(stage))
+        storage = plan_storage(program, build.schedule)
         messages = {
             name
             for task in program.tasks
@@ -146,7 +146,7 @@ def test_memory_is_what_numpy_takes_in_a_step():
     graph = train_graph(Pictures(), (images, labels), nn.CrossEntropy(), optim.Adam())
     compiled = build(complete(graph, grid(serial=1)), micro_batches=2)
     program = compiled.program(0)
-    storage = plan_storage(program, compiled.schedule.order(0))
+    storage = plan_storage(program, compiled.schedule)
     workspaces = task_workspace(program, storage)
     assert max(workspaces.values()) > 2**20
     memory = rank_memory(program, storage, workspaces)
@@ -190,7 +190,7 @@ def test_a_parameter_is_written_over_by_what_is_cast_from_its_master() -> None:
     graph = train_graph(model, batch, lambda y, t: ops.mean((y - t) ** 2), optim.AdamW(master="f32"))
     mesh = ProcessMesh.grid(dp=1)
     program = build(complete(graph, mesh), micro_batches=2)
-    storage = plan_storage(program.program(0), program.schedule.order(0))
+    storage = plan_storage(program.program(0), program.schedule)
     needed = rank_memory(program.program(0), storage)
     held = 256 * 128
     assert needed.parameters == 2 * held
@@ -206,7 +206,7 @@ def test_what_is_sent_has_a_buffer_more_than_stages_to_the_receiver(policy: str)
     build = chain(6, [4] * (stages + 1), [grid(stage, x=1) for stage in range(stages)], micro, policy)
     for stage in range(1, stages):
         program = build.program(stage)
-        storage = plan_storage(program, build.schedule.order(stage))
+        storage = plan_storage(program, build.schedule)
         sent = {
             storage.slots[local.op.operands[0].name].root
             for task in program.tasks
@@ -233,7 +233,7 @@ def _kept_for_slices(plan: Plan) -> set[str]:
     found = set()
     for rank in build.ranks:
         program = build.program(rank)
-        storage = plan_storage(program, build.schedule.order(rank))
+        storage = plan_storage(program, build.schedule)
         made = {v.name: task.name for task in program.tasks for local in task.ops for v in local.op.results}
         whole, part = set(), set()
         for task in program.tasks:

@@ -176,7 +176,7 @@ def test_memory_in_use_stays_inside_what_is_allocated(policy: str, micro: int):
     found = forecast(build, machines(6))
     for rank, memory in found.memory.items():
         program = build.program(rank)
-        used = occupancy(program, plan_storage(program, build.schedule.order(rank)), found.timeline)
+        used = occupancy(program, plan_storage(program, build.schedule), found.timeline)
         assert used.allocated == memory.total
         assert used.times[0] == 0
         assert list(used.times) == sorted(set(used.times))
