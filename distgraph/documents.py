@@ -308,7 +308,7 @@ def _short(found: object) -> object:
     if isinstance(found, str):
         return found[: 2 * _MOST_SHOWN]
     if isinstance(found, int) and abs(found) >= MOST_NUMBER:
-        return math.copysign(math.inf, found)  # Python writes no int of more than 4300 digits
+        return math.inf if found > 0 else -math.inf  # Python writes no int of more than 4300 digits
     return found
 
 

@@ -293,10 +293,36 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         "engine has no parameters yet",
     ),
     "load nothing": (lambda: train().load("nosuch"), RuntimeFault, "checkpoint nosuch has no index.json"),
+    "save nowhere": (lambda: train().save(""), RuntimeFault, 'checkpoint path is "" but must be that of a'),
+    "save to None": (
+        lambda: train().save(None),
+        RuntimeFault,
+        "checkpoint path is None but must be the path",
+    ),
+    "save below a file": (
+        lambda: train().save(f"{__file__}/a/b"),
+        RuntimeFault,
+        r"a/b cannot be written: .*test_bad_input.py is a file; choose another directory",
+    ),
+    "save to what nobody writes": (
+        lambda: train().save("/proc/sys/checkpoint"),
+        RuntimeFault,
+        "could not be written: rank 0: .*/proc/sys/checkpoint|/proc/sys takes no new files",
+    ),
+    "save to a long name": (
+        lambda: train().save("x" * 300),
+        RuntimeFault,
+        "cannot be written: File name too long; choose another",
+    ),
+    "save to a name with NUL": (
+        lambda: train().save("a\0b"),
+        RuntimeFault,
+        r"'a.x00b' cannot be written: embedded null",
+    ),
     "save into a file": (
         lambda: train().save(__file__),
         RuntimeFault,
-        "could not be written: rank 0: .*exists",
+        "checkpoint .*test_bad_input.py cannot be written: it is a file; choose another directory",
     ),
 }
 

@@ -20,7 +20,8 @@ from distgraph.engine.extracting import extract
 from distgraph.engine.forecasting import beforehand, cluster_for, forecast_training
 from distgraph.engine.given import cluster_given, plan_for
 from distgraph.engine.inspection import offer
-from distgraph.engine.memory import Memory, Reader
+from distgraph.engine.loading import check_records, reader_of, verify_files
+from distgraph.engine.memory import Memory
 from distgraph.engine.program import Recipe, metric_names
 from distgraph.engine.proposing import propose
 from distgraph.engine.session import Session
@@ -265,6 +266,8 @@ class Engine:
     def load(self, path: str | Path, *, states: bool = True) -> None:
         """Take parameters, states and the place in training from a checkpoint, written under any mesh.
 
+        All of it is compared with its checksums first; when it is damaged, the engine stays as it was.
+
         Args:
             path: directory that `save` wrote.
             states: whether the optimiser goes on from its states; False starts it anew.
@@ -277,7 +280,9 @@ class Engine:
         expected = self._expected()
         if expected:
             checkpoint.check(expected)
-        reader = _reader(checkpoint, states, set(expected))
+        check_records(checkpoint, self.memory.records, states, set(expected))
+        verify_files(checkpoint, self._session.ranks())
+        reader = reader_of(checkpoint, states, set(expected))
         self.memory.reader = reader
         if self._session.world is not None:
             self._session.world.run(lambda rank: self.memory.reload(rank, reader))
@@ -410,26 +415,3 @@ class Engine:
         key = np.uint64(random_key(self.seed, "step", self.step))
         numbers = {} if self.recipe.optimizer is None else self.recipe.optimizer.inputs(self.step)
         return {"key": key, **{name: scalar("f32", number) for name, number in numbers.items()}}
-
-
-def _reader(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:
-    """Blocks from a checkpoint, for `Memory`; without `states` what is no part of the model starts anew."""
-
-    def read(name: str, shape: tuple[int, ...], dtype: str, where: tuple[slice, ...]) -> np.ndarray | None:
-        if not states and name not in model:
-            return None
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
-            raise RuntimeFault(
-                f"checkpoint {checkpoint.path} has no {name}; load it with states=False to start the "
-                f"optimiser anew"
-            )
-        if (tuple(tensor["shape"]), tensor["dtype"]) != (shape, dtype):
-            raise RuntimeFault(
-                f"checkpoint {checkpoint.path}: {name} is {tensor['dtype']}{tensor['shape']} but the "
-                f"program has "
-                f"{dtype}{list(shape)}"
-            )
-        return checkpoint.read(name, where)
-
-    return read

@@ -107,7 +107,7 @@ def test_one_rank_cannot_write(
         raise OSError(28, "No space left on device")
 
     if transport.rank == 1:
-        monkeypatch.setattr("distgraph.runtime.checkpoint.save_file", full)
+        monkeypatch.setattr("distgraph.runtime.checkpoint.writing.write_blocks", full)
     with pytest.raises(RuntimeFault, match=r"rank 1: step-.*No space left on device"):
         trained.save(shared / "ckpt")
     transport.barrier()
