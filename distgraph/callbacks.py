@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from distgraph.errors import RuntimeFault
+from distgraph.errors import NonFiniteError, RuntimeFault
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine
@@ -75,6 +76,9 @@ class _Best:
 class ModelCheckpoint(Callback):
     """Saves the engine.
 
+    Parameters and states that are nan or infinite are never saved: that ends training with a NonFiniteError,
+    or is warned of under Strategy(nonfinite="warn").
+
     Args:
         path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, so that several are
             kept.
@@ -113,7 +117,13 @@ class ModelCheckpoint(Callback):
             self._save(engine)
 
     def _save(self, engine: Engine) -> None:
-        engine.save(self.path.format(epoch=engine.epoch, step=engine.step))
+        try:
+            engine.save(self.path.format(epoch=engine.epoch, step=engine.step))
+        except NonFiniteError as error:
+            if engine.recipe.strategy.nonfinite != "warn":
+                raise
+            if engine.is_chief:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 class EarlyStopping(Callback):

@@ -27,6 +27,10 @@ class RuntimeFault(DistGraphError):
     """A rank failed, a wait ran out of time, or data or a checkpoint does not fit the program."""
 
 
+class NonFiniteError(RuntimeFault):
+    """The loss, a gradient, a parameter or a state is nan or infinite."""
+
+
 def installing(extra: str) -> str:
     """How to install an extra, for the end of a message.
 

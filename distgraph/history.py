@@ -14,7 +14,8 @@ class History:
     Attributes:
         losses: loss of every step, in order.
         epochs: one dict an epoch: "epoch", "loss", every metric, and the same of the validation data as
-            "valid_...".
+            "valid_..."; under Strategy(nonfinite="skip") also "skipped_steps".
+        skipped: numbers of the steps whose update was left out, see Strategy(nonfinite="skip").
 
     Example:
         >>> history = History(losses=[2.0, 1.0], epochs=[{"epoch": 0, "loss": 1.5}])
@@ -24,6 +25,7 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     epochs: list[dict[str, float]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> list[float]:
         """One number an epoch. Raises KeyError for a name that was not measured."""

@@ -76,9 +76,10 @@ class Optimizer(ABC):
         """The rate after `step` finished steps."""
         return float(self.lr(step) if callable(self.lr) else self.lr)
 
-    def inputs(self, step: int) -> dict[str, float]:
-        """Values of the graph inputs that `update` reads, after `step` finished steps."""
-        return {"lr": self.learning_rate(step), "step": float(step + 1)}
+    def inputs(self, step: int, skipped: int = 0) -> dict[str, float]:
+        """Values of the graph inputs that `update` reads, after `step` finished steps, of which `skipped`
+        have updated nothing."""
+        return {"lr": self.learning_rate(step), "step": float(step + 1 - skipped)}
 
     def update(self, trace: Trace, pairs: Pairs) -> None:
         """Append the update of every parameter to the trace.

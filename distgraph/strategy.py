@@ -14,6 +14,7 @@ MODES = ("manual", "semi", *SEARCHED)
 SCHEDULES = ("1f1b", "gpipe")
 REFINE = ("conflicts", "always", "never")
 DEVICES = ("cpu", "gpu")
+NONFINITE = ("raise", "skip", "warn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +40,13 @@ class Strategy:
             without conflicts (slower to compile; the plan may look unlike what was annotated).
         device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13. Planning
             for a GPU needs none; see docs/gpu.md.
+        nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
+            training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
+            on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
+            parameters and states stay those of before the step. See docs/training_safety.md.
 
     Raises:
-        ShardingError: an unknown mode, schedule, device or axis; fewer than one micro-batch.
+        ShardingError: an unknown mode, schedule, device, policy or axis; fewer than one micro-batch.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -55,6 +60,7 @@ class Strategy:
     batch_axis: str | Sequence[str] | None = None
     refine: str = "conflicts"
     device: str = "cpu"
+    nonfinite: str = "raise"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -66,14 +72,12 @@ class Strategy:
                 f"schedule {self.schedule!r} of Strategy does not exist; the schedules are "
                 f"{', '.join(SCHEDULES)}"
             )
-        if self.refine not in REFINE:
-            raise ShardingError(
-                f"refine {self.refine!r} of Strategy does not exist; it is one of {', '.join(REFINE)}"
-            )
-        if self.device not in DEVICES:
-            raise ShardingError(
-                f"device {self.device!r} of Strategy does not exist; it is one of {', '.join(DEVICES)}"
-            )
+        for name, choices in (("refine", REFINE), ("device", DEVICES), ("nonfinite", NONFINITE)):
+            if getattr(self, name) not in choices:
+                raise ShardingError(
+                    f"{name} {getattr(self, name)!r} of Strategy does not exist; it is one of "
+                    f"{', '.join(choices)}"
+                )
         if not is_integer(self.micro_batches) or self.micro_batches < 1:
             raise ShardingError(
                 f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"

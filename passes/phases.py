@@ -9,10 +9,13 @@ Invariant: an edge between tasks of different ranks is a transfer; the tasks for
       of them stands for all, and a transfer between them is an op like any other.
 
 An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch,
-*forward* or *backward* when it does, *optimize* once it follows an `accumulate`. Inside a part, the *level*
-counts the changes of mesh on the longest path to the op; ops of one part, mesh and level form a task. What
-follows an `accumulate` on the same mesh without leaving it (the reduction of a gradient) is the *tail* of
-that task: it runs with the last micro-batch, so that communication starts as soon as the gradient is there.
+*forward* or *backward* when it does; once it follows an `accumulate`, *optimize* when it is part of the
+update of parameters and states and *sync* otherwise (the sum of a gradient over stages). A sync task reads no
+result of an optimize task, so that all gradients of a step are known before the first update. Inside a part,
+the *level* counts the changes of mesh on the longest path to the op; ops of one part, mesh and level form a
+task. What follows an `accumulate` on the same mesh without leaving it (the reduction of a gradient) is the
+*tail* of that task: it runs with the last micro-batch, so that communication starts as soon as the gradient
+is there.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Part:
 
     Attributes:
         name: unique, such as "forward.s1".
-        kind: load, forward, backward or optimize.
+        kind: load, forward, backward, sync or optimize.
         mesh: ranks that run it together, under the first mesh that has just these.
         stage: position of its mesh in the pipeline.
         per_micro: once a micro-batch, or once a step.
@@ -186,7 +189,8 @@ def _classify(state: _State, op: Op) -> None:
     elif phase == 1:
         state.kind[op.name] = "backward" if op.role == "backward" or behind else "forward"
     else:
-        state.kind[op.name] = "optimize"
+        updates = op.role == "optimize" and not _moves_gradient(state, op)
+        state.kind[op.name] = "optimize" if updates else "sync"
         homes = {
             (state.kind[p.name], state.level[p.name])
             for p in (state.graph.producers[v.name] for v in op.operands if state.phase[v.name] == 2)
@@ -196,6 +200,12 @@ def _classify(state: _State, op: Op) -> None:
             state.tail.add(op.name)
     for value in op.results:
         state.phase[value.name] = phase
+
+
+def _moves_gradient(state: _State, op: Op) -> bool:
+    """Whether an op brings a gradient to where its update is computed: a part of no update itself."""
+    made_by = (state.graph.producers[v.name].name for v in op.operands)
+    return op.kind.startswith("comm.") and all(state.kind.get(name) != "optimize" for name in made_by)
 
 
 def _sink(state: _State) -> None:
@@ -278,7 +288,7 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
         last: dict[str, int] = {}
         for op in sorted(bodies[key], key=lambda op: index[op.name]):
             inside = [last[v.name] for v in op.operands if v.name in last]
-            if key[0] == "optimize":
+            if key[0] in ("sync", "optimize"):
                 held = max([*inside, *(ready.get(v.name, -1) for v in op.operands)], default=-1)
             else:
                 held = max(inside) if inside and _is_eager(op) else index[op.name]
@@ -302,7 +312,7 @@ def _in_tail(state: _State, op: Op, key: Key) -> bool:
     return sends and key[0] in ("forward", "backward") and state.phase[op.operands[0].name] == 2
 
 
-_ORDER = {"load": 0, "forward": 1, "backward": 2, "optimize": 3}
+_ORDER = {"load": 0, "forward": 1, "backward": 2, "sync": 3, "optimize": 4}
 
 
 def _stages(state: _State, bodies: dict[Key, list[Op]]) -> dict[ProcessMesh, int]:

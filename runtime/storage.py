@@ -330,6 +330,8 @@ class StoragePlan:
             if name not in self.made or self.slots[name].root != name:
                 continue
             task, number = self.made[name]
+            if self.tasks[task].kind != "optimize":  # a step that fails its check writes nothing
+                continue
             local = self.tasks[task].ops[number]
             declared = lookup(local.op.kind)
             readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]

@@ -18,6 +18,7 @@ from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
 from distgraph.runtime.collectives import finish
+from distgraph.runtime.finite import UPDATES, FiniteCheck, Guard
 from distgraph.runtime.recording import Recorder
 from distgraph.runtime.schedule import Schedule
 from distgraph.runtime.storage import plan_storage
@@ -25,6 +26,9 @@ from distgraph.runtime.transport import Transport
 
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
 
+
+_Order = tuple[tuple[str, int], ...]
+"""(task, micro-batch), first to last."""
 
 _Runner = Callable[[str, int, Callable[[int], None]], None]
 """Runs a function of a task for one micro-batch."""
@@ -43,6 +47,10 @@ class Worker:
         transport: connection to the other ranks; None for a program of one rank.
         xp: array namespace, NumPy or CuPy.
         sources: local blocks of parameters and states by value name; they are updated in place.
+        guard: what is checked to be finite before the update; None for no check.
+
+    Attributes:
+        check: that of `guard`; its verdict is that of the last step.
 
     Raises:
         RuntimeFault: a parameter or state of the program is missing or has the wrong local shape.
@@ -55,13 +63,21 @@ class Worker:
         transport: Transport | None,
         xp: Any,
         sources: Mapping[str, Any],
+        guard: Guard | None = None,
     ) -> None:
         self.program, self.xp = program, xp
         self._transport = transport
-        self._order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
+        order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
+        self._order: _Order = order
+        self._updates: _Order = ()
+        if guard is not None:  # nothing waits for an optimize task but another one
+            updates = {task.name for task in program.tasks if task.kind == UPDATES}
+            self._order = tuple(step for step in order if step[0] not in updates)
+            self._updates = tuple(step for step in order if step[0] in updates)
         self.storage = plan_storage(program, schedule)
         self.arena = Arena({}, {}, {}, {}, {})
         self._allocate(sources)
+        self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
         self.tasks: dict[str, CompiledTask] = {
             task.name: compile_task(task, program, self.storage, self.arena, transport, xp)
             for task in program.tasks
@@ -133,7 +149,8 @@ class Worker:
 
         Returns:
             label -> local block of every output on this rank; a list, one a micro-batch, where the output is
-            not accumulated. Valid until the next step.
+            not accumulated. Valid until the next step. Parameters and states are those of before the step
+            where `check` did not pass and blocks the update.
 
         Raises:
             RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
@@ -154,7 +171,24 @@ class Worker:
             label: [] if value.name in self._home else [self._block(value, m).copy() for m in range(last + 1)]
             for label, value in self._per_micro
         }
-        order = self._order
+        self._run_tasks(self._order, collected, run, post)
+        counts = self.check is None or self.check() or not self.check.guard.blocks
+        if counts:
+            self._run_tasks(self._updates, collected, run, post)
+        for handle in arena.pending.values():
+            handle.wait()
+        for buffers in arena.sends.values():
+            for under_way in buffers:
+                finish(under_way)
+        if counts:
+            self._commit()
+        outputs = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
+        return {**outputs, **collected}
+
+    def _run_tasks(
+        self, order: _Order, collected: Mapping[str, list[Any]], run: _Runner, post: _Runner
+    ) -> None:
+        arena, last = self.arena, self.program.graph.micro_batches - 1
         if order:
             post(*order[0], self.tasks[order[0][0]].post)
         for position, (name, m) in enumerate(order):
@@ -168,14 +202,6 @@ class Worker:
                     if (value.name, m) in arena.pending:  # a collective leaves it
                         arena.pending[value.name, m].wait()
                     collected[label].append(self._block(value, m).copy())
-        for handle in arena.pending.values():
-            handle.wait()
-        for buffers in arena.sends.values():
-            for under_way in buffers:
-                finish(under_way)
-        self._commit()
-        outputs = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
-        return {**outputs, **collected}
 
     def _block(self, value: Value, m: int) -> Any:
         if value.name in self.arena.fixed:

@@ -16,7 +16,9 @@ from distgraph.errors import RuntimeFault
 from distgraph.resources import RankMapping
 from distgraph.runtime.build import Build
 from distgraph.runtime.device import Device, Inlet
+from distgraph.runtime.finite import Guard, checked_values, same_everywhere
 from distgraph.runtime.recording import Recorder
+from distgraph.runtime.transport import Transport
 from distgraph.runtime.worker import Worker
 
 
@@ -79,6 +81,7 @@ class Compiled:
     workers: dict[int, Worker] = field(default_factory=dict)
     feeds: dict[int, list[tuple[Feed, list[Inlet]]]] = field(default_factory=dict)
     _devices: dict[int, Device] = field(default_factory=dict)
+    _checked: dict[str, str] | None = None  # values that are to be finite
 
     @property
     def mode(self) -> str:
@@ -103,8 +106,15 @@ class Compiled:
         attrs = self.build.lowered.attrs
         return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
 
-    def prepare(self, rank: int, device: Device, memory: Memory) -> None:
-        """Compile what a rank runs. Collective: every rank of the world calls it, also one without a part."""
+    def prepare(self, rank: int, device: Device, memory: Memory, control: Transport | None) -> None:
+        """Compile what a rank runs. Collective: every rank of the world calls it, also one without a part.
+
+        Args:
+            rank: a local rank.
+            device: of the rank.
+            memory: of the engine.
+            control: transport of the rank for host arrays; None where there is one rank.
+        """
         if rank not in self.build.ranks:
             device.prepare(None)
             return
@@ -116,8 +126,29 @@ class Compiled:
                 (feed, [device.inlet(feed.shape, to_numpy(feed.dtype)) for _ in feed.rows])
                 for feed in self._plan_feeds(rank)
             ]
-            self.workers[rank] = Worker(program, self.build.schedule, device.transport, device.xp, sources)
+            self.workers[rank] = Worker(
+                program, self.build.schedule, device.transport, device.xp, sources, self._guard(control)
+            )
         self._devices[rank] = device
+
+    def _guard(self, control: Transport | None) -> Guard | None:
+        """What a rank checks before the update of a training step."""
+        if self.mode != "train":
+            return None
+        if self._checked is None:
+            self._checked = checked_values(self.build.parts)
+        values, ranks = self._checked, self.build.ranks
+        alone = same_everywhere(self.build.parts, values, ranks)
+        policy = self.training.recipe.strategy.nonfinite
+        return Guard(values, ranks, None if alone else control, policy != "warn")
+
+    def nonfinite(self) -> dict[int, dict[str, tuple[int, int]]] | None:
+        """What of the last step was not finite on the local ranks: rank -> name -> (values that are not
+        finite, values in the block). None where all was finite, on every rank."""
+        checks = {rank: worker.check for rank, worker in sorted(self.workers.items())}
+        if all(check is None or check.passed for check in checks.values()):
+            return None
+        return {rank: check.found for rank, check in checks.items() if check is not None}
 
     def release(self) -> None:
         """Forget what is tied to the ranks of a world."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 import distgraph
 from distgraph.callbacks import Callback, ProgressBar
-from distgraph.data import DataLoader, as_source, stand_ins, whole
+from distgraph.data import Batch, DataLoader, as_source, stand_ins, whole
 from distgraph.dtypes import is_integer
 from distgraph.engine.applying import check_batch
 from distgraph.engine.arguments import check_parts, check_training
@@ -22,11 +21,12 @@ from distgraph.engine.given import cluster_given, plan_for
 from distgraph.engine.inspection import offer
 from distgraph.engine.loading import check_records, reader_of, verify_files
 from distgraph.engine.memory import Memory
+from distgraph.engine.nonfinite import check_before_saving, described, refuse_step, warn_step
 from distgraph.engine.program import Recipe, metric_names
 from distgraph.engine.proposing import propose
 from distgraph.engine.session import Session
 from distgraph.engine.view import PlanView
-from distgraph.errors import RuntimeFault
+from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.history import History, Means
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
@@ -90,6 +90,7 @@ class Engine:
         self.should_stop = False
         self._recording: Recording | None = None  # of steps, while there is one
         self._means = Means()  # of the epoch under way
+        self._warned = False  # of values that are not finite
         self.memory = Memory(seed)
         self._session = Session(recipe, self.cluster, self.memory, plan_for(recipe, plan))
 
@@ -149,7 +150,9 @@ class Engine:
         Raises:
             GraphError, ShardingError, ResourceError: the data does not fit the model, or the program does not
                 fit the ranks.
-            RuntimeFault: an argument makes no sense, a rank failed, or the loss is not a number.
+            RuntimeFault: an argument makes no sense, or a rank failed.
+            NonFiniteError: the loss or a gradient is nan or infinite, under Strategy(nonfinite="raise"); or
+                all steps of an epoch are, under "skip".
         """
         enter("engine.fit()")
         if self._session.plan is not None and is_integer(batch_size):
@@ -173,7 +176,12 @@ class Engine:
         return self.history
 
     def run(self, batch: Any) -> dict[str, float]:
-        """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics."""
+        """One training step on a batch: arrays, or a Batch of `dataloader`. Returns its loss and metrics.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is nan or infinite, under Strategy(nonfinite="raise").
+            GraphError, ShardingError, ResourceError, RuntimeFault: as `fit`.
+        """
         enter("engine.run()")
         given, batch = batch, whole(batch)
         training = self._session.training("train", batch)
@@ -185,6 +193,7 @@ class Engine:
         else:
             step = self.step + 1
             logs = self._session.recorded(compiled, batch, self._scalars(), self._recording, step)
+        self._check_finite(compiled, given, logs)
         self.step += 1
         if batch is given:  # it knows its place in the epoch; bare arrays have none
             self.epoch, self.position = batch.epoch, batch.position + len(batch)
@@ -249,16 +258,19 @@ class Engine:
         Raises:
             RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
                 whole.
+            NonFiniteError: a parameter or state is nan or infinite; the previous checkpoint is whole.
         """
         enter("engine.save()")
         if not self.memory.records:
             raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
         placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
         unused = [name for name in self._expected() if name not in placed]
+        check_before_saving(path, self.recipe.model, self.memory, self._session.ranks(), placed)
         training = {
             "distgraph": distgraph.__version__,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
             "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
+            "skipped": self.history.skipped,
             "means": [self._means.terms, self._means.count],
         }  # fmt: skip
         write_checkpoint(path, self._session.ranks(), placed, self.memory.block, training)
@@ -289,7 +301,8 @@ class Engine:
         index = checkpoint.index
         self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
         self.seed = self.memory.seed = index["seed"]
-        self.history = History(list(index["losses"]), list(index["epochs"]))
+        skipped = list(index.get("skipped", ()))  # older checkpoints know of none
+        self.history = History(list(index["losses"]), list(index["epochs"]), skipped)
         self._means = Means(*index["means"])
 
     @property
@@ -388,18 +401,14 @@ class Engine:
             self._means = Means()
         for batch in loader:
             logs = self.run(batch)
-            if math.isnan(logs["loss"]):  # from here on parameters and later checkpoints are worth nothing
-                raise RuntimeFault(
-                    f"loss is nan in step {self.step} (epoch {epoch}, samples from {batch.position}); lower "
-                    f"lr, set clip_norm of the optimizer, or look for nan in the data"
-                )
-            self._means.add(logs, len(batch))
+            if self.step not in self.history.skipped[-1:]:
+                self._means.add(logs, len(batch))
             for watcher in watchers:
                 watcher.on_batch_end(self, self.step, logs)
             if self.should_stop and self.position < loader.stop:
                 return
         self.epoch, self.position = epoch + 1, 0
-        logs = {"epoch": epoch, **self._means.result()}
+        logs = {"epoch": epoch, **self._epoch_means(loader)}
         if valid_data is not None:
             logs |= {
                 f"valid_{name}": number
@@ -410,8 +419,38 @@ class Engine:
         for watcher in watchers:
             watcher.on_epoch_end(self, epoch, logs)
 
+    def _epoch_means(self, loader: DataLoader) -> dict[str, float]:
+        """Means over the samples of an epoch that is done, and how many of its steps were skipped."""
+        if self.recipe.strategy.nonfinite != "skip":
+            return self._means.result()
+        steps = -(-loader.stop // loader.batch_size)
+        skipped = sum(step > self.step - steps for step in self.history.skipped)
+        if not self._means.count:
+            raise NonFiniteError(
+                f"all {steps} steps of epoch {loader.epoch} were skipped because loss or gradients were not "
+                f"finite; lower lr, set clip_norm of the optimizer, or look for nan in the data"
+            )
+        return {**self._means.result(), "skipped_steps": float(skipped)}
+
+    def _check_finite(self, compiled: Compiled, batch: Any, logs: dict[str, float]) -> None:
+        """What the strategy says of a step whose loss or gradients are not finite. Raises NonFiniteError."""
+        found = self._session.nonfinite(compiled)
+        if found is None:
+            return
+        policy, step = self.recipe.strategy.nonfinite, self.step + 1
+        place = f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
+        what = described(found, logs["loss"], f"step {step}{place}")
+        if policy == "raise":
+            raise refuse_step(what)
+        if policy == "skip":
+            self.history.skipped.append(step)
+        elif not self._warned:
+            self._warned = True
+            warn_step(what)
+
     def _scalars(self) -> dict[str, Any]:
         """Inputs of a step that are single numbers."""
         key = np.uint64(random_key(self.seed, "step", self.step))
-        numbers = {} if self.recipe.optimizer is None else self.recipe.optimizer.inputs(self.step)
+        optimizer, skipped = self.recipe.optimizer, len(self.history.skipped)
+        numbers = {} if optimizer is None else optimizer.inputs(self.step, skipped)
         return {"key": key, **{name: scalar("f32", number) for name, number in numbers.items()}}

@@ -162,6 +162,16 @@ class Session:
             numbers[label] = local if everywhere else world.share(local, owner)
         return numbers
 
+    def nonfinite(self, compiled: Compiled) -> Mapping[int, Mapping[str, tuple[int, int]]] | None:
+        """What was not finite in the training step that has just run, on all ranks and known to every
+        process: rank -> name -> (values that are not finite, values in the block). None where all was finite.
+        """
+        world, found = self.ranks(), compiled.nonfinite()
+        failed = found is not None
+        if len(compiled.build.ranks) < world.size > len(world.local):  # some process has no part in the step
+            failed = world.share(failed, compiled.build.ranks[0])
+        return world.gather(found or {}) if failed else None
+
     def recorded(
         self,
         compiled: Compiled,
@@ -204,7 +214,7 @@ class Session:
         world = self.ranks()
         if not compiled.ready:
             devices = self.memory.devices
-            world.run(lambda rank: compiled.prepare(rank, devices[rank], self.memory))
+            world.run(lambda rank: compiled.prepare(rank, devices[rank], self.memory, world.transport(rank)))
             compiled.ready = True
             for rank, worker in sorted(compiled.workers.items()):
                 write(f"{compiled.mode}.rank-{rank}.py", worker.source)

@@ -1,0 +1,98 @@
+"""Values that are nan or infinite: what is said of a step that has them, and what is not saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from distgraph.dtypes import is_float
+from distgraph.engine.memory import Memory
+from distgraph.errors import NonFiniteError
+from distgraph.nn import Module
+from distgraph.runtime.checkpoint import Placed, owned
+from distgraph.runtime.finite import all_finite
+from distgraph.runtime.world import World, is_chief
+
+Found = Mapping[int, Mapping[str, tuple[int, int]]]
+"""Rank -> name -> (values that are not finite, values in the rank's block)."""
+
+
+def described(found: Found, loss: float, at: str) -> str:
+    """What is not finite, for the begin of a message: the loss, and the first gradient with its ranks.
+
+    Args:
+        found: of all ranks.
+        loss: of the step.
+        at: the step, such as "step 3".
+    """
+    parts = [] if np.isfinite(loss) else [f"loss is {loss} in {at}"]
+    every = dict.fromkeys(name for rank in sorted(found) for name in found[rank] if name != "loss")
+    names = [name for name in every if name.startswith("gradient of ")] or list(every)
+    if names:
+        first, others = names[0], len(names) - 1
+        ranks = [rank for rank in sorted(found) if first in found[rank]]
+        count, size = found[ranks[0]][first]
+        on = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        more = f" (and of {others} more)" if others else ""
+        where = "" if parts else f" in {at}"
+        parts.append(f"{first}{more} is not finite{where} in {count} of {size} values on {on}")
+    return " and ".join(parts)
+
+
+def refuse_step(what: str) -> NonFiniteError:
+    """The error of a step that is not applied."""
+    return NonFiniteError(
+        f"{what}; the step was not applied, so parameters and states are those of before it; lower lr, set "
+        f"clip_norm of the optimizer, look for nan in the data, or leave such steps out with "
+        f'Strategy(nonfinite="skip")'
+    )
+
+
+def warn_step(what: str) -> None:
+    """Say once, on the process that prints, that a step with such values was applied."""
+    if is_chief():
+        warnings.warn(
+            f'{what}; Strategy(nonfinite="warn") trains on with it, and does not say so again',
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def check_before_saving(
+    path: object, model: Callable[..., Any], memory: Memory, world: World, placed: Mapping[str, Placed]
+) -> None:
+    """Look at every block that is to be saved, on the rank that would write it. Collective.
+
+    What a model holds without training it, such as a mask, may be infinite.
+
+    Raises:
+        NonFiniteError: on every process, when a trained parameter or a state is nan or infinite anywhere, or
+            what the model does not train is nan.
+    """
+
+    tensors = model.named_tensors() if isinstance(model, Module) else ()
+    untrained = {name for name, tensor in tensors if not tensor.trainable}
+
+    def work(rank: int) -> tuple[str, int, int] | None:
+        for name in owned(placed, rank):
+            record = memory.records[name]
+            if not is_float(record.dtype):
+                continue
+            block = memory.block(name, rank)
+            if not all_finite(np, block):
+                wrong = np.isnan(block) if name in untrained else ~np.isfinite(block)
+                if wrong.any():
+                    return f"{record.kind} {name}", int(wrong.sum()), block.size
+        return None
+
+    found = world.gather(world.run(work))
+    for rank, wrong in sorted(found.items()):
+        if wrong is not None:
+            name, count, size = wrong
+            raise NonFiniteError(
+                f"checkpoint {path} is not written: {name} is not finite in {count} of {size} values on rank "
+                f"{rank}; what is there stays as it is; load it, and lower lr or look for nan in the data"
+            )
