@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from distgraph.errors import GraphError
+
 Item = TypeVar("Item", bound=Hashable)
 
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a part between dots that is a number
+MOST_NAMES = 1 << 20
+"""Numbers or names that a short form may stand for: as many as a model of 100,000 layers has parameters."""
+_SPAN = re.compile(r"\s*([0-9]{1,18})(?:\s*-\s*([0-9]{1,18}))?\s*")
+
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")  # a part between dots that is a number
 # a range stands between dots, or behind a word as in "layer {0..3}"
-_RANGE = re.compile(r"(?<![^. ])\{([0-9]+)\.\.([0-9]+)\}(?![^.])")
+_RANGE = re.compile(r"(?<![^. ])\{([0-9]{1,18})\.\.([0-9]{1,18})\}(?![^.])")
 _LITERAL = re.compile(r"(?<![^. ])\{+[0-9]+\.\.[0-9]+\}(?![^.])")  # part of a name that looks like a range
 _ESCAPED = re.compile(r"(?<![^. ])\{(\{+[0-9]+\.\.[0-9]+\})(?![^.])")
 
@@ -32,19 +39,26 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def parse_spans(text: str) -> tuple[int, ...]:
-    """Inverse of `spans`. Raises ValueError.
+def parse_spans(text: str, most: int = MOST_NAMES) -> tuple[int, ...]:
+    """Inverse of `spans`.
+
+    Raises:
+        ValueError: another form, a range that descends, or more than `most` numbers.
 
     Example:
         >>> parse_spans("0-2, 7")
         (0, 1, 2, 7)
     """
     found: list[int] = []
-    for part in text.split(","):
-        if not part.strip():
-            continue
-        first, dash, last = part.partition("-")
-        found.extend(range(int(first), int(last if dash else first) + 1))
+    for part in text.split(",") if text.strip() else ():
+        match = _SPAN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is no number and no range such as 0-7")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if last < first or len(found) + last + 1 - first > most:
+            raise ValueError(f"{part!r} stands for no numbers, or for more than {most}")
+        found.extend(range(first, last + 1))
     return tuple(found)
 
 
@@ -65,8 +79,11 @@ def fold(table: Mapping[str, Item]) -> dict[str, Item]:
     return dict(folded)
 
 
-def unfold(pattern: str) -> tuple[str, ...]:
+def unfold(pattern: str, most: int = MOST_NAMES) -> tuple[str, ...]:
     """Every name that a folded one stands for.
+
+    Raises:
+        GraphError: those are more than `most`, or a range descends.
 
     Example:
         >>> unfold("b.{8..10}.w"), unfold("c.{{0..9}")
@@ -74,8 +91,10 @@ def unfold(pattern: str) -> tuple[str, ...]:
     """
     pieces = _RANGE.split(pattern)
     texts = [_ESCAPED.sub(r"\1", text) for text in pieces[::3]]
-    ranges = zip(pieces[1::3], pieces[2::3], strict=True)
-    numbers = itertools.product(*(range(int(a), int(b) + 1) for a, b in ranges))
+    ranges = [range(int(a), int(b) + 1) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
+    if not 0 < math.prod(map(len, ranges)) <= most:
+        raise GraphError(f"{pattern[:60]!r} stands for no name, or for more than {most}; name fewer at once")
+    numbers = itertools.product(*ranges)
     return tuple(
         "".join(itertools.chain(*itertools.zip_longest(texts, map(str, each), fillvalue="")))
         for each in numbers

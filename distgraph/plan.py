@@ -10,17 +10,17 @@ written as JSON (docs/plan.md) with one item a line and equal layers in one entr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 
-from distgraph.documents import Node, dumps
+from distgraph.documents import dumps, parse_json, read_json
 from distgraph.errors import GraphError
 from distgraph.export import Export, Surface, export
 from distgraph.files import write_atomically
-from distgraph.folding import fold, parse_spans, spans, unfold
+from distgraph.folding import fold, spans, unfold
+from distgraph.plan_file import FORMAT, VERSION, read_fields
 from distgraph.plan_instead import changed
 from distgraph.plan_parts import (
     KINDS,
@@ -36,19 +36,11 @@ from distgraph.plan_parts import (
     Stored,
 )
 from distgraph.plan_text import Comparison, compared, shown, stage_cells, told
-from distgraph.strategy import SCHEDULES
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
     "Decision", "Found", "Rest", "VERSION",
 ]  # fmt: skip
-
-FORMAT = "distgraph plan"
-VERSION = 1
-_FIELDS = (
-    "format", "version", "program", "cluster", "batch", "micro_batches", "schedule", "stages", "recompute",
-    "forecast", "baselines", "search", "decisions", "layers", "tensors", "ops", "rest", "surface",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +124,12 @@ class Plan:
         Raises:
             GraphError: it cannot be read, is no plan, of another version, or malformed; names file and path.
         """
-        return _read(Node.load(path, GraphError))
+        return cls(**read_fields(read_json(path, GraphError), str(path)))
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         """Inverse of `text`. Raises GraphError: as `load`."""
-        return _read(Node.parse(text, "plan", GraphError))
+        return cls(**read_fields(parse_json(text, "plan", GraphError), "plan"))
 
     def text(self) -> str:
         """The plan as JSON; equal plans have equal text."""
@@ -277,85 +269,3 @@ class Plan:
 
     def __str__(self) -> str:
         return shown(self)
-
-
-def _read(node: Node) -> Plan:
-    found = node.get("format")
-    if found is None or found.value != FORMAT:
-        raise GraphError(
-            f"{node.file}: expected a plan, {{'format': {FORMAT!r}, ...}}, found something else; write one "
-            f"with distgraph plan"
-        )
-    version = node["version"].count()
-    if version != VERSION:
-        raise GraphError(
-            f"{node.file}: plan has version {version} but this distgraph reads version {VERSION}; search "
-            f"again, or use the distgraph that wrote it"
-        )
-    node.only(*_FIELDS)
-    layers = tuple(Layer.parse(entry.text()) for entry in node["layers"].list())
-    stages = _read_stages(node["stages"], len(layers))
-    recompute = node["recompute"].read(parse_spans, 'numbers such as "0-3, 7"')
-    if any(layer >= len(layers) for layer in recompute):
-        node["recompute"].refuse(f"numbers below {len(layers)}, of layers")
-    return Plan(
-        program=Program.read(node["program"]),
-        cluster=node["cluster"].text(),
-        batch=node["batch"].count(1),
-        micro_batches=node["micro_batches"].count(1),
-        schedule=node["schedule"].read(_schedule, f"one of {', '.join(SCHEDULES)}"),
-        layers=layers,
-        stages=stages,
-        recompute=recompute,
-        tensors=_read_tensors(node["tensors"], stages),
-        ops=_read_ops(node["ops"], len(layers), len(stages)),
-        rest=Rest.read(node["rest"], len(stages)),
-        surface=None if node["surface"].value is None else Surface.read(node["surface"]),
-        forecast=None if node["forecast"].value is None else Estimate.read(node["forecast"]),
-        baselines={name: _seconds_or_reason(entry) for name, entry in node["baselines"].items()},
-        search=Found.read(node["search"]),
-        decisions={name: Decision.read(entry) for name, entry in node["decisions"].items()},
-    )
-
-
-def _schedule(text: str) -> str:
-    if text not in SCHEDULES:
-        raise ValueError(text)
-    return text
-
-
-def _read_stages(node: Node, layers: int) -> tuple[Stage, ...]:
-    stages: list[Stage] = []
-    done = 0
-    for entry in node.list():
-        stages.append(Stage.read(entry, done))
-        done = stages[-1].last
-    if done != layers or not stages:
-        node.refuse(f"stages that compute all {layers} layers")
-    return tuple(stages)
-
-
-def _read_tensors(node: Node, stages: Sequence[Stage]) -> dict[str, Stored]:
-    node.only(*KINDS)
-    tensors: dict[str, Stored] = {}
-    for kind in KINDS:
-        for pattern, entry in node[kind].items():
-            stored = entry.read(partial(Stored.parse, kind), 'a layout such as "[_, tp] @0"')
-            if stored.stage >= len(stages):
-                entry.refuse(f"a stage below {len(stages)}")
-            tensors |= dict.fromkeys(unfold(pattern), stored)
-    return tensors
-
-
-def _read_ops(node: Node, layers: int, stages: int) -> tuple[LayerOps, ...]:
-    found: dict[int, LayerOps] = {}
-    for entry in node.list():
-        numbers, ops = LayerOps.read(entry, stages)
-        found |= dict.fromkeys(numbers, ops)
-    if sorted(found) != list(range(layers)):
-        node.refuse(f"the ops of all {layers} layers")
-    return tuple(found[number] for number in range(layers))
-
-
-def _seconds_or_reason(node: Node) -> float | str:
-    return node.text() if isinstance(node.value, str) else node.number()

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from distgraph.documents import Node, Record
-from distgraph.errors import ShardingError
-from distgraph.folding import parse_spans, spans
+from distgraph.documents import Record
+from distgraph.folding import spans
 from distgraph.mesh import ProcessMesh, is_axis_name
 from distgraph.rule import OpLayout
 from distgraph.spec import ShardSpec
 
 KINDS = ("input", "param", "state")
-_STAGE = re.compile(r"^(?P<spec>\[.*?) @(?P<stage>\d+)$")
-_COMPUTED = re.compile(r"^(?P<kind>[\w.]+)(?: @(?P<stage>\d+))? \{(?P<axes>[^}]*)\} -> (?P<results>.*)$")
+_STAGE = re.compile(r"(?P<spec>\[[^@]*) @(?P<stage>[0-9]{1,9})")
+_COMPUTED = re.compile(r"(?P<kind>[\w.]+)(?: @(?P<stage>[0-9]{1,9}))? \{(?P<axes>[^}]*)\} -> (?P<results>.*)")
+_DIGITS = re.compile(r"[0-9]{1,9}")
+_MOST_AXES = 32  # of a mesh: NumPy's arrays have 64 dims at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +45,6 @@ class Program:
             "inputs": dict(self.inputs),
         }
 
-    @classmethod
-    def read(cls, node: Node) -> Program:
-        """From a file."""
-        node.only("name", "fingerprint", "parameters", "inputs")
-        return cls(
-            name=node["name"].text(),
-            fingerprint=node["fingerprint"].text(),
-            parameters=node["parameters"].count(),
-            inputs={name: entry.text() for name, entry in node["inputs"].items()},
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -83,27 +71,6 @@ class Stage:
             ranks=spans(self.mesh.members),
             devices=spans(self.devices),
         )
-
-    @classmethod
-    def read(cls, node: Node, after: int) -> Stage:
-        """From a file; `after` is the number of layers before it."""
-        node.only("layers", "mesh", "ranks", "devices")
-        layers = node["layers"].read(parse_spans, 'numbers such as "0-11"')
-        if layers != tuple(range(after, after + len(layers))):
-            node["layers"].refuse(f"consecutive layers from {after} on")
-        sizes, weights = node["mesh"].read(_parse_axes, 'a mesh such as "dp=2, tp=4" or "dp=3:1"')
-        ranks = node["ranks"].read(parse_spans, 'numbers such as "0-7"')
-        shape = tuple(sizes.values())
-        if len(ranks) != int(np.prod(shape)):
-            node["ranks"].refuse(f"{int(np.prod(shape))} ranks, as many as the mesh has")
-        try:
-            mesh = ProcessMesh(np.array(ranks).reshape(shape), tuple(sizes), weights)
-        except ShardingError:
-            node["ranks"].refuse("distinct ranks")
-        devices = node["devices"].read(parse_spans, 'numbers such as "0-7"')
-        if devices and len(devices) != len(ranks):
-            node["devices"].refuse(f"{len(ranks)} devices, as many as ranks, or none")
-        return cls(mesh=mesh, first=after, last=after + len(layers), devices=devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +104,7 @@ class Stored:
     @classmethod
     def parse(cls, kind: str, text: str) -> Stored:
         """Inverse of `str`. Raises ValueError or ShardingError."""
-        match = _STAGE.match(text)
+        match = _STAGE.fullmatch(text)
         if match is None:
             raise ValueError(text)
         return cls(kind, int(match["stage"]), ShardSpec.parse(match["spec"]))
@@ -178,19 +145,19 @@ class Computed:
     @classmethod
     def parse(cls, text: str) -> Computed:
         """Inverse of `str`. Raises ValueError or ShardingError."""
-        match = _COMPUTED.match(text)
+        match = _COMPUTED.fullmatch(text)
         if match is None:
             raise ValueError(text)
         axes, partial = [], []
         for part in filter(None, map(str.strip, match["axes"].split(","))):
             name, _, value = part.removeprefix("partial ").partition(":")
             if part.startswith("partial "):
-                partial.append((name, int(value)))
+                partial.append((name, parse_number(value)))
             else:
                 axes.append((name, tuple(value.split("*"))))
         results = [result.partition(" @") for result in match["results"].split("; ")]
         specs = tuple(ShardSpec.parse(spec) for spec, _, _ in results)
-        stored = tuple(int(kept) if kept else None for _, _, kept in results)
+        stored = tuple(parse_number(kept) if at else None for _, at, kept in results)
         stage = None if match["stage"] is None else int(match["stage"])
         none = all(kept is None for kept in stored)
         return cls(match["kind"], tuple(axes), tuple(partial), specs, stage, () if none else stored)
@@ -216,31 +183,22 @@ class LayerOps:
     ops: tuple[Computed, ...] = ()
 
     def __str__(self) -> str:
-        return " | ".join([", ".join(self.decomposed), _placed_text(self.placed), *map(str, self.ops)])
+        return " | ".join([", ".join(self.decomposed), placed_text(self.placed), *map(str, self.ops)])
 
     @classmethod
     def parse(cls, text: str) -> LayerOps:
         """Inverse of `str`. Raises ValueError or ShardingError."""
         decomposed, placed, *ops = text.split(" | ")
-        return cls(_listed(decomposed), _parse_placed(placed), tuple(map(Computed.parse, ops)))
+        return cls(split_names(decomposed), parse_placed(placed), tuple(map(Computed.parse, ops)))
 
     def document(self, layers: tuple[int, ...]) -> dict[str, Any]:
         """The form in a file, for all layers that have it."""
         return {
             "layers": spans(layers),
             "decomposed": ", ".join(self.decomposed),
-            "placed": _placed_text(self.placed),
+            "placed": placed_text(self.placed),
             "ops": [str(op) for op in self.ops],
         }
-
-    @classmethod
-    def read(cls, node: Node, stages: int) -> tuple[tuple[int, ...], LayerOps]:
-        """From a file with so many stages: the layers, and what they have."""
-        node.only("layers", "decomposed", "placed", "ops")
-        layers = node["layers"].read(parse_spans, 'numbers such as "0-11"')
-        placed = _read_placed(node["placed"], stages)
-        ops = tuple(_read_computed(entry, stages) for entry in node["ops"].list())
-        return layers, cls(_listed(node["decomposed"].text()), placed, ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +218,7 @@ class Rest:
 
     def __str__(self) -> str:
         ops = (f"{name} {op}" for name, op in self.ops)
-        return " | ".join([", ".join(self.decomposed), _placed_text(self.placed), *ops])
+        return " | ".join([", ".join(self.decomposed), placed_text(self.placed), *ops])
 
     @classmethod
     def parse(cls, text: str) -> Rest:
@@ -268,23 +226,15 @@ class Rest:
         decomposed, placed, *lines = text.split(" | ")
         ops = (line.partition(" ") for line in lines)
         found = tuple((name, Computed.parse(op)) for name, _, op in ops)
-        return cls(_listed(decomposed), _parse_placed(placed), found)
+        return cls(split_names(decomposed), parse_placed(placed), found)
 
     def document(self) -> dict[str, Any]:
         """The form in a file."""
         return {
             "decomposed": ", ".join(self.decomposed),
-            "placed": _placed_text(self.placed),
+            "placed": placed_text(self.placed),
             "ops": {name: str(op) for name, op in self.ops},
         }
-
-    @classmethod
-    def read(cls, node: Node, stages: int) -> Rest:
-        """From a file with so many stages."""
-        node.only("decomposed", "placed", "ops")
-        placed = _read_placed(node["placed"], stages)
-        ops = tuple((name, _read_computed(entry, stages)) for name, entry in node["ops"].items())
-        return cls(_listed(node["decomposed"].text()), placed, ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,14 +247,6 @@ class Estimate:
     def document(self) -> dict[str, Any]:
         """The form in a file."""
         return {"seconds": self.seconds, "memory": list(self.memory)}
-
-    @classmethod
-    def read(cls, node: Node) -> Estimate:
-        """From a file."""
-        node.only("seconds", "memory")
-        return cls(
-            seconds=node["seconds"].number(), memory=tuple(entry.count() for entry in node["memory"].list())
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,20 +282,6 @@ class Decision:
             "instead": dict(self.instead),
         }
 
-    @classmethod
-    def read(cls, node: Node) -> Decision:
-        """From a file."""
-        node.only("chosen", "terms", "runner_up", "runner_up_seconds", "note", "instead")
-        instead = node.get("instead")
-        return cls(
-            chosen=node["chosen"].text(),
-            terms={name: entry.number() for name, entry in node["terms"].items()},
-            runner_up=node["runner_up"].text(),
-            runner_up_seconds=optional(node["runner_up_seconds"]),
-            note=node["note"].text(),
-            instead={} if instead is None else {line: entry.text() for line, entry in instead.items()},
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -380,60 +308,42 @@ class Found:
         numbers = {"bound": self.bound, "gap": self.gap, "seconds": self.seconds}
         return {"mode": self.mode, "status": self.status, **numbers, "settings": dict(self.settings)}
 
-    @classmethod
-    def read(cls, node: Node) -> Found:
-        """From a file."""
-        node.only("mode", "status", "bound", "gap", "seconds", "settings")
-        settings = {name: entry.scalar() for name, entry in node["settings"].items()}
-        return cls(
-            mode=node["mode"].text(),
-            status=node["status"].text(),
-            bound=optional(node["bound"]),
-            gap=optional(node["gap"]),
-            seconds=optional(node["seconds"]),
-            settings=settings,
-        )
 
-
-def _read_computed(node: Node, stages: int) -> Computed:
-    found = node.read(Computed.parse, 'an op such as "matmul {m:dp, n:tp} -> [dp, tp]"')
-    if any(stage is not None and stage >= stages for stage in (found.stage, *found.stored)):
-        node.refuse(f"stages below {stages}")
-    return found
-
-
-def _read_placed(node: Node, stages: int) -> tuple[tuple[str, int], ...]:
-    found = node.read(_parse_placed, 'ops and stages such as "57@1, 60@1"')
-    if any(stage >= stages for _, stage in found):
-        node.refuse(f"stages below {stages}")
-    return found
-
-
-def _listed(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
+    """Names between commas."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-def _placed_text(placed: tuple[tuple[str, int], ...]) -> str:
+def placed_text(placed: tuple[tuple[str, int], ...]) -> str:
+    """Ops and their stages, such as "57@1, 60@1"."""
     return ", ".join(f"{op}@{stage}" for op, stage in placed)
 
 
-def _parse_placed(text: str) -> tuple[tuple[str, int], ...]:
-    pairs = (part.rpartition("@") for part in _listed(text))
-    return tuple((op, int(stage)) for op, _, stage in pairs)
+def parse_placed(text: str) -> tuple[tuple[str, int], ...]:
+    """Inverse of `placed_text`. Raises ValueError."""
+    pairs = (part.rpartition("@") for part in split_names(text))
+    return tuple((op, parse_number(stage)) for op, _, stage in pairs)
 
 
-def optional(node: Node) -> float | None:
-    """A number or null."""
-    return None if node.value is None else node.number()
+def parse_number(text: str) -> int:
+    """A whole number from 0 up, of at most 9 digits. Raises ValueError."""
+    if not _DIGITS.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
 
 
-def _parse_axes(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Sizes of axes, and weights of those that have some; see `ProcessMesh.described`."""
-    sizes, weights = {}, {}
+def parse_axes(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Sizes of axes, and weights of those that have some; inverse of `ProcessMesh.described`.
+
+    Raises:
+        ValueError: another form, an axis given twice, or more axes than arrays have.
+    """
+    sizes: dict[str, int] = {}
+    weights: dict[str, tuple[int, ...]] = {}
     for part in text.split(","):
         name, _, numbers = part.partition("=")
-        axis, given = name.strip(), tuple(int(number) for number in numbers.split(":"))
-        if min(given) < 1 or not is_axis_name(axis):
+        axis, given = name.strip(), tuple(parse_number(number.strip()) for number in numbers.split(":"))
+        if min(given) < 1 or not is_axis_name(axis) or axis in sizes or len(sizes) == _MOST_AXES:
             raise ValueError(text)
         sizes[axis] = given[0] if len(given) == 1 else len(given)
         if len(given) > 1:

@@ -90,11 +90,13 @@ class ShardSpec:
         """Raises ShardingError when an axis is used twice, is no identifier, or a reduction is unknown."""
         used: list[Any] = [axis for dim in self.dims for axis in dim]  # users may pass anything
         used += [axis for axis, _ in self.partial]
+        seen = set[str]()
         for axis in used:
             if not is_axis_name(axis):
                 raise ShardingError(f"spec {self}: {axis!r} is no axis name")
-            if used.count(axis) > 1:
+            if axis in seen:
                 raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")
+            seen.add(axis)
         for axis, kind in self.partial:
             if kind not in REDUCTIONS:
                 raise ShardingError(

@@ -115,7 +115,7 @@ def test_any_text_is_a_literal_of_an_export(text: str) -> None:
 
 def test_the_schedule_of_a_plan_is_no_code() -> None:
     text = odd_plan().text().replace('"schedule": "1f1b"', '"schedule": "print(3)"')
-    with pytest.raises(GraphError, match=r"schedule: expected one of 1f1b, gpipe, found"):
+    with pytest.raises(GraphError, match=r"schedule: expected one of 1f1b, gpipe, got"):
         Plan.parse(text)
     with pytest.raises(ShardingError, match=r"has the schedule 'print\(3\)' but PyTorch those of"):
         replace(odd_plan(), schedule="print(3)").export("torch")

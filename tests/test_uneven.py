@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from partitioned import assert_same, run_partitioned, run_serial
 from random_programs import Program, programs
 
-from distgraph.documents import Node
-from distgraph.errors import GraphError, ShardingError
+from distgraph.errors import ShardingError
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.search.recursive import prime_mesh
-from distgraph.plan_parts import Stage
+from distgraph.plan import Layer, LayerOps, Plan, Stage
+from distgraph.plan import Program as PlanProgram
 from distgraph.printing import print_graph
 from distgraph.spec import ShardSpec
 from distgraph.text import parse_graph
@@ -97,7 +97,12 @@ def test_weights_that_fit_no_axis_are_refused(given: dict[str, tuple[int, ...]],
 def test_files_carry_weights() -> None:
     mesh = grid(4, dp=2, tp=2).weighted(dp=(3, 1))
     stage = Stage(mesh=mesh, first=0, last=2, devices=(3, 2, 1, 0))
-    assert Stage.read(Node(dict(stage.document()), "plan.json", "stages[0]", GraphError), 0) == stage
+    plan = Plan(
+        program=PlanProgram(name="Net", fingerprint="0", parameters=1, inputs={}), batch=4, micro_batches=1,
+        schedule="1f1b", layers=(Layer(first="0"), Layer(first="1")), stages=(stage,), tensors={},
+        ops=(LayerOps(),) * 2,
+    )  # fmt: skip
+    assert Plan.parse(plan.text()).stages == (stage,)
 
 
 @checked

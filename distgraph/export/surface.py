@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distgraph.documents import Node
 from distgraph.errors import GraphError
-from distgraph.folding import fold, unfold
+from distgraph.folding import fold
 from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import operand_layout, result_layout
@@ -23,10 +22,11 @@ from distgraph.spec import ShardSpec
 MATRICES = ("matmul", "embedding")  # kinds of ops that are a module of one matrix, or table, in frameworks
 _WORDS = ("inherited", "joined", "loose")
 _HELD = ("param", "state", "constant")
-_READ = re.compile(r"^(\w+)(\[[^\]]*\]) as (\[.*\](?: partial\(.*\))?) by (\w*) ?(\d*)( shared)?$")
 _SPEC = r"(\[[^\]]*\](?: partial\([^)]*\))?)"
+_READ = re.compile(rf"(\w+)(\[[^\]]*\]) as {_SPEC} by ([\w.]*) ?([0-9]{{0,9}})( shared)?")
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_FLOW = re.compile(rf"^(\[[^\]]*\]) {_SPEC} as {_SPEC}(?: from {_SPEC})?((?: \w+)*)$")
+_FLOW = re.compile(rf"(\[[^\]]*\]) {_SPEC} as {_SPEC}(?: from {_SPEC})?((?: \w+)*)")
+_PART = re.compile(r"@([0-9]{1,9})( again)? in: (.*?) ?out: (.*?)(?: moved: (.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Read:
     @classmethod
     def parse(cls, text: str) -> Read:
         """Inverse of `str`. Raises ValueError or ShardingError."""
-        match = _READ.match(text)
+        match = _READ.fullmatch(text)
         if match is None:
             raise ValueError(text)
         dtype, shape, used, reader, operand, shared = match.groups()
@@ -93,7 +93,7 @@ class Flow:
     @classmethod
     def parse(cls, text: str) -> Flow:
         """Inverse of `str`. Raises ValueError or ShardingError."""
-        match = _FLOW.match(text)
+        match = _FLOW.fullmatch(text)
         if match is None:
             raise ValueError(text)
         shape, spec, used, made, words = match.groups()
@@ -128,7 +128,7 @@ class Part:
     @classmethod
     def parse(cls, text: str) -> Part:
         """Inverse of `str`. Raises ValueError or ShardingError."""
-        match = re.match(r"^@(\d+)( again)? in: (.*?) ?out: (.*?)(?: moved: (.*))?$", text)
+        match = _PART.fullmatch(text)
         if match is None:
             raise ValueError(text)
         enters, leaves, moved = (
@@ -157,20 +157,6 @@ class Surface:
             "tensors": fold({name: str(read) for name, read in self.tensors.items()}),
             "modules": fold({path: str(part) for path, part in self.modules.items()}),
         }
-
-    @classmethod
-    def read(cls, node: Node) -> Surface:
-        """From a plan file. Raises what the node raises, with file and path."""
-        node.only("tensors", "modules")
-        tensors: dict[str, Read] = {}
-        for pattern, entry in node["tensors"].items():
-            read = entry.read(Read.parse, 'a tensor such as "f32[8, 4] as [_, tp] by matmul 1"')
-            tensors |= dict.fromkeys(unfold(pattern), read)
-        modules: dict[str, Part] = {}
-        for pattern, entry in node["modules"].items():
-            part = entry.read(Part.parse, 'a module such as "@0 in: [2, 4] [dp, _] as [dp, _] out: ..."')
-            modules |= dict.fromkeys(unfold(pattern), part)
-        return cls(tensors, {path: modules[path] for path in in_order(modules)})
 
 
 def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
@@ -355,4 +341,7 @@ def in_order(paths: Iterable[str]) -> list[str]:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.strip("[]").split(",") if n.strip())
+    numbers = [number.strip() for number in text.strip("[]").split(",") if number.strip()]
+    if not all(_NUMBER.fullmatch(number) for number in numbers):
+        raise ValueError(text)
+    return tuple(map(int, numbers))
