@@ -553,7 +553,7 @@ def test_disk_full_on_one_of_two_ranks(tmp_path: Path) -> None:
     assert checkpoint.index["step"] == 2
     assert checkpoint.read("weight").shape == (6, 4000)
     named = {shard["file"] for tensor in checkpoint.tensors.values() for shard in tensor["shards"]}
-    assert {path.name for path in (tmp_path / "saved").iterdir()} == named | {"index.json"}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == named | {"index.json", ".lock"}
 
 
 @needs_mpi

@@ -215,7 +215,10 @@ def test_a_crash_before_the_index_leaves_the_previous_checkpoint(
     trained.save(tmp_path)
     assert not np.array_equal(Checkpoint.open(tmp_path).read("up.weight"), before)
     files = {s["file"] for t in Checkpoint.open(tmp_path).tensors.values() for s in t["shards"]}
-    assert {p.name for p in tmp_path.iterdir()} == files | {"index.json"}  # what the crash left is gone
+    assert {p.name for p in tmp_path.iterdir()} == files | {
+        "index.json",
+        ".lock",
+    }  # what the crash left is gone
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ one that all ranks see.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.folder import check_folder
 from distgraph.runtime.checkpoint.index import FORMAT, INDEX, SHARD, TensorType, fingerprint, to_text
+from distgraph.runtime.checkpoint.lock import hold, writing
 from distgraph.runtime.checkpoint.shards import BlockFile, write_blocks
 from distgraph.runtime.world import World
 from distgraph.spec import DistAttr
@@ -74,13 +76,57 @@ def write_checkpoint(
         training: where training stands: step, epoch, seed, ...; see `index.Index`.
 
     Raises:
-        RuntimeFault: on every process, when any rank could not write; the previous checkpoint is whole.
+        RuntimeFault: on every process: the directory cannot be written, another job writes it, or any rank
+            could not write; the previous checkpoint is whole.
     """
-    path = _together(world, lambda: check_folder(directory))
     if _RESERVED in tensors:
         raise RuntimeFault(f"checkpoint cannot hold a tensor named {_RESERVED}; give it another name")
+    with contextlib.ExitStack() as stack:
+        path = _together(world, lambda: _prepare(directory, stack))
+        _write(path, world, tensors, block, training)
+
+
+def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
+    """Find out now what would keep a checkpoint from being written later. Collective.
+
+    Args:
+        directory: of the checkpoint; made and locked if `lock`.
+        world: the ranks.
+        lock: whether it is the directory of this job; False where it may never be written.
+
+    Raises:
+        RuntimeFault: on every process: it cannot be written, or another job writes it.
+    """
+
+    def work() -> Path:
+        return _prepare(directory) if lock else check_folder(directory)
+
+    _together(world, work)
+
+
+def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -> Path:
+    """Make and lock a directory, for this process or, given a stack, for the one save under way."""
+    path = check_folder(directory)
+    try:
+        files.make_folder(path)
+    except OSError as error:
+        raise _failed(path, f"rank 0: {error}") from None
+    if stack is None:
+        hold(path)
+    else:
+        stack.enter_context(writing(path))
+    return path
+
+
+def _write(
+    path: Path,
+    world: World,
+    tensors: Mapping[str, Placed],
+    block: Callable[[str, int], np.ndarray],
+    training: Mapping[str, Any],
+) -> None:
+    """`write_checkpoint`, into a directory that is there and locked."""
     tag = world.share(f"step-{int(training.get('step', 0)):08d}-{secrets.token_hex(8)}", 0)
-    _together(world, lambda: _make(path))
 
     def work(rank: int) -> _Written:
         return _write_blocks(path / _file(tag, rank), tensors, block, rank)
@@ -121,14 +167,6 @@ def _together(world: World, work: Callable[[], Path]) -> Path:
     if shared[1]:
         raise RuntimeFault(shared[1])
     return shared[0]
-
-
-def _make(path: Path) -> Path:
-    try:
-        files.make_folder(path)
-    except OSError as error:
-        raise _failed(path, f"rank 0: {error}") from None
-    return path
 
 
 def _file(tag: str, rank: int) -> str:
