@@ -41,7 +41,12 @@ def check_writable(path: str | Path, error: type[DistGraphError]) -> None:
 
 
 def write_atomically(
-    path: str | Path, content: str | bytes, error: type[DistGraphError], durable: bool = True
+    path: str | Path,
+    content: str | bytes,
+    error: type[DistGraphError],
+    *,
+    durable: bool = True,
+    follow: bool = True,
 ) -> None:
     """Write a file so that readers, and whoever comes after a crash, see the old one or the new one.
 
@@ -54,14 +59,15 @@ def write_atomically(
         content: text is written as UTF-8.
         error: what is raised.
         durable: the content is on disk, and not only on its way there, before the old file goes.
+        follow: a link is followed; otherwise the file takes the place of the link, or of whatever there is.
 
     Raises:
         error: it cannot be written; the old file is as it was, and nothing is left beside it.
     """
     try:
         data = content.encode("utf-8") if isinstance(content, str) else content
-        target = _resolved(path)
-        if _is_stream(target):
+        target = _resolved(path) if follow else Path(path).absolute()
+        if follow and _is_stream(target):
             with open(os.open(target, os.O_WRONLY | os.O_APPEND), "wb") as stream:  # noqa: PTH123
                 stream.write(data)
         else:
@@ -74,7 +80,8 @@ def write_atomically(
 def _replace(target: Path, data: bytes, durable: bool) -> None:
     draft = target.parent / f".{target.name[:_SHOWN_NAME]}.{secrets.token_hex(8)}.tmp"
     try:
-        mode = stat.S_IMODE(target.stat().st_mode)
+        found = target.lstat().st_mode
+        mode = stat.S_IMODE(found) if stat.S_ISREG(found) else None
     except FileNotFoundError:
         mode = None
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distgraph.documents import Record
 from distgraph.passes.search import cache as module
 from distgraph.passes.search.cache import Cache, cache_directory, digest, solve_cached
 from distgraph.passes.search.problem import Problem, Solution, Use
@@ -97,24 +98,35 @@ def test_what_was_interrupted_is_no_answer_to_the_same_question(
     assert len(starts) == 2
 
 
+def forged(text: str, **changes: Any) -> str:
+    """An entry that says something else, with the checksum that goes with it."""
+    document = {**json.loads(text), **changes}
+    document.pop("checksum")
+    document["seconds"] = Record(document["seconds"])
+    return json.dumps({**document, "checksum": module._checksum(document)})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda text: text[: len(text) // 2], "not JSON"),
         (lambda text: "", "not JSON"),
         (
-            lambda text: json.dumps({**json.loads(text), "choice": "1 0"}),
-            "the choice breaks|the choice costs",
+            lambda text: text.replace('"choice": "0 1"', '"choice": "1 1"'),
+            "does not have the checksum",
         ),
-        (lambda text: json.dumps({**json.loads(text), "choice": "0 0"}), "the choice breaks a constraint"),
-        (lambda text: json.dumps({**json.loads(text), "choice": "0 7"}), "has 2 strategies"),
-        (lambda text: json.dumps({**json.loads(text), "choice": "0"}), "1 strategies for 2 nodes"),
-        (
-            lambda text: json.dumps({**json.loads(text), "objective": "2.0"}),
-            "costs 3.0 but the entry says 2.0",
-        ),
-        (lambda text: json.dumps({**json.loads(text), "status": "great"}), "expected optimal, feasible or"),
-        (lambda text: json.dumps({"solver": 1}), "expected a field"),
+        (lambda text: forged(text, problem="0" * 64), "the entry is of problem 0000000000000000, not of"),
+        (lambda text: forged(text, choice="1 0"), "the choice breaks|the choice costs"),
+        (lambda text: forged(text, choice="0 0"), "the choice breaks a constraint"),
+        (lambda text: forged(text, choice="0 7"), "has 2 strategies"),
+        (lambda text: forged(text, choice="0"), "1 strategies for 2 nodes"),
+        (lambda text: forged(text, choice="9" * 30), "choice: expected numbers of strategies"),
+        (lambda text: forged(text, objective="2.0"), "costs 3.0 but the entry says 2.0"),
+        (lambda text: forged(text, objective="nan"), "objective: expected a number as text"),
+        (lambda text: forged(text, spent=-1), "spent: expected a number from 0 up"),
+        (lambda text: forged(text, colour="blue"), "colour: unknown field"),
+        (lambda text: json.dumps({"solver": 1}), "format: missing"),
+        (lambda text: "[" * 100_000, "nested more than 64 deep"),
     ],
 )
 def test_a_damaged_entry_is_ignored_with_a_warning(
@@ -154,7 +166,7 @@ def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, solved: li
     assert cache_directory() == tmp_path / "home" / ".cache" / "distgraph" / "solved"
     monkeypatch.setenv(module.VARIABLE, str(tmp_path / "own"))
     solve_cached(problem())
-    assert len(entries(tmp_path / "own")) == 1
+    assert len(entries(tmp_path / "own" / "distgraph-solved")) == 1
     monkeypatch.setenv(module.VARIABLE, "off")
     assert cache_directory() is None
     solve_cached(problem())
@@ -180,3 +192,59 @@ def test_the_folder_is_looked_at_for_every_64th_of_the_limit_that_was_written(
     for number in range(128):
         many.put(str(number), solution, 0.0)
     assert looks == [1, 1, 65]
+
+
+def test_what_a_forged_entry_claims_to_be_best_is_solved_again(tmp_path: Path, solved: list[str]) -> None:
+    """A legal but poor choice: changing one node of it costs less than the bound that the entry states."""
+    easy = problem(limit=None, cost=2.0)
+    name, kept = digest(easy), Cache(tmp_path)
+    kept.put(name, Solution((0, 0), 14.0, 14.0, 0.0, "optimal"), seconds=60.0)
+    with pytest.warns(RuntimeWarning, match=r"no choice is to cost less than 14.0, but one does"):
+        found = solve_cached(easy, cache=kept)
+    assert (found.choice, found.objective) == ((0, 1), 3.0)
+
+
+def test_that_nothing_fits_is_believed_where_the_problem_shows_it(tmp_path: Path, solved: list[str]) -> None:
+    kept, none = Cache(tmp_path), Solution(None, np.inf, np.inf, np.inf, "infeasible", message="nothing")
+    kept.put(digest(problem()), none, 60.0)
+    assert solve_cached(problem(), cache=kept).choice == (0, 1)
+    assert solved == ["two"]
+    kept.put(digest(problem(limit=2.5)), none, 60.0)
+    found = solve_cached(problem(limit=2.5), cache=kept)
+    assert (found.status, found.time, found.missing) == ("infeasible", 1, pytest.approx(0.5))
+    assert solved == ["two"]
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a user who pointed the cache at one with results in it lost them."""
+    monkeypatch.setenv(module.VARIABLE, str(tmp_path))
+    folder = cache_directory()
+    assert folder is not None
+    folder.mkdir()
+    others = [tmp_path / "results.json", folder / "results.json", folder / ("f" * 63 + ".json")]
+    for path in others:
+        path.write_text("x" * 10_000)
+        os.utime(path, (0, 0))
+    victim = tmp_path / "victim"
+    victim.write_text("x" * 10_000)
+    (folder / f"{'a' * 64}.json").symlink_to(victim)
+    solve_cached(problem(), cache=Cache(folder, limit=0))
+    assert all(path.exists() for path in [*others, victim])
+    assert {path.name for path in folder.iterdir()} == {path.name for path in others[1:]}
+
+
+def test_an_entry_that_is_a_link_is_not_read(tmp_path: Path, solved: list[str]) -> None:
+    solve_cached(problem(), cache=Cache(tmp_path))
+    (path,) = entries(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    solve_cached(problem(), cache=Cache(tmp_path))
+    assert len(solved) == 2
+    assert not path.is_symlink()
+    assert (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "\ud800", "x" * 300])
+def test_a_folder_that_cannot_be_is_a_warning(folder: str) -> None:
+    with pytest.warns(RuntimeWarning, match=r"cache .*; set DISTGRAPH_CACHE"):
+        assert solve_cached(problem(), cache=Cache(Path(folder))).status == "optimal"

@@ -2,30 +2,39 @@
 
 The name of an entry is the SHA-256 of the problem (costs, edges, uses and limit as 64-bit numbers; not names
 and labels) and of the version of the solver. An entry answers a question whose gap it reaches or that asks
-for no more time than was spent on it; for others it is where the search starts. A choice is checked against
-the problem before it is trusted. What cannot be read is ignored with a warning, so the folder may be deleted,
-or its files cut short, at any time.
+for no more time than was spent on it; for others it is where the search starts.
 
-The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`); `DISTGRAPH_CACHE=folder` moves
-it and `DISTGRAPH_CACHE=off` does without. Of more than 64 MiB, what was not used for longest goes; how much
-there is, a process looks when it first writes and again for every MiB of its own; what its copies write
-counts for each of them alone.
+An entry is trusted as far as it can be checked. It has a checksum over all of it and its name. Its choice is
+held against the constraints, its cost is computed anew, and its bound is refused where changing one node of
+the choice costs less than it. That nothing fits is believed where the least use of every node shows it, and
+solved again otherwise. What fails is ignored with a warning. So a damaged, stale or forged entry gives no
+illegal plan; at worst one that takes longer than the best.
+
+The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`); with `DISTGRAPH_CACHE=folder`
+it is `folder/distgraph-solved`, and `DISTGRAPH_CACHE=off` does without. It may be deleted at any time. Of
+more than 64 MiB of entries, what was not used for longest goes, and nothing that has another name; how much
+there is, a process looks when it first writes and again for every MiB of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
+import re
+import stat
 import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
+from pydantic import Field, PlainValidator
 
-from distgraph.documents import Node, Record, dumps
+from distgraph.documents import Entry as FileEntry
+from distgraph.documents import Record, dumps, parsed, read_json, validate
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.files import write_atomically
 from distgraph.passes.search.intra import solve
@@ -34,12 +43,20 @@ from distgraph.passes.search.problem import Problem, Solution, gap_of
 __all__ = ["Cache", "VARIABLE", "cache_directory", "digest", "solve_cached"]
 
 VARIABLE = "DISTGRAPH_CACHE"
-SOLVER = 1
+SOLVER = 2
 """Version of the solver: entries of another one are not found. Raise it where answers get better."""
 
 _LIMIT = 64 << 20
 _LOOKS = 64  # at the folder, while a process writes as much as the limit: there are many small files in it
 _ROUNDING = 1e-9  # of an objective, between the sum that was kept and that of the problem
+_BELOW = (
+    1e-6  # of a bound, by which a choice must be below it to show that it is none: bounds are rounded too
+)
+_MOVES = 20  # single changes of a choice, the best ones, that are held against the memory limit
+_FOLDER: Final = "distgraph-solved"
+_OWN: Final = re.compile(
+    r"[0-9a-f]{64}\.json|\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp"
+)  # entries, and drafts of them
 _written: dict[Path, int] = {}
 """Bytes that this process has written to a folder since it looked at all that is there."""
 
@@ -75,7 +92,7 @@ def cache_directory() -> Path | None:
     """Where solved problems are kept; None where they are not."""
     given = os.environ.get(VARIABLE)
     if given is not None:
-        return None if given.lower() in ("", "0", "off", "no", "none") else Path(given)
+        return None if given.lower() in ("", "0", "off", "no", "none") else Path(given) / _FOLDER
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         base = Path(home) if home else Path.home() / ".cache"
@@ -141,15 +158,15 @@ class Cache:
         if self.directory is None:
             return None
         path = self.directory / f"{name}.json"
-        if not path.is_file():
+        if not _is_regular(path):
             return None
         try:
-            found = _read(Node.load(path, GraphError))
-            _check(found.solution, problem, str(path))
+            found = _checked(_read(path, name), problem, str(path))
         except GraphError as error:
             warnings.warn(f"{error}; the problem is solved anew", RuntimeWarning, stacklevel=2)
             return None
-        path.touch()  # used last
+        with contextlib.suppress(OSError):  # a folder that others fill
+            path.touch()  # used last
         return found
 
     def put(self, name: str, solution: Solution, seconds: float) -> None:
@@ -159,23 +176,25 @@ class Cache:
         path = self.directory / f"{name}.json"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            text = dumps(_document(solution, seconds))
-            write_atomically(path, text, RuntimeFault)
+            text = _text_of(name, solution, seconds)
+            write_atomically(path, text, RuntimeFault, durable=False, follow=False)
             written = _written.get(self.directory, self.limit) + len(text)
             if _LOOKS * written >= self.limit:
                 self._shrink()
                 written = 0
             _written[self.directory] = written
-        except (OSError, RuntimeFault) as error:
+        except (OSError, ValueError, RuntimeFault) as error:
             warnings.warn(f"cache {self.directory}: {error}; set {VARIABLE}", RuntimeWarning, stacklevel=2)
 
     def _shrink(self) -> None:
         """Drop entries, longest unused first, until the limit is kept."""
         assert self.directory is not None
         entries = []
-        for path in self.directory.glob("*.json"):
+        for path in self.directory.iterdir():
+            if not _OWN.fullmatch(path.name):
+                continue
             try:
-                found = path.stat()
+                found = path.lstat()
             except FileNotFoundError:  # another process was faster
                 continue
             entries.append((found.st_mtime_ns, found.st_size, path))
@@ -187,61 +206,121 @@ class Cache:
             total -= size
 
 
-def _document(solution: Solution, seconds: float) -> dict[str, Any]:
-    return {
-        "solver": SOLVER,
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _number_of(text: str) -> float:
+    found = float(text)
+    if math.isnan(found):
+        raise ValueError(text)
+    return found
+
+
+def _strategies(text: str) -> tuple[int, ...]:
+    numbers = text.split()
+    if any(not (number.isascii() and number.isdecimal()) or len(number) > 9 for number in numbers):
+        raise ValueError(text)
+    return tuple(map(int, numbers))
+
+
+Number = Annotated[float, PlainValidator(parsed(_number_of, "a number as text"))]
+Choice = Annotated[tuple[int, ...], PlainValidator(parsed(_strategies, "numbers of strategies"))]
+
+
+class EntryFile(FileEntry):
+    """The file of an entry; numbers that may be infinite are texts."""
+
+    format: Literal["distgraph solved problem 2"]
+    problem: str
+    spent: Annotated[float, Field(ge=0)]
+    choice: Choice | None
+    objective: Number
+    bound: Number
+    time: int | None
+    missing: float
+    seconds: dict[str, float]
+    message: str
+    checksum: str
+
+
+def _text_of(name: str, solution: Solution, seconds: float) -> str:
+    document = {
+        "format": "distgraph solved problem 2",
+        "problem": name,
         "spent": seconds,
-        "status": solution.status,
-        "objective": _text(solution.objective),
-        "bound": _text(solution.bound),
+        "choice": None if solution.choice is None else " ".join(map(str, solution.choice)),
+        "objective": repr(float(solution.objective)),
+        "bound": repr(float(solution.bound)),
         "time": solution.time,
         "missing": solution.missing,
         "seconds": Record(solution.seconds),
         "message": solution.message,
-        "choice": None if solution.choice is None else " ".join(map(str, solution.choice)),
     }
+    return dumps({**document, "checksum": _checksum(document)})
 
 
-def _read(node: Node) -> Entry:
-    node.only(
-        "solver", "spent", "status", "objective", "bound", "time", "missing", "seconds", "message", "choice"
-    )
-    objective, bound = (node[name].read(float, "a number as text") for name in ("objective", "bound"))
-    status = node["status"].text()
-    if status not in ("optimal", "feasible", "infeasible"):
-        node["status"].refuse("optimal, feasible or infeasible")
-    choice = node["choice"]
-    found = Solution(
-        None if choice.value is None else choice.read(_numbers, "numbers of strategies"),
-        objective,
-        bound,
-        gap_of(objective, bound),
-        status,  # type: ignore[arg-type]  # one of three, as above
-        {name: entry.number() for name, entry in node["seconds"].items()},
-        None if node["time"].value is None else int(node["time"].number()),
-        node["missing"].number(),
-        node["message"].text(),
-    )
-    return Entry(found, node["spent"].number())
+def _checksum(document: dict[str, Any]) -> str:
+    return hashlib.sha256(dumps(document).encode()).hexdigest()
 
 
-def _check(found: Solution, problem: Problem, path: str) -> None:
-    """Raises GraphError where a choice does not fit the problem, or does not cost what the entry says."""
+def _read(path: Path, name: str) -> EntryFile:
+    document = read_json(path, GraphError, _LIMIT)
+    found = validate(EntryFile, document, str(path), GraphError)
+    content = {key: value for key, value in document.items() if key != "checksum"}
+    content["seconds"] = Record(content["seconds"])
+    if found.checksum != _checksum(content):
+        raise GraphError(
+            f"{path}: the content does not have the checksum {found.checksum[:16]} that it states"
+        )
+    if found.problem != name:
+        raise GraphError(f"{path}: the entry is of problem {found.problem[:16]}, not of {name[:16]}")
+    return found
+
+
+def _checked(found: EntryFile, problem: Problem, path: str) -> Entry | None:
+    """What an entry says, as far as the problem confirms it; None where it may be so but is not shown.
+
+    Raises:
+        GraphError: the problem shows that it is not so.
+    """
     if found.choice is None:
-        if found.status != "infeasible":
-            raise GraphError(f"{path}: {found.status} without a choice")
-        return
+        time_, least = problem.least_peak()
+        if problem.limit is None or least <= problem.limit * (1 + 1e-12):
+            return None
+        short = {"time": time_, "missing": least - problem.limit, "message": found.message}
+        if found.time is not None:  # where the explanation looked closer than at the least uses
+            short |= {"time": found.time, "missing": max(found.missing, 0.0)}
+        none = Solution(None, math.inf, math.inf, math.inf, "infeasible", found.seconds, **short)  # type: ignore[arg-type]
+        return Entry(none, found.spent)
     if not problem.feasible(found.choice):
         raise GraphError(f"{path}: the choice breaks a constraint of {problem.name}")
     cost = problem.objective(found.choice)
     if not math.isclose(cost, found.objective, rel_tol=_ROUNDING):
         raise GraphError(f"{path}: the choice costs {cost} but the entry says {found.objective}")
+    bound = min(found.bound, cost)
+    if math.isfinite(bound) and _after_best_move(problem, found.choice, cost) < bound - _BELOW * abs(bound):
+        raise GraphError(f"{path}: no choice is to cost less than {bound}, but one does")
+    gap = gap_of(cost, bound)
+    status: Literal["optimal", "feasible"] = "optimal" if gap <= _ROUNDING else "feasible"
+    solution = Solution(found.choice, cost, bound, gap, status, found.seconds, message=found.message)
+    return Entry(solution, found.spent)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split())
-
-
-def _text(number: float) -> str:
-    """A number that may be infinite."""
-    return repr(float(number))
+def _after_best_move(problem: Problem, choice: tuple[int, ...], cost: float) -> float:
+    """The least cost of a feasible choice that differs in one node, among the best changes; or the cost."""
+    costs = [own.copy() for own in problem.costs]
+    for (u, v), pairs in zip(problem.edges, problem.edge_costs, strict=True):
+        costs[u] += pairs[:, choice[v]]
+        costs[v] += pairs[choice[u], :]
+    moves = [
+        (float(own[taken] - own.min()), i) for i, (own, taken) in enumerate(zip(costs, choice, strict=True))
+    ]
+    for gain, node in sorted(moves, reverse=True)[:_MOVES]:
+        other = (*choice[:node], int(np.argmin(costs[node])), *choice[node + 1 :])
+        if gain > 0 and problem.feasible(other):
+            return cost - gain
+    return cost
