@@ -44,9 +44,12 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from distgraph.errors import RuntimeFault, installing
+from distgraph.runtime.deadline import end_mpiexec
+from distgraph.runtime.departure import Departures, Need
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
-from distgraph.runtime.job import LAST_WORDS_SECONDS, recorded_death
-from distgraph.runtime.rollcall import LISTEN_SECONDS, RollCall
+from distgraph.runtime.job import LAST_WORDS_SECONDS, exit_code, observed_failure
+from distgraph.runtime.processes import held, shared_memory
+from distgraph.runtime.rollcall import END, LISTEN_SECONDS, DepartedFault, RollCall, different_calls
 from distgraph.runtime.transport import (
     Array,
     Group,
@@ -70,10 +73,13 @@ class _Operation:
     order.
     """
 
-    __slots__ = ("_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
+    __slots__ = ("_need", "_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
 
-    def __init__(self, transport: MpiTransport, what: str, steps: Steps, previous: _Operation | None) -> None:
+    def __init__(
+        self, transport: MpiTransport, what: str, steps: Steps, previous: _Operation | None, need: Need
+    ) -> None:
         self._transport, self.what, self._steps, self.previous = transport, what, steps, previous
+        self._need = need
         self.requests: list[Any] = []
         self._taken = 0
         self.finished = False
@@ -103,7 +109,7 @@ class _Operation:
 
     def wait(self) -> None:
         if not self.advance():
-            self._transport.poll(self.advance, self.what)
+            self._transport.poll(self.advance, self.what, self._need)
 
 
 class MpiTransport:
@@ -125,22 +131,26 @@ class MpiTransport:
         self._mpi = _load_mpi()
         self._limit = time_limit(limit)
         world = self._mpi.COMM_WORLD if comm is None else comm
+        # The rank to answer to, where it can listen, and what happened.
+        self._failure: tuple[int | None, str] | None = None
+        self._meet_first(world)
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
         self._calls = world.Dup()
         self._roll = RollCall(self._mpi, self._calls)
+        self._departures = Departures(self._mpi, self._control)
         self._status = self._mpi.Status()  # of the probe that every start makes
         self._exchange = Exchange(self._collectives)
         self._rank, self._size = int(world.Get_rank()), int(world.Get_size())
         self._everyone: Group = tuple(range(self._size))
         self._latest: dict[Group, _Operation] = {}
         self._pending: list[_Operation] = []
-        # The rank to answer to, where it can listen, and what happened.
-        self._failure: tuple[int | None, str] | None = None
+        self._sends: list[Any] = []  # messages about the end
         self._job = job
         self._looked = time.monotonic()
         self._last_progress = time.monotonic()
         here = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         self._place, self._cores = int(here.Get_rank()), here.allgather(os.sched_getaffinity(0))
+        self._processes = here.allgather((self._rank, os.getpid()))  # of this machine
         here.Free()
         self.bound = False
         # With a core per rank a long wait may spin; with fewer the rank that is waited for wants the core.
@@ -181,13 +191,13 @@ class MpiTransport:
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         check_reduction(op, buffer.dtype, "all_reduce")
         steps = self._exchange.all_reduce(flat(buffer, "all_reduce"), op, group)
-        return self._start(f"all_reduce({op}) of {buffer.nbytes} bytes", steps, group)
+        return self._start_collective(f"all_reduce({op}) of {buffer.nbytes} bytes", steps, group)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         check_counts("all_gather", recv.size, counts, group)
         self._check_own("all_gather", send.size, counts, group)
         steps = self._exchange.all_gather(flat(send, "all_gather"), flat(recv, "all_gather"), counts, group)
-        return self._start(f"all_gather of {recv.nbytes} bytes", steps, group)
+        return self._start_collective(f"all_gather of {recv.nbytes} bytes", steps, group)
 
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
@@ -197,7 +207,7 @@ class MpiTransport:
         self._check_own("reduce_scatter", recv.size, counts, group)
         source, target = flat(send, "reduce_scatter"), flat(recv, "reduce_scatter")
         steps = self._exchange.reduce_scatter(source, target, counts, op, group)
-        return self._start(f"reduce_scatter({op}) of {send.nbytes} bytes", steps, group)
+        return self._start_collective(f"reduce_scatter({op}) of {send.nbytes} bytes", steps, group)
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
@@ -213,12 +223,12 @@ class MpiTransport:
         steps = self._exchange.all_to_all(
             source, target, stretches(send_counts), stretches(recv_counts), group
         )
-        return self._start(f"all_to_all of {send.nbytes} bytes", steps, group)
+        return self._start_collective(f"all_to_all of {send.nbytes} bytes", steps, group)
 
     def broadcast(self, buffer: Array, root: int, group: Group) -> Request:
         position_in(group, root, "broadcast")
         steps = self._exchange.broadcast(flat(buffer, "broadcast"), root, group)
-        return self._start(f"broadcast of {buffer.nbytes} bytes from rank {root}", steps, group)
+        return self._start_collective(f"broadcast of {buffer.nbytes} bytes from rank {root}", steps, group)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -229,7 +239,8 @@ class MpiTransport:
         def steps() -> Steps:
             yield [self._messages.Isend(data, dest, tag)]
 
-        return self._start(f"send to rank {dest} (tag {tag}, {data.size} bytes)", steps(), None)
+        need = self._departures.message("send", "recv", dest)
+        return self._start(f"send to rank {dest} (tag {tag}, {data.size} bytes)", steps(), need)
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
         self._check_peer("recv", source, tag)
@@ -246,14 +257,14 @@ class MpiTransport:
                     "the ranks run different programs"
                 )
 
-        return self._start(what, steps(), None)
+        return self._start(what, steps(), self._departures.message("recv", "send", source))
 
     def barrier(self, group: Group | None = None) -> None:
         members = self._everyone if group is None else group
         marks = np.zeros(len(members), np.uint8)
         mark = marks[position_in(members, self.rank, "barrier") :][:1].copy()
         steps = self._exchange.all_gather(mark, marks, [1] * len(members), members)
-        self._start("barrier", steps, members).wait()
+        self._start_collective("barrier", steps, members).wait()
 
     def gather_objects(self, obj: Any, root: int = 0) -> list[Any] | None:
         if self.rank != root:
@@ -273,10 +284,13 @@ class MpiTransport:
         """Note a call that all ranks must make, such as "engine.save()"; see `RollCall`."""
         self._roll.enter(call)
 
-    def meet(self) -> None:
-        """Wait until every rank does so, in a barrier that no other call on any rank takes for its own."""
+    def leave(self) -> None:
+        """Come to the end: tell the others, and wait until all of them do so, too."""
+        self.enter(END)
+        self._sends = self._departures.tell()
         request = self._control.Ibarrier()
-        self.poll(lambda: self.test_all([request], "end"), "end")
+        self.poll(lambda: self.test_all([request, *self._sends], "end"), "end")
+        self._sends = []
 
     # -- progress, failure, end --------------------------------------------------------------------
 
@@ -303,15 +317,24 @@ class MpiTransport:
         return status.Get_source(), text.decode()
 
     def _failure_recorded(self) -> tuple[None, str] | None:
-        """What a supervisor has written about a rank that could not send; a rank that raised sends."""
+        """What the launcher or a supervisor saw of a rank that could not send; one that raised sends."""
         if self._job is None or time.monotonic() - self._looked < _JOB_LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
-        text = recorded_death(self._job)
+        text = observed_failure(self._job)
         return None if text is None else (None, text)
 
-    def poll(self, ready: Callable[[], bool], what: str) -> None:
-        """Drive everything until `ready()`; the wait under every wait of this transport."""
+    def poll(self, ready: Callable[[], bool], what: str, need: Need | None = None) -> None:
+        """Drive everything until `ready()`; the wait under every wait of this transport.
+
+        Args:
+            ready: whether the wait is over.
+            what: it is for, in words.
+            need: what another rank has to do for it.
+
+        Raises:
+            RuntimeFault: another rank failed, has left or is in another call; or the time limit.
+        """
         begun = time.monotonic()
         polls = 0
         while not ready():
@@ -320,6 +343,7 @@ class MpiTransport:
                 self.progress()
                 now = time.monotonic()
                 if now - begun > LISTEN_SECONDS:
+                    self._check_departed(what, need)
                     self._roll.attend(now - begun)
                 if now - max(begun, self._last_progress) > self._limit:
                     raise RuntimeFault(self._no_progress(what))
@@ -327,13 +351,26 @@ class MpiTransport:
                     time.sleep(1e-4)
             os.sched_yield()
 
+    def _check_departed(self, what: str, need: Need | None) -> None:
+        """Raise `DepartedFault` if a rank that has left was to take part in what this one waits for."""
+        rank = self._departures.absent(need)
+        if rank is None:
+            return
+        if self._roll.call:
+            raise DepartedFault(different_calls({self._roll.call: [self._rank], END: [rank]}))
+        raise DepartedFault(
+            f"rank {self._rank}: {what} waits for rank {rank}, which has come to {END}; make the same calls "
+            "on every rank"
+        )
+
     def _no_progress(self, what: str) -> str:
         missing = ", ".join(map(str, self._roll.missing))
         absent = f"; not come to {self._roll.call}: rank {missing}" if missing else ""
-        return (
-            f"rank {self.rank}: {what} made no progress in {self._limit:g} s{absent}; look for a rank that "
-            "does not take part, or raise DISTGRAPH_TIMEOUT"
-        )
+        said = f"rank {self.rank}: {what} made no progress in {self._limit:g} s{absent}"
+        stopped = [f"rank {rank} (process {pid}) is stopped" for rank, pid in self._processes if held(pid)]
+        if stopped:
+            return f"{said}; {', '.join(stopped)}"
+        return f"{said}; look for a rank that does not take part, or raise DISTGRAPH_TIMEOUT"
 
     def test_all(self, requests: list[Any], what: str) -> bool:
         """Whether all MPI requests are complete; a failure of MPI becomes a `RuntimeFault`."""
@@ -361,17 +398,8 @@ class MpiTransport:
         sys.stdout.flush()
         sys.stderr.flush()
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        if (
-            self._failure is not None
-        ):  # another rank was first and now waits for us; it, or the launcher, ends us
-            if self._failure[0] is not None:
-                self._control.Isend(bytearray(1), self._failure[0], _ACKNOWLEDGE)
-            elif self._job is not None:
-                (self._job / f"left.{self.rank}").touch()
-            while time.monotonic() < deadline:
-                self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE)
-                time.sleep(0.01)
-            os._exit(1)
+        if self._failure is not None:  # another rank was first; it, or the launcher, ends us
+            self.follow(1, LAST_WORDS_SECONDS)
         text = bytearray(f"rank {self.rank} failed: {type(error).__name__}: {error}".encode())
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = [self._control.Isend(text, rank, _FAILURE) for rank in others]
@@ -381,7 +409,50 @@ class MpiTransport:
             time.sleep(0.005)
         del sends
         time.sleep(0.1)  # what the others wrote is in pipes that the launcher must read before it sees us go
-        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        self.end(self._code_of_departed() if isinstance(error, DepartedFault) else exit_code(error))
+
+    def follow(self, code: int, seconds: float) -> NoReturn:
+        """Tell the rank that failed first that this one has heard of it, and end.
+
+        Args:
+            code: exit code; mpiexec mixes those of all ranks, so the other one takes it over if it can.
+            seconds: to wait for the other one to end the job.
+        """
+        until = time.monotonic() + seconds
+        if self._failure is not None and self._failure[0] is not None:
+            self._sends = [self._control.Isend(bytearray([code & 255]), self._failure[0], _ACKNOWLEDGE)]
+        elif self._job is not None:
+            (self._job / f"left.{self.rank}").touch()
+        while time.monotonic() < until:
+            self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE)
+            time.sleep(0.01)
+        self.end(code)
+
+    def _code_of_departed(self) -> int:
+        """Exit code of ranks that have left, as they told it; 1 where it would be a success."""
+        codes = [1]
+        for rank in self._departures.left:
+            if self._control.Iprobe(rank, _ACKNOWLEDGE):
+                told = bytearray(1)
+                self._control.Recv(told, rank, _ACKNOWLEDGE)
+                codes.append(told[0])
+        return codes[-1] or 1
+
+    def end(self, code: int) -> NoReturn:
+        """End this process without waiting for anybody, and leave no shared memory behind."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code and self._job is None:
+            end_mpiexec(LAST_WORDS_SECONDS)
+        for path in shared_memory():
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108 - the others have it mapped
+        os._exit(code)
+
+    def finalize(self) -> None:
+        """End MPI; collective."""
+        if not self._mpi.Is_finalized():
+            self._mpi.Finalize()
 
     def close(self) -> None:
         """Give up what is still expected and free the communicators; collective."""
@@ -393,15 +464,33 @@ class MpiTransport:
             if comm != self._mpi.COMM_NULL:
                 comm.Free()
 
+    def _meet_first(self, world: Any) -> None:
+        """Wait, within the time limit, until all ranks are here, before calls of MPI that have no limit."""
+        request, deadline = world.Ibarrier(), time.monotonic() + self._limit
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise RuntimeFault(
+                    f"rank {world.Get_rank()}: not all ranks have come to distgraph in {self._limit:g} s; "
+                    "look for a rank that has ended before, or raise DISTGRAPH_TIMEOUT"
+                )
+            time.sleep(1e-4)
+
     # -- bookkeeping -------------------------------------------------------------------------------
 
-    def _start(self, what: str, steps: Steps, group: Group | None) -> _Operation:
+    def _start(self, what: str, steps: Steps, need: Need) -> _Operation:
         self.progress()
-        operation = _Operation(self, what, steps, None if group is None else self._latest.get(group))
+        operation = _Operation(self, what, steps, None, need)
         if not operation.advance():
             self._pending.append(operation)
-        if group is not None:
-            self._latest[group] = operation
+        return operation
+
+    def _start_collective(self, what: str, steps: Steps, group: Group) -> _Operation:
+        self.progress()
+        need = self._departures.collective(group)
+        operation = _Operation(self, what, steps, self._latest.get(group), need)
+        if not operation.advance():
+            self._pending.append(operation)
+        self._latest[group] = operation
         return operation
 
     def _check_own(self, what: str, have: int, counts: Sequence[int], group: Group) -> None:
@@ -417,11 +506,14 @@ class MpiTransport:
 
     def _send_object(self, obj: Any, dest: int) -> None:
         request = self._control.Isend(bytearray(pickle.dumps(obj)), dest, _OBJECT)
-        self.poll(lambda: self.test_all([request], "object"), f"object for rank {dest}")
+        need = self._departures.message("object", "received object", dest)
+        self.poll(lambda: self.test_all([request], "object"), f"object for rank {dest}", need)
 
     def _receive_object(self, source: int) -> Any:
         status = self._mpi.Status()
-        self.poll(lambda: bool(self._control.Iprobe(source, _OBJECT, status)), f"object from rank {source}")
+        need = self._departures.message("received object", "object", source)
+        what = f"object from rank {source}"
+        self.poll(lambda: bool(self._control.Iprobe(source, _OBJECT, status)), what, need)
         data = bytearray(status.Get_count(self._mpi.BYTE))
         self._control.Recv(data, source, _OBJECT)
         self._last_progress = time.monotonic()

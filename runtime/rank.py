@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import atexit
+import os
 import runpy
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Final, NoReturn
 
 from distgraph.errors import DistGraphError, RuntimeFault
-from distgraph.runtime.job import job_directory, rank_in_job, ranks_of_job, record_failure
+from distgraph.runtime.deadline import deadline
+from distgraph.runtime.job import (
+    INTERRUPTED,
+    LAST_WORDS_SECONDS,
+    STOPPING,
+    exit_code,
+    job_directory,
+    rank_in_job,
+    ranks_of_job,
+    record_failure,
+)
 from distgraph.runtime.last_words import LastWords, leave
 from distgraph.runtime.mpi import MpiTransport
-from distgraph.runtime.rollcall import END
+from distgraph.runtime.processes import die_with_parent, shared_memory
+from distgraph.runtime.transport import time_limit
 
 __all__ = ["current_transport", "fail", "ranks_of_job", "run_script"]
 
 _current: list[MpiTransport] = []
+_statuses: list[Any] = []  # given to sys.exit, where there is no launcher
+_ABSENT: Final = "look for a rank that has ended before, or raise DISTGRAPH_TIMEOUT"
 
 
 def current_transport() -> MpiTransport | None:
@@ -35,7 +51,12 @@ def current_transport() -> MpiTransport | None:
     expected = ranks_of_job()
     if expected == 1:
         return None
-    transport = MpiTransport(job=job_directory())
+    launched, own = job_directory(), "mpi4py.MPI" not in sys.modules
+    limit = time_limit(None)
+    what = f"rank {rank_in_job()}: MPI has not started on all ranks in {limit:g} s; {_ABSENT}"
+    sys.excepthook = lambda kind, error, trace: fail(error)
+    with deadline(limit + LAST_WORDS_SECONDS, what):
+        transport = MpiTransport(job=launched)
     if transport.size != expected:
         raise RuntimeFault(
             f"launcher started {expected} ranks but mpi4py sees {transport.size}; use the mpiexec of the MPI "
@@ -43,9 +64,24 @@ def current_transport() -> MpiTransport | None:
         )
     transport.bind()
     _current.append(transport)
-    sys.excepthook = lambda kind, error, trace: fail(error)
-    atexit.register(_leave)
+    if launched is None:
+        die_with_parent(os.getppid(), signal.SIGTERM)  # mpiexec's proxy; else the supervisor sees to it
+        _note_exits()
+    else:
+        (launched / f"shared.{transport.rank}").write_text("\n".join(shared_memory()))
+    atexit.register(_leave, own)
     return transport
+
+
+def _note_exits() -> None:
+    """Remember what is given to sys.exit: when a rank leaves too early, it is the exit code of the job."""
+    before = sys.exit
+
+    def leave(status: Any = None, /) -> NoReturn:
+        _statuses.append(status)
+        before(status)
+
+    sys.exit = leave
 
 
 def fail(error: BaseException) -> None:
@@ -57,15 +93,23 @@ def fail(error: BaseException) -> None:
     """
     transport = _current[0] if _current else None
     followed = transport is not None and transport.failed_elsewhere
+    if isinstance(error, KeyboardInterrupt) and _job_is_stopping():  # the launcher has told all ranks
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
     text = _one_line(error)
     trace = "".join(traceback.format_exception(error)) if _deserves_traceback(error) and not followed else ""
     if not _left_to_the_launcher(text, trace, followed):
         _say(f"{trace}error: {_named(text, transport)}\n" if text else trace, late=followed)
     sys.stdout.flush()
     if not followed:
-        record_failure(_exit_code(error), text)
+        record_failure(exit_code(error), text)
     if transport is not None:
         transport.abort(error)
+
+
+def _job_is_stopping() -> bool:
+    job = job_directory()
+    return job is not None and (job / STOPPING).exists()
 
 
 def _say(text: str, *, late: bool) -> None:
@@ -105,19 +149,21 @@ def run_script(argv: Sequence[str]) -> None:
             raise
     except BaseException as error:  # noqa: BLE001 - reported with its traceback, and the exit code says so
         fail(error.with_traceback(_from_the_script(error)))
-        sys.exit(1)
+        sys.exit(exit_code(error))
 
 
 def _deserves_traceback(error: BaseException) -> bool:
     """Not a mistake that distgraph explains, but what a program raised on one of its in-process ranks."""
     if isinstance(error, RuntimeFault) and " failed: " in str(error):
         return error.__cause__ is not None and not isinstance(error.__cause__, DistGraphError)
-    return not isinstance(error, SystemExit | DistGraphError)
+    return not isinstance(error, SystemExit | KeyboardInterrupt | DistGraphError)
 
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return ""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (SIGINT)"
     if isinstance(error, DistGraphError | SystemExit):
         return str(error)
     return f"{type(error).__name__}: {error}"
@@ -130,10 +176,6 @@ def _named(text: str, transport: MpiTransport | None) -> str:
     )
 
 
-def _exit_code(error: BaseException) -> int:
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
 def _from_the_script(error: BaseException) -> TracebackType | None:
     """Traceback without the frames that lead to the script."""
     trace = error.__traceback__
@@ -143,10 +185,22 @@ def _from_the_script(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _leave() -> None:
-    """At exit: wait for the others within reach of their failures, of which MPI_Finalize would not hear."""
+def _leave(own: bool) -> None:
+    """At exit: wait for the others within reach of their failures, of which MPI_Finalize would not hear.
+
+    Args:
+        own: MPI was loaded here and nobody else needs it later.
+    """
+    transport = _current[0]
     try:
-        _current[0].enter(END)
-        _current[0].meet()
+        transport.leave()
     except RuntimeFault as error:
-        fail(error)
+        code = exit_code(SystemExit(_statuses[-1])) if _statuses else 0
+        if not code or not transport.failed_elsewhere:
+            fail(error)
+        _say(f"error: {_named(_one_line(error), transport)}\n", late=True)
+        transport.follow(code, 0.5)
+    if own:
+        limit = time_limit(None)
+        with deadline(limit, f"rank {transport.rank}: MPI has not ended in {limit:g} s; {_ABSENT}"):
+            transport.finalize()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from distgraph.errors import RuntimeFault
@@ -21,6 +22,25 @@ ASK_SECONDS: Final = 1.0  # into a wait, when it asks
 GRACE_SECONDS: Final = 0.5  # for more answers behind the first that differs
 _REMEMBERED: Final = 256  # calls
 _ASK, _TELL = 0, 1
+
+
+class DepartedFault(RuntimeFault):
+    """A rank waits for one that has come to the end of its script."""
+
+
+def different_calls(ranks: Mapping[str, Sequence[int]], silent: Sequence[int] = ()) -> str:
+    """Message of the error that ranks make different calls.
+
+    Args:
+        ranks: that are in each call.
+        silent: ranks of which nothing is known.
+    """
+    parts = [f"{name} on {_ranks(who)}" for name, who in ranks.items()]
+    parts += [f"nothing yet on {_ranks(silent)}"] if silent else []
+    return (
+        f"the ranks make different calls: {' but '.join(parts)}; calls of the engine are collective, so "
+        "make each of them on every rank"
+    )
 
 
 class RollCall:
@@ -87,12 +107,7 @@ class RollCall:
         for rank, name in sorted({**self._answers, self._rank: self.call}.items()):
             found[name].append(rank)
         silent = [r for r in range(self._size) if r != self._rank and r not in self._answers]
-        parts = [f"{name} on {_ranks(ranks)}" for name, ranks in found.items()]
-        parts += [f"nothing yet on {_ranks(silent)}"] if silent else []
-        return (
-            f"the ranks make different calls: {' but '.join(parts)}; calls of the engine are collective, so "
-            "make each of them on every rank"
-        )
+        return different_calls(found, silent)
 
     def _receive(self) -> None:
         status = self._mpi.Status()
@@ -121,5 +136,5 @@ class RollCall:
         self._sends.append(self._comm.Isend(bytearray(text.encode()), rank, tag))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -21,13 +21,13 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from distgraph.errors import RuntimeFault
+from distgraph.runtime.job import DEFAULT_TIME_LIMIT, TIMEOUT, setting_in_seconds
 
 Array = Any
 """A NumPy or CuPy array."""
@@ -35,7 +35,6 @@ Group = tuple[int, ...]
 """Global ranks in order of position; contains the rank that uses it."""
 
 REDUCTIONS: Final = ("sum", "max", "min", "prod")
-DEFAULT_TIME_LIMIT: Final = 60.0
 _CHUNK: Final = (
     1 << 15
 )  # elements accumulated at a time: f32 accumulators of 128 KiB stay in the second-level cache
@@ -151,16 +150,13 @@ def time_limit(seconds: float | None) -> float:
     Raises:
         RuntimeFault: not a positive number.
     """
-    given: float | str = (
-        os.environ.get("DISTGRAPH_TIMEOUT", DEFAULT_TIME_LIMIT) if seconds is None else seconds
-    )
-    try:
-        limit = float(given)
-    except ValueError:
-        limit = -1.0
-    if not limit > 0:
-        raise RuntimeFault(f"DISTGRAPH_TIMEOUT: expected a positive number of seconds, got {given!r}")
-    return limit
+    if seconds is None:
+        return setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT)
+    if not seconds > 0:
+        raise RuntimeFault(
+            f"time limit of a transport: expected a positive number of seconds, got {seconds!r}"
+        )
+    return seconds
 
 
 def stretches(counts: Sequence[int]) -> list[slice]:

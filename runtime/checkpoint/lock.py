@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.job import process_start
+from distgraph.runtime.processes import process_start
 
 LOCK: Final = ".lock"
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

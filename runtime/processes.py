@@ -1,0 +1,132 @@
+"""Processes of this machine as /proc shows them; standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_START: Final = 19  # of the fields behind the command in /proc/PID/stat
+_PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
+_HELD: Final = frozenset("Tt")
+_END_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of this machine: its number, and its start time, because numbers are used again."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """The process that has a number now; None if there is none."""
+        started = process_start(pid)
+        return None if started is None else cls(pid, started)
+
+    @property
+    def state(self) -> str:
+        """Letter of its state as in /proc/PID/stat; empty when it has ended."""
+        found = _stat(self.pid)
+        return found[0] if found is not None and found[_START] == self.started else ""
+
+    @property
+    def parent(self) -> int:
+        """Number of the process that has started it, or now stands for that; 0 when it has ended."""
+        found = _stat(self.pid)
+        return int(found[1]) if found is not None else 0
+
+    @property
+    def name(self) -> str:
+        """Name of the program that it runs, of 15 characters at most; empty when it has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/comm").read_text().strip()
+        except OSError:
+            return ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP, or a debugger, holds it."""
+        return self.state in _HELD
+
+    def kill(self, number: signal.Signals = signal.SIGKILL, wait: float = _END_SECONDS) -> None:
+        """Send a signal; after SIGKILL return when the process has ended, or after `wait` seconds."""
+        with contextlib.suppress(OSError):
+            watch = os.pidfd_open(self.pid)
+            try:
+                if self.state not in {"", "Z"}:
+                    signal.pidfd_send_signal(watch, number)
+                    select.select([watch], [], [], wait if number == signal.SIGKILL else 0)
+            finally:
+                os.close(watch)
+
+
+def process_start(pid: int) -> str | None:
+    """When a process was started, in clock ticks since boot; None if there is no such process."""
+    found = _stat(pid)
+    return None if found is None else found[_START]
+
+
+def held(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP, or a debugger, holds a process."""
+    found = _stat(pid)
+    return found is not None and found[0] in _HELD
+
+
+def descendants(pid: int) -> list[Process]:
+    """Processes that a process of this machine has started, and those that they have."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:
+            parents[int(entry.name)] = int(found[1])
+    known, grown = {pid}, True
+    while grown:
+        below = {child for child, parent in parents.items() if parent in known} - known
+        known |= below
+        grown = bool(below)
+    processes = (Process.of(child) for child in sorted(known - {pid}))
+    return [process for process in processes if process is not None]
+
+
+def write_processes(path: Path, pids: Iterable[int]) -> None:
+    """Write number and start time of processes, whole or not at all."""
+    draft = path.with_name(f"draft.{path.name}")
+    draft.write_text("\n".join(f"{pid} {process_start(pid)}" for pid in pids))
+    draft.replace(path)
+
+
+def read_processes(path: Path) -> list[Process]:
+    """What `write_processes` has written; empty where there is no such file."""
+    with contextlib.suppress(OSError):
+        words = [line.split() for line in path.read_text().splitlines()]
+        return [Process(int(pid), started) for pid, started in words]
+    return []
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat behind the command: state, parent, ...; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent, which is process `parent`, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)
+
+
+def shared_memory() -> list[str]:
+    """Shared memory files that this process's MPI has made; they outlive processes that are killed."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich" in line)
+    return sorted({path for path in paths if path.startswith("/dev/shm/")})
