@@ -7,16 +7,25 @@ on rank 0.
 from __future__ import annotations
 
 import csv
+import errno
 import math
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from distgraph.callback_checks import check_count, check_monitor, check_place
+from distgraph.documents import shown_path
 from distgraph.errors import NonFiniteError, RuntimeFault
+from distgraph.files import check_writable
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine
@@ -58,9 +67,11 @@ def _monitored(logs: Logs, name: str) -> float:
 class _Best:
     """The best value so far of a number that is to fall or to rise."""
 
-    def __init__(self, mode: str, min_delta: float = 0.0) -> None:
+    def __init__(self, who: str, mode: str, min_delta: Any = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise RuntimeFault(f'mode of a callback is {mode!r} but must be "min" or "max"')
+            raise RuntimeFault(f'{who}: mode is {mode!r} but must be "min" or "max"')
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise RuntimeFault(f"{who}: min_delta is {min_delta!r} but must be a number from 0 up")
         self.sign = 1.0 if mode == "min" else -1.0
         self.min_delta = min_delta
         self.value = math.inf
@@ -96,10 +107,18 @@ class ModelCheckpoint(Callback):
         best: str | None = None,
         mode: str = "min",
     ) -> None:
-        if every < 1 or (every_steps is not None and every_steps < 1):
-            raise RuntimeFault(f"ModelCheckpoint: every is {every_steps or every} but must be at least 1")
+        check_count("ModelCheckpoint", "every", every, 1)
+        if every_steps is not None:
+            check_count("ModelCheckpoint", "every_steps", every_steps, 1)
         self.path, self.every, self.every_steps, self.best = str(path), every, every_steps, best
-        self._best = _Best(mode)
+        check_place("ModelCheckpoint", self._path(0, 0))
+        self._best = _Best("ModelCheckpoint", mode)
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`. Raises RuntimeFault where nothing can be written, or nothing measures `best`."""
+        check_place("ModelCheckpoint", self._path(engine.epoch, engine.step) + "/index.json")
+        if self.best is not None:
+            check_monitor("ModelCheckpoint", self.best, engine)
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
         """See `Callback`."""
@@ -118,12 +137,28 @@ class ModelCheckpoint(Callback):
 
     def _save(self, engine: Engine) -> None:
         try:
-            engine.save(self.path.format(epoch=engine.epoch, step=engine.step))
+            engine.save(self._path(engine.epoch, engine.step))
         except NonFiniteError as error:
             if engine.recipe.strategy.nonfinite != "warn":
                 raise
             if engine.is_chief:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def _path(self, epoch: int, step: int) -> str:
+        """The directory of a checkpoint. Raises RuntimeFault: the braces in `path` make no sense."""
+        try:
+            fields = [name for _, name, _, _ in Formatter().parse(self.path) if name is not None]
+            other = next((name for name in fields if name not in ("epoch", "step")), None)
+            found = self.path.format(epoch=epoch, step=step) if other is None else ""
+            why = f"it has {{{other}}}" if other is not None else ""
+        except (ValueError, LookupError) as error:
+            found, why = "", str(error)
+        if why:
+            raise RuntimeFault(
+                f"ModelCheckpoint: path {self.path!r} cannot be filled in: {why}; {{epoch}} and {{step}} are "
+                f"replaced, other braces are written {{{{ and }}}}"
+            )
+        return found
 
 
 class EarlyStopping(Callback):
@@ -139,9 +174,14 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "valid_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
     ) -> None:
+        check_count("EarlyStopping", "patience", patience, 0)
         self.monitor, self.patience = monitor, patience
-        self._best = _Best(mode, min_delta)
+        self._best = _Best("EarlyStopping", mode, min_delta)
         self.waited = 0
+
+    def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
+        """See `Callback`. Raises RuntimeFault where no epoch measures what is watched."""
+        check_monitor("EarlyStopping", self.monitor, engine)
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
         """See `Callback`."""
@@ -151,39 +191,65 @@ class EarlyStopping(Callback):
 
 
 class CSVLogger(Callback):
-    """Writes the numbers of every epoch to a CSV file, as they come.
+    """Writes the numbers of every epoch to a CSV file, as they come. A row is there whole or not at all.
 
     Args:
         path: of the file; replaced unless `append`.
-        append: go on with a file that is there.
+        append: go on with a file that is there, which must have a column for every number.
     """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
+        check_place("CSVLogger", path)
         self.path, self.append = Path(path), append
         self._names: list[str] = []
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
-        """See `Callback`."""
+        """See `Callback`. Raises RuntimeFault where the file cannot be written, or read to go on with it."""
         self._names = []
         if not engine.is_chief:
             return
-        if self.append and self.path.exists():
-            with self.path.open(newline="") as file:
-                self._names = next(csv.reader(file), [])
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("")
+        with self._writing():
+            if self.append and self.path.exists():
+                with self.path.open(newline="") as file:
+                    self._names = next(csv.reader(file), [])
+            else:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text("")
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
-        """See `Callback`."""
+        """See `Callback`. Raises RuntimeFault when the row cannot be written, or a number has no column."""
         if not engine.is_chief:
             return
-        with self.path.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if not self._names:
-                self._names = list(logs)
-                writer.writerow(self._names)
-            writer.writerow([repr(logs[name]) if name in logs else "" for name in self._names])
+        rows = [] if self._names else [list(logs)]
+        self._names = self._names or list(logs)
+        missing = [name for name in logs if name not in self._names]
+        if missing:
+            raise RuntimeFault(
+                f"CSVLogger: {shown_path(self.path)} has the columns {', '.join(self._names)} but none for "
+                f"{', '.join(missing)}; write to another file, or without append"
+            )
+        rows.append([repr(logs[name]) if name in logs else "" for name in self._names])
+        text = StringIO(newline="")
+        csv.writer(text).writerows(rows)
+        with self._writing(), self.path.open("ab", buffering=0) as file:
+            before, content = file.tell(), text.getvalue().encode()
+            try:
+                if file.write(content) != len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(before)
+                raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, csv.Error) as error:
+            told = getattr(error, "strerror", None) or error
+            raise RuntimeFault(
+                f"CSVLogger: {shown_path(self.path)} cannot be written: {told}; free some space, or choose "
+                f"another file"
+            ) from None
 
 
 class Timeline(Callback):
@@ -199,16 +265,17 @@ class Timeline(Callback):
     """
 
     def __init__(self, path: str | Path, after: int = 10, steps: int = 5) -> None:
-        if after < 0 or steps < 1:
-            raise RuntimeFault(
-                f"Timeline: after is {after} and steps {steps} but must be at least 0 and at least 1"
-            )
+        check_count("Timeline", "after", after, 0)
+        check_count("Timeline", "steps", steps, 1)
+        check_place("Timeline", path)
         self.path, self.after, self.steps = Path(path), after, steps
         self._begin = -1  # step after which it begins
         self._records = False
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """See `Callback`."""
+        if engine.is_chief:
+            check_writable(self.path, RuntimeFault)
         self._begin = engine.step + self.after
         self._look(engine)
 
@@ -244,19 +311,25 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, directory: str | Path) -> None:
+        check_place("TensorBoard", f"{directory}/events" if str(directory) else "")
         self.directory = str(directory)
         self._writer: Any = None
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
-        """See `Callback`. Raises RuntimeFault when neither package is there."""
+        """See `Callback`. Raises RuntimeFault when neither package is there, or nothing can be written."""
         if not engine.is_chief:
             return
+        check_place("TensorBoard", f"{self.directory}/events")
         for module in ("tensorboardX", "torch.utils.tensorboard"):
             try:
                 self._writer = import_module(module).SummaryWriter(self.directory)
                 return
             except ImportError:
                 continue
+            except OSError as error:
+                raise RuntimeFault(
+                    f"TensorBoard: {shown_path(self.directory)} cannot be written: {error}; choose another"
+                ) from None
         raise RuntimeFault(
             "TensorBoard callback needs tensorboardX or torch with tensorboard; pip install tensorboardX"
         )

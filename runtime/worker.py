@@ -51,6 +51,8 @@ class Worker:
 
     Attributes:
         check: that of `guard`; its verdict is that of the last step.
+        updates: how often parameters and states have been updated.
+        updating: whether that is under way; True after a step that failed in the middle of it.
 
     Raises:
         RuntimeFault: a parameter or state of the program is missing or has the wrong local shape.
@@ -77,6 +79,7 @@ class Worker:
         self.storage = plan_storage(program, schedule)
         self.arena = Arena({}, {}, {}, {}, {})
         self._allocate(sources)
+        self.updates, self.updating = 0, False
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
         self.tasks: dict[str, CompiledTask] = {
             task.name: compile_task(task, program, self.storage, self.arena, transport, xp)
@@ -173,6 +176,7 @@ class Worker:
         }
         self._run_tasks(self._order, collected, run, post)
         counts = self.check is None or self.check() or not self.check.guard.blocks
+        self.updating = counts
         if counts:
             self._run_tasks(self._updates, collected, run, post)
         for handle in arena.pending.values():
@@ -182,6 +186,8 @@ class Worker:
                 finish(under_way)
         if counts:
             self._commit()
+            self.updates += 1
+            self.updating = False
         outputs = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
         return {**outputs, **collected}
 

@@ -13,6 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -20,7 +21,7 @@ from threadpoolctl import ThreadpoolController
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.runtime.inprocess import InProcessTransport, connect
 from distgraph.runtime.rank import current_transport, ranks_of_job
-from distgraph.runtime.transport import Transport
+from distgraph.runtime.transport import Transport, time_limit
 
 Result = TypeVar("Result")
 
@@ -35,6 +36,10 @@ class World(Protocol):
 
     size: int
     local: tuple[int, ...]
+
+    @property
+    def ended(self) -> bool:
+        """Whether a failure has ended these ranks and others may take their place."""
 
     def transport(self, rank: int) -> Transport | None:
         """Connection of a local rank; None in a world of one."""
@@ -72,6 +77,7 @@ class InProcessWorld:
         self.local = tuple(range(size))
         self._transports = connect(size) if size > 1 else []
         self._failed: str | None = None
+        self._at_work = 0  # ranks that have not reported
         self._tasks: list[queue.SimpleQueue[Any]] = []
         self._done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         for transport in self._transports:
@@ -92,23 +98,26 @@ class InProcessWorld:
         """See `World`."""
         if self._failed is not None:
             raise RuntimeFault(
-                f"the ranks have stopped: {self._failed}; make a new Engine and load a checkpoint"
+                f"the ranks are stopping: {self._failed}; make a new Engine and load a checkpoint"
             )
         if not self._transports:
             return {0: work(0)}
+        self._at_work = self.size
         for tasks in self._tasks:
             tasks.put(work)
         results: dict[int, Result] = {}
         first: tuple[int, BaseException] | None = None
         try:
-            for _ in range(self.size):
+            while self._at_work:
                 rank, result, error = self._done.get()
+                self._at_work -= 1
                 results[rank] = result
                 if error is not None and (first is None or _follows(first[1])):
                     first = rank, error
         except BaseException as error:  # Ctrl-C: take the ranks along
             self._failed = f"{type(error).__name__} in the main thread"
             self._transports[0].abort(error)
+            self._await_ranks()
             raise
         if first is not None:
             rank, failure = first
@@ -117,6 +126,18 @@ class InProcessWorld:
                 raise failure
             raise RuntimeFault(f"rank {rank} failed: {type(failure).__name__}: {failure}") from failure
         return dict(sorted(results.items()))
+
+    def _await_ranks(self) -> None:
+        """Wait for ranks that have been told to stop: they use memory that is not theirs alone."""
+        with suppress(queue.Empty):
+            while self._at_work:
+                self._done.get(timeout=time_limit(None))
+                self._at_work -= 1
+
+    @property
+    def ended(self) -> bool:
+        """See `World`."""
+        return self._failed is not None and not self._at_work
 
     def share(self, value: Any, owner: int) -> Any:
         """See `World`."""
@@ -171,6 +192,8 @@ def _end(tasks: list[queue.SimpleQueue[Any]], limits: Any) -> None:
 
 class MpiWorld:
     """This process is one rank of an MPI job. See `World`."""
+
+    ended = False  # a failure ends the process
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,15 @@ import pytest
 from rich.console import Console
 from training import data, engine
 
-from distgraph.callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint, ProgressBar, TensorBoard
+from distgraph.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
+    Timeline,
+)
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import Checkpoint
 
@@ -154,3 +164,115 @@ def test_watching_what_is_not_measured() -> None:
         EarlyStopping(mode="least")
     with pytest.raises(RuntimeFault, match="every is 0"):
         ModelCheckpoint("x", every=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("run/{epch}", r"it has {epch}; {epoch} and {step} are replaced, other braces are written {{ and }}"),
+        ("run/{epoch", "expected '}' before end of string"),
+        ("run/{}", "it has {}"),
+        ("run/{0}", "it has {0}"),
+        ("run/{epoch.__class__}", "it has {epoch.__class__}"),
+        ("run/{epoch:s}", "Unknown format code 's'"),
+        ("run/}", "Single '}'"),
+    ],
+)
+def test_braces_of_a_checkpoint_path(path: str, why: str) -> None:
+    with pytest.raises(RuntimeFault) as caught:
+        ModelCheckpoint(path)
+    assert f"ModelCheckpoint: path {path!r} cannot be filled in: " in str(caught.value)
+    assert why in str(caught.value)
+
+
+def test_braces_of_a_checkpoint_path_that_make_sense(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "a-{{b}}-{epoch:03d}-{step!s}")
+    engine().fit(data(8), batch_size=8, callbacks=[saving], progress=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["a-{b}-001-1"]
+
+
+class Counts(Callback):
+    """Whether training has begun to take steps."""
+
+    steps = 0
+
+    def on_batch_end(self, engine: Any, step: int, logs: Any) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, CSVLogger, Timeline, TensorBoard])
+def test_places_that_cannot_be_written_are_told_before_training(kind: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RuntimeFault, match=r"file/below/x.* cannot be written: .*file is no folder; choose"):
+        kind(file / "below" / "x")
+    with pytest.raises(RuntimeFault, match=rf"{kind.__name__}: .*cannot be written"):
+        kind("")
+    late = kind(tmp_path / "later" / "x")
+    (tmp_path / "later").write_text("")
+    counts = Counts()
+    with pytest.raises(RuntimeFault, match="cannot be written"):
+        engine().fit(data(8), batch_size=8, callbacks=[counts, late], progress=False)
+    assert counts.steps == 0
+
+
+def test_full_disk_leaves_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log.csv"
+    log, stub = CSVLogger(path), Stub()
+    log.on_train_begin(stub, 3)  # type: ignore[arg-type]
+    log.on_epoch_end(stub, 0, {"epoch": 0, "loss": 1.0})  # type: ignore[arg-type]
+    before = path.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 2, limit[1]))  # the disk has two bytes left
+        with pytest.raises(
+            RuntimeFault, match=r"CSVLogger: .*log.csv cannot be written: .*; free some space"
+        ):
+            log.on_epoch_end(stub, 1, {"epoch": 1, "loss": 0.5})  # type: ignore[arg-type]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+
+
+def test_csv_with_other_columns_is_not_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,accuracy\n")
+    with pytest.raises(
+        RuntimeFault, match=r"has the columns epoch, accuracy but none for loss; write to another"
+    ):
+        engine().fit(data(8), batch_size=8, callbacks=[CSVLogger(path, append=True)], progress=False)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RuntimeFault, match=r"CSVLogger: .*log.csv cannot be"):
+        engine().fit(data(8), batch_size=8, callbacks=[CSVLogger(path, append=True)], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ModelCheckpoint("x", every="2"),
+            "ModelCheckpoint: every is '2' but must be a number from 1 up",
+        ),
+        (lambda: ModelCheckpoint("x", every_steps=0), "ModelCheckpoint: every_steps is 0 but must be"),
+        (lambda: EarlyStopping(patience=-1), "EarlyStopping: patience is -1 but must be a number from 0 up"),
+        (lambda: EarlyStopping(min_delta=float("nan")), "EarlyStopping: min_delta is nan but must be"),
+        (lambda: Timeline("x", steps=0), "Timeline: steps is 0 but must be a number from 1 up"),
+        (lambda: Timeline("x", after=1.5), "Timeline: after is 1.5 but must be a number from 0 up"),
+    ],
+)
+def test_options_that_make_no_sense(make: Any, message: str) -> None:
+    with pytest.raises(RuntimeFault) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("watch", [EarlyStopping("acuracy"), ModelCheckpoint("x", best="valid_loss")])
+def test_numbers_that_no_epoch_measures_are_told_before_training(watch: Callback) -> None:
+    counts = Counts()
+    with pytest.raises(
+        RuntimeFault, match=r"watches '\w+' but an epoch measures epoch, loss; name one of these"
+    ):
+        engine().fit(data(8), batch_size=8, callbacks=[counts, watch], progress=False)
+    assert counts.steps == 0

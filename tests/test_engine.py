@@ -386,8 +386,8 @@ def test_a_rank_that_raises_comes_first_and_ends_all() -> None:
     with pytest.raises(RuntimeFault, match=r"rank 2 failed: ValueError: page 25 is torn") as caught:
         broken.fit(Broken(), batch_size=30, shuffle=False, progress=False)
     assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(RuntimeFault, match="the ranks have stopped"):
-        broken.fit((x, y), batch_size=30, progress=False)
+    broken.fit((x, y), batch_size=30, progress=False)  # others take their place
+    assert len(broken.history.losses) == 1
 
 
 def test_samples_that_change_their_shape() -> None:

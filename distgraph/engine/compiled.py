@@ -142,6 +142,11 @@ class Compiled:
         policy = self.training.recipe.strategy.nonfinite
         return Guard(values, ranks, None if alone else control, policy != "warn")
 
+    @property
+    def updates(self) -> dict[int, int]:
+        """Local rank -> how often it has updated parameters and states; -1 in the middle of an update."""
+        return {rank: -1 if each.updating else each.updates for rank, each in self.workers.items()}
+
     def nonfinite(self) -> dict[int, dict[str, tuple[int, int]]] | None:
         """What of the last step was not finite on the local ranks: rank -> name -> (values that are not
         finite, values in the block). None where all was finite, on every rank."""

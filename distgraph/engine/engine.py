@@ -26,6 +26,7 @@ from distgraph.engine.program import Recipe, metric_names
 from distgraph.engine.proposing import propose
 from distgraph.engine.session import Session
 from distgraph.engine.view import PlanView
+from distgraph.engine.watching import watching
 from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.history import History, Means
 from distgraph.kernels.random import random_key
@@ -88,6 +89,7 @@ class Engine:
         self.position = 0  # samples of the epoch that are done
         self.history = History()
         self.should_stop = False
+        self.validates = False  # whether `fit` has data to evaluate after each epoch
         self._recording: Recording | None = None  # of steps, while there is one
         self._means = Means()  # of the epoch under way
         self._warned = False  # of values that are not finite
@@ -162,17 +164,12 @@ class Engine:
         watchers = [*callbacks, *([ProgressBar()] if progress else [])]
         last = epochs if resume else self.epoch + epochs
         position = self.position if resume else 0
-        self.should_stop = False
-        for watcher in watchers:
-            watcher.on_train_begin(self, last)
-        try:
+        self.should_stop, self.validates = False, valid_data is not None
+        with watching(self, watchers, last):
             while self.epoch < last and not self.should_stop:
                 loader = DataLoader(source, batch_size, shuffle, drop_last, self.seed, self.epoch, position)
                 self._fit_epoch(loader, valid_data, watchers)
                 position = 0
-        finally:
-            for watcher in watchers:
-                watcher.on_train_end(self)
         return self.history
 
     def run(self, batch: Any) -> dict[str, float]:
@@ -263,6 +260,7 @@ class Engine:
         enter("engine.save()")
         if not self.memory.records:
             raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
+        self.memory.check_whole()
         placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
         unused = [name for name in self._expected() if name not in placed]
         check_before_saving(path, self.recipe.model, self.memory, self._session.ranks(), placed)
@@ -296,8 +294,9 @@ class Engine:
         verify_files(checkpoint, self._session.ranks())
         reader = reader_of(checkpoint, states, set(expected))
         self.memory.reader = reader
-        if self._session.world is not None:
-            self._session.world.run(lambda rank: self.memory.reload(rank, reader))
+        self.memory.torn = f"loading {path} did not end"
+        self._session.ranks().run(lambda rank: self.memory.reload(rank, reader))
+        self.memory.torn = ""
         index = checkpoint.index
         self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
         self.seed = self.memory.seed = index["seed"]

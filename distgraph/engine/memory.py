@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.dtypes import to_numpy
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, RuntimeFault
 from distgraph.graph import Graph
 from distgraph.init import Init, materialize
 from distgraph.runtime.device import Device, Host
@@ -42,6 +42,7 @@ class Memory:
 
     Attributes:
         devices: of the ranks that are at work; blocks of others are made on the host.
+        torn: why the blocks are not all of one step; empty while they are.
     """
 
     def __init__(self, seed: int) -> None:
@@ -49,6 +50,7 @@ class Memory:
         self.records: dict[str, Record] = {}
         self.reader: Reader | None = None
         self.devices: dict[int, Device] = {}
+        self.torn = ""
         self._blocks: dict[int, dict[str, Any]] = {}
 
     @property
@@ -75,6 +77,13 @@ class Memory:
                     f"earlier program; "
                     "shapes of parameters must not depend on the batch"
                 )
+
+    def check_whole(self) -> None:
+        """Raises RuntimeFault when the blocks are not all of one step."""
+        if self.torn:
+            raise RuntimeFault(
+                f"parameters and states are not all of one step: {self.torn}; load a checkpoint to go on"
+            )
 
     def local(self, graph: Graph, rank: int) -> dict[str, Any]:
         """Value name -> block of this rank on its device, for a program; made or read at first use."""

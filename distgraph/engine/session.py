@@ -106,14 +106,14 @@ class Session:
         return self._reference
 
     def ranks(self) -> World:
-        """The world, with enough ranks for every program so far.
+        """The world, with enough ranks for every program so far; a new one after a failure.
 
         Raises:
             ResourceError: the MPI job has fewer; the strategy's device is missing.
         """
         meshes = dict.fromkeys(mesh for c in self.programs.values() for mesh in c.build.lowered.meshes)
         needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
-        if self.world is None or self.world.size < needed:
+        if self.world is None or self.world.size < needed or self.world.ended:
             self.close()
             device = self.recipe.strategy.device
             array_namespace(device)  # what is missing is told before any rank starts
@@ -153,7 +153,15 @@ class Session:
             found = compiled.step(rank, batch, scalars, watchers.get(rank))
             return {label: float(number) for label, number in found.items()}
 
-        found = world.run(work)
+        before = compiled.updates
+        try:
+            found = world.run(work)
+        except BaseException as error:
+            if compiled.updates != before:
+                self.memory.torn = (
+                    f"a step stopped in the middle of its update ({type(error).__name__}: {error})"
+                )
+            raise
         one_process = len(world.local) == world.size
         everywhere = one_process or (compiled.everywhere and len(compiled.build.ranks) == world.size)
         numbers: dict[str, float] = {}
@@ -211,6 +219,7 @@ class Session:
 
     def _ready(self, compiled: Compiled) -> World:
         """The world, with what every local rank runs compiled."""
+        self.memory.check_whole()
         world = self.ranks()
         if not compiled.ready:
             devices = self.memory.devices
