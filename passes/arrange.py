@@ -13,8 +13,6 @@ Invariant: annotations stay; of several completions one that is computed in fewe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import flops
@@ -24,16 +22,20 @@ from distgraph.passes.lower import lower
 from distgraph.passes.partition import partition
 from distgraph.passes.phases import phases
 from distgraph.passes.redistribute import Price, wire_price
-from distgraph.passes.refine import refined
+from distgraph.passes.refine import BUDGET, refined
 from distgraph.passes.reshard import reshard
 
-_COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
 _GAIN = 0.5  # bytes
 _SLACK = 1.01  # computation per rank that a completion may have above the first one
 
 
 def arrange(
-    graph: Graph, default: ProcessMesh | None = None, *, price: Price = wire_price, search: bool = True
+    graph: Graph,
+    default: ProcessMesh | None = None,
+    *,
+    price: Price = wire_price,
+    search: bool = True,
+    budget: float = BUDGET,
 ) -> Graph:
     """Complete under every policy where annotations compete for an axis, keep the cheapest.
 
@@ -43,33 +45,41 @@ def arrange(
         price: cost of one collective, for the search.
         search: also refine each completion (`refine`); without, they are compared by the bytes that a rank
         sends.
+        budget: work of all searches together (see `refine`); each gets an equal share of what is left.
     """
     first = complete(graph, default)
     compete = any(lost.reason == "taken" for lost in first.lost)
     policies = POLICIES[1:] if compete else ()
     if not (policies or search):
         return first
-    measure: Callable[[Graph], tuple[float, Graph]]
-    measure = (
-        (lambda completed: refined(completed, price))
-        if search
-        else (lambda completed: (sent(completed), completed))
-    )
-    cost, best = measure(first)
+    cost, best, left = _measured(first, price, search, budget, 1 + len(policies))
     work = operations(first)
-    for policy in policies:
+    for number, policy in enumerate(policies, 1):
         completed = complete(graph, default, policy)
         if not search and operations(completed) > _SLACK * work:
             continue
-        other_cost, other = measure(completed)
+        other_cost, other, left = _measured(completed, price, search, left, 1 + len(policies) - number)
         if other_cost < cost - _GAIN:
             cost, best = other_cost, other
     return best
 
 
-def latency_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
-    """Bytes on the wire plus a fixed charge a collective, for programs that will really run."""
-    return sent + _COLLECTIVE if sent else 0.0
+def _measured(
+    completed: Graph, price: Price, search: bool, budget: float, count: int
+) -> tuple[float, Graph, float]:
+    """Cost of a completion, the graph, refined where that is asked for, and what is left of the budget.
+
+    Args:
+        completed: the graph.
+        price: cost of one collective.
+        search: whether to refine it.
+        budget: work left for this one and those to come.
+        count: how many these are.
+    """
+    if not search:
+        return sent(completed), completed, budget
+    found = refined(completed, price, budget / count)
+    return found.cost, found.graph, budget - found.work
 
 
 def sent(completed: Graph) -> float:

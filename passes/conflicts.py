@@ -21,8 +21,8 @@ from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.ops.registry import operand_layout, result_layout
 from distgraph.passes.claims import Lost
 from distgraph.passes.complete import complete
+from distgraph.passes.move_cost import move_cost, multiplicity
 from distgraph.passes.redistribute import Price, redistribute, step_bytes, wire_price
-from distgraph.passes.refine import move_cost, multiplicity
 from distgraph.passes.reshard import reshard
 from distgraph.passes.transfer import transfer
 from distgraph.resources.units import format_bytes, format_si

@@ -16,29 +16,59 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from distgraph.errors import InfeasibleError
 from distgraph.mesh import ProcessMesh
+from distgraph.passes.layout_class import representative
+from distgraph.passes.move_bound import received
 from distgraph.passes.moves import Space, Step, moves, with_dim
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.spec import ShardSpec
+from distgraph.spec import DistAttr, ShardSpec
 
-__all__ = ["Price", "Step", "redistribute", "redistribute_cost", "step_bytes", "step_price", "wire_price"]
+__all__ = [
+    "BYTE_PRICES",
+    "Price",
+    "Step",
+    "latency_price",
+    "price_bound",
+    "redistribute",
+    "redistribute_cost",
+    "step_bytes",
+    "step_price",
+    "wire_price",
+]
 
 Price = Callable[[str, float, int, ProcessMesh, tuple[str, ...]], float]
 Cost = tuple[float, float, int]
 
 # Fractions of a byte: enough to prefer fewer steps among equals, permute to all_gather then slice, and
 # all_to_all to permute; too little to change which sequence sends least.
+_COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
+_BELOW = 1 - 1e-9  # keeps a bound below what it bounds, whatever is rounded
 STEP_PRICES = {"all_to_all": 1e-3, "permute": 1.25e-3, "all_gather": 1.5e-3}
 
 
 def wire_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
     """Default price of a collective: the bytes that one rank sends, and a trace for the step."""
     return sent + STEP_PRICES.get(kind, 1e-3)
+
+
+def latency_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
+    """Bytes on the wire plus a fixed charge a collective, for programs that will really run."""
+    return sent + _COLLECTIVE if sent else 0.0
+
+
+# Prices that count bytes and collectives only, whatever the ranks and axes; with the charge for a collective.
+BYTE_PRICES: Mapping[Price, float] = {wire_price: 0.0, latency_price: _COLLECTIVE}
+
+
+def price_bound(price: Price, nbytes: float) -> float:
+    """At most what it costs to send so many bytes by collectives; 0 for a price that is not of bytes."""
+    charge = BYTE_PRICES.get(price)
+    return 0.0 if charge is None or not nbytes else (nbytes + charge) * _BELOW
 
 
 def redistribute(
@@ -140,7 +170,32 @@ def _cost(
     target: ShardSpec,
     price: Price,
 ) -> float:
-    return _plan(shape, itemsize, mesh, source, target, price, None, False)[0]
+    if price not in BYTE_PRICES:
+        return _plan(shape, itemsize, mesh, source, target, price, None, False)[0]
+    source.check(shape, mesh, "source of a redistribution")
+    target.check(shape, mesh, "target of a redistribution")
+    return _cost_of_class(itemsize, *representative(shape, mesh, source, target), price)
+
+
+@lru_cache(maxsize=1 << 16)
+def _cost_of_class(
+    itemsize: int,
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price,
+) -> float:
+    """As `_plan`, without its steps: the search goes first where a lower bound is least (A*)."""
+    start, goal, space = _space(shape, mesh, source, target, False)
+    if start == goal:
+        return 0.0
+    end = DistAttr(mesh, goal)
+
+    def left(spec: ShardSpec) -> float:
+        return price_bound(price, itemsize * received(shape, DistAttr(mesh, spec), end))
+
+    return _search(space, start, itemsize, price, None, left)[0]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -156,32 +211,46 @@ def _plan(
 ) -> tuple[float, tuple[Step, ...]]:
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
-    start, goal = without_unit_axes(source, mesh), without_unit_axes(target, mesh)
+    start, goal, space = _space(shape, mesh, source, target, exhaustive)
     if start == goal:
         return 0.0, ()
-    used = set(start.axes + goal.axes)
-    working = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and (exhaustive or axis in used))
-    wide = exhaustive or not all(
-        size % mesh.units(tuple({*before, *after})) == 0
-        for size, before, after in zip(shape, start.dims, goal.dims, strict=True)
-    )
-    space = Space(shape, mesh, working, goal, wide)
     cost, steps = _search(space, start, itemsize, price, limit)
     # the ends carry the specs that were asked for: the same layout, with axes of size 1 named as there
     steps = (replace(steps[0], source=source), *steps[1:])
     return cost, (*steps[:-1], replace(steps[-1], target=target))
 
 
+def _space(
+    shape: tuple[int, ...], mesh: ProcessMesh, source: ShardSpec, target: ShardSpec, exhaustive: bool
+) -> tuple[ShardSpec, ShardSpec, Space]:
+    """Start and goal without axes of size 1, and the layouts between them."""
+    start, goal = without_unit_axes(source, mesh), without_unit_axes(target, mesh)
+    used = set(start.axes + goal.axes)
+    working = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and (exhaustive or axis in used))
+    wide = exhaustive or not all(
+        size % mesh.units(tuple({*before, *after})) == 0
+        for size, before, after in zip(shape, start.dims, goal.dims, strict=True)
+    )
+    return start, goal, Space(shape, mesh, working, goal, wide)
+
+
 def _search(
-    space: Space, start: ShardSpec, itemsize: int, price: Price, limit: float | None
+    space: Space,
+    start: ShardSpec,
+    itemsize: int,
+    price: Price,
+    limit: float | None,
+    left: Callable[[ShardSpec], float] = lambda spec: 0.0,
 ) -> tuple[float, tuple[Step, ...]]:
+    """Cost and steps of the cheapest path; `left` is at most the cost from a layout to the goal."""
     best: dict[ShardSpec, Cost] = {start: (0.0, 0.0, 0)}
     came: dict[ShardSpec, Step] = {}
     volumes = {start: block_volume(space.shape, space.mesh, start)}
-    heap = [((0.0, 0.0, 0), 0, start)]
+    lefts: dict[ShardSpec, float] = {}
+    heap: list[tuple[Cost, int, ShardSpec, Cost]] = [((0.0, 0.0, 0), 0, start, (0.0, 0.0, 0))]
     order = itertools.count(1)
     while heap:
-        cost, _, spec = heapq.heappop(heap)
+        _, _, spec, cost = heapq.heappop(heap)
         if spec == space.goal:
             return cost[0], _path(came, start, spec)
         if cost > best[spec]:
@@ -190,6 +259,7 @@ def _search(
             after = step.target
             if after not in volumes:
                 volumes[after] = block_volume(space.shape, space.mesh, after)
+                lefts[after] = left(after)
             memory = itemsize * (volumes[spec] + volumes[after])
             if limit is not None and memory > limit:
                 continue
@@ -201,7 +271,8 @@ def _search(
             if after not in best or total < best[after]:
                 best[after] = total
                 came[after] = step
-                heapq.heappush(heap, (total, next(order), after))
+                least = (total[0] + lefts[after], total[1], total[2])
+                heapq.heappush(heap, (least, next(order), after, total))
     raise InfeasibleError(
         f"redistribution of shape {space.shape} from {start} to {space.goal} on {space.mesh} has no sequence "
         f"whose steps stay within {limit:g} bytes a rank; raise the limit or choose a finer layout"

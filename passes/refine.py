@@ -25,183 +25,37 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import Windows, linear_groups, lookup, operand_windows, rule_of
-from distgraph.passes.halo import halo_tiles, halo_volume, nearest
-from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
-from distgraph.passes.reshard import fetches
-from distgraph.passes.tiles import busiest
-from distgraph.passes.transfer import transfer_cost
-from distgraph.rule import OpLayout, choices, operand_spec, result_spec
-from distgraph.spec import DistAttr, Origin, ShardSpec
+from distgraph.graph import Graph
+from distgraph.passes.layout_space import LayoutSpace
+from distgraph.passes.move_cost import multiplicity
+from distgraph.passes.redistribute import Price, wire_price
+from distgraph.passes.value_cost import Key, ValueCosts
+from distgraph.spec import Origin
 
-_TOUCH = 1e-4  # cost of a byte touched locally, in bytes on the wire
+BUDGET = 60_000  # work of one search, see `refine`
 _GAIN = 0.5  # a move must save at least half a byte
 _FLOOD = 40  # ops that one move may carry along
-_OPTIONS = 64  # layouts of one op that are looked at, on its ranks in one order
-_ORDERS = 4  # other orders of the ranks of one mesh that are looked at
 _ROUNDS = 6
-
-
-Read = tuple[DistAttr, Windows]
-
-
-@dataclass(slots=True)
-class _Node:
-    """An op that may move: for every option the layouts (by number) in which it makes its results and reads
-    its operands."""
-
-    name: str
-    options: list[OpLayout]
-    made: list[tuple[int, ...]]
-    need: list[tuple[int, ...]]
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    around: tuple[int, ...] = ()
-    neighbours: tuple[int, ...] = ()
-    kind: tuple[object, ...] = ()
-
-
-@dataclass(slots=True)
-class _Edge:
-    """A value: who makes it, who reads it, what it costs to move."""
-
-    name: str
-    kind: int  # values of one kind (shape, dtype, pinned layout, leaves the graph) share their costs
-    producer: int
-    position: int
-    readers: list[tuple[int, int]]  # (op, operand)
-    like: int  # value whose made layout this one must end in (update of a parameter), or -1
-    times: int
-    touch: float
+_EQUAL = 1e-9  # bytes
 
 
 class _Refiner:
     """Local search over the layouts of one graph; ops, values and layouts are numbers."""
 
-    def __init__(self, graph: Graph, times: dict[str, int], price: Price) -> None:
-        self.graph = graph
-        self.price = price
-        self.reads: list[Read] = []
-        self.number: dict[Read, int] = {}
-        self.split: list[int] = []
-        self.kinds: dict[tuple[object, ...], int] = {}
-        self.kind_list: list[tuple[tuple[int, ...], int, DistAttr | None, bool, bool]] = []
-        self.cache: dict[tuple[int, int, tuple[int, ...]], tuple[float, int]] = {}
+    def __init__(self, graph: Graph, times: dict[str, int], price: Price, budget: float = math.inf) -> None:
+        self.space = LayoutSpace(graph, times)
+        self.nodes, self.edges = self.space.nodes, self.space.edges
+        self.split = self.space.layouts.split
+        self.values = ValueCosts(self.space.kinds, self.space.layouts, price)
         self.failed: set[object] = set()
-        self.orders = _orders(graph)
-        position = {name: i for i, name in enumerate(graph.values)}
-        self.nodes = [self._node(op, position) for op in graph.ops]
+        self.budget = budget
+        self.compared = 0  # options of ops
         self.choice = [node.options.index(op.layout) for node, op in zip(self.nodes, graph.ops, strict=True)]  # type: ignore[arg-type]
-        self.edges = self._edges(position, times)
-        self._connect()
         self.costs = [self.cost(i) for i in range(len(self.edges))]
-
-    # ------------------------------------------------------------------ tables
-
-    def _attr(self, attr: DistAttr, windows: Windows = ()) -> int:
-        read = attr, windows
-        if read not in self.number:
-            self.number[read] = len(self.reads)
-            self.reads.append(read)
-            self.split.append(attr.mesh.count(a for dim in attr.spec.dims for a in dim))
-        return self.number[read]
-
-    def _node(self, op: Op, position: dict[str, int]) -> _Node:
-        layout = op.layout
-        assert layout is not None
-        rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
-        fixed = op.kind == "reshard" or (op.kind in SOURCES and self.graph.attrs[op.name].pinned)
-        options = [layout] if fixed else self._options(op, layout)
-        if fixed:
-            made = [tuple(self._attr(self.graph.attrs[v.name]) for v in op.results)]
-            need = [made[0] * len(op.operands)]
-        else:
-            made = [
-                tuple(
-                    self._attr(DistAttr(o.mesh, result_spec(rule, i, o, reduction)))
-                    for i in range(len(op.results))
-                )
-                for o in options
-            ]
-            need = [
-                tuple(
-                    self._attr(DistAttr(o.mesh, operand_spec(rule, i, o, linear)), operand_windows(op, i, o))
-                    for i in range(len(op.operands))
-                )
-                for o in options
-            ]
-        shapes = tuple(v.shape for v in op.operands)
-        operands = tuple(position[v.name] for v in op.operands)
-        results = tuple(position[v.name] for v in op.results)
-        return _Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes))
-
-    def _options(self, op: Op, completed: OpLayout) -> list[OpLayout]:
-        costly = lookup(op.kind).cost == "matmul"
-        groups = () if len(op.results) != 1 or costly or op.role == "optimize" else linear_groups(op)
-        found = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
-        asked = (
-            op.role == "forward" and self.graph.attrs[op.name].pinned
-        )  # the user wants it whole in many places
-        if (costly and not asked) or op.kind in ("param", "state"):
-            found = [o for o in found if _parts(o) >= _parts(completed)]
-        found = [completed, *found[: _OPTIONS - 1]]
-        others = self.orders.get(completed.mesh, ()) if op.operands else ()
-        return found + [replace(option, mesh=mesh) for mesh in others for option in found]
-
-    def _edges(self, position: dict[str, int], times: dict[str, int]) -> list[_Edge]:
-        graph = self.graph
-        replaced = {new.name: position[old] for old, new in graph.updates}
-        leaving = {value.name for _, value in graph.outputs}
-        edges = []
-        for number, op in enumerate(graph.ops):
-            for place, value in enumerate(op.results):
-                attr = graph.attrs[value.name]
-                pinned = attr if attr.pinned else None
-                source = op.kind in SOURCES
-                key = (value.shape, value.dtype, pinned, value.name in leaving, source)
-                if key not in self.kinds:
-                    self.kinds[key] = len(self.kinds)
-                    self.kind_list.append(
-                        (value.shape, itemsize(value.dtype), pinned, value.name in leaving, source)
-                    )
-                like = replaced.get(value.name, -1)
-                touch = _TOUCH * value.nbytes
-                edges.append(
-                    _Edge(value.name, self.kinds[key], number, place, [], like, times[value.name], touch)
-                )
-        for number, node in enumerate(self.nodes):
-            for place, value_number in enumerate(node.operands):
-                edges[value_number].readers.append((number, place))
-        return edges
-
-    def _connect(self) -> None:
-        updated_by: dict[int, list[int]] = {}
-        for number, edge in enumerate(self.edges):
-            if edge.like >= 0:
-                updated_by.setdefault(edge.like, []).append(number)
-        free = [
-            self.graph.ops[e.producer].kind in SOURCES and self.kind_list[e.kind][0] == () for e in self.edges
-        ]
-        for number, node in enumerate(self.nodes):
-            # scalars from outside cost nothing to move and would make neighbours of everything
-            around = dict.fromkeys(v for v in (*node.operands, *node.results) if not free[v])
-            for value in node.results:
-                around.update(dict.fromkeys(updated_by.get(value, ())))
-            node.around = tuple(around)
-            near: dict[int, None] = {}
-            for value in around:
-                near[self.edges[value].producer] = None
-                near.update(dict.fromkeys(reader for reader, _ in self.edges[value].readers))
-                if self.edges[value].like >= 0:
-                    near[self.edges[self.edges[value].like].producer] = None
-            near.pop(number, None)
-            node.neighbours = tuple(near)
 
     # ------------------------------------------------------------------ costs
 
@@ -210,52 +64,35 @@ class _Refiner:
         edge = self.edges[value]
         return self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
 
-    def entry(self, value: int, wanted: set[int] | None = None) -> tuple[float, int]:
-        """Bytes to move a value from where it is made to where it is read (or wanted), and the layout to
-        keep it in."""
+    def key(self, value: int, wanted: set[int] | None = None) -> Key:
+        """Where a value is made and where it is read (or wanted) under the present choices."""
         edge = self.edges[value]
         made = self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
         if wanted is None:
             wanted = {self.nodes[reader].need[self.choice[reader]][place] for reader, place in edge.readers}
         if edge.like >= 0:
             wanted.add(self.made(edge.like))
-        key = (edge.kind, made, tuple(sorted(wanted)))
-        found = self.cache.get(key)
-        if found is None:
-            found = self.cache[key] = self._cheapest(edge.kind, made, key[2])
-        return found
+        return edge.kind, made, tuple(sorted(wanted))
+
+    def kept(self, value: int) -> int:
+        """Layout to keep a value in."""
+        return self.values.cheapest(self.key(value))[1]
 
     def cost(self, value: int) -> float:
         """Cost of a value under the present choices."""
         edge = self.edges[value]
-        return edge.times * self.entry(value)[0] + edge.touch / self.split[self.made(value)]
+        key = self.key(value)
+        return edge.times * self.values.cheapest(key)[0] + edge.touch / self.split[key[1]]
+
+    def bound(self, value: int) -> float:
+        """At most the cost of a value under the present choices."""
+        edge = self.edges[value]
+        key = self.key(value)
+        return edge.times * self.values.bound(key) + edge.touch / self.split[key[1]]
 
     def moves(self, value: int) -> bool:
         """True when the value costs something on the wire."""
         return self.costs[value] > self.edges[value].touch + _GAIN
-
-    def _cheapest(self, kind: int, made: int, wanted: tuple[int, ...]) -> tuple[float, int]:
-        shape, size, pinned, leaves, source = self.kind_list[kind]
-        here = self.reads[made][0]
-        reads = [self.reads[w] for w in wanted]
-        if pinned is not None:
-            candidates = [pinned]
-        elif source:
-            candidates = [here]  # what comes from outside is kept as it is loaded
-        else:
-            candidates = [here, DistAttr(here.mesh, here.spec.without_partial())]
-            candidates += [attr for attr, _ in reads if attr.mesh == here.mesh]
-            if leaves:
-                candidates += [DistAttr(here.mesh, s) for s in _scattered(here.spec, shape, here.mesh)]
-                candidates = [c for c in candidates if not c.spec.partial]
-        best: tuple[float, str, DistAttr] | None = None
-        for kept in dict.fromkeys(candidates):
-            total = move_cost(shape, size, here, kept, self.price)
-            total += read_cost(shape, size, kept, reads, self.price)
-            if best is None or (total, str(kept)) < best[:2]:
-                best = (total, str(kept), kept)
-        assert best is not None
-        return best[0], self._attr(best[2])
 
     def set(self, node: int, option: int) -> float:
         """Give an op another option; returns the change of the total."""
@@ -269,24 +106,62 @@ class _Refiner:
 
     # ------------------------------------------------------------------ moves
 
+    @property
+    def work(self) -> float:
+        """What the search has taken so far, see `refine`."""
+        return self.compared + self.values.work
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget is used up."""
+        return self.work >= self.budget
+
     def best_response(self, number: int, through: int = -1, moved: Container[int] = ()) -> tuple[float, int]:
-        """Option of one op with the least cost.
+        """Option of one op with the least cost; the first of equal ones.
 
         `through`: only options under which this value costs nothing to move between `moved` ops and this one.
         """
         node, present = self.nodes[number], self.choice[number]
         before = sum(self.costs[v] for v in node.around)
-        best, best_option = 0.0, present
-        found = through < 0
-        for option in range(len(node.options)):
+        best, best_option = (math.inf, present) if through >= 0 else (0.0, present)
+        for bound, option in self.ranked(number):
+            if bound >= before + best + _EQUAL * (1.0 + before):
+                break
+            if through < 0 and option == present:
+                continue
             self.choice[number] = option
             if through >= 0 and not self.agrees(through, number, moved):
                 continue
-            total = sum(map(self.cost, node.around)) - before
-            if not found or total < best - 1e-9:
-                best, best_option, found = total, option, True
+            total = self.total(node.around, before + best) - before
+            equal = abs(total - best) <= _EQUAL and option < best_option
+            if total < best - _EQUAL or (equal and (through >= 0 or best_option != present)):
+                best, best_option = total, option
         self.choice[number] = present
-        return best, best_option
+        return (best, best_option) if best < math.inf else (0.0, present)
+
+    def ranked(self, number: int) -> list[tuple[float, int]]:
+        """Options of an op, each with a bound of the cost of all values around it, the least first."""
+        node, present = self.nodes[number], self.choice[number]
+        found = []
+        for option in range(len(node.options)):
+            self.choice[number] = option
+            found.append((sum(map(self.bound, node.around)), option))
+        self.choice[number] = present
+        found.sort()
+        self.compared += len(found)
+        return found
+
+    def total(self, values: Sequence[int], limit: float) -> float:
+        """What some values cost together; inf where that is known to be above a limit."""
+        costs = list(map(self.bound, values))
+        least = sum(costs)
+        for i, value in enumerate(values):
+            least -= costs[i]
+            costs[i] = self.cost(value)
+            least += costs[i]
+            if least > limit + _EQUAL * (1.0 + limit):
+                return math.inf
+        return sum(costs)
 
     def agrees(self, value: int, end: int, moved: Container[int]) -> bool:
         """True when a value moves for nothing between one of its ends and those in `moved`; the others may
@@ -297,13 +172,14 @@ class _Refiner:
         }
         if edge.producer != end and edge.producer not in moved:
             return len(wanted) < 2
-        return edge.times * self.entry(value, wanted)[0] <= _GAIN
+        key = self.key(value, wanted)
+        return edge.times * self.values.bound(key) <= _GAIN >= edge.times * self.values.cheapest(key)[0]
 
     def relax(self, numbers: list[int]) -> None:
         """Best responses until none helps."""
         queue = deque(numbers)
         queued = set(numbers)
-        while queue:
+        while queue and not self.spent:
             number = queue.popleft()
             queued.discard(number)
             node = self.nodes[number]
@@ -324,7 +200,7 @@ class _Refiner:
         best, best_length = (total, 1) if total < -_GAIN else (-_GAIN, 0)
         moved = {number}
         frontier = deque(self.nodes[number].around)
-        while frontier and len(journal) < _FLOOD and total < 4 * worth:
+        while frontier and len(journal) < _FLOOD and total < 4 * worth and not self.spent:
             value = frontier.popleft()
             if not self.moves(value):
                 continue
@@ -363,9 +239,11 @@ class _Refiner:
             return False
         improved = False
         for option in range(len(node.options)):
+            if self.spent:
+                return improved
             worth = self.costs[value]
             present, self.choice[number] = self.choice[number], option
-            promising = self.cost(value) <= worth + _GAIN
+            promising = self.bound(value) <= worth + _GAIN and self.cost(value) <= worth + _GAIN
             self.choice[number] = present
             if option != present and promising:
                 improved |= self.flood(number, option, worth)
@@ -386,19 +264,35 @@ class _Refiner:
                 edge = self.edges[value]
                 for end in dict.fromkeys((edge.producer, *(reader for reader, _ in edge.readers))):
                     improved |= self.try_op(end, value)
-            if not improved:
+            if not improved or self.spent:
                 return
             self.relax(everything)
 
 
-def refine(graph: Graph, price: Price = wire_price) -> Graph:
-    """Lower what a completed graph spends on communication; `price` is the cost of one collective."""
-    return refined(graph, price)[1]
+def refine(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> Graph:
+    """Lower what a completed graph spends on communication.
+
+    Args:
+        graph: a completed graph.
+        price: cost of one collective.
+        budget: work after which the search ends with what it has found: 1 for each layout of an op that is
+            compared, 20 for each change of layout priced on one mesh, 200 for each between two. Counted, not
+            timed, so that every rank and every run ends with the same layouts.
+    """
+    return refined(graph, price, budget).graph
 
 
-def refined(graph: Graph, price: Price = wire_price) -> tuple[float, Graph]:
+class Refined(NamedTuple):
+    """A graph with other layouts, the cost that is left, and the work that this took (see `refine`)."""
+
+    cost: float
+    graph: Graph
+    work: float
+
+
+def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> Refined:
     """As `refine`, with the cost that is left."""
-    refiner = _Refiner(graph, multiplicity(graph), price)
+    refiner = _Refiner(graph, multiplicity(graph), price, budget)
     refiner.run()
     ops = [
         replace(op, layout=node.options[option])
@@ -406,87 +300,8 @@ def refined(graph: Graph, price: Price = wire_price) -> tuple[float, Graph]:
     ]
     attrs = {}
     for number, (name, attr) in enumerate((e.name, graph.attrs[e.name]) for e in refiner.edges):
-        kept = refiner.reads[refiner.entry(number)[1]][0]
+        kept = refiner.space.layouts.reads[refiner.kept(number)][0]
         attrs[name] = (
             attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
         )
-    return sum(refiner.costs), graph.with_ops(ops, attrs=attrs)
-
-
-def multiplicity(graph: Graph) -> dict[str, int]:
-    """Value name -> how often it is made in one step."""
-    phase: dict[str, int] = {}
-    for op in graph.ops:
-        inside = max((phase[v.name] for v in op.operands), default=0)
-        if (op.kind == "input" and op.results[0].shape != ()) or lookup(op.kind).micro:
-            inside = max(inside, 1)
-        if op.kind == "accumulate":
-            inside = 2
-        for value in op.results:
-            phase[value.name] = inside
-    return {name: graph.micro_batches if at == 1 else 1 for name, at in phase.items()}
-
-
-def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistAttr, price: Price) -> float:
-    """Price of a change of layout; by default the bytes that one rank sends."""
-    if source == target:
-        return 0.0
-    if source.mesh == target.mesh:
-        return redistribute_cost(shape, size, source.mesh, source.spec, target.spec, price)
-    return transfer_cost(shape, size, source, target, price=price)
-
-
-def read_cost(shape: tuple[int, ...], size: int, held: DistAttr, reads: list[Read], price: Price) -> float:
-    """Price of all that is read of a value: layouts that it is moved to once each, and windows of them."""
-    total, moved = 0.0, dict[DistAttr, None]()
-    for attr, windows in reads:
-        if not windows:
-            moved[attr] = None
-            continue
-        mesh, spec = attr.mesh, attr.spec
-        if fetches(held, attr):
-            volume = busiest(halo_tiles(shape, mesh, spec, windows, held))
-            total += _copied(shape, size, held, attr)
-        else:
-            moved[attr] = None
-            volume = halo_volume(shape, mesh, spec, windows)
-        axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
-        total += price("permute", float(size * volume), mesh.count(axes), mesh, axes) if volume else 0.0
-    for attr in moved:
-        total += move_cost(shape, size, held, attr, price) + _copied(shape, size, held, attr)
-    return total
-
-
-def _copied(shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr) -> float:
-    """What a rank copies to itself where a value goes to the same ranks in another order."""
-    if held.mesh == attr.mesh or held.mesh.rank_set != attr.mesh.rank_set:
-        return 0.0
-    return _TOUCH * size * math.prod(attr.spec.local_shape(shape, attr.mesh, attr.mesh.members[0]))
-
-
-def _orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
-    """For every mesh those with its ranks in another order under which some op reads less from others."""
-    found: dict[ProcessMesh, dict[ProcessMesh, None]] = {}
-    for op in graph.ops:
-        if op.layout is not None and rule_of(op).sliding:
-            mesh = nearest(op, op.layout)
-            if mesh != op.layout.mesh:
-                found.setdefault(op.layout.mesh, {})[mesh] = None
-    return {mesh: tuple(others)[:_ORDERS] for mesh, others in found.items()}
-
-
-def _parts(layout: OpLayout) -> int:
-    return layout.mesh.count(axis for _, axes in layout.axes for axis in axes)
-
-
-def _scattered(spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh) -> list[ShardSpec]:
-    """Layouts in which the pending axes split one dim each."""
-    found = [ShardSpec(spec.dims)]
-    for axis, _ in spec.partial:
-        grown = []
-        for base in found:
-            for dim, axes in enumerate(base.dims):
-                if shape[dim] % mesh.units((*axes, axis)) == 0:
-                    grown.append(ShardSpec((*base.dims[:dim], (*axes, axis), *base.dims[dim + 1 :])))
-        found = grown or found
-    return found
+    return Refined(sum(refiner.costs), graph.with_ops(ops, attrs=attrs), refiner.work)

@@ -16,13 +16,22 @@ all_gather at the far side: Zheng et al., "Alpa", OSDI 2022, cross-mesh reshardi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from distgraph.mesh import ProcessMesh
+from distgraph.passes.move_bound import received
 from distgraph.passes.moves import Dims, Step, selections
-from distgraph.passes.redistribute import Price, redistribute, redistribute_cost, wire_price
+from distgraph.passes.redistribute import (
+    BYTE_PRICES,
+    Price,
+    price_bound,
+    redistribute,
+    redistribute_cost,
+    wire_price,
+)
 from distgraph.passes.tiles import (
     MachineOf,
     Tile,
@@ -100,12 +109,12 @@ def transfer(
         tiles   [x, _] on mesh(x=2) -> [y, _] on mesh(y=2; 2..3): 0->2 [0:2, 0:4]; 1->3 [2:4, 0:4]
         after   all_gather(y) dim 0: [y, _] -> [_, _]
     """
-    if machine_of is not None or price is not wire_price:
-        return _plan(tuple(shape), itemsize, source, target, machine_of, price)[1]
+    if machine_of is not None or price not in BYTE_PRICES:
+        return _plan(tuple(shape), itemsize, source, target, machine_of, price)
     # no price depends on who the ranks are: all pairs of stages of a pipeline share one plan
     first, second, ranks = renumbered(source.mesh, target.mesh)
     ends = DistAttr(first, source.spec), DistAttr(second, target.spec)
-    plan = _plan(tuple(shape), itemsize, *ends, None, price)[1]
+    plan = _plan(tuple(shape), itemsize, *ends, None, price)
     start, landing = DistAttr(source.mesh, plan.source.spec), DistAttr(target.mesh, plan.landing.spec)
     return Transfer(plan.before, start, moved(plan.tiles, ranks), landing, plan.after)
 
@@ -120,10 +129,12 @@ def transfer_cost(
     price: Price = wire_price,
 ) -> float:
     """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
-    if machine_of is None and price is wire_price:
+    if machine_of is None and price in BYTE_PRICES:
         first, second, _ = renumbered(source.mesh, target.mesh)
         source, target = DistAttr(first, source.spec), DistAttr(second, target.spec)
-    return _plan(tuple(shape), itemsize, source, target, machine_of, price)[0]
+    if source.mesh == target.mesh:
+        return redistribute_cost(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
+    return _choose(tuple(shape), itemsize, source, target, machine_of, price)[0]
 
 
 def translate(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
@@ -159,32 +170,59 @@ def _plan(
     target: DistAttr,
     machine_of: MachineOf | None,
     price: Price,
-) -> tuple[float, Transfer]:
-    source.spec.check(shape, source.mesh, "source of a transfer")
-    target.spec.check(shape, target.mesh, "target of a transfer")
+) -> Transfer:
     if source.mesh == target.mesh:
         return _stay(shape, itemsize, source, target, price)
-    ranks = len({*source.mesh.members, *target.mesh.members})
-    best: tuple[tuple[int, float, int], ShardSpec, ShardSpec] | None = None
-    for start in _finished(source):
-        before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start, price)
-        for landing in _landings(target):
-            way = _way(shape, source.mesh, start, target, landing, machine_of)
-            after = redistribute_cost(shape, itemsize, target.mesh, landing, target.spec, price)
-            most = itemsize * way.busiest
-            hop = price("permute", float(most), ranks, target.mesh, target.mesh.axes) if most else 0.0
-            cost = (way.crossing, before + hop + after, way.messages)
-            if best is None or cost < best[0]:
-                best = cost, start, landing
-    assert best is not None  # both loops have at least one turn
-    (_, total, _), start, landing = best
-    return total, Transfer(
+    _, start, landing = _choose(shape, itemsize, source, target, machine_of, price)
+    return Transfer(
         redistribute(shape, itemsize, source.mesh, source.spec, start, price),
         DistAttr(source.mesh, start),
         _tiles(shape, source.mesh, start, target.mesh, landing, machine_of),
         DistAttr(target.mesh, landing),
         redistribute(shape, itemsize, target.mesh, landing, target.spec, price),
     )
+
+
+@lru_cache(maxsize=1 << 16)
+def _choose(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+    price: Price,
+) -> tuple[float, ShardSpec, ShardSpec]:
+    """Price of the cheapest transfer between two meshes, layout that is sent, layout that is received."""
+    source.spec.check(shape, source.mesh, "source of a transfer")
+    target.spec.check(shape, target.mesh, "target of a transfer")
+    ranks = len({*source.mesh.members, *target.mesh.members})
+    # on the same ranks nothing crosses, and a bound of the bytes says which tiles need not be looked at
+    bounded = machine_of is None and price in BYTE_PRICES and source.mesh.rank_set == target.mesh.rank_set
+
+    def least(*layouts: DistAttr) -> float:
+        pairs = itertools.pairwise(layouts) if bounded else ()
+        return sum(price_bound(price, itemsize * received(shape, *pair)) for pair in pairs)
+
+    best: tuple[tuple[int, float, int, int, int], ShardSpec, ShardSpec] | None = None
+    starts = [(DistAttr(source.mesh, spec), i) for i, spec in enumerate(_finished(source))]
+    landings = [(DistAttr(target.mesh, spec), i) for i, spec in enumerate(_landings(target))]
+    for bound, first, (start, _) in sorted((least(source, s[0], target), s[1], s) for s in starts):
+        if best is not None and bounded and bound > best[0][1]:
+            break
+        before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start.spec, price)
+        ranked = sorted((before + least(start, end[0], target), end[1], end) for end in landings)
+        for bound, second, (landing, _) in ranked:
+            if best is not None and bounded and bound > best[0][1]:
+                break
+            way = _way(shape, source.mesh, start.spec, target, landing.spec, machine_of)
+            after = redistribute_cost(shape, itemsize, target.mesh, landing.spec, target.spec, price)
+            most = itemsize * way.busiest
+            hop = price("permute", float(most), ranks, target.mesh, target.mesh.axes) if most else 0.0
+            cost = (way.crossing, before + hop + after, way.messages, first, second)
+            if best is None or cost < best[0]:
+                best = cost, start.spec, landing.spec
+    assert best is not None  # both loops have at least one turn
+    return best[0][1], best[1], best[2]
 
 
 def _tiles(
@@ -239,12 +277,13 @@ def _measured(
 
 def _stay(
     shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
-) -> tuple[float, Transfer]:
+) -> Transfer:
     """On one and the same mesh: a redistribution, and tiles that copy every block to itself."""
-    cost = redistribute_cost(shape, itemsize, source.mesh, source.spec, target.spec, price)
+    source.spec.check(shape, source.mesh, "source of a transfer")
+    target.spec.check(shape, target.mesh, "target of a transfer")
     steps = redistribute(shape, itemsize, source.mesh, source.spec, target.spec, price)
     tiles = exchange_tiles(shape, source.mesh, target.spec, target.spec)
-    return cost, Transfer(steps, target, tiles, target, ())
+    return Transfer(steps, target, tiles, target, ())
 
 
 def _finished(source: DistAttr) -> Iterator[ShardSpec]:

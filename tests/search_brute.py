@@ -19,8 +19,8 @@ from distgraph.dtypes import itemsize
 from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.refine import multiplicity
 from distgraph.passes.search.prices import Prices
 from distgraph.passes.search.problem import Problem
 from distgraph.rule import OpLayout, choices, operand_spec, result_spec

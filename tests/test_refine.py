@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from partitioned import assert_same, run_partitioned, run_serial
 from random_programs import MESHES, PIPELINES, Program, programs
+from seeded_programs import CUBE, seeded_program
 
+from distgraph.errors import ShardingError
 from distgraph.graph import Graph
+from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import lookup
+from distgraph.passes import arrange as arrange_module
 from distgraph.passes.complete import complete
-from distgraph.passes.redistribute import wire_price
-from distgraph.passes.refine import _Refiner, multiplicity, refine
+from distgraph.passes.move_bound import received
+from distgraph.passes.move_cost import move_cost, multiplicity
+from distgraph.passes.redistribute import (
+    Price,
+    latency_price,
+    price_bound,
+    redistribute,
+    redistribute_cost,
+    step_price,
+    wire_price,
+)
+from distgraph.passes.refine import Refined, _Refiner, refine, refined
 from distgraph.runtime.build import Build, build
+from distgraph.spec import DistAttr, ShardSpec
+from distgraph.strategy import Strategy
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
@@ -46,9 +67,9 @@ def is_even(built: Build) -> bool:
     )
 
 
-def modelled(graph: Graph) -> float:
+def modelled(graph: Graph, price: Price = wire_price) -> float:
     """The cost that the pass lowers."""
-    return sum(_Refiner(graph, multiplicity(graph), wire_price).costs)
+    return sum(_Refiner(graph, multiplicity(graph), price).costs)
 
 
 def completed(program: Program) -> Graph:
@@ -122,3 +143,93 @@ def test_refining_twice_changes_no_numbers(program: Program) -> None:
     found, new, _ = run_partitioned(twice, program.feeds, program.params)
     assert_same(found, expected, 1e-10)
     assert_same({k: [v] for k, v in new.items()}, {k: [v] for k, v in updates.items()}, 1e-10)
+
+
+@pytest.mark.parametrize("seed", [14])
+def test_the_search_ends_with_its_budget(seed: int) -> None:
+    """Three axes and ops of three indices: without a budget the search compares layouts for minutes."""
+    before = complete(seeded_program(seed))
+    one_op = 320 + 200 * 64  # options of an op in all orders of its ranks, and the moves of one of them
+    found = [refined(before, latency_price, budget) for budget in (1, 2000, 2000)]
+    assert [each.work < budget + one_op for each, budget in zip(found, (1, 2000, 2000), strict=True)]
+    assert found[1].work >= 2000
+    assert found[1].cost <= found[0].cost <= modelled(before, latency_price)
+    assert found[1] == found[2]
+
+
+def test_all_policies_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[float] = []
+
+    def counted(graph: Graph, price: Price, budget: float) -> Refined:
+        found = refined(graph, price, budget)
+        works.append(found.work)
+        return found
+
+    monkeypatch.setattr(arrange_module, "refined", counted)
+    arrange_module.arrange(seeded_program(1), CUBE, price=latency_price, budget=1500)
+    assert len(works) == 3  # its annotations compete, so that it is completed under every policy
+    assert sum(works) < 1500 + 3 * (320 + 200 * 64)
+
+
+def unbounded(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
+    """As `latency_price`, which is known to count bytes; of any other price no bound is known."""
+    return latency_price(kind, sent, group_size, mesh, axes)
+
+
+def test_layouts_are_what_a_search_without_bounds_finds() -> None:
+    """Bounds only leave out what is worse: with none, every layout is priced and the result is the same."""
+    for seed in (8, 11):
+        before = complete(seeded_program(seed, ProcessMesh.grid(x=2, y=2), most=45))
+        quick = refined(before, latency_price, 1e9)
+        full = refined(before, unbounded, 1e9)
+        assert quick.graph.attrs == full.graph.attrs
+        assert quick.cost == pytest.approx(full.cost, rel=1e-12)
+        assert quick.work < full.work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"refine": "always", "refine_budget": 0},
+            "refine_budget of Strategy is 0 but must be",
+        ),
+        ({"refine_budget": 5}, "but refine is 'conflicts'"),
+    ],
+)
+def test_budgets_that_make_no_sense(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ShardingError, match=told):
+        Strategy(**arguments)
+
+
+def changes(rng: np.random.Generator) -> Iterator[tuple[tuple[int, ...], ProcessMesh, ShardSpec, ShardSpec]]:
+    """Random changes of layout, even and uneven, with pending sums."""
+    meshes = (CUBE, ProcessMesh.grid(x=2, y=3), ProcessMesh.grid(x=2, y=2).weighted(x=(3, 1)))
+    while True:
+        mesh = meshes[int(rng.integers(len(meshes)))]
+        shape = tuple(int(n) for n in rng.choice((2, 3, 4, 6, 8, 12), int(rng.integers(1, 4))))
+        yield shape, mesh, drawn(rng, shape, mesh), drawn(rng, shape, mesh)
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...], mesh: ProcessMesh) -> ShardSpec:
+    dims: list[list[str]] = [[] for _ in shape]
+    partial = []
+    for axis in rng.permutation(mesh.axes):
+        place = int(rng.integers(len(shape) + 2))
+        if place < len(shape):
+            dims[place].append(str(axis))
+        elif place == len(shape):
+            partial.append((str(axis), "sum"))
+    return ShardSpec(tuple(map(tuple, dims)), tuple(partial))
+
+
+@pytest.mark.parametrize("price", [wire_price, latency_price])
+def test_bounds_and_representatives_agree_with_the_cheapest_steps(price: Price) -> None:
+    for shape, mesh, source, target in islice(changes(np.random.default_rng(3)), 150):
+        steps = redistribute(shape, 4, mesh, source, target, price)
+        cost = sum(step_price(step, shape, 4, mesh, price) for step in steps)
+        assert redistribute_cost(shape, 4, mesh, source, target, price) == pytest.approx(cost, rel=1e-12)
+        for moved in (mesh, mesh.reordered(mesh.axes, tuple(reversed(range(mesh.size))))):
+            ends = DistAttr(mesh, source), DistAttr(moved, target)
+            least = price_bound(price, 4 * received(shape, *ends))
+            assert least <= move_cost(shape, 4, *ends, price)

@@ -18,8 +18,8 @@ from distgraph.kernels.random import random_key
 from distgraph.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig, annotate
 from distgraph.ops.registry import rule_of
+from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.refine import multiplicity
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import propagate

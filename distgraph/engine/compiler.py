@@ -13,8 +13,10 @@ from distgraph.engine.training import Training
 from distgraph.errors import ResourceError
 from distgraph.graph import Graph
 from distgraph.mesh import ProcessMesh
-from distgraph.passes.arrange import arrange, latency_price
+from distgraph.passes.arrange import arrange
 from distgraph.passes.complete import complete
+from distgraph.passes.redistribute import latency_price
+from distgraph.passes.refine import BUDGET
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.world import is_chief
@@ -63,17 +65,18 @@ def complete_program(training: Training, reference: Graph | None = None) -> tupl
     if plan is None:
         serial = replace(training.trace(), micro_batches=training.micro_batches)
         default = strategy.mesh or ProcessMesh.grid(serial=1)
-        return serial, lay_out(serial, default, strategy.refine)
+        return serial, lay_out(serial, default, strategy.refine, strategy.refine_budget)
     if training.planned:
         return apply(training, plan)
     return follow_plan(training, reference or reference_of(training, plan), plan)
 
 
-def lay_out(serial: Graph, default: ProcessMesh, refine: str) -> Graph:
-    """Complete a graph, and refine it when the strategy says so."""
+def lay_out(serial: Graph, default: ProcessMesh, refine: str, budget: int | None = None) -> Graph:
+    """Complete a graph, and refine it when the strategy says so, for as much work as the budget allows."""
     if refine == "never":
         return complete(serial, default)
-    return arrange(serial, default, price=latency_price, search=refine == "always")
+    search = refine == "always"
+    return arrange(serial, default, price=latency_price, search=search, budget=budget or BUDGET)
 
 
 def check_cluster(meshes: tuple[ProcessMesh, ...], cluster: Cluster) -> None:

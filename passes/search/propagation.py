@@ -34,8 +34,8 @@ from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import flops, linear_groups, lookup, rule_of
 from distgraph.passes.complete import follow
+from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
-from distgraph.passes.refine import multiplicity
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.strategies import Strategies, local_bytes, strategies_of
 from distgraph.passes.tiles import without_unit_axes
