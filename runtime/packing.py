@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_STRETCH = 64  # times that are looked up together
+
 
 @dataclass(slots=True)
 class Block:
@@ -39,10 +41,14 @@ def pack(blocks: Sequence[Block]) -> int:
         >>> pack(blocks), [block.offset for block in blocks]
         (192, [128, 0, 128, 0])
     """
-    placed: list[Block] = []
-    for block in sorted(blocks, key=lambda block: (-block.nbytes, block.start)):
-        block.offset = _gap(block, placed)
-        placed.append(block)
+    placed: dict[int, list[int]] = {}  # stretch of time -> numbers of the blocks that are needed in it
+    for number in sorted(range(len(blocks)), key=lambda i: (-blocks[i].nbytes, blocks[i].start)):
+        block = blocks[number]
+        stretches = range(block.start // _STRETCH, block.stop // _STRETCH + 1)
+        near = {other for stretch in stretches for other in placed.get(stretch, ())}
+        block.offset = _gap(block, [blocks[other] for other in near])
+        for stretch in stretches:
+            placed.setdefault(stretch, []).append(number)
     return max((block.offset + block.nbytes for block in blocks), default=0)
 
 

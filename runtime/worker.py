@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distgraph.collecting import collector_paused
 from distgraph.dtypes import to_numpy
 from distgraph.errors import RuntimeFault
 from distgraph.graph import Value
@@ -58,6 +59,7 @@ class Worker:
         RuntimeFault: a parameter or state of the program is missing or has the wrong local shape.
     """
 
+    @collector_paused()
     def __init__(
         self,
         program: RankProgram,
