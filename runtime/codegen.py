@@ -72,8 +72,8 @@ class Arena:
     sends: dict[str, list[list[collectives.Handle]]]
 
 
-class _Writer:
-    """Writes one task."""
+class Writer:
+    """Writes the tasks of a rank as Python."""
 
     def __init__(
         self, program: RankProgram, storage: Storage, arena: Arena, transport: Transport | None, xp: Any
@@ -97,6 +97,7 @@ class _Writer:
         self.foreign: dict[str, list[str]] = {}
         self.lines: list[str] = []
         self.micro = program.graph.micro_batches
+        self.task = ""
 
     def name(self, value: str) -> str:
         """Python name of a value."""
@@ -330,7 +331,8 @@ class _Writer:
                 ),
             }[function]()
         start = self.bind(f"{function}_start", getattr(collectives, f"{function}_start"))
-        self.line(f"{self.work(op.result.name)} = {start}(comm, {source}, {arguments})", op)
+        comm = self.comm(op.result.name)
+        self.line(f"{self.work(op.result.name)} = {start}({comm}, {source}, {arguments})", op)
         if in_place:
             self.line(f"{target} = {source}")
             if source in self.bound:
@@ -347,7 +349,7 @@ class _Writer:
             return
         source, sends = self.read(op.operands[0].name), self.bind("sends", attrs["sends"])
         start = self.bind("exchange_start", collectives.exchange_start)
-        call = f"{start}(comm, {source}, {sends}, (), None, {self.tag(attrs)})"
+        call = f"{start}({self.comm(op.result.name)}, {source}, {sends}, (), None, {self.tag(attrs)})"
         under_way = self.sends_of(self.storage.slots[op.operands[0].name].root)
         self.line(f"{under_way}.append({call})", op)
 
@@ -369,12 +371,20 @@ class _Writer:
 
     def wait(self, value: str) -> None:
         self.line(f"{self.work(value)}.wait()")
+        self.arrived(value)
+
+    def comm(self, value: str) -> str:
+        """The transport over which the messages of a value go."""
+        return "comm"
+
+    def arrived(self, value: str, condition: str = "") -> None:
+        """Note that the result of a collective or a message is there now, on a condition of the program."""
 
     # ------------------------------------------------------------------ whole functions
 
     def function(self, task: LocalTask, *, last: bool) -> list[str]:
         """Lines of the body."""
-        self.lines, self.ready = [], set()
+        self.lines, self.ready, self.task = [], set(), task.name
         self.foreign = self.late_elsewhere(task)
         started: set[str] = set()
         ops = [(number, local) for number, local in enumerate(task.ops) if last or not local.tail]
@@ -386,6 +396,7 @@ class _Writer:
             for value in self.elsewhere(local, task):
                 self.line(f"work = pending.pop(({literal(value)}, {self.at(value)}), None)")
                 self.line("if work is not None: work.wait()")
+                self.arrived(value, "if work is not None: ")
             self.emit(local, last=last)
             if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
                 started.add(local.op.result.name)
@@ -434,15 +445,19 @@ class _Writer:
 
     def post(self, task: LocalTask) -> list[str]:
         """Lines that start the receives."""
-        self.lines, self.ready = [], set()
+        self.lines, self.ready, self.task = [], set(), task.name
         start = self.bind("exchange_start", collectives.exchange_start)
         for local in task.ops:
             if local.mode == "recv" and local.attrs["recvs"]:
                 name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
                 target = self.target(name)
-                call = f"{start}(comm, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
+                comm = self.comm(name)
+                call = f"{start}({comm}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
                 self.line(f"pending[{literal(name)}, m] = {call}")
         return self.lines or ["    pass"]
+
+
+WriterType = Callable[[RankProgram, Storage, Arena, Transport | None, Any], Writer]
 
 
 def compile_task(
@@ -452,9 +467,10 @@ def compile_task(
     arena: Arena,
     transport: Transport | None,
     xp: Any,
+    writer_type: WriterType = Writer,
 ) -> CompiledTask:
     """Generate and compile the three functions of a task."""
-    writer = _Writer(program, storage, arena, transport, xp)
+    writer = writer_type(program, storage, arena, transport, xp)
     names = {suffix: writer.identifiers.once(f"{task.name}_{suffix}") for suffix in ("post", "body", "last")}
     parts = [f"# task {commented(task.name)} of rank {program.rank}"]
     often = task.per_micro and program.graph.micro_batches > 1  # else every run is the last one

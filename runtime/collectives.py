@@ -27,7 +27,8 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport import Array, Group, Request, Transport, position_in, stretches
 
 Slices = tuple[slice, ...]
-_EXCHANGE_TAG: Final = 1 << 27  # tags of `permute` and `exchange` start here; programs' own tags stay below
+EXCHANGE_TAG: Final = 1 << 27
+"""Tags of `permute` and `exchange` start here; programs' own tags stay below."""
 
 
 class Handle:
@@ -224,9 +225,9 @@ def permute_start(
     requests = []
     send = _contiguous(x)
     if recv_from is not None:
-        requests.append(transport.recv(out, recv_from, _EXCHANGE_TAG + tag))
+        requests.append(transport.recv(out, recv_from, EXCHANGE_TAG + tag))
     if send_to is not None:
-        requests.append(transport.send(send, send_to, _EXCHANGE_TAG + tag))
+        requests.append(transport.send(send, send_to, EXCHANGE_TAG + tag))
     return Handle(requests, out, kept=[send])
 
 
@@ -274,13 +275,13 @@ def exchange_start(
             source != rank and out is not None and (target := out[(*tile, ...)]).size
         ):  # with ..., a tile of no dims is a view as well
             buffer = target if target.flags.c_contiguous else _empty(target, target.size)
-            requests.append(transport.recv(buffer, source, _EXCHANGE_TAG + tag))
+            requests.append(transport.recv(buffer, source, EXCHANGE_TAG + tag))
             if buffer is not target:
                 landing.append((target, buffer))
     for dest, tile in sends:
         if dest != rank and x is not None and (piece := x[(*tile, ...)]).size:
             kept.append(_contiguous(piece))
-            requests.append(transport.send(kept[-1], dest, _EXCHANGE_TAG + tag))
+            requests.append(transport.send(kept[-1], dest, EXCHANGE_TAG + tag))
     for have, want in zip(kept_here, taken_here, strict=True):
         if x is not None and out is not None:
             out[want] = x[have]

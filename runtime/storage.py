@@ -64,6 +64,7 @@ class Storage:
         in_place: update target (param or state) -> value that is computed right in its memory.
         into: value that only an `accumulate` reads -> result of that, to which it is added as it is computed.
         sent: roots of the memory that messages are sent from: before it is written, those must have left.
+        lives: root of a kept or ring value -> tasks from whose first to whose last it is alive.
     """
 
     slots: dict[str, Slot]
@@ -74,6 +75,7 @@ class Storage:
     in_place: dict[str, str] = field(default_factory=dict)
     into: dict[str, str] = field(default_factory=dict)
     sent: frozenset[str] = frozenset()
+    lives: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
 def nbytes(program: RankProgram, name: str) -> int:
@@ -109,6 +111,11 @@ def planned(program: RankProgram) -> StoragePlan:
     plan.classify()
     plan.place_updates()
     plan.assign_scratch()
+    plan.storage.lives = {
+        name: frozenset(task for task, _ in plan.uses[name])
+        for name, slot in plan.slots.items()
+        if slot.root == name and slot.kind in ("kept", "ring")
+    }
     plan.storage.sent = frozenset(root for root in plan.aliases if plan.messages(root))
     return plan
 

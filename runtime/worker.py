@@ -7,6 +7,7 @@ result is read.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,8 @@ from distgraph.errors import RuntimeFault
 from distgraph.graph import Value
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
-from distgraph.runtime.codegen import Arena, CompiledTask, compile_task
+from distgraph.runtime.buffer_check import BufferCheck, CheckedWriter, check_wanted
+from distgraph.runtime.codegen import Arena, CompiledTask, Writer, WriterType, compile_task
 from distgraph.runtime.collectives import finish
 from distgraph.runtime.finite import UPDATES, FiniteCheck, Guard
 from distgraph.runtime.recording import Recorder
@@ -49,6 +51,7 @@ class Worker:
         xp: array namespace, NumPy or CuPy.
         sources: local blocks of parameters and states by value name; they are updated in place.
         guard: what is checked to be finite before the update; None for no check.
+        checked: compare checksums (see `buffer_check`), all ranks alike; None: where DISTGRAPH_CHECK is 1.
 
     Attributes:
         check: that of `guard`; its verdict is that of the last step.
@@ -56,7 +59,8 @@ class Worker:
         updating: whether that is under way; True after a step that failed in the middle of it.
 
     Raises:
-        RuntimeFault: a parameter or state of the program is missing or has the wrong local shape.
+        RuntimeFault: a parameter or state of the program is missing or has the wrong local shape;
+            DISTGRAPH_CHECK is neither 0 nor 1.
     """
 
     @collector_paused()
@@ -68,6 +72,8 @@ class Worker:
         xp: Any,
         sources: Mapping[str, Any],
         guard: Guard | None = None,
+        *,
+        checked: bool | None = None,
     ) -> None:
         self.program, self.xp = program, xp
         self._transport = transport
@@ -83,10 +89,18 @@ class Worker:
         self._allocate(sources)
         self.updates, self.updating = 0, False
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
+        writer: WriterType = Writer
+        self._buffers: BufferCheck | None = None
+        if check_wanted() if checked is None else checked:
+            steps = (*self._order, *self._updates)
+            self._buffers = BufferCheck(program, self.storage, self.arena, steps)
+            writer = functools.partial(CheckedWriter, self._buffers)
         self.tasks: dict[str, CompiledTask] = {
-            task.name: compile_task(task, program, self.storage, self.arena, transport, xp)
+            task.name: compile_task(task, program, self.storage, self.arena, transport, xp, writer)
             for task in program.tasks
         }
+        if self._buffers is not None:
+            self.tasks = {name: self._buffers.watched(task) for name, task in self.tasks.items()}
         self._once = {task.name for task in program.tasks if not task.per_micro}
         self._outputs = [
             (label, value) for label, value in program.graph.outputs if value.name in program.types
@@ -160,10 +174,16 @@ class Worker:
         Raises:
             RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
         """
+        if self._buffers is not None:
+            self._buffers.begin()
         if recorder is None:
-            return self._step(feeds, _run, _run)
-        with recorder.watching(self.tasks.values(), self._transport):
-            return self._step(feeds, recorder.run, recorder.post)
+            outputs = self._step(feeds, _run, _run)
+        else:
+            with recorder.watching(self.tasks.values(), self._transport):
+                outputs = self._step(feeds, recorder.run, recorder.post)
+        if self._buffers is not None:
+            self._buffers.end()
+        return outputs
 
     def _step(self, feeds: Mapping[str, Any], run: _Runner, post: _Runner) -> dict[str, Any]:
         arena = self.arena

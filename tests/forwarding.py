@@ -28,7 +28,7 @@ STAGES: dict[str, tuple[ProcessMesh, ProcessMesh, ProcessMesh]] = {
 }
 
 VIEWS: dict[str, Callable[[Tensor], list[Tensor]]] = {
-    "as it is": lambda h: [h],
+    "identity": lambda h: [ops.identity(h)],
     "reshape": lambda h: [ops.reshape(h, (ROWS // 2, 2 * COLUMNS))],
     "slice": lambda h: [h[1:4]],
     "transpose": lambda h: [ops.transpose(h, (1, 0))],
