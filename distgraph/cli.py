@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from distgraph import __version__
+from distgraph.documents import MOST_BYTES, decode, read_text
 from distgraph.engine.forecasting import beforehand
 from distgraph.engine.given import CLUSTER_VARIABLE, VARIABLE, giving
 from distgraph.engine.inspection import check_script
@@ -32,6 +33,7 @@ from distgraph.runtime.profile import Request
 from distgraph.runtime.profile import profile as run_profile
 from distgraph.strategy import MODES
 from distgraph.text import parse_graph, print_graph
+from distgraph.verify import verify
 
 app = typer.Typer(
     name="distgraph",
@@ -200,7 +202,12 @@ def inspect(
     ] = "",
 ) -> None:
     """Run passes on a graph text and print the result; the output is graph text again."""
-    graph = parse_graph(_read(file))
+    where = "standard input" if file == "-" else file
+    try:
+        graph = verify(parse_graph(_read(file), where))
+    except DistGraphError as error:
+        message = str(error)
+        raise GraphError(message if message.startswith(where) else f"{where}: {message}") from None
     names = [name.strip() for name in passes.split(",") if name.strip()]
     seen: list[Graph] = [graph]
 
@@ -292,12 +299,9 @@ def _ours(args: list[str] | None) -> tuple[list[str], list[str]]:
 
 
 def _read(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GraphError(f"inspect: {file} cannot be read: {error}") from None
+    if file != "-":
+        return read_text(file, GraphError)
+    return decode(sys.stdin.buffer.read(MOST_BYTES + 1), "standard input", GraphError)
 
 
 def _echo_commented(texts: list[str]) -> None:

@@ -68,26 +68,33 @@ def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_B
 
 def read_text(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> str:
     """The content of a text file. Raises `error`: as `read_bytes`, or it is no UTF-8."""
+    return decode(read_bytes(path, error, most), str(path), error)
+
+
+def decode(data: bytes, file: str, error: type[DistGraphError]) -> str:
+    """The text of a file. Raises `error`: it is no UTF-8."""
     try:
-        return read_bytes(path, error, most).decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as reason:
         raise error(
-            f"{path}: cannot be read: byte {reason.start} is not UTF-8; write the file as UTF-8 text"
+            f"{file}: cannot be read: byte {reason.start} is not UTF-8; write the file as UTF-8 text"
         ) from None
 
 
 def read_json(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> Any:
     """The plain data in a JSON file. Raises `error`: as `read_text` and `parse_json`."""
-    return parse_json(read_text(path, error, most), str(path), error)
+    items = max(MOST_ITEMS, most // 16)
+    return parse_json(read_text(path, error, most), str(path), error, items)
 
 
-def parse_json(text: str, file: str, error: type[DistGraphError]) -> Any:
+def parse_json(text: str, file: str, error: type[DistGraphError], items: int = MOST_ITEMS) -> Any:
     """The plain data in a JSON text, within the limits of `check_data`.
 
     Args:
         text: to read.
         file: where it comes from, for messages.
         error: what is raised.
+        items: see `check_data`.
 
     Raises:
         error: it is no JSON (line and column), a key is given twice, or a limit is passed (path).
@@ -106,7 +113,7 @@ def parse_json(text: str, file: str, error: type[DistGraphError]) -> Any:
         raise error(f"{where}: not JSON: {reason.msg}; fix the line") from None
     except RecursionError:
         raise error(f"{file}: {_TOO_DEEP}") from None
-    check_data(found, file, error)
+    check_data(found, file, error, items)
     return found
 
 

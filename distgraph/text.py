@@ -8,19 +8,21 @@ for a graph at any stage (see `distgraph.printing` for how it reads). A mistake 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import lark
 import numpy as np
 from lark import Token, Transformer, v_args
 
-from distgraph.dtypes import to_numpy
+from distgraph.documents import MOST_BYTES, MOST_DEPTH, MOST_NUMBER
+from distgraph.dtypes import is_float, to_numpy
 from distgraph.errors import DistGraphError, GraphError
 from distgraph.graph import Graph, Op, Value
 from distgraph.mesh import ProcessMesh
@@ -34,31 +36,65 @@ _FIRST_MESH = "m0"
 _Axis = tuple[str, int, tuple[int, ...]]  # name, size, weights where there are any
 
 
-def parse_graph(text: str) -> Graph:
+MOST_CHARACTERS: Final = MOST_BYTES
+"""Of a graph text: that of 100,000 ops has about 20 MiB."""
+MOST_RANKS: Final = 1 << 20
+"""Of a mesh, and one more than the largest rank: a cluster has at most 65,536 devices."""
+_MOST_SIZE: Final = 2**63  # a size or a number of an attribute is a 64-bit integer
+_MOST_AXES: Final = 32  # of a mesh: NumPy's arrays have 64 dims at most
+_BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|#[^\n]*|[\[({]|[\])}]', re.DOTALL)
+
+
+def parse_graph(text: str, file: str = "graph text") -> Graph:
     """Graph of a text.
 
+    Args:
+        text: as `print_graph` writes it.
+        file: where it comes from, for messages.
+
     Raises:
-        GraphError: malformed text, an unknown value or mesh, a name defined twice; the message has line and
-            column, and draws the line.
+        GraphError: malformed text, an unknown value or mesh, a name defined twice, a number beyond its limit,
+            attributes nested more than 64 deep; the message has file, line and column, and draws the line.
 
     Example:
         >>> text = 'graph @g %x : f32[2] = input {name="x"} data %y : f32[2] = negative(%x) forward'
         >>> parse_graph(text + ' output "y" = %y').outputs
         (('y', Value(name='y', shape=(2,), dtype='f32')),)
     """
+    _check_size(text, file)
     try:
         tree = _parser().parse(text)
     except lark.exceptions.UnexpectedInput as error:
-        raise GraphError(_syntax(text, error)) from None
+        raise GraphError(f"{file}, {_syntax(text, error)}") from None
     try:
         graph = _Reader().transform(tree)
     except lark.exceptions.VisitError as error:
-        if not isinstance(error.orig_exc, _Mistake):
-            raise error.orig_exc from None
-        at = error.orig_exc.token
-        raise GraphError(_at(text, at.line or 1, at.column or 1, len(at), error.orig_exc.message)) from None
+        if isinstance(error.orig_exc, _Mistake):
+            at, message = error.orig_exc.token, error.orig_exc.message
+            where = _at(text, at.line or 1, at.column or 1, len(at), message)
+            raise GraphError(f"{file}, {where}") from None
+        if isinstance(error.orig_exc, DistGraphError):
+            raise GraphError(f"{file}: {error.orig_exc}") from None
+        raise error.orig_exc from None
     assert isinstance(graph, Graph)
     return graph
+
+
+def _check_size(text: str, file: str) -> None:
+    """Refuse a text that is too long, or nested too deep for the functions that walk through it."""
+    if len(text) > MOST_CHARACTERS:
+        raise GraphError(
+            f"{file}: has {len(text)} characters, more than the limit of {MOST_CHARACTERS}; give another file"
+        )
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        sign = match[0]
+        depth += (sign in "[({") - (sign in "])}")
+        if depth > MOST_DEPTH:
+            line = text.count("\n", 0, match.start()) + 1
+            column = match.start() - text.rfind("\n", 0, match.start())
+            where = _at(text, line, column, 1, f"brackets are nested more than {MOST_DEPTH} deep")
+            raise GraphError(f"{file}, {where}")
 
 
 def same_graph(left: Graph, right: Graph) -> bool:
@@ -110,7 +146,7 @@ def _listed(terminals: Any) -> str:
 
 def _at(text: str, line: int, column: int, width: int, message: str) -> str:
     shown = text.split("\n")[line - 1]
-    return f"graph text, line {line}, column {column}: {message}\n{draw(shown, column - 1, width)}"
+    return f"line {line}, column {column}: {message}\n{draw(shown, column - 1, width)}"
 
 
 class _Mistake(Exception):
@@ -155,6 +191,23 @@ class _OpText:
     origins: tuple[Origin, ...]
 
 
+def _whole(token: Token, below: int = _MOST_SIZE, least: int = 0) -> int:
+    """A number of the text."""
+    digits = str(token)
+    if len(digits) > 20 or not least <= int(digits) < below:
+        _refuse(token, f"expected a whole number from {least} to {below - 1}")
+    return int(digits)
+
+
+def _distinct(what: str, keys: Sequence[Token]) -> None:
+    """Refuse a key that is given twice: one of its values would be lost."""
+    seen = set[str]()
+    for key in keys:
+        if key in seen:
+            _refuse(key, f"{what} {key} is given twice")
+        seen.add(str(key))
+
+
 def _name(token: Token) -> str:
     """`%x`, `@m1` or `%"odd name"` without the sign and the quotes."""
     body = str(token)[1:]
@@ -174,13 +227,18 @@ class _Reader(Transformer[Token, Any]):
     """Bottom up: small pieces become data at once, a graph when all its statements are there."""
 
     def graph(self, name: Token, micro: Token | None, *statements: tuple[str, Any]) -> Graph:
-        return _assemble(_name(name), int(micro or 1), statements)
+        count = 1 if micro is None else _whole(micro, least=1)
+        return _assemble(_name(name), count, statements)
 
     def mesh(self, name: Token, sizes: Any, ranks: Sequence[int]) -> tuple[str, Any]:
         axes, shape = [axis for axis, *_ in sizes], [size for _, size, _ in sizes]
         weights = {axis: own for axis, _, own in sizes if own}
-        if int(np.prod(shape)) != len(ranks):
-            _refuse(name, f"mesh {name} has {len(ranks)} ranks but its axes make {int(np.prod(shape))}")
+        if math.prod(shape) != len(ranks):
+            _refuse(name, f"mesh {name} has {len(ranks)} ranks but its axes make {math.prod(shape)}")
+        if len(shape) > _MOST_AXES:
+            _refuse(name, f"mesh {name} has {len(shape)} axes, more than {_MOST_AXES}")
+        if len({*axes}) != len(axes):
+            _refuse(name, f"mesh {name} has an axis twice")
         try:
             return "mesh", (name, ProcessMesh(np.array(ranks).reshape(shape), axes, weights))
         except DistGraphError as error:
@@ -190,20 +248,20 @@ class _Reader(Transformer[Token, Any]):
         return sizes
 
     def size(self, axis: Token, *counts: Token) -> _Axis:
-        numbers = tuple(map(int, counts))
+        numbers = tuple(_whole(count, MOST_RANKS) for count in counts)
         return (str(axis), len(numbers), numbers) if len(numbers) > 1 else (str(axis), numbers[0], ())
 
     def span(self, first: Token, last: Token) -> list[int]:
-        return list(range(int(first), int(last) + 1))
+        return list(range(_whole(first, MOST_RANKS), _whole(last, MOST_RANKS) + 1))
 
     def listed(self, *ranks: Token) -> list[int]:
-        return [int(rank) for rank in ranks]
+        return [_whole(rank, MOST_RANKS) for rank in ranks]
 
     def place(self, op: Token, mesh: Token) -> tuple[str, Any]:
         return "place", (op, mesh)
 
     def stray(self, value: Token, spec: Any, mesh: Token | None, origin: Origin) -> tuple[str, Any]:
-        return "stray", (_name(value), _Stored(spec, mesh, value), origin)
+        return "stray", (value, _Stored(spec, mesh, value), origin)
 
     def output(self, label: Token, use: _Use) -> tuple[str, Any]:
         return "output", (_string(label), use)
@@ -246,7 +304,7 @@ class _Reader(Transformer[Token, Any]):
         return str(dtype), shape
 
     def numbers(self, *numbers: Token | None) -> tuple[int, ...]:
-        return tuple(int(n) for n in numbers if n is not None)
+        return tuple(_whole(n) for n in numbers if n is not None)
 
     def spec(self, dims: Any, partials: Any) -> ShardSpec:
         return ShardSpec(dims, partials or ())
@@ -273,13 +331,14 @@ class _Reader(Transformer[Token, Any]):
         return "index", (str(index), axes)
 
     def group_split(self, axis: Token, group: Token) -> tuple[str, Any]:
-        return "partial", (str(axis), int(group))
+        return "partial", (str(axis), _whole(group))
 
-    def attrs(self, *attrs: tuple[str, Any]) -> dict[str, Any]:
-        return dict(attrs)
+    def attrs(self, *attrs: tuple[Token, Any]) -> dict[str, Any]:
+        _distinct("attribute", [key for key, _ in attrs])
+        return {str(key): value for key, value in attrs}
 
-    def attr(self, key: Token, value: Any) -> tuple[str, Any]:
-        return str(key), value
+    def attr(self, key: Token, value: Any) -> tuple[Token, Any]:
+        return key, value
 
     def none(self) -> None:
         return None
@@ -291,7 +350,14 @@ class _Reader(Transformer[Token, Any]):
         return False
 
     def number(self, text: Token) -> int | float:
-        return int(text) if text.removeprefix("-").isdigit() else float(text)
+        if text.removeprefix("-").isdigit():
+            if len(text) > len(str(MOST_NUMBER)):
+                _refuse(text, f"expected a number within {float(MOST_NUMBER):g}")
+            return int(text)
+        found = float(text)
+        if math.isinf(found) and "inf" not in text:
+            _refuse(text, "expected a number of 64 bits, or inf")
+        return found
 
     def string(self, text: Token) -> str:
         return _string(text)
@@ -300,14 +366,21 @@ class _Reader(Transformer[Token, Any]):
         array_type = to_numpy(str(dtype))
         try:
             raw = base64.b64decode(_string(data), validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error, and a text that is not ASCII
             _refuse(data, f"array is no base64: {error}")
-        if len(raw) != int(np.prod(shape)) * array_type.itemsize:
+        if len(raw) != math.prod(shape) * array_type.itemsize or len(shape) > 2 * _MOST_AXES:
             _refuse(data, f"array has {len(raw)} bytes but {dtype}{list(shape)} needs another number")
         return np.frombuffer(raw, array_type).reshape(shape).copy()
 
     def scalar(self, dtype: Token, value: Any) -> Any:
-        return to_numpy(str(dtype)).type(value)
+        kind = to_numpy(str(dtype))
+        fits = isinstance(value, (int, float)) if is_float(str(dtype)) else type(value) is int
+        if not (isinstance(value, bool) if dtype == "bool" else fits and not isinstance(value, bool)):
+            _refuse(dtype, f"expected a number of {dtype}")
+        try:
+            return kind.type(value)
+        except OverflowError:
+            _refuse(dtype, f"{value} is no number of {dtype}")
 
     def tuple(self, *values: Any) -> Any:
         return values
@@ -316,10 +389,11 @@ class _Reader(Transformer[Token, Any]):
         return [*values]
 
     def dict(self, *entries: Any) -> Any:
-        return dict(entries)
+        _distinct("key", [key for key, _ in entries])
+        return {_string(key): value for key, value in entries}
 
     def entry(self, key: Token, value: Any) -> Any:
-        return _string(key), value
+        return key, value
 
 
 def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any]]) -> Graph:
@@ -339,10 +413,14 @@ def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any
             ops.append(_op(content, meshes, values, attrs))
         elif kind == "place":
             token, mesh_token = content
+            if _name(token) in placements:
+                _refuse(token, f"value {token} is placed twice")
             placements[_name(token)] = _mesh(meshes, mesh_token, mesh_token)
         elif kind == "stray":
-            value, stored, origin = content
-            attrs[value] = DistAttr(_mesh(meshes, stored.mesh, stored.at), stored.spec, origin)
+            token, stored, origin = content
+            if _name(token) in attrs:
+                _refuse(token, f"value {token} has two layouts")
+            attrs[_name(token)] = DistAttr(_mesh(meshes, stored.mesh, stored.at), stored.spec, origin)
         else:
             label, use = content
             ends[kind].append((label, _operand(values, use)))

@@ -138,7 +138,7 @@ def _check_results(graph: Graph, op: Op) -> None:
         return
     try:
         inferred = [(tuple(shape), dtype) for shape, dtype in infer_results(op.kind, op.operands, op.attrs)]
-    except (GraphError, KeyError, TypeError, IndexError) as error:
+    except (GraphError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = str(error) if isinstance(error, GraphError) else f"attributes do not fit the op ({error!r})"
         _fault(graph, op, _CALL, "", reason)
     if len(inferred) != len(op.results):

@@ -144,7 +144,7 @@ def test_inspect_explains_and_lists_conflicts(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("inspect", "nowhere.dg"), "nowhere.dg cannot be read"),
+        (("inspect", "nowhere.dg"), "nowhere.dg: cannot be read"),
         (("inspect", "-", "-p", "fuse"), "pass 'fuse' does not exist"),
         (("inspect", "-", "-p", "lower"), "run the pass complete"),
         (("cluster", "nowhere"), "neither a file nor a shipped cluster"),
@@ -228,7 +228,7 @@ def test_a_mistake_is_no_traceback(tmp_path):
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith("error: inspect: ")
+    assert done.stderr.startswith(f"error: {tmp_path / 'none.dg'}: cannot be read: ")
     assert "Traceback" not in done.stderr
 
 
@@ -236,8 +236,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "no ranks": (["run", "-n", "0", "x.py"], "run: 0 ranks asked for; it takes at least 1"),
     "no script": (["run", "nosuch.py"], "run: script 'nosuch.py' does not exist"),
     "no cluster": (["cluster", "nosuch"], "nosuch: neither a file nor a shipped cluster"),
-    "garbage": (["inspect", "garbage.dg"], "graph text, line 1, column 1: found"),
-    "no graph": (["inspect", "nosuch.dg"], "inspect: nosuch.dg cannot be read"),
+    "garbage": (["inspect", "garbage.dg"], "garbage.dg, line 1, column 1: found"),
+    "no graph": (["inspect", "nosuch.dg"], "nosuch.dg: cannot be read"),
     "check without engine": (
         ["check", "idle.py"],
         "ends without a training step; there is nothing to compare",

@@ -429,7 +429,7 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as JSON"),
+        ("{", "not JSON"),
         ("{}", "no entry 'problem'"),
         ('{"problem": {"nodes": {"costs": [[1, 2]], "intervals": [], "usages": []}}}', "no entry 'edges'"),
         (

@@ -199,3 +199,58 @@ def test_a_mistake_is_drawn_on_its_line(text):
     assert drawn.strip() == carets
     start = drawn.index("^")
     assert line[start : start + len(part)] == part
+
+
+def graph_with(attr: str) -> str:
+    return f"graph @g\n  %x : f32[] = constant {{value={attr}}} forward\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (graph_with("[" * 65 + "]" * 65), r"line 2, column \d+: brackets are nested more than 64 deep"),
+        (graph_with("[" * 100_000), r"line 2, column \d+: brackets are nested more than 64 deep"),
+        (graph_with("9" * 5000), r"line 2, column 32: expected a number within 1e\+40"),
+        (graph_with("1e999"), r"line 2, column 32: expected a number of 64 bits, or inf"),
+        (graph_with('f32("abc")'), r"line 2, column 32: expected a number of f32"),
+        (graph_with("i32(1.5)"), r"line 2, column 32: expected a number of i32"),
+        (graph_with("bool(2)"), r"line 2, column 32: expected a number of bool"),
+        (graph_with("i8(300)"), r"line 2, column 32: 300 is no number of i8"),
+        (graph_with('f32[4294967296, 4294967296] ""'), r"array has 0 bytes but f32\[4294967296, 42949"),
+        (graph_with('f32[0] "\u03bc"'), r"array is no base64"),
+        (graph_with("1, value=2"), r"line 2, column 35: attribute value is given twice"),
+        (graph_with('{"a": 1, "a": 2}'), r'key "a" is given twice'),
+        (
+            "graph @g\n  mesh m0 = (a=1) ranks 0..999999999",
+            r"line 2, column 28: expected a whole number from 0 to",
+        ),
+        (
+            "graph @g\n  mesh m0 = (a=1) ranks " + "9" * 5000,
+            r"line 2, column 25: expected a whole number from 0",
+        ),
+        (
+            "graph @g\n  mesh m0 = (a=4294967296, b=4294967296) ranks 0",
+            r"line 2, column 16: expected a whole number from 0 to 1048575",
+        ),
+        ("graph @g\n  mesh m0 = (a=1, a=1) ranks 0", r"line 2, column 8: mesh m0 has an axis twice"),
+        (
+            f"graph @g\n  mesh m0 = ({', '.join(f'a{i}=1' for i in range(65))}) ranks 0",
+            "m0 has 65 axes, more",
+        ),
+        (f"graph @g\n  %x : f32[{'9' * 5000}] = input data", r"line 2, column 12: expected a whole number"),
+        ("graph @g micro_batches=0", r"line 1, column 24: expected a whole number from 1 to"),
+        (
+            "graph @g\n  mesh m0 = (a=1) ranks 0\n  layout %x [] by user\n  layout %x [] by user",
+            r"line 4, column 10: value %x has two layouts",
+        ),
+    ],
+)
+def test_graph_text_is_read_within_limits(text, message):
+    with pytest.raises(GraphError, match=rf"^x.dg, {message}|^x.dg, .*{message}"):
+        parse_graph(text, "x.dg")
+
+
+def test_a_text_that_is_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr("distgraph.text.MOST_CHARACTERS", 9)
+    with pytest.raises(GraphError, match=r"x.dg: has 10 characters, more than the limit of 9"):
+        parse_graph("graph @gra", "x.dg")

@@ -12,19 +12,24 @@ others are integers below 2**53, so float64 holds them exactly.
 from __future__ import annotations
 
 import gzip
-import json
+import io
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.documents import decode, parse_json, read_bytes
 from distgraph.errors import GraphError
 from distgraph.passes.search.problem import Problem, Use
 
 __all__ = ["problem_of", "read_contest"]
 
+MOST_BYTES: Final = 1 << 30
+"""Of a problem, compressed or not: the largest of the contest has a third of it."""
 _FORBIDDEN = 1e17
 _EXACT = 2.0**53
 
@@ -36,13 +41,23 @@ def read_contest(path: str | Path) -> Problem:
         GraphError: where the file cannot be read or does not hold such a problem.
     """
     path = Path(path)
-    try:
-        content = path.read_bytes()
-        text = gzip.decompress(content) if path.suffix == ".gz" else content
-        document = json.loads(text)
-    except (OSError, EOFError, ValueError) as error:
-        raise GraphError(f"{path}: cannot be read as JSON of the contest: {error}") from None
+    content = read_bytes(path, GraphError, MOST_BYTES)
+    if path.suffix == ".gz":
+        content = _decompressed(content, path)
+    text = decode(content, str(path), GraphError)
+    document = parse_json(text, str(path), GraphError, items=MOST_BYTES // 4)
     return problem_of(document, str(path))
+
+
+def _decompressed(content: bytes, path: Path) -> bytes:
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            found = file.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise GraphError(f"{path}: cannot be read: {error}; give a whole .json.gz file") from None
+    if len(found) > MOST_BYTES:
+        raise GraphError(f"{path}: holds more than {MOST_BYTES} bytes, the limit for such a file")
+    return found
 
 
 def problem_of(document: object, source: str = "document") -> Problem:
