@@ -1,6 +1,6 @@
 """`python -m distgraph` is the command line."""
 
-from distgraph.cli import main
+from distgraph.command import main
 
 if __name__ == "__main__":
     main()

@@ -138,6 +138,25 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_second_ctrl_c_ends_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CASE.engine()
+    engine.prepare(CASE.first())
+    plan = engine.plan.portable
+
+    def improved(*given: Any) -> Iterator[Step]:
+        yield Step("first", Candidate(1.0, lambda: plan))
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):  # as a solver may
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+        yield Step("second")
+
+    monkeypatch.setattr(planning, "_improved", improved)
+    with pytest.raises(KeyboardInterrupt):
+        search(training_of(engine), machines(2, 2), SearchOptions())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("then", ["at once", "swallowed", "an error of what broke off"])
 def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     """One error that says so, whatever the solver makes of the interrupt."""
@@ -163,10 +182,14 @@ def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch, then: str) -> N
 def test_ctrl_c_in_the_first_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The solver swallows it and has no choice: no assertion of ours, no claim that nothing fits."""
 
+    pressed: list[str] = []
+
     def solve(problem: Problem, **given: Any) -> Solution:
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
+        if not pressed:
+            pressed.append("once")
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
         return Solution(None, np.inf, -np.inf, np.inf, "unknown", message="interrupted")
 
     monkeypatch.setattr(oracle, "solve_cached", solve)

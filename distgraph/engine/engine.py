@@ -19,6 +19,7 @@ from distgraph.engine.extracting import extract
 from distgraph.engine.forecasting import beforehand, cluster_for, forecast_training
 from distgraph.engine.given import cluster_given, plan_for
 from distgraph.engine.inspection import offer
+from distgraph.engine.interrupt import deferred
 from distgraph.engine.loading import check_records, reader_of, verify_files
 from distgraph.engine.memory import Memory
 from distgraph.engine.nonfinite import check_before_saving, described, refuse_step, warn_step
@@ -250,7 +251,7 @@ class Engine:
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint: parameters, states, and where training stands. Collective: every process calls
-        it.
+        it. Ctrl-C takes effect when it is written, a second one at once.
 
         Raises:
             RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
@@ -271,7 +272,8 @@ class Engine:
             "skipped": self.history.skipped,
             "means": [self._means.terms, self._means.count],
         }  # fmt: skip
-        write_checkpoint(path, self._session.ranks(), placed, self.memory.block, training)
+        with deferred():
+            write_checkpoint(path, self._session.ranks(), placed, self.memory.block, training)
 
     def load(self, path: str | Path, *, states: bool = True) -> None:
         """Take parameters, states and the place in training from a checkpoint, written under any mesh.

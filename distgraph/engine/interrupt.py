@@ -1,5 +1,4 @@
-"""Ctrl-C during a search: it ends what is under way, and is remembered where something in between swallows
-it (solvers return their best so far)."""
+"""Ctrl-C: what it means during a search, and while something is written that is to be whole."""
 
 from __future__ import annotations
 
@@ -11,20 +10,26 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed."""
+    """How often Ctrl-C was pressed: whether at all, and whether again."""
 
     asked = False
+    again = False
 
 
 @contextmanager
 def remembered() -> Iterator[Interrupt]:
-    """Inside, Ctrl-C raises KeyboardInterrupt as ever and is noted too (where this is the main thread)."""
+    """Inside, Ctrl-C raises KeyboardInterrupt as ever and is noted too (where this is the main thread).
+
+    A search ends with its best plan at the first one, even where a solver in between swallows the exception,
+    and without any at the second.
+    """
     found = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield found
         return
 
     def note(number: int, frame: FrameType | None) -> None:
+        found.again = found.asked
         found.asked = True
         raise KeyboardInterrupt
 
@@ -33,3 +38,29 @@ def remembered() -> Iterator[Interrupt]:
         yield found
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, the first Ctrl-C waits until the end; the second one counts at once.
+
+    Nothing changes outside of the main thread, or where Ctrl-C does something else than calling a function.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    asked: list[FrameType | None] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        asked.append(frame)
+        if len(asked) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        before(signal.SIGINT, asked[0])

@@ -88,7 +88,7 @@ class SearchOptions:
 
 @collector_paused()  # what a search makes stays, or is in no cycle
 def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan:
-    """The best plan found; Ctrl-C ends the search with the best so far.
+    """The best plan found; Ctrl-C ends the search with the best so far, a second one without.
 
     Args:
         training: the program, with the annotations that a plan keeps to.
@@ -114,10 +114,14 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
                 if interrupt.asked:
                     break
         except KeyboardInterrupt:
+            if interrupt.again:
+                raise
             interrupt.asked = True  # also outside of the main thread
         except DistGraphError:
             if not interrupt.asked:  # else what broke off has nothing to show
                 raise
+    if interrupt.again:  # something in between has swallowed it
+        raise KeyboardInterrupt
     seconds = time.monotonic() - start
     if best is None:
         assert interrupt.asked  # a search without any plan raises

@@ -1,0 +1,129 @@
+"""Ctrl-C: in a command that is still loading, in a search, and while a checkpoint is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import distgraph as dg
+from distgraph import command
+from distgraph.engine import engine as engine_module
+from distgraph.engine.interrupt import deferred, remembered
+
+
+def press() -> None:
+    """Ctrl-C, which Python notices before the next statement."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted_while_loading(name: str) -> Any:
+    raise KeyboardInterrupt
+
+
+class Cli:
+    """A command line whose commands end in some way."""
+
+    def __init__(self, main: Callable[[], None]) -> None:
+        self.main = main
+
+
+def as_typer_does() -> None:
+    try:
+        press()
+    except KeyboardInterrupt as error:
+        raise SystemExit(130) from error
+
+
+def already_said() -> None:
+    raise SystemExit(130)
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (interrupted_while_loading, "error: interrupted\n"),
+        (lambda name: Cli(as_typer_does), "error: interrupted\n"),
+        (lambda name: Cli(already_said), ""),
+    ],
+    ids=["loading", "command", "launcher"],
+)
+def test_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: Any, said: str
+) -> None:
+    monkeypatch.setattr(command.importlib, "import_module", load)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == said
+
+
+def test_a_search_notes_the_second_one() -> None:
+    with remembered() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert (interrupt.asked, interrupt.again) == (True, False)
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert (interrupt.asked, interrupt.again) == (True, True)
+
+
+def trained(ranks: int) -> dg.Engine:
+    strategy = dg.Strategy(mesh=dg.ProcessMesh.grid(dp=ranks), batch_axis="dp") if ranks > 1 else None
+    model, loss = dg.nn.Linear(3, 1), dg.nn.MeanSquaredError()
+    engine = dg.Engine(model, loss, dg.optim.SGD(0.1), strategy=strategy)
+    data = np.ones((4, 3), "f4"), np.zeros((4, 1), "f4")
+    engine.fit(data, batch_size=4, progress=False)
+    return engine
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_being_written_is_completed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
+) -> None:
+    engine, write = trained(ranks), engine_module.write_checkpoint
+
+    def pressed(*given: Any) -> None:
+        press()
+        write(*given)
+
+    monkeypatch.setattr(engine_module, "write_checkpoint", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save(tmp_path)
+    again = trained(ranks)
+    again.load(tmp_path)
+    assert again.step == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    engine.fit((np.ones((4, 3), "f4"), np.zeros((4, 1), "f4")), batch_size=4, progress=False)  # still works
+
+
+def test_a_second_one_counts_at_once() -> None:
+    reached: list[str] = []
+
+    def work() -> None:
+        with deferred():
+            press()
+            reached.append("first")
+            press()
+            reached.append("second")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_in_between_comes_first() -> None:
+    def work() -> None:
+        with deferred():
+            press()
+            raise ValueError("disk is full")
+
+    with pytest.raises(ValueError, match="disk"):
+        work()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
