@@ -11,7 +11,9 @@ parameters, states and gradients, and the class of an op passed is 3 for element
 contractions, 5 for the rest. A claim only ever gets greater as it travels, so the least claims can be
 settled first and for good (the argument of Dijkstra's algorithm): the result is the unique fixpoint in which
 every value and op holds the least claim that reaches it, whatever order the work-list has. A user's spec
-settles all axes of its value at once. A claim that comes second is kept as *lost*.
+settles all axes of its value at once. A claim that comes second is kept as *lost*. Over an axis of one rank
+nothing is split: such a claim travels on, for the axis of that name may be longer on another mesh, but it
+loses nothing.
 """
 
 from __future__ import annotations
@@ -180,6 +182,8 @@ class _Propagation:
             self.lose(claim, op, " ".join(term), via, claim.origin, "small")
             return
         if index in rule.whole:
+            if self.op_mesh[op.name].axis_size(axis) == 1:
+                return
             if lookup(op.kind).decompose is not None:
                 self.result.split_whole[op.name] = None
             self.lose(claim, op, index, via, claim.origin, "whole")
@@ -222,7 +226,7 @@ class _Propagation:
 
     def lose(self, claim: Claim, op: Op, index: str, value: str, held: Origin, reason: str) -> None:
         key = (op.name, index or value, claim.axis)
-        if key not in self.result.lost:
+        if key not in self.result.lost and self.op_mesh[op.name].sizes.get(claim.axis) != 1:
             self.result.lost[key] = Lost(
                 op.name, op.source, index, value, claim.axis, claim.origin, held, reason
             )
@@ -250,7 +254,8 @@ def op_layout(mesh: ProcessMesh, settled: Mapping[str, tuple[str, int, Origin]])
     mesh."""
     by_index: dict[str, list[tuple[int, int, str]]] = {}
     for axis, (index, order, _) in settled.items():
-        by_index.setdefault(index, []).append((order, mesh.axes.index(axis), axis))
+        if mesh.axis_size(axis) > 1:
+            by_index.setdefault(index, []).append((order, mesh.axes.index(axis), axis))
     return OpLayout(
         mesh, tuple((index, tuple(a for _, _, a in sorted(by_index[index]))) for index in sorted(by_index))
     )
@@ -262,7 +267,7 @@ def value_spec(
     """Spec of a value from its settled axes."""
     dims: list[list[tuple[int, int, str]]] = [[] for _ in range(ndim)]
     for axis, (dim, order, _) in settled.items():
-        if dim is not None:
+        if dim is not None and mesh.axis_size(axis) > 1:
             dims[dim].append((order, mesh.axes.index(axis), axis))
     return ShardSpec(tuple(tuple(a for _, _, a in sorted(dim)) for dim in dims))
 

@@ -4,7 +4,8 @@ In:   a graph (forward, or forward + backward + optimizer) in which some values 
 Out:  the same program; every value has a DistAttr and every op an OpLayout. Fused ops whose whole dim
       arrives split are replaced by their decomposition.
 Invariant: annotations are never changed; no dim loses an axis that an annotation gave it; the result does
-      not depend on any visiting order and completing twice changes nothing.
+      not depend on any visiting order and completing twice changes nothing. An axis of one rank splits
+      nothing: only annotations name one.
 
     %x  : f32[64, 128] [dp, _] = input          # user             %x  : f32[64, 128] [dp, _]
     %w1 : f32[128, 512] [_, tp] = param         # user             %w1 : f32[128, 512] [_, tp]
@@ -30,6 +31,7 @@ from distgraph.passes.decompose import decompose
 from distgraph.passes.defer import Kept, deferred, passing_group
 from distgraph.passes.place import place
 from distgraph.passes.postpone import postpone
+from distgraph.passes.tiles import without_unit_axes
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, Origin, ShardSpec
 
@@ -54,10 +56,11 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     graph, meshes = postpone(*place(serial, default))
     settled = propagate(graph, meshes, policy)
     for _ in range(_ROUNDS):
-        split = _split_whole(graph, settled)
+        split = _split_whole(graph, settled, meshes)
         if not split:
             break
-        serial = decompose(serial, split)  # not what is postponed already, where place would not see the sums
+        # not what is postponed already, where place would not see the sums
+        serial = decompose(serial, split, meshes if len({*meshes.values()}) > 1 else None)
         graph, meshes = postpone(*place(serial, default))
         settled = propagate(graph, meshes, policy)
     layouts = {op.name: op_layout(meshes[op.name], settled.ops[op.name]) for op in graph.ops}
@@ -65,14 +68,20 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     return _assemble(graph, meshes, settled, layouts, kept)
 
 
-def _split_whole(graph: Graph, settled: Settled) -> tuple[str, ...]:
+def _split_whole(graph: Graph, settled: Settled, meshes: Mapping[str, ProcessMesh]) -> tuple[str, ...]:
     """Decomposable ops one of whose operands really lies split along a dim that the op needs whole."""
     found = []
     for name in settled.split_whole:
         op = graph.producers[name]
         rule = rule_of(op)
         for value, term in zip(op.operands, rule.operands, strict=True):
-            held = {dim for dim, _, _ in settled.values[value.name].values() if dim is not None}
+            attr = graph.attrs.get(value.name)
+            there = meshes[graph.producers[value.name].name] if attr is None else attr.mesh
+            held = {
+                dim
+                for axis, (dim, _, _) in settled.values[value.name].items()
+                if dim is not None and there.sizes.get(axis, 1) > 1
+            }
             if any(rule.whole.intersection(term[dim]) for dim in held):
                 found.append(name)
                 break
@@ -133,8 +142,8 @@ def _layout_of(
 
 def follow(op: Op, attr: DistAttr) -> OpLayout:
     """Layout of an op without operands that makes its result right where it is wanted."""
-    axes = []
-    for term, split in zip(rule_of(op).results[0], attr.spec.dims, strict=True):
+    axes, spec = [], without_unit_axes(attr.spec, attr.mesh)
+    for term, split in zip(rule_of(op).results[0], spec.dims, strict=True):
         if split and term:
             axes.append((term[0], split))
     return OpLayout(attr.mesh, tuple(sorted(axes)))

@@ -2,30 +2,48 @@
 
 In:   a graph and the names of ops whose declaration has a `decompose`.
 Out:  the same program with those ops expanded; results keep their names, new values are named after the op.
-Invariant: same numbers up to rounding; roles, scopes, sources and links stay.
+Invariant: same numbers up to rounding; roles, scopes, sources and links stay. The parts of an op that has a
+      mesh of its own are computed there, wherever its operands lie.
 
     %y = softmax(%x) {axis=1}      ->      %y.0 = reduce_max(%x) {dims=(1,)} ...  %y = divide(%y.3, %y.5)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distgraph.errors import GraphError
-from distgraph.graph import Graph, Op
+from distgraph.graph import SOURCES, Graph, Op
+from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import lookup
 from distgraph.tensor import Tensor
 from distgraph.tracing import Trace
 
 
-def decompose(graph: Graph, names: Iterable[str]) -> Graph:
-    """Expand the named ops. Raises GraphError for an op that has no decomposition."""
-    wanted = set(names)
+def decompose(graph: Graph, names: Iterable[str], meshes: Mapping[str, ProcessMesh] | None = None) -> Graph:
+    """Expand the named ops.
+
+    Args:
+        graph: it.
+        names: of ops.
+        meshes: op name -> mesh that computes it; of others the placements of the graph count.
+
+    Raises:
+        GraphError: an op has no decomposition.
+    """
+    wanted, homes = set(names), {**graph.placements, **(meshes or {})}
+    placements = dict(graph.placements)
     ops: list[Op] = []
     for op in graph.ops:
-        ops.extend(_expand(op) if op.name in wanted else [op])
-    return graph.with_ops(ops)
+        if op.name not in wanted:
+            ops.append(op)
+            continue
+        parts = _expand(op)
+        ops.extend(parts)
+        if op.name in homes:
+            placements |= {part.name: homes[op.name] for part in parts if part.kind not in SOURCES}
+    return graph.with_ops(ops, placements=placements)
 
 
 def _expand(op: Op) -> list[Op]:

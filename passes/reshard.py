@@ -4,13 +4,13 @@ In:   a completed graph, in which an op may read a value in another layout than 
 in one.
 Out:  a graph in which every op reads and leaves its values exactly as they are stored; the differences are
 `reshard` ops.
-Invariant: same program; a new value of a param lies as the old one; users that need the same layout of a
-      value share one reshard; a result is resharded right where it is made (so that communication can start
-      early), an operand right before its first reader. What ops of another mesh read in several layouts goes
-      there once, in the layout from which the others cost least, where that sends no more. Where an op reads
-      neighbours' positions of a split dim (see `operand_windows`), a `comm.halo` lengthens the local blocks:
-      the same global tensor in the same layout, blocks that overlap; or in the layout of a mesh with the same
-      ranks in another order.
+Invariant: same program; no layout names an axis of one rank, which splits nothing; a new value of a param
+      lies as the old one; users that need the same layout of a value share one reshard; a result is resharded
+      right where it is made (so that communication can start early), an operand right before its first
+      reader. What ops of another mesh read in several layouts goes there once, in the layout from which the
+      others cost least, where that sends no more. Where an op reads neighbours' positions of a split dim (see
+      `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the same layout,
+      blocks that overlap; or in the layout of a mesh with the same ranks in another order.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -28,6 +28,7 @@ from distgraph.graph import SOURCES, Graph, Op, Value
 from distgraph.mesh import ProcessMesh
 from distgraph.ops.registry import Windows, operand_layout, operand_windows, result_layout
 from distgraph.passes.redistribute import redistribute_cost
+from distgraph.passes.tiles import without_unit_axes
 from distgraph.passes.transfer import transfer_cost
 from distgraph.rule import OpLayout
 from distgraph.spec import DistAttr, Origin
@@ -51,11 +52,12 @@ class Shared(dict[Key, Value]):
 @collector_paused()
 def reshard(graph: Graph) -> Graph:
     """Insert reshard ops. Raises GraphError when the graph is not completed."""
-    attrs = dict(graph.attrs)
-    attrs.update(_lying_as_replaced(graph))
     bare = next((op for op in graph.ops if op.layout is None), None)
     if bare is not None:
         raise GraphError(f"{bare} has no layout; run the pass complete before reshard")
+    graph = _without_unit_axes(graph)
+    attrs = dict(graph.attrs)
+    attrs.update(_lying_as_replaced(graph))
     ops: list[Op] = []
     shared = Shared(_landings(graph, attrs))
     for op in graph.ops:
@@ -70,6 +72,27 @@ def reshard(graph: Graph) -> Graph:
         ops.extend(after)
     updates = tuple((old, _as_replaced(graph, old, new, ops, attrs, shared)) for old, new in graph.updates)
     return graph.with_ops(ops, attrs=attrs, updates=updates)
+
+
+def _without_unit_axes(graph: Graph) -> Graph:
+    """The same layouts with no mention of axes of one rank."""
+    meshes = {*graph.meshes, *(op.layout.mesh for op in graph.ops if op.layout is not None)}
+    if all(1 not in mesh.shape for mesh in meshes):
+        return graph
+    attrs = {
+        name: replace(attr, spec=without_unit_axes(attr.spec, attr.mesh))
+        for name, attr in graph.attrs.items()
+    }
+    return graph.with_ops((replace(op, layout=_layout_without(op)) for op in graph.ops), attrs=attrs)
+
+
+def _layout_without(op: Op) -> OpLayout:
+    layout = op.layout
+    assert layout is not None
+    long = {axis for axis, size in layout.mesh.sizes.items() if size > 1}
+    axes = ((index, tuple(axis for axis in split if axis in long)) for index, split in layout.axes)
+    partial = tuple((axis, group) for axis, group in layout.partial if axis in long)
+    return OpLayout(layout.mesh, tuple((index, split) for index, split in axes if split), partial)
 
 
 def _lying_as_replaced(graph: Graph) -> dict[str, DistAttr]:

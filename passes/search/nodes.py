@@ -122,7 +122,8 @@ def _pins(fold: Fold, mesh: ProcessMesh) -> dict[int, DistAttr]:
         attr = value.pinned
         if attr is None:
             continue
-        for axis in attr.spec.axes:
+        spec = without_unit_axes(attr.spec, attr.mesh)
+        for axis in spec.axes:
             size, here = attr.mesh.axis_size(axis), f"%{value.value.name} ({attr.origin.where})"
             known, there = sizes.setdefault(axis, (size, here))
             if known != size:
@@ -135,7 +136,7 @@ def _pins(fold: Fold, mesh: ProcessMesh) -> dict[int, DistAttr]:
                     f"{here}: splits over {axis}={size} but is to be laid out on {mesh}; search a mesh with "
                     f"{axis}={size} or take the annotation out"
                 )
-        found[number] = DistAttr(mesh, attr.spec, attr.origin)
+        found[number] = DistAttr(mesh, spec, attr.origin)
     return found
 
 
@@ -171,7 +172,7 @@ def _options(
             wanted.setdefault(spec, set()).add(reader)
     single: list[ShardSpec]
     if number in pinned:
-        single = [without_unit_axes(pinned[number].spec, mesh)]
+        single = [pinned[number].spec]
     elif source:
         single = list(made)
     else:

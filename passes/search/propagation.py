@@ -116,13 +116,14 @@ def pins(graph: Graph, mesh: ProcessMesh) -> dict[str, ShardSpec]:
     """
     found = {}
     for name, attr in graph.attrs.items():
-        for axis in attr.spec.axes:
+        spec = without_unit_axes(attr.spec, attr.mesh)
+        for axis in spec.axes:
             if mesh.sizes.get(axis) != attr.mesh.axis_size(axis):
                 raise ShardingError(
                     f"%{name} ({attr.origin.where}): splits over {axis}={attr.mesh.axis_size(axis)} but is "
                     f"to be laid out on {mesh}; search a mesh with that axis or take the annotation out"
                 )
-        found[name] = without_unit_axes(attr.spec, mesh)
+        found[name] = spec
     return found
 
 

@@ -39,6 +39,7 @@ from distgraph.ops.registry import rule_of
 from distgraph.passes.redistribute import Price, wire_price
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import laid_out, spread
+from distgraph.passes.tiles import without_unit_axes
 from distgraph.rule import OpLayout, Rule, Term, representable
 from distgraph.spec import DistAttr, ShardSpec
 
@@ -140,16 +141,15 @@ def _renamed(
     """
 
     def divided(attr: DistAttr) -> DistAttr:
-        if not attr.spec.axes:
-            return DistAttr(found, attr.spec, attr.origin)
+        spec = without_unit_axes(attr.spec, attr.mesh)
+        if not spec.axes:
+            return DistAttr(found, spec, attr.origin)
         if attr.mesh.sizes != mesh.sizes:
             raise ShardingError(
                 f"annotation at {attr.origin.where} is on {attr.mesh} but the search divides {mesh}; search "
                 f"the mesh that is annotated, or take the annotation out"
             )
-        dims = tuple(
-            tuple(a for axis in dim for a in names[axis] if a in found.sizes) for dim in attr.spec.dims
-        )
+        dims = tuple(tuple(a for axis in dim for a in names[axis] if a in found.sizes) for dim in spec.dims)
         return DistAttr(found, ShardSpec(dims), attr.origin)
 
     return graph.with_ops(graph.ops, attrs={name: divided(attr) for name, attr in graph.attrs.items()})
