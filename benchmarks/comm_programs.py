@@ -183,7 +183,7 @@ def moe(p: Any, x: Tensor, by_expert: Program | None = None, by_group: Program |
     chosen = ops.one_hot(ops.argmax(gates, -1), experts)
     position = (ops.cumsum(chosen, 1) - 1) * chosen
     fits = ops.cast(position < capacity, "f32")[..., None]
-    dispatch = chosen[..., None] * ops.one_hot(ops.cast(position, "i32"), capacity) * fits
+    dispatch = chosen[..., None] * ops.one_hot(ops.cast(position, "i32"), capacity, outside="zeros") * fits
     combine = dispatch * (gates * chosen)[..., None]
     routed = ops.einsum("gsec,gsm->egcm", dispatch, x)
     routed = routed if by_expert is None else by_expert(routed)

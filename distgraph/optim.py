@@ -106,7 +106,9 @@ class Optimizer(ABC):
                 with trace.on_behalf_of("", "", ""):
                     clipped = clip_by_global_norm([g for _, g in pairs], self.clip_norm)
                 pairs = [(p, g) for (p, _), g in zip(pairs, clipped, strict=True)]
-            lr, step = trace.source("input", "lr", (), "f32"), trace.source("input", "step", (), "f32")
+            dtypes = {p.dtype for p, _ in pairs} | {self.master}
+            numbers = "f64" if "f64" in dtypes else "f32"  # those of the finest parameter
+            lr, step = (trace.source("input", name, (), numbers) for name in ("lr", "step"))
             stages = _stages(trace) if self.state_spec else {}
             for p, g in pairs:
                 op = sources[p.value.name]

@@ -54,7 +54,7 @@ def test_one_rank_trains_as_the_interpreter_does(model: str, micro: int) -> None
     losses = []
     for number, arrays in enumerate(data):
         inputs = dict(zip(names, arrays, strict=True)) | {"key": np.uint64(random_key(SEED, "step", number))}
-        inputs |= {name: np.float32(value) for name, value in optimizer.inputs(number).items()}
+        inputs |= {name: float(value) for name, value in optimizer.inputs(number).items()}
         outputs, updates = interpret(graph, inputs, state)
         state |= updates
         losses.append(float(outputs["loss"]))

@@ -71,6 +71,7 @@ class Compiled:
         ready: whether every local rank is prepared.
         workers: of the local ranks that have run it.
         feeds: what each of them reads of a batch, with the way of every block to its device.
+        numbers: dtype of every input that is a single number.
     """
 
     training: Training
@@ -80,6 +81,7 @@ class Compiled:
     ready: bool = False
     workers: dict[int, Worker] = field(default_factory=dict)
     feeds: dict[int, list[tuple[Feed, list[Inlet]]]] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
     _devices: dict[int, Device] = field(default_factory=dict)
     _checked: dict[str, str] | None = None  # values that are to be finite
 
@@ -119,6 +121,8 @@ class Compiled:
             device.prepare(None)
             return
         program = self.build.program(rank)
+        inputs = self.build.lowered.sources("input")
+        self.numbers = {str(op.attrs["name"]): op.result.dtype for op in inputs if not op.result.shape}
         device.prepare(program)
         with device.working():
             sources = memory.local(program.graph, rank)
@@ -169,7 +173,10 @@ class Compiled:
         worker = self.workers.get(rank)
         if worker is None:
             return {}
-        device, feeds = self._devices[rank], dict(scalars)
+        device = self._devices[rank]
+        feeds: dict[str, Any] = {
+            name: to_numpy(dtype).type(scalars[name]) for name, dtype in self.numbers.items()
+        }
         with device.working():
             for feed, inlets in self.feeds[rank]:
                 blocks = zip(inlets, feed.load(batch), strict=True)
@@ -192,8 +199,3 @@ class Compiled:
             name = str(op.attrs["name"])
             planned[name] = Feed(name, self.fields[name], rows, rest, shape, value.dtype)
         return list(planned.values())
-
-
-def scalar(dtype: str, number: float) -> Any:
-    """A number as a scalar of a dtype."""
-    return to_numpy(dtype).type(number)

@@ -14,7 +14,7 @@ from distgraph.data import Batch, DataLoader, as_source, stand_ins, whole
 from distgraph.dtypes import is_integer
 from distgraph.engine.applying import check_batch
 from distgraph.engine.arguments import check_parts, check_training
-from distgraph.engine.compiled import Compiled, scalar
+from distgraph.engine.compiled import Compiled
 from distgraph.engine.extracting import extract
 from distgraph.engine.forecasting import beforehand, cluster_for, forecast_training
 from distgraph.engine.given import cluster_given, plan_for
@@ -454,4 +454,4 @@ class Engine:
         key = np.uint64(random_key(self.seed, "step", self.step))
         optimizer, skipped = self.recipe.optimizer, len(self.history.skipped)
         numbers = {} if optimizer is None else optimizer.inputs(self.step, skipped)
-        return {"key": key, **{name: scalar("f32", number) for name, number in numbers.items()}}
+        return {"key": key, **numbers}

@@ -17,6 +17,9 @@ Array: TypeAlias = Any
 Namespace: TypeAlias = Any
 """The module ``numpy`` or the module ``cupy``."""
 
+Kernel: TypeAlias = Callable[..., Any]
+"""(namespace, *arrays, out=..., **attributes) -> array, or arrays."""
+
 FUSED_MIN_SIZE = 1 << 14
 """Elements from which a compiled loop is worth its call and, once, its compilation (measured: at 16 Ki
 elements a NumPy pass takes 5 us, a Numba call 1 us to 2 us)."""

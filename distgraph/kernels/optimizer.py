@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, flat, outputs, store
+from distgraph.kernels._common import (
+    Array,
+    Kernel,
+    Namespace,
+    computed_in_f32,
+    empty,
+    flat,
+    outputs,
+    store,
+)
 from distgraph.kernels._device import elementwise
 from distgraph.kernels._jit import fused_for
 
@@ -29,6 +40,26 @@ def _is_new(x: Array, out: Array) -> bool:
     return bool(x.ctypes.data != out.ctypes.data or x.strides != out.strides or x.dtype != out.dtype)
 
 
+def _of_vectors(count: int) -> Callable[[Kernel], Kernel]:
+    """Decorate a kernel whose first operands, so many, and results have one shape, so that it never sees
+    tensors of no dims: NumPy gives numbers for those, which nothing can be written into."""
+
+    def decorate(kernel: Kernel) -> Kernel:
+        @wraps(kernel)
+        def run(xp: Namespace, *arrays: Array, out: Any = None, **attrs: Any) -> Any:
+            if arrays[0].ndim:
+                return kernel(xp, *arrays, out=out, **attrs)
+            vectors = (xp.asarray(a).reshape(1) for a in arrays[:count])
+            outs = None if out is None else tuple(None if o is None else o.reshape(1) for o in out)
+            results = kernel(xp, *vectors, *arrays[count:], out=outs, **attrs)
+            given = (None,) * len(results) if out is None else out
+            return tuple(r.reshape(()) if o is None else o for r, o in zip(results, given, strict=True))
+
+        return run
+
+    return decorate
+
+
 def _scalar(xp: Namespace, value: Any) -> Any:
     """A Python float of a 0-d array; a CuPy 0-d array stays on the device, so that the stream does not
     stall."""
@@ -36,6 +67,7 @@ def _scalar(xp: Namespace, value: Any) -> Any:
 
 
 @computed_in_f32(0, 2, 3)
+@_of_vectors(4)
 def adam(
     xp: Namespace,
     p: Array,
@@ -114,6 +146,7 @@ def _adam_passes(state: tuple[Array, ...], numbers: tuple[float, ...], results: 
 
 
 @computed_in_f32(0, 2)
+@_of_vectors(3)
 def momentum(
     xp: Namespace,
     p: Array,

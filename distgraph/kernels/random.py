@@ -178,7 +178,7 @@ def random_uniform(
     )
     kind = np.dtype(dtype if out is None else out.dtype)
     digits, wide = (53, np.float64) if kind == np.float64 else (24, np.float32)
-    values = (bits >> np.uint64(64 - digits)).astype(wide)
+    values = xp.asarray(bits >> np.uint64(64 - digits)).astype(wide)  # of no dims NumPy makes a number
     values *= wide(2.0**-digits)
     return store(xp, values, out, kind)
 
@@ -203,7 +203,7 @@ def random_normal(
     bits = random_bits(
         xp, key, shape=shape, starts=starts, local_shape=_local(shape, local_shape, out), salt=salt
     )
-    uniform = (bits >> np.uint64(12)).astype(np.float64)
+    uniform = xp.asarray(bits >> np.uint64(12)).astype(np.float64)  # of no dims NumPy makes a number
     uniform += 0.5
     uniform *= 2.0**-52
     special = import_module("scipy.special" if xp is np else "cupyx.scipy.special")

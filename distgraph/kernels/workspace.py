@@ -113,7 +113,7 @@ def put_along(x: Array, ids: Array, *, dim: int, size: int, offset: int = 0) -> 
     return int(lines * size * wide + (2 * _INDEX + 1 + x.itemsize + wide) * ids.size)
 
 
-def one_hot(ids: Array, *, classes: int, dtype: str, offset: int = 0) -> int:
+def one_hot(ids: Array, *, classes: int, dtype: str, offset: int = 0, length: int | None = None) -> int:
     """A truth value for every element of the result."""
     return int(ids.size * classes)
 

@@ -100,7 +100,8 @@ class MoE(Module):
 
     def _chosen(self, gates: Tensor) -> Tensor:
         """1 at the best expert of each token, [groups, tokens, experts]."""
-        return ops.one_hot(ops.argmax(ops.stop_gradient(gates), -1), self.experts, gates.dtype)
+        best = ops.argmax(ops.stop_gradient(gates), -1)  # one of the experts: nothing to check
+        return ops.one_hot(best, self.experts, gates.dtype, outside="zeros")
 
     def _balance(self, gates: Tensor, first: Tensor) -> Tensor:
         """GShard equation 3: differentiable in the gates, the shares of first choices are counts."""
@@ -109,7 +110,8 @@ class MoE(Module):
     def _place(self, mask: Tensor, before: Tensor, weight: Tensor, capacity: int) -> Tensor:
         """Weights at (expert, place); a place beyond the capacity is in no one-hot row: nothing."""
         place = ops.reduce("sum", before * mask, -1).astype("i32")
-        return ops.einsum("gse,gsc->gsec", mask * weight, ops.one_hot(place, capacity, mask.dtype))
+        places = ops.one_hot(place, capacity, mask.dtype, outside="zeros")
+        return ops.einsum("gse,gsc->gsec", mask * weight, places)
 
 
 def _shift(x: Tensor, bias: Parameter | None) -> Tensor:

@@ -208,7 +208,7 @@ _unary("bitwise_not", integers=True)
 
 
 def _rsqrt_kernel(xp: Any, x: Any, out: Any = None) -> Any:
-    root = xp.sqrt(x, out=out)
+    root = xp.asarray(xp.sqrt(x, out=out))  # of no dims NumPy makes a number
     return xp.reciprocal(root, out=root)
 
 

@@ -432,7 +432,18 @@ def _infer_one_hot(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape,
     return [((*operands[0].shape, attrs["classes"]), short(attrs["dtype"]))]
 
 
-def _one_hot_kernel(xp: Any, ids: Any, out: Any = None, *, classes: int, dtype: str, offset: int = 0) -> Any:
+def _one_hot_kernel(
+    xp: Any,
+    ids: Any,
+    out: Any = None,
+    *,
+    classes: int,
+    dtype: str,
+    offset: int = 0,
+    length: int | None = None,
+) -> Any:
+    if length is not None:
+        check_positions(xp, ids, length)
     hit = ids[..., None] == xp.arange(offset, offset + classes)
     if out is None:
         return hit.astype(to_numpy(dtype))
@@ -500,6 +511,20 @@ def scatter_add(x: Any, ids: Any, updates: Any) -> Tensor:
     return emit_one("scatter_add", *as_tensors(x, ids, updates))
 
 
-def one_hot(ids: Any, classes: int, dtype: Any = "f32") -> Tensor:
-    """1 where the new last dim equals the position, else 0; a position out of range gives zeros."""
-    return emit_one("one_hot", *as_tensors(ids), classes=int(classes), dtype=short(dtype))
+def one_hot(ids: Any, classes: int, dtype: Any = "f32", outside: str = "error") -> Tensor:
+    """1 where the new last dim equals the position, else 0.
+
+    Args:
+        ids: positions of any shape.
+        classes: length of the new dim.
+        dtype: of the result.
+        outside: what a position outside 0..classes-1 gives: "error", a RuntimeFault in the step as of other
+            look-ups (on NumPy only), or "zeros", a row of zeros.
+
+    Raises:
+        GraphError: the positions are no integers, or `outside` is neither.
+    """
+    if outside not in ("error", "zeros"):
+        raise GraphError(f'outside of one_hot is {outside!r} but must be "error" or "zeros"')
+    checked = {"length": int(classes)} if outside == "error" else {}
+    return emit_one("one_hot", *as_tensors(ids), classes=int(classes), dtype=short(dtype), **checked)
