@@ -48,10 +48,13 @@ class Strategy:
             training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
             parameters and states stay those of before the step. See docs/training_safety.md.
+        verify_replicas: training steps between two comparisons of the parameters and states that several
+            ranks hold alike, by checksums; a rank whose copy differs ends training with a RuntimeFault that
+            names it. None for no comparison.
 
     Raises:
-        ShardingError: an unknown mode, schedule, device, policy or axis; fewer than one micro-batch; a budget
-            below one, or without a search.
+        ShardingError: an unknown mode, schedule, device, policy or axis; fewer than one micro-batch, or step
+            between comparisons; a budget below one, or without a search.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -67,6 +70,7 @@ class Strategy:
     refine_budget: int | None = None
     device: str = "cpu"
     nonfinite: str = "raise"
+    verify_replicas: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -89,6 +93,11 @@ class Strategy:
         if not is_integer(self.micro_batches) or self.micro_batches < 1:
             raise ShardingError(
                 f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
+            )
+        every = self.verify_replicas
+        if every is not None and (not is_integer(every) or every < 1):
+            raise ShardingError(
+                f"verify_replicas of Strategy is {every!r} but must be a number of steps from 1 up, or None"
             )
         if self.mesh is not None:
             check_mesh("Strategy", self.mesh)

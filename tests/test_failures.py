@@ -95,9 +95,7 @@ def test_load_that_stops_half_way_asks_for_another(tmp_path: Path, monkeypatch: 
         with pytest.raises(RuntimeFault, match="the disk is gone"):
             trained.load(tmp_path)
     for use in (lambda: steps(trained, 1), lambda: trained.save(tmp_path), lambda: trained.evaluate(data(6))):
-        with pytest.raises(
-            RuntimeFault, match=r"not all of one step: loading .* did not end; load a checkpoint"
-        ):
+        with pytest.raises(RuntimeFault, match=r"are damaged: loading .* did not end; load a checkpoint"):
             use()
     trained.load(tmp_path)
     assert len(steps(trained, 1)) == 1
@@ -128,9 +126,7 @@ def test_step_that_stops_in_its_update_asks_for_a_checkpoint(layout: str, tmp_pa
     with pytest.raises((RuntimeFault, MemoryError), match="no room"):
         steps(trained, 1)
     del worker._commit
-    with pytest.raises(
-        RuntimeFault, match=r"not all of one step: a step stopped in the middle of its update"
-    ):
+    with pytest.raises(RuntimeFault, match=r"are damaged: a step stopped in the middle of its update"):
         trained.save(tmp_path)
     trained.load(tmp_path)
     again = engine(layout)

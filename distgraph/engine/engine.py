@@ -196,6 +196,9 @@ class Engine:
         if batch is given:  # it knows its place in the epoch; bare arrays have none
             self.epoch, self.position = batch.epoch, batch.position + len(batch)
         self.history.losses.append(logs["loss"])
+        every = self.recipe.strategy.verify_replicas
+        if every is not None and self.step % every == 0:
+            self._session.verify_replicas(self.step)
         return logs
 
     def evaluate(self, data: Any, batch_size: int | None = None) -> dict[str, float]:
@@ -257,11 +260,13 @@ class Engine:
             RuntimeFault: there is nothing to save yet, or it cannot be written; the previous checkpoint is
                 whole.
             NonFiniteError: a parameter or state is nan or infinite; the previous checkpoint is whole.
+            RuntimeFault: ranks hold different copies of a value, under Strategy(verify_replicas=...).
         """
         enter("engine.save()")
         if not self.memory.records:
             raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
         self.memory.check_whole()
+        self._session.verify_replicas(self.step)
         placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
         unused = [name for name in self._expected() if name not in placed]
         check_before_saving(path, self.recipe.model, self.memory, self._session.ranks(), placed)
@@ -296,9 +301,9 @@ class Engine:
         verify_files(checkpoint, self._session.ranks())
         reader = reader_of(checkpoint, states, set(expected))
         self.memory.reader = reader
-        self.memory.torn = f"loading {path} did not end"
+        self.memory.damaged = f"loading {path} did not end"
         self._session.ranks().run(lambda rank: self.memory.reload(rank, reader))
-        self.memory.torn = ""
+        self.memory.damaged = ""
         index = checkpoint.index
         self.step, self.epoch, self.position = index["step"], index["epoch"], index["position"]
         self.seed = self.memory.seed = index["seed"]

@@ -42,7 +42,7 @@ class Memory:
 
     Attributes:
         devices: of the ranks that are at work; blocks of others are made on the host.
-        torn: why the blocks are not all of one step; empty while they are.
+        damaged: why the blocks are of no use; empty while they are.
     """
 
     def __init__(self, seed: int) -> None:
@@ -50,7 +50,7 @@ class Memory:
         self.records: dict[str, Record] = {}
         self.reader: Reader | None = None
         self.devices: dict[int, Device] = {}
-        self.torn = ""
+        self.damaged = ""
         self._blocks: dict[int, dict[str, Any]] = {}
 
     @property
@@ -79,10 +79,10 @@ class Memory:
                 )
 
     def check_whole(self) -> None:
-        """Raises RuntimeFault when the blocks are not all of one step."""
-        if self.torn:
+        """Raises RuntimeFault when the blocks are damaged."""
+        if self.damaged:
             raise RuntimeFault(
-                f"parameters and states are not all of one step: {self.torn}; load a checkpoint to go on"
+                f"parameters and states are damaged: {self.damaged}; load a checkpoint to go on"
             )
 
     def local(self, graph: Graph, rank: int) -> dict[str, Any]:

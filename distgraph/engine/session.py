@@ -18,6 +18,7 @@ from distgraph.engine.following import reference_of
 from distgraph.engine.memory import Memory
 from distgraph.engine.planning import settled
 from distgraph.engine.program import Recipe
+from distgraph.engine.replicas import different_replicas
 from distgraph.engine.training import Training
 from distgraph.errors import RuntimeFault
 from distgraph.graph import Graph
@@ -158,7 +159,7 @@ class Session:
             found = world.run(work)
         except BaseException as error:
             if compiled.updates != before:
-                self.memory.torn = (
+                self.memory.damaged = (
                     f"a step stopped in the middle of its update ({type(error).__name__}: {error})"
                 )
             raise
@@ -169,6 +170,25 @@ class Session:
             local: Any = found.get(owner, found[world.local[0]]).get(label)
             numbers[label] = local if everywhere else world.share(local, owner)
         return numbers
+
+    def verify_replicas(self, step: int) -> None:
+        """Compare what several ranks hold alike, where the strategy says so. Collective.
+
+        Args:
+            step: number of the step after which it happens.
+
+        Raises:
+            RuntimeFault: on every process, when copies differ; until a checkpoint is loaded nothing runs.
+        """
+        if self.recipe.strategy.verify_replicas is None:
+            return
+        found = different_replicas(self.memory, self.ranks())
+        if found:
+            self.memory.damaged = f"after step {step} {found}"
+            raise RuntimeFault(
+                f"after step {step} {found}; a device or its memory is faulty: take it out of the job, and "
+                f"load a checkpoint of before"
+            )
 
     def nonfinite(self, compiled: Compiled) -> Mapping[int, Mapping[str, tuple[int, int]]] | None:
         """What was not finite in the training step that has just run, on all ranks and known to every
