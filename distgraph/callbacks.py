@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,6 +25,7 @@ from distgraph.callback_checks import check_count, check_monitor, check_place
 from distgraph.documents import shown_path
 from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.files import check_writable
+from distgraph.path_template import PathTemplate
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine
@@ -90,13 +90,22 @@ class ModelCheckpoint(Callback):
     Parameters and states that are nan or infinite are never saved: that ends training with a NonFiniteError,
     or is warned of under Strategy(nonfinite="warn").
 
+    What would keep it from saving shows before training starts, as far as it can be known: a path that cannot
+    be written, another job that writes there.
+
     Args:
-        path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, so that several are
-            kept.
+        path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, also with a width as
+            in `{step:06d}`, so that several are kept.
         every: epochs between two checkpoints.
         every_steps: steps between two checkpoints, instead of epochs.
-        best: name of a number such as "valid_loss": save only when it is better than in any epoch before.
+        best: name of a number of an epoch, such as "valid_loss": save only when it is better than in any
+            checkpoint of this training before. With `keep` all are saved, and that of the best epoch stays.
         mode: "min" or "max", what better means.
+        keep: how many of the last checkpoints stay; older ones that this training wrote to `path`, also
+            before it was resumed, are deleted. All stay by default.
+
+    Raises:
+        RuntimeFault: an argument makes no sense, or two do not go together.
     """
 
     def __init__(
@@ -106,19 +115,38 @@ class ModelCheckpoint(Callback):
         every_steps: int | None = None,
         best: str | None = None,
         mode: str = "min",
+        keep: int | None = None,
     ) -> None:
-        check_count("ModelCheckpoint", "every", every, 1)
-        if every_steps is not None:
-            check_count("ModelCheckpoint", "every_steps", every_steps, 1)
-        self.path, self.every, self.every_steps, self.best = str(path), every, every_steps, best
-        check_place("ModelCheckpoint", self._path(0, 0))
+        self.path = PathTemplate(path, "ModelCheckpoint")
+        check_place("ModelCheckpoint", self.path.at(0, 0))
+        for name, number in (("every", every), ("every_steps", every_steps), ("keep", keep)):
+            if number is not None:
+                check_count("ModelCheckpoint", name, number, 1)
+        if best is not None and not isinstance(best, str):
+            raise RuntimeFault(f'ModelCheckpoint: best is {best!r} but must be a name such as "valid_loss"')
+        if best is not None and every_steps is not None:
+            raise RuntimeFault(
+                f"ModelCheckpoint: best={best!r} is measured once an epoch but every_steps is {every_steps}; "
+                f"leave out one of them"
+            )
+        if keep is not None and not self.path.fields:
+            raise RuntimeFault(
+                f"ModelCheckpoint: keep is {keep} but path {self.path.text!r} is one directory; write "
+                f"{{epoch}} or {{step}} in it"
+            )
+        self.every, self.every_steps, self.best, self.mode, self.keep = every, every_steps, best, mode, keep
         self._best = _Best("ModelCheckpoint", mode)
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """See `Callback`. Raises RuntimeFault where nothing can be written, or nothing measures `best`."""
-        check_place("ModelCheckpoint", self._path(engine.epoch, engine.step) + "/index.json")
         if self.best is not None:
             check_monitor("ModelCheckpoint", self.best, engine)
+        engine.checkpoints.reserve(self.path.at(engine.epoch, engine.step), lock=not self.path.fields)
+        if self.best is not None and self.keep is None:
+            self._best = _Best("ModelCheckpoint", self.mode)
+            number = engine.checkpoints.best(self.path, self.best, self.mode)
+            if number is not None:
+                self._best.improves(number)
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
         """See `Callback`."""
@@ -129,36 +157,25 @@ class ModelCheckpoint(Callback):
         """See `Callback`."""
         if self.every_steps is not None:
             return
-        if self.best is not None:
-            if self._best.improves(_monitored(logs, self.best)):
+        number = _monitored(logs, self.best) if self.best is not None else None
+        if number is not None and self.keep is None:
+            if self._best.improves(number):
                 self._save(engine)
         elif (epoch + 1) % self.every == 0:
             self._save(engine)
 
     def _save(self, engine: Engine) -> None:
+        path = self.path.at(engine.epoch, engine.step)
         try:
-            engine.save(self._path(engine.epoch, engine.step))
+            engine.save(str(path))
         except NonFiniteError as error:
             if engine.recipe.strategy.nonfinite != "warn":
                 raise
             if engine.is_chief:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-
-    def _path(self, epoch: int, step: int) -> str:
-        """The directory of a checkpoint. Raises RuntimeFault: the braces in `path` make no sense."""
-        try:
-            fields = [name for _, name, _, _ in Formatter().parse(self.path) if name is not None]
-            other = next((name for name in fields if name not in ("epoch", "step")), None)
-            found = self.path.format(epoch=epoch, step=step) if other is None else ""
-            why = f"it has {{{other}}}" if other is not None else ""
-        except (ValueError, LookupError) as error:
-            found, why = "", str(error)
-        if why:
-            raise RuntimeFault(
-                f"ModelCheckpoint: path {self.path!r} cannot be filled in: {why}; {{epoch}} and {{step}} are "
-                f"replaced, other braces are written {{{{ and }}}}"
-            )
-        return found
+            return
+        if self.keep is not None:
+            engine.checkpoints.retain(self.path, path, self.keep, self.best, self.mode)
 
 
 class EarlyStopping(Callback):

@@ -1,4 +1,5 @@
-"""Command line: `distgraph run`, `check`, `plan`, `export`, `forecast`, `inspect`, `profile`, `cluster`."""
+"""Command line: `distgraph run`, `check`, `plan`, `export`, `forecast`, `inspect`, `profile`, `cluster`,
+`checkpoint`."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from distgraph.passes.conflicts import conflicts, explain
 from distgraph.passes.pipeline import PASSES, Ran, run_passes
 from distgraph.plan import Plan
 from distgraph.resources import describe, load_cluster, shipped_clusters
+from distgraph.runtime.checkpoint.commands import app as checkpoint_app
 from distgraph.runtime.launch import launch
 from distgraph.runtime.profile import Request
 from distgraph.runtime.profile import profile as run_profile
@@ -41,6 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(checkpoint_app)
 _PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; also behind the script.")
 _CLUSTER = typer.Option(
     "--cluster", help="Resource file or shipped name that prices changes of layout; also behind the script."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import resource
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 from training import data, engine
 
+import distgraph as dg
 from distgraph.callbacks import (
     Callback,
     CSVLogger,
@@ -93,6 +95,135 @@ def test_checkpoints_every_few_steps(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "6").index["position"] == 10
 
 
+def trained(folder: Path, epochs: int, resume: bool = False, **options: Any) -> dg.Engine:
+    """One epoch is one step; the engine goes on from the newest checkpoint if it is to resume."""
+    found = engine()
+    if resume:
+        found.load(max(folder.iterdir(), key=lambda path: int(path.name)))
+    saver = ModelCheckpoint(folder / "{step:03d}", **options)
+    found.fit(data(8), epochs, 8, callbacks=[saver], resume=resume, progress=False)
+    return found
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
+    """Also those of before it was resumed; never those of another training, or what is no checkpoint."""
+    (tmp_path / "a" / "notes").mkdir(parents=True)
+    trained(tmp_path / "b", 3)
+    (tmp_path / "b" / "002").rename(tmp_path / "a" / "002")
+    trained(tmp_path / "a", 1)
+    (tmp_path / "a" / "002").rename(tmp_path / "a" / "777")
+    trained(tmp_path / "c", 4, keep=2)
+    assert names(tmp_path / "c") == ["003", "004"]
+    trained(tmp_path / "c", 7, resume=True, keep=3)
+    assert names(tmp_path / "c") == ["005", "006", "007"]
+    trained(tmp_path / "a", 4, keep=1)
+    assert names(tmp_path / "a") == ["004", "777", "notes"]
+    assert all(Checkpoint.open(tmp_path / "c" / name).verify() == [] for name in names(tmp_path / "c"))
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([3.0, 1.0, 2.0, 4.0, 0.5, 9.0])
+
+    def evaluate(self: dg.Engine, data: Any, batch_size: int) -> dict[str, float]:
+        return {"loss": next(numbers)}
+
+    monkeypatch.setattr(dg.Engine, "evaluate", evaluate)
+    saver = {"best": "valid_loss", "keep": 2}
+    found = engine()
+    callbacks = [ModelCheckpoint(tmp_path / "{epoch}", **saver)]
+    found.fit(data(8), 4, 8, data(8), callbacks, progress=False)
+    assert names(tmp_path) == ["2", "3", "4"]
+    found.fit(data(8), 2, 8, data(8), callbacks, progress=False)
+    assert names(tmp_path) == ["5", "6"]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_is_known_after_a_restart(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worse epoch after a restart does not replace the best checkpoint; another training does."""
+    sign = 1 if mode == "min" else -1
+    numbers = iter([sign * each for each in (3.0, 1.0, 2.0, 0.5, 7.0)])
+    monkeypatch.setattr(dg.Engine, "evaluate", lambda *args: {"loss": next(numbers)})
+    saver = ModelCheckpoint(tmp_path, best="valid_loss", mode=mode)
+    engine().fit(data(8), 2, 8, data(8), [saver], progress=False)
+    for epochs, wanted in ((3, 2), (4, 3)):  # load goes back to epoch 2: the third is worse, then better
+        again = engine()
+        again.load(tmp_path)
+        assert again.epoch == 2
+        fresh = ModelCheckpoint(tmp_path, best="valid_loss", mode=mode)
+        again.fit(data(8), 3, 8, data(8), [fresh], resume=True, progress=False)
+        assert Checkpoint.open(tmp_path).index["epoch"] == wanted, epochs
+    engine().fit(
+        data(8), 1, 8, data(8), [ModelCheckpoint(tmp_path, best="valid_loss", mode=mode)], progress=False
+    )
+    assert Checkpoint.open(tmp_path).index["epoch"] == 1
+
+
+def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """The one whole checkpoint before it stays, though it is older than the last."""
+    found = engine()
+
+    class Break(Callback):
+        def on_epoch_end(self, engine: Any, epoch: int, logs: Any) -> None:
+            if epoch in (1, 2):
+                (shard,) = (tmp_path / str(epoch + 1)).glob("*.safetensors")
+                shard.write_bytes(shard.read_bytes()[:-1])
+
+    saver = ModelCheckpoint(tmp_path / "{epoch}", keep=2)
+    found.fit(data(8), 4, 8, callbacks=[saver, Break()], progress=False)
+    assert names(tmp_path) == ["1", "2", "3", "4"]
+    found.fit(data(8), 1, 8, callbacks=[saver], progress=False)
+    assert names(tmp_path) == ["4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": ""}, 'path "" cannot be written: it is no path'),
+        ({"path": None}, "path is None but must be a text or a Path"),
+        ({"path": "a-{epoch"}, "path 'a-{epoch' cannot be filled in: expected '}' before end of string"),
+        ({"path": "a}b"}, "Single '}' encountered in format string; {epoch}"),
+        ({"path": "{loss}"}, "it has {loss}; {epoch} and {step} are replaced"),
+        ({"path": "{}"}, "it has {}"),
+        ({"path": "{0}"}, "it has {0}"),
+        ({"path": "{step.real}"}, "it has {step.real}"),
+        ({"path": "{step!r}"}, "{step} takes a width such as 06d and nothing else"),
+        ({"path": "{step:999999999d}"}, "{step} takes a width such as 06d and nothing else"),
+        ({"path": "{step:{epoch}}"}, "{step} takes a width such as 06d and nothing else"),
+        ({"path": "{step:s}"}, "{step} takes a width such as 06d and nothing else"),
+        ({"every": 1.5}, "every is 1.5 but must be a number from 1 up"),
+        ({"every_steps": 0}, "every_steps is 0 but must be a number from 1 up"),
+        ({"keep": 0, "path": "{step}"}, "keep is 0 but must be a number from 1 up"),
+        ({"keep": 2}, "keep is 2 but path 'x' is one directory; write {epoch} or {step} in it"),
+        ({"best": 3}, "best is 3 but must be a name"),
+        ({"best": "loss", "every_steps": 3}, "measured once an epoch but every_steps is 3; leave out one"),
+    ],
+)
+def test_checkpoint_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeFault, match=re.escape(message)):
+        ModelCheckpoint(**{"path": "x", **arguments})
+
+
+@pytest.mark.parametrize("name", ["file", "file/deeper", "file/{step}", "x" * 300])
+def test_a_checkpoint_that_cannot_be_written_shows_before_training(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = engine()
+    with pytest.raises(RuntimeFault, match=r"cannot be written: .*; choose another"):
+        found.fit(data(8), callbacks=[ModelCheckpoint(tmp_path / name)], progress=False)
+    assert found.step == 0
+
+
+def test_braces_in_a_name_are_doubled(tmp_path: Path) -> None:
+    found = engine()
+    found.fit(data(8), 1, 8, callbacks=[ModelCheckpoint(tmp_path / "{{a}}-{step}")], progress=False)
+    assert names(tmp_path) == ["{a}-1"]
+
+
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "run.csv"
     trained = engine()
@@ -162,7 +293,7 @@ def test_watching_what_is_not_measured() -> None:
         engine().fit(data(8), batch_size=8, callbacks=[EarlyStopping()], progress=False)
     with pytest.raises(RuntimeFault, match='must be "min" or "max"'):
         EarlyStopping(mode="least")
-    with pytest.raises(RuntimeFault, match="every is 0"):
+    with pytest.raises(RuntimeFault, match="every is 0 but must be a number from 1 up"):
         ModelCheckpoint("x", every=0)
 
 
@@ -174,7 +305,7 @@ def test_watching_what_is_not_measured() -> None:
         ("run/{}", "it has {}"),
         ("run/{0}", "it has {0}"),
         ("run/{epoch.__class__}", "it has {epoch.__class__}"),
-        ("run/{epoch:s}", "Unknown format code 's'"),
+        ("run/{epoch:s}", "{epoch} takes a width such as 06d and nothing else"),
         ("run/}", "Single '}'"),
     ],
 )
@@ -186,7 +317,7 @@ def test_braces_of_a_checkpoint_path(path: str, why: str) -> None:
 
 
 def test_braces_of_a_checkpoint_path_that_make_sense(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path / "a-{{b}}-{epoch:03d}-{step!s}")
+    saving = ModelCheckpoint(tmp_path / "a-{{b}}-{epoch:03d}-{step}")
     engine().fit(data(8), batch_size=8, callbacks=[saving], progress=False)
     assert [each.name for each in tmp_path.iterdir()] == ["a-{b}-001-1"]
 

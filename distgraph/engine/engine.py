@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from distgraph.engine.memory import Memory
 from distgraph.engine.nonfinite import check_before_saving, described, refuse_step, warn_step
 from distgraph.engine.program import Recipe, metric_names
 from distgraph.engine.proposing import propose
+from distgraph.engine.retaining import Checkpoints
 from distgraph.engine.session import Session
 from distgraph.engine.view import PlanView
 from distgraph.engine.watching import watching
@@ -94,6 +96,7 @@ class Engine:
         self._recording: Recording | None = None  # of steps, while there is one
         self._means = Means()  # of the epoch under way
         self._warned = False  # of values that are not finite
+        self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
         self.memory = Memory(seed)
         self._session = Session(recipe, self.cluster, self.memory, plan_for(recipe, plan))
 
@@ -271,7 +274,7 @@ class Engine:
         unused = [name for name in self._expected() if name not in placed]
         check_before_saving(path, self.recipe.model, self.memory, self._session.ranks(), placed)
         training = {
-            "distgraph": distgraph.__version__,
+            "distgraph": distgraph.__version__, "run": self._run,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
             "unused": unused, "losses": self.history.losses, "epochs": self.history.epochs,
             "skipped": self.history.skipped,
@@ -309,7 +312,12 @@ class Engine:
         self.seed = self.memory.seed = index["seed"]
         skipped = list(index.get("skipped", ()))  # older checkpoints know of none
         self.history = History(list(index["losses"]), list(index["epochs"]), skipped)
-        self._means = Means(*index["means"])
+        self._means, self._run = Means(*index["means"]), index["run"] or self._run
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those that this training has written or will write; for `ModelCheckpoint`."""
+        return Checkpoints(self._run, self._session.ranks())
 
     @property
     def plan(self) -> PlanView:

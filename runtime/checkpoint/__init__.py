@@ -15,6 +15,6 @@ block belongs.
 
 from distgraph.runtime.checkpoint.index import FORMAT, INDEX
 from distgraph.runtime.checkpoint.reading import Checkpoint
-from distgraph.runtime.checkpoint.writing import Placed, owned, write_checkpoint
+from distgraph.runtime.checkpoint.writing import Placed, owned, reserve, write_checkpoint
 
-__all__ = ["FORMAT", "INDEX", "Checkpoint", "Placed", "owned", "write_checkpoint"]
+__all__ = ["FORMAT", "INDEX", "Checkpoint", "Placed", "owned", "reserve", "write_checkpoint"]

@@ -89,6 +89,12 @@ def replace(draft: Path, target: Path) -> None:
     os.replace(draft, target)  # noqa: PTH105 - all operations go through os
 
 
+def unlink(path: Path) -> None:
+    """Delete a file that may be gone already. Raises OSError where it cannot be deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108
+
+
 def remove(path: Path) -> None:
     """Delete a file if that can be done; what stands in the way is not what the user has to hear of."""
     with contextlib.suppress(OSError):

@@ -27,6 +27,8 @@ from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
 
 INDEX: Final = "index.json"
+DRAFT: Final = f".{INDEX}."
+"""How the names of indices under way begin."""
 FORMAT: Final = "distgraph checkpoint 2"
 SHARD: Final = re.compile(r"step-\d{8,20}-[0-9a-f]{8,16}\.rank-\d{5,10}\.safetensors", re.ASCII)
 """Names of the files with blocks; what else lies in the folder is not ours."""
@@ -96,10 +98,14 @@ class FileEntry(Entry):
     checksum: Checksum
 
 
-class Index(Entry):
-    """All of an index but its own checksum."""
+class Training(Entry):
+    """Who wrote a checkpoint when, and where training stood.
 
-    format: str
+    Attributes:
+        run: of a training and of all that goes on from its checkpoints; tells them from those of others.
+        skipped: steps whose gradients were not finite, and not applied.
+    """
+
     distgraph: str
     run: str
     written: str
@@ -112,6 +118,12 @@ class Index(Entry):
     epochs: list[dict[str, Number]]
     means: Annotated[tuple[dict[str, list[Number]], Count], BeforeValidator(_pair)]
     skipped: list[Count]
+
+
+class Index(Training):
+    """All of an index but its own checksum."""
+
+    format: str
     page: Size
     fingerprint: str
     files: dict[FileName, FileEntry]
@@ -133,11 +145,16 @@ def fingerprint(tensors: Mapping[str, TensorType]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def is_draft(name: str) -> bool:
+    """Whether a file is an index that was not finished."""
+    return name.startswith(DRAFT) and name.endswith(".tmp")
+
+
 def to_text(document: Mapping[str, Any]) -> str:
     """The text of an index, with its checksum; a line for each file and tensor."""
-    plain = _plain(document)
-    lines = [f" {json.dumps(_SEAL)}: {json.dumps(seal(plain))}"]
-    for key, value in plain.items():
+    said = plain(document)
+    lines = [f" {json.dumps(_SEAL)}: {json.dumps(seal(said))}"]
+    for key, value in said.items():
         if isinstance(value, dict) and value:
             inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
             lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
@@ -153,16 +170,16 @@ def seal(document: Mapping[str, Any]) -> str:
     return xxh3_128_hexdigest(text.encode())
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers that JSON does not have, as texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value
 
 
@@ -202,8 +219,13 @@ def read_index(folder: Path) -> Index:
             f"{str(document.get(_SEAL))[:60]}; use another checkpoint"
         )
     said = {key: value for key, value in document.items() if key != _SEAL}
-    index = validate(Index, said, f"checkpoint {path}", RuntimeFault, _SEE)
-    _check(index, f"checkpoint {path}")
+    return check_index(said, f"checkpoint {path}")
+
+
+def check_index(document: Mapping[str, Any], where: str) -> Index:
+    """A document without its checksum as an index. Raises RuntimeFault where it is none."""
+    index = validate(Index, document, where, RuntimeFault, _SEE)
+    _check(index, where)
     return index
 
 

@@ -78,6 +78,19 @@ class Checkpoint:
                 self._copy(name, shard, source, out[target] if target else out)
         return out
 
+    def missing(self) -> list[str]:
+        """What a look at the folder tells of the files, without reading them: missing, or of another size."""
+        wrong: list[str] = []
+        for name in self.contents.files:
+            try:
+                with files.opened(self.path / name) as descriptor:
+                    self._check_size(name, descriptor)
+            except DamagedError as error:
+                wrong.append(f"{self.path / name} is damaged: {error}")
+            except OSError as error:
+                wrong.append(f"{self.path / name} cannot be read: {error}")
+        return wrong
+
     def verify(self, part: int = 0, parts: int = 1) -> list[str]:
         """Compare the files with their checksums; returns what is wrong, each with file, tensor and bytes.
 

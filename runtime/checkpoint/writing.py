@@ -22,7 +22,18 @@ import distgraph
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.folder import check_folder
-from distgraph.runtime.checkpoint.index import FORMAT, INDEX, SHARD, TensorType, fingerprint, to_text
+from distgraph.runtime.checkpoint.index import (
+    DRAFT,
+    FORMAT,
+    INDEX,
+    SHARD,
+    TensorType,
+    check_index,
+    fingerprint,
+    is_draft,
+    plain,
+    to_text,
+)
 from distgraph.runtime.checkpoint.lock import hold, writing
 from distgraph.runtime.checkpoint.shards import BlockFile, write_blocks
 from distgraph.runtime.world import World
@@ -30,7 +41,6 @@ from distgraph.spec import DistAttr
 
 Slices = tuple[slice, ...]
 _RESERVED: Final = "__metadata__"
-_DRAFT: Final = f".{INDEX}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +218,15 @@ def _commit(
     """Write the index and put it in place; then remove files that it does not name. Returns what went wrong,
     and whether the new index is in place."""
     parts = [part for _, part in sorted(written.items()) if part.file.name]
-    draft, in_place = path / f"{_DRAFT}{secrets.token_hex(8)}.tmp", False
+    document = plain(_document(tensors, parts, training))
+    try:
+        check_index(document, INDEX)  # what is written can be read
+    except RuntimeFault as error:
+        return str(error), False
+    draft, in_place = path / f"{DRAFT}{secrets.token_hex(8)}.tmp", False
     try:
         with files.created(draft) as descriptor:
-            files.write(descriptor, to_text(_document(tensors, parts, training)).encode())
+            files.write(descriptor, to_text(document).encode())
         files.flush_names(path)  # the blocks' names before the one that makes them count
         files.replace(draft, path / INDEX)
         in_place = True
@@ -223,7 +238,7 @@ def _commit(
     keep = {part.file.name for part in parts}
     for old in path.iterdir():
         shard = SHARD.fullmatch(old.name) and old.name not in keep
-        if shard or (old.name.startswith(_DRAFT) and old.name.endswith(".tmp")):
+        if shard or is_draft(old.name):
             files.remove(old)
     return "", True
 

@@ -1,0 +1,264 @@
+"""`distgraph checkpoint`: what it lists and shows, finds damaged, converts, and deletes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_damage import values, write
+from faulty_disk import Crash, FaultyOs
+from safetensors.numpy import load_file, save_file
+from training import data, engine, whole
+from typer.testing import CliRunner
+
+import distgraph as dg
+from distgraph.cli import app
+from distgraph.errors import DistGraphError
+from distgraph.runtime.checkpoint import Checkpoint, retention
+from distgraph.runtime.checkpoint.convert import convert
+from distgraph.runtime.checkpoint.index import seal
+from distgraph.runtime.world import InProcessWorld
+
+
+def command(*words: str | Path) -> tuple[int, str]:
+    """Exit code and what is printed; an error in house form is printed too."""
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, words)])
+    if isinstance(result.exception, DistGraphError):
+        return 1, f"error: {result.exception}"
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def put(folder: Path, step: int, valid: float | None = None) -> None:
+    """A checkpoint at the end of an epoch that has measured something, written at a time of its own."""
+    world = InProcessWorld(2)
+    write(folder, step, world)
+    world.close()
+    document = json.loads((folder / "index.json").read_text())
+    document |= {"written": f"2026-01-01T00:00:{step:02d}+00:00", "epoch": 1}
+    if valid is not None:
+        document["epochs"] = [{"epoch": 0, "loss": 0.25, "valid_loss": valid}]
+    document["checksum"] = seal(document)
+    (folder / "index.json").write_text(json.dumps(document))
+
+
+def cut(folder: Path) -> str:
+    """Damage a checkpoint without changing a size; returns the file's name."""
+    shard = min(folder.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    return shard.name
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Four checkpoints; the first is the best, the third is damaged."""
+    for step, valid in ((1, 0.5), (2, 2.0), (3, 3.0), (4, 4.0)):
+        put(tmp_path / "runs" / str(step), step, valid)
+    cut(tmp_path / "runs" / "3")
+    return tmp_path / "runs"
+
+
+def test_list(runs: Path) -> None:
+    (runs / "9").mkdir()
+    (runs / "9" / "index.json").write_text("[")
+    (runs / "4" / next((runs / "4").glob("*00001.safetensors")).name).unlink()
+    code, text = command("list", runs)
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "epoch", "size", "written", "last", "epoch"]
+    assert [line.split()[0] for line in lines[1:]] == [str(runs / n) for n in ("9", "1", "2", "3", "4")]
+    assert "/9/index.json cannot be read: Expecting value: line 1 column 2 (char 1); use an" in lines[1]
+    assert lines[2].split()[1:3] == ["1", "1"]
+    assert lines[2].endswith("2026-01-01T00:00:01+00:00  loss 0.25 valid_loss 0.5")
+    assert "damaged: " in lines[5]
+    assert "No such file" in lines[5]
+
+
+def test_verify(runs: Path) -> None:
+    name = next((runs / "3").glob("*00000.safetensors")).name
+    code, text = command("verify", runs / "1", runs / "2")
+    assert (code, text.count(": whole: step ")) == (0, 2)
+    code, text = command("verify", runs)
+    assert code == 1
+    assert text.count(": whole: step ") == 3
+    assert f"{runs}/3: damaged: {runs}/3/{name} is damaged: tensor " in text
+    assert " have checksum " in text
+    (runs / "1" / "index.json").write_text("{}")
+    assert command("verify", runs / "1")[0] == 1
+
+
+def test_exit_codes_of_a_process(runs: Path) -> None:
+    """As a script sees them."""
+    for folder, code in (("1", 0), ("3", 1), ("none", 1)):
+        words = [sys.executable, "-m", "distgraph", "checkpoint", "verify", str(runs / folder)]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == code, ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_show(runs: Path) -> None:
+    code, text = command("show", runs / "1", "--blocks")
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0] == "step 1, epoch 1, seed 7"
+    assert lines[2] == "epoch 1 of 1: loss 0.25 valid_loss 0.5"
+    assert lines[3].startswith("5 tensors in 2 files, ")
+    row = next(position for position, line in enumerate(lines) if line.startswith("  w"))
+    assert lines[row].split("  ")[1:] == ["w", "param", "f32[6, 5]", "120 B", "2 x 1 blocks"]
+    assert lines[row + 1].startswith("    [0:3, 0:5]  step-00000001-")
+    assert lines[row + 2].startswith("    [3:6, 0:5]  step-00000001-")
+
+
+def test_one_file_and_back(tmp_path: Path) -> None:
+    """Training goes on from the checkpoint that came back as from the first, bit for bit."""
+    trained = engine("dp2tp2")
+    trained.fit(data(24), epochs=2, batch_size=8, progress=False)
+    trained.save(tmp_path / "first")
+    assert command("convert", tmp_path / "first", tmp_path / "one.safetensors")[0] == 0
+    found = load_file(tmp_path / "one.safetensors")
+    assert sorted(found) == sorted(trained.memory.records)
+    np.testing.assert_array_equal(found["up.weight"], whole(trained, "up.weight"))
+    assert command("convert", tmp_path / "one.safetensors", tmp_path / "back")[0] == 0
+    first, back = Checkpoint.open(tmp_path / "first").index, Checkpoint.open(tmp_path / "back").index
+    for name in first.keys() - {"files", "tensors"}:
+        assert first[name] == back[name], name
+    losses = []
+    for folder in ("first", "back"):
+        resumed = engine("tp2")
+        resumed.load(tmp_path / folder)
+        resumed.fit(data(24), epochs=3, batch_size=8, resume=True, progress=False)
+        losses.append(resumed.history.losses)
+    assert losses[0] == losses[1]
+
+
+def test_every_dtype_survives_conversion(tmp_path: Path) -> None:
+    put(tmp_path / "first", 1)
+    convert(tmp_path / "first", tmp_path / "one.safetensors")
+    convert(tmp_path / "one.safetensors", tmp_path / "back")
+    back = Checkpoint.open(tmp_path / "back")
+    for name, array in values(1).items():
+        assert back.read(name).tobytes() == array.tobytes()
+        assert back.tensors[name]["dtype"] == dg.dtypes.short(array.dtype)
+
+
+def test_weights_from_elsewhere(tmp_path: Path) -> None:
+    weights = {"weight": np.ones((3, 2), "f4"), "bias": np.full(2, 3, "f4")}
+    save_file(weights, tmp_path / "other.safetensors", {"source": "elsewhere"})
+    convert(tmp_path / "other.safetensors", tmp_path / "ckpt")
+    model = dg.Engine(dg.nn.Linear(3, 2))
+    model.load(tmp_path / "ckpt")
+    np.testing.assert_array_equal(model.predict(np.ones((1, 3), "f4")), [[6, 6]])
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("nothing", "x", "is no checkpoint and no safetensors file"),
+        ("1", "2", "is there already; choose another name"),
+        ("1", "no/where", "is no folder"),
+        ("3", "x", "is damaged: tensor"),
+        ("text", "x", "text cannot be read: .*; give a whole safetensors file"),
+        ("f8", "x", "tensor w is f8_e4m3 but a checkpoint has f64, f32"),
+        ("forged", "x", r"metadata of training: step: expected a whole number"),
+    ],
+)
+def test_what_cannot_be_converted(source: str, target: str, message: str, runs: Path) -> None:
+    (runs / "text").write_text("not safetensors")
+    header = b'{"w":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+    (runs / "f8").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    training = {"distgraph training": '{"step": "x"}'}
+    save_file({"w": np.ones(1)}, runs / "forged", training)
+    before = names(runs)
+    with pytest.raises(DistGraphError, match=message):
+        convert(runs / source, runs / target)
+    assert names(runs) == before
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_prune(runs: Path) -> None:
+    """A damaged one among the last does not count, and stays."""
+    code, text = command("prune", runs, "--keep", "2", "--dry-run")
+    assert code == 0
+    assert text.splitlines() == [
+        f"{runs}/1: would be deleted", f"{runs}/2: kept", f"{runs}/3: damaged, left", f"{runs}/4: kept"
+    ]  # fmt: skip
+    assert names(runs) == ["1", "2", "3", "4"]
+    command("prune", runs, "--keep", "2", "--best", "valid_loss")
+    assert names(runs) == ["1", "2", "3", "4"]
+    command("prune", runs, "--keep", "1", "--best", "valid_loss")
+    assert names(runs) == ["1", "4"]
+    command("prune", runs, "--keep", "1", "--best", "valid_loss", "--mode", "max")
+    assert names(runs) == ["4"]
+    for name in ("2", "1", "7"):
+        code, text = command("prune", runs, "--keep", "1", "--best", f"loss{name}")
+        assert "no checkpoint measured" in text
+        assert "give one of epoch, loss, valid_loss" in text
+
+
+def test_prune_never_deletes_the_only_good_one(runs: Path) -> None:
+    for name in ("4", "2"):
+        cut(runs / name)
+    assert command("prune", runs, "--keep", "1")[0] == 0
+    assert names(runs) == ["1", "2", "3", "4"]
+    cut(runs / "1")
+    code, text = command("prune", runs, "--keep", "1")
+    assert (code, "no checkpoint in" in text, "is whole; nothing was deleted" in text) == (1, True, True)
+    assert names(runs) == ["1", "2", "3", "4"]
+
+
+def test_prune_leaves_what_is_not_its_own(runs: Path) -> None:
+    (runs / "1" / "notes.txt").write_text("mine")
+    (runs / "5").symlink_to(runs / "2", target_is_directory=True)
+    assert command("prune", runs, "--keep", "1")[0] == 0
+    assert names(runs) == ["1", "4", "5"]
+    assert names(runs / "1") == ["notes.txt"]
+
+
+def test_prune_leaves_what_another_job_writes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(path: Path) -> None:
+        raise DistGraphError(f"checkpoint {path} is written by another job: somebody")
+
+    monkeypatch.setattr(retention, "hold", taken)
+    code, text = command("prune", runs, "--keep", "1")
+    assert code == 1
+    assert "is written by another job" in text
+    assert names(runs) == ["1", "2", "3", "4"]
+
+
+def test_death_while_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is being deleted is whole or no checkpoint at all."""
+    at = 0
+    while True:
+        folder = tmp_path / str(at)
+        put(folder, 1)
+        disk: Any = FaultyOs(folder, at, Crash())
+        with monkeypatch.context() as patched:
+            patched.setattr("distgraph.runtime.checkpoint.files.os", disk)
+            try:
+                retention.delete(folder)
+                break
+            except Crash:
+                pass
+        if (folder / "index.json").exists():
+            assert Checkpoint.open(folder).verify() == []
+        at += 1
+    assert at > 4
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["list", "verify", "show"])
+def test_no_checkpoint(name: str, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nothing", Path("/dev/null")):
+        code, text = command(name, folder)
+        assert code == 1
+        assert text.startswith("error: ")
