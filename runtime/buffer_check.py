@@ -29,10 +29,10 @@ import numpy as np
 from distgraph.errors import RuntimeFault
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.codegen import Arena, CompiledTask, Writer
-from distgraph.runtime.collectives import EXCHANGE_TAG
 from distgraph.runtime.identifiers import literal
 from distgraph.runtime.storage import Storage, is_started
 from distgraph.runtime.transport import Array, Group, Request, Transport
+from distgraph.runtime.waiting import MESSAGE_TAGS
 
 _Verify = Callable[[], None]
 _DEAD = 0xFF
@@ -193,7 +193,7 @@ class CheckedTransport:
     """A transport that compares what is sent, at its start, at its end and where it arrives.
 
     Checksums travel as messages of their own, whose tags are those of the messages themselves without
-    `EXCHANGE_TAG`.
+    `MESSAGE_TAGS`.
 
     Args:
         transport: that does the work.
@@ -209,7 +209,7 @@ class CheckedTransport:
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
         """See `Transport`."""
         own = np.array([checksum(buffer)], np.int64)
-        label = self._transport.send(_like(buffer, own), dest, tag - EXCHANGE_TAG)
+        label = self._transport.send(_like(buffer, own), dest, tag - MESSAGE_TAGS)
         request = self._transport.send(buffer, dest, tag)
         return _Checked([request, label], self._unchanged(buffer, f"is sent to rank {dest}"))
 
@@ -217,7 +217,7 @@ class CheckedTransport:
         """See `Transport`."""
         _kill(buffer)
         told = _like(buffer, np.zeros(1, np.int64))
-        label = self._transport.recv(told, source, tag - EXCHANGE_TAG)
+        label = self._transport.recv(told, source, tag - MESSAGE_TAGS)
         request = self._transport.recv(buffer, source, tag)
 
         def verify() -> None:

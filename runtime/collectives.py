@@ -19,16 +19,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.transport import Array, Group, Request, Transport, position_in, stretches
+from distgraph.runtime.waiting import MESSAGE_TAGS
 
 Slices = tuple[slice, ...]
-EXCHANGE_TAG: Final = 1 << 27
-"""Tags of `permute` and `exchange` start here; programs' own tags stay below."""
 
 
 class Handle:
@@ -225,9 +224,9 @@ def permute_start(
     requests = []
     send = _contiguous(x)
     if recv_from is not None:
-        requests.append(transport.recv(out, recv_from, EXCHANGE_TAG + tag))
+        requests.append(transport.recv(out, recv_from, MESSAGE_TAGS + tag))
     if send_to is not None:
-        requests.append(transport.send(send, send_to, EXCHANGE_TAG + tag))
+        requests.append(transport.send(send, send_to, MESSAGE_TAGS + tag))
     return Handle(requests, out, kept=[send])
 
 
@@ -275,13 +274,13 @@ def exchange_start(
             source != rank and out is not None and (target := out[(*tile, ...)]).size
         ):  # with ..., a tile of no dims is a view as well
             buffer = target if target.flags.c_contiguous else _empty(target, target.size)
-            requests.append(transport.recv(buffer, source, EXCHANGE_TAG + tag))
+            requests.append(transport.recv(buffer, source, MESSAGE_TAGS + tag))
             if buffer is not target:
                 landing.append((target, buffer))
     for dest, tile in sends:
         if dest != rank and x is not None and (piece := x[(*tile, ...)]).size:
             kept.append(_contiguous(piece))
-            requests.append(transport.send(kept[-1], dest, EXCHANGE_TAG + tag))
+            requests.append(transport.send(kept[-1], dest, MESSAGE_TAGS + tag))
     for have, want in zip(kept_here, taken_here, strict=True):
         if x is not None and out is not None:
             out[want] = x[have]

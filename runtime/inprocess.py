@@ -35,6 +35,7 @@ from distgraph.runtime.transport import (
     stretches,
     time_limit,
 )
+from distgraph.runtime.waiting import Place, report
 
 Result = TypeVar("Result")
 _Work = Callable[[list[Any]], None]
@@ -82,6 +83,7 @@ class _World:
         self.meetings: dict[tuple[Group, int], _Meeting] = {}
         self.posts: dict[tuple[int, int, int], tuple[deque[_Post], deque[_Post]]] = {}
         self.waiting: set[threading.Event] = set()
+        self.places = {rank: Place() for rank in range(size)}
         self.failure: _Failure | None = None
         self.last_progress = time.monotonic()
 
@@ -122,8 +124,11 @@ class _InProcessRequest:
         if not self._event.is_set() or world.failure is not None:
             with world.lock:
                 world.waiting.add(self._event)
+            place = self._transport.place
+            place.waiting = self._what
             try:
                 self._block()
+                place.waiting = ""
             finally:
                 with world.lock:
                     world.waiting.discard(self._event)
@@ -143,6 +148,7 @@ class _InProcessRequest:
                 raise RuntimeFault(
                     f"rank {rank}: {self._what} made no progress in {world.limit:g} s; look for a rank "
                     "that does not take part, or raise DISTGRAPH_TIMEOUT"
+                    + report({other: str(place) for other, place in world.places.items()})
                 )
         world.raise_failure(rank)
 
@@ -159,6 +165,10 @@ class InProcessTransport:
     def order_by(self, order: Order) -> None:
         """From now on arrays are those of a GPU, and this rank's work is ordered by `order`."""
         self._order = order
+
+    @property
+    def place(self) -> Place:
+        return self._world.places[self._rank]
 
     @property
     def rank(self) -> int:
@@ -244,12 +254,12 @@ class InProcessTransport:
         return self._meet("broadcast", group, (root, mine.size, mine.dtype), mine, work)
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
-        return self._post(0, (self.rank, dest, tag), flat(buffer, "send"), f"send to rank {dest} (tag {tag})")
+        what = f"{self.place.message(tag)}send to rank {dest} (tag {tag})"
+        return self._post(0, (self.rank, dest, tag), flat(buffer, "send"), what)
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
-        return self._post(
-            1, (source, self.rank, tag), flat(buffer, "recv"), f"recv from rank {source} (tag {tag})"
-        )
+        what = f"{self.place.message(tag)}recv from rank {source} (tag {tag})"
+        return self._post(1, (source, self.rank, tag), flat(buffer, "recv"), what)
 
     def barrier(self, group: Group | None = None) -> None:
         self._meet("barrier", self._everyone() if group is None else group, None, None, lambda _: None).wait()

@@ -61,6 +61,7 @@ from distgraph.runtime.transport import (
     stretches,
     time_limit,
 )
+from distgraph.runtime.waiting import Inquiry, Place, report
 
 _FAILURE, _ACKNOWLEDGE, _OBJECT = 0, 1, 2  # tags of the control communicator
 _JOB_LOOK_SECONDS: Final = 0.01
@@ -135,6 +136,8 @@ class MpiTransport:
         self._failure: tuple[int | None, str] | None = None
         self._meet_first(world)
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
+        self._where = Place()
+        self._inquiry = Inquiry(self._mpi, self._control, self._where)
         self._calls = world.Dup()
         self._roll = RollCall(self._mpi, self._calls)
         self._departures = Departures(self._mpi, self._control)
@@ -155,6 +158,10 @@ class MpiTransport:
         self.bound = False
         # With a core per rank a long wait may spin; with fewer the rank that is waited for wants the core.
         self._patience = 0.001 if self.share > 1 else 0.02
+
+    @property
+    def place(self) -> Place:
+        return self._where
 
     @property
     def rank(self) -> int:
@@ -240,12 +247,14 @@ class MpiTransport:
             yield [self._messages.Isend(data, dest, tag)]
 
         need = self._departures.message("send", "recv", dest)
-        return self._start(f"send to rank {dest} (tag {tag}, {data.size} bytes)", steps(), need)
+        return self._start(
+            f"{self._where.message(tag)}send to rank {dest} (tag {tag}, {data.size} bytes)", steps(), need
+        )
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
         self._check_peer("recv", source, tag)
         data, target = octets(flat(buffer, "recv")), buffer
-        what = f"recv from rank {source} (tag {tag}, {data.size} bytes)"
+        what = f"{self._where.message(tag)}recv from rank {source} (tag {tag}, {data.size} bytes)"
 
         def steps() -> Steps:
             status = self._mpi.Status()
@@ -343,6 +352,8 @@ class MpiTransport:
                 self.progress()
                 now = time.monotonic()
                 if now - begun > LISTEN_SECONDS:
+                    self._where.waiting = what
+                    self._inquiry.answer()
                     self._check_departed(what, need)
                     self._roll.attend(now - begun)
                 if now - max(begun, self._last_progress) > self._limit:
@@ -350,6 +361,7 @@ class MpiTransport:
                 if now - begun > self._patience:
                     time.sleep(1e-4)
             os.sched_yield()
+        self._where.waiting = ""
 
     def _check_departed(self, what: str, need: Need | None) -> None:
         """Raise `DepartedFault` if a rank that has left was to take part in what this one waits for."""
@@ -370,7 +382,9 @@ class MpiTransport:
         stopped = [f"rank {rank} (process {pid}) is stopped" for rank, pid in self._processes if held(pid)]
         if stopped:
             return f"{said}; {', '.join(stopped)}"
-        return f"{said}; look for a rank that does not take part, or raise DISTGRAPH_TIMEOUT"
+        advice = "look for a rank that does not take part, or raise DISTGRAPH_TIMEOUT"
+        self._where.waiting = what
+        return f"{said}; {advice}{report(self._inquiry.ask())}"
 
     def test_all(self, requests: list[Any], what: str) -> bool:
         """Whether all MPI requests are complete; a failure of MPI becomes a `RuntimeFault`."""

@@ -43,6 +43,7 @@ from distgraph.runtime.transport import (
     stretches,
     time_limit,
 )
+from distgraph.runtime.waiting import Place
 
 # ncclDataType_t and ncclRedOp_t of nccl.h; bools are bytes, whose max, min and prod are any, all and all.
 _TYPES: Final = {
@@ -137,6 +138,10 @@ class NcclTransport:
         self._sending: dict[int, _Channel] = {}
         self._receiving: dict[int, _Channel] = {}
         self._notes: list[tuple[Request, Any]] = []
+
+    @property
+    def place(self) -> Place:
+        return self._control.place
 
     @property
     def rank(self) -> int:

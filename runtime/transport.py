@@ -28,6 +28,7 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.job import DEFAULT_TIME_LIMIT, TIMEOUT, setting_in_seconds
+from distgraph.runtime.waiting import Place
 
 Array = Any
 """A NumPy or CuPy array."""
@@ -81,6 +82,10 @@ class Transport(Protocol):
     `buffer`, `send` and `recv` are C-contiguous arrays whose dtype is the same on all members. `counts` are
     elements per member of the group, in group order, and may be 0.
     """
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is; whoever runs tasks on it notes them there."""
 
     @property
     def rank(self) -> int:

@@ -26,6 +26,7 @@ from distgraph.runtime.recording import Recorder
 from distgraph.runtime.schedule import Schedule
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.transport import Transport
+from distgraph.runtime.waiting import Place, noted
 
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
 
@@ -101,6 +102,7 @@ class Worker:
         }
         if self._buffers is not None:
             self.tasks = {name: self._buffers.watched(task) for name, task in self.tasks.items()}
+        self._transfers = {number: name for name, number in program.parts.numbers.items()}
         self._once = {task.name for task in program.tasks if not task.per_micro}
         self._outputs = [
             (label, value) for label, value in program.graph.outputs if value.name in program.types
@@ -176,11 +178,14 @@ class Worker:
         """
         if self._buffers is not None:
             self._buffers.begin()
+        place = Place() if self._transport is None else self._transport.place
+        place.transfers, place.micro_batches = self._transfers, self.program.graph.micro_batches
         if recorder is None:
-            outputs = self._step(feeds, _run, _run)
+            outputs = self._step(feeds, noted(place, _run), _run)
         else:
             with recorder.watching(self.tasks.values(), self._transport):
-                outputs = self._step(feeds, recorder.run, recorder.post)
+                outputs = self._step(feeds, noted(place, recorder.run), recorder.post)
+        place.task = ""
         if self._buffers is not None:
             self._buffers.end()
         return outputs

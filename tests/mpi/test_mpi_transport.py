@@ -76,6 +76,21 @@ def test_a_wait_without_progress_ends(transport: MpiTransport) -> None:
             other.recv(np.zeros(4), other.size - 1, 5).wait()
 
 
+def test_a_wait_without_progress_tells_what_every_rank_waits_for(transport: MpiTransport) -> None:
+    """Each waits for the next; the first to run out of time asks the others, which still wait."""
+    other = MpiTransport(limit=0.5)
+    other.place.task, other.place.micro = "forward.s0", other.rank
+    with pytest.raises(RuntimeFault, match=r"made no progress in 0.5 s") as caught:
+        other.recv(np.zeros(4), (other.rank + 1) % other.size, 5).wait()
+    reports = transport.gather_objects(str(caught.value))
+    if reports is not None:
+        lines = [
+            f"rank {rank} waits in forward.s0 of micro-batch {rank} for recv from rank {peer} "
+            for rank, peer in enumerate((*range(1, other.size), 0))
+        ]
+        assert any(all(line in report for line in lines) for report in reports), reports
+
+
 def parting(transport: MpiTransport, calls: list[str], early: int = 0) -> str:
     """What the roll call of this rank says where every rank makes its own call, all of them in a long wait.
 
