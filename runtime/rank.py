@@ -194,12 +194,15 @@ def _leave(own: bool) -> None:
     transport = _current[0]
     try:
         transport.leave()
+    except KeyboardInterrupt as error:
+        fail(error)
     except RuntimeFault as error:
         code = exit_code(SystemExit(_statuses[-1])) if _statuses else 0
         if not code or not transport.failed_elsewhere:
             fail(error)
         _say(f"error: {_named(_one_line(error), transport)}\n", late=True)
         transport.follow(code, 0.5)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script is done, on all ranks
     if own:
         limit = time_limit(None)
         with deadline(limit, f"rank {transport.rank}: MPI has not ended in {limit:g} s; {_ABSENT}"):

@@ -238,6 +238,19 @@ else:
 
 
 @needs_mpi
+def test_an_interrupt_behind_the_end_of_the_script_comes_too_late(tmp_path: Path) -> None:
+    script = f"""{PREAMBLE}
+from distgraph.runtime.mpi import MpiTransport
+finalize = MpiTransport.finalize
+def press(transport):
+    os.kill(os.getpid(), signal.SIGINT)
+    finalize(transport)
+MpiTransport.finalize = press
+"""
+    assert plain(tmp_path, script, 2) == (0, "")
+
+
+@needs_mpi
 @pytest.mark.parametrize("start", ["", "from mpi4py import MPI"], ids=["no MPI", "MPI"])
 def test_a_rank_that_never_comes(tmp_path: Path, start: str) -> None:
     script = f"import os, sys\n{start}\nif os.environ['PMI_RANK'] == '1': sys.exit(4)\n{PREAMBLE}"
