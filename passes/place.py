@@ -6,8 +6,9 @@ Out:  op name -> mesh for every op; sources that several meshes read are cloned,
 Invariant: deterministic in program order. An op that the user placed keeps its mesh; otherwise, in this
 order:
       annotated results, annotated operands (the larger mesh where one contains the other, else the later
-      one), the operand that was produced last, the next op in program order that has a mesh. Backward ops
-      take the mesh of their forward op, optimizer ops that of their parameter.
+      one), the operand that was produced last, the next op in program order that has a mesh. A single number
+      goes where tensors are: among operands it counts only where all are such. Backward ops take the mesh of
+      their forward op, optimizer ops that of their parameter.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ def _annotated(graph: Graph, values: Sequence[Value]) -> ProcessMesh | None:
 def _latest(
     values: Sequence[Value], of_value: Mapping[str, ProcessMesh], position: Mapping[str, int]
 ) -> ProcessMesh | None:
-    found = [v.name for v in values if v.name in of_value]
-    if not found:
+    placed = [v for v in values if v.name in of_value]
+    if not placed:
         return None
+    found = [v.name for v in placed if v.shape] or [v.name for v in placed]
     best = of_value[max(found, key=lambda name: position[name])]
     for name in found:
         if of_value[name].size > best.size and of_value[name].contains(best):
