@@ -23,6 +23,7 @@ from functools import lru_cache
 import numpy as np
 
 from distgraph.dtypes import itemsize
+from distgraph.errors import RuntimeFault
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.packing import Block, pack
@@ -94,8 +95,14 @@ def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
     Args:
         program: what the rank runs.
         schedule: order of all tasks on all ranks.
+
+    Raises:
+        RuntimeFault: under this order the rank might wait for ever to write a buffer that is still sent.
     """
-    return planned(program).under(rank_clocks(schedule, program.parts, program.rank))
+    plan, clocks = planned(program), rank_clocks(schedule, program.parts, program.rank)
+    storage = plan.under(clocks)
+    plan.verify(storage, clocks)
+    return storage
 
 
 def planned(program: RankProgram) -> StoragePlan:
@@ -449,6 +456,27 @@ class StoragePlan:
             if self._sends(root):
                 rings[root] = min(micro, max(rings[root], *self._under_way(root, clocks, early)))
         return replace(self.storage, rings=rings)
+
+    def verify(self, storage: Storage, clocks: RankClocks) -> None:
+        """Compare the rings with the posts of all receives; see `rings` for what that proves.
+
+        Raises:
+            RuntimeFault: a buffer is written when the receive of what is sent from it is not posted yet.
+        """
+        for root in storage.sent & storage.rings.keys():
+            depth, (task, number) = storage.rings[root], self.made[root]
+            posting = self.tasks[task].ops[number].mode == "recv"
+            written = (clocks.posts if posting else clocks.starts)[task]
+            for local in self.messages(root):
+                taken = clocks.taken[local.op.name] + posting
+                late = np.flatnonzero(taken[:-depth] > written[depth:])
+                if late.size:
+                    m, target = int(late[0]), self.program.parts.transfers[local.op.name][1]
+                    raise RuntimeFault(
+                        f"rank {self.program.rank}: {task} of micro-batch {m + depth} writes %{root} again "
+                        f"before {target} is to receive %{local.op.name} of micro-batch {m}; {depth} "
+                        "buffers are too few, report it with the program and its schedule"
+                    )
 
     def _under_way(self, root: str, clocks: RankClocks, early: bool) -> tuple[int, int]:
         """Buffers for what is sent from some memory: to be ahead of the receiver, and never to wait in vain.

@@ -163,3 +163,15 @@ def read_in_backward(stages: int, sender: int | None, receiver: int) -> tuple[Gr
                 with trace.within(role="optimize"):
                     trace.updates.append((v.value.name, (v - mean * 0.125).value))
         return trace.finish({"loss": ops.accumulate(total), "seen": seen}), meshes[0]
+
+
+def masked_and_reduced() -> tuple[Graph, ProcessMesh]:
+    """A value that is made a partial sum of itself, and reduced again."""
+    mesh, trace = grid(a=2), Trace("masked")
+    with trace.activate():
+        x = trace.source("input", "x", (ROWS, COLUMNS), "f64")
+        _pin(trace, x, mesh, "[_, _]")
+        y = ops.identity(x)
+        _pin(trace, y, mesh, "[_, _] partial(a)")
+        z = ops.sin(ops.reshape(y, (COLUMNS, ROWS)))
+    return trace.finish({"z": z}), mesh

@@ -78,6 +78,7 @@ def test_ring_that_is_one_buffer_too_short(policy: str, monkeypatch: pytest.Monk
     right = rings.window
     monkeypatch.setattr(storage, "window", lambda starts, ends: max(1, right(starts, ends) - 1))
     monkeypatch.setattr(StoragePlan, "_under_way", lambda *_: (1, 1))
+    monkeypatch.setattr(StoragePlan, "verify", lambda *_: None)  # it finds some of this before the run
     with pytest.raises(RuntimeFault, match=r"rank \d: %"):
         run(Case("reshape", "one rank each", policy, 4))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from delayed import Delayed
-from forwarding import Case, cases, feeds, params, read_in_backward
+from forwarding import Case, cases, feeds, masked_and_reduced, params, read_in_backward
 from partitioned import assert_same, run_partitioned, run_serial
 
 from distgraph.graph import Graph
@@ -35,3 +35,9 @@ def test_no_stage_waits_for_a_receive_that_is_posted_in_the_backward_part(
     """The receive comes as many micro-batches later as lie between a forward and its backward."""
     graph, mesh = read_in_backward(5, sender, receiver)
     check(graph, complete(graph, mesh), micro, policy)
+
+
+def test_zeros_that_a_rank_keeps_for_a_partial_sum_stay_zeros() -> None:
+    """They are filled in once, so no reduction may work in their memory."""
+    graph, mesh = masked_and_reduced()
+    check(graph, complete(graph, mesh), 3, "1f1b")
