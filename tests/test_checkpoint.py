@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -144,6 +145,50 @@ def test_load_into_a_running_engine(tmp_path: Path) -> None:
     for name, wanted in before.items():
         np.testing.assert_array_equal(whole(trained, name), wanted)
     assert len(trained.history.losses) == 2
+
+
+@pytest.mark.parametrize("layout", ["serial", "tp2"])
+@pytest.mark.parametrize("target", ["same", "other"])
+def test_saving_before_training_loses_no_state(layout: str, target: str, tmp_path: Path) -> None:
+    """An engine that loads, evaluates and saves has not met the states of the optimiser; they are kept."""
+    through = engine("tp2")
+    through.fit(data(16), epochs=1, batch_size=8, progress=False)
+    through.save(tmp_path / "same")
+    through.fit(data(16), epochs=2, batch_size=8, resume=True, progress=False)
+    middle = engine(layout)
+    middle.load(tmp_path / "same")
+    middle.evaluate(data(8))
+    middle.save(tmp_path / target)
+    last = engine("tp2")
+    last.load(tmp_path / target)
+    for each in (middle, last):
+        each.fit(data(16), epochs=2, batch_size=8, resume=True, progress=False)
+        np.testing.assert_allclose(each.history.losses, through.history.losses, rtol=1e-12)
+    assert last.history.losses == through.history.losses
+
+
+def test_states_of_another_optimiser_are_not_carried_along(tmp_path: Path) -> None:
+    """Else they would be taken for present ones when that optimiser comes back."""
+    first = engine()
+    first.fit(data(8), batch_size=8, progress=False)
+    first.save(tmp_path)
+    plain = engine(optimizer=optim.SGD(lr=0.1))
+    plain.load(tmp_path)
+    plain.fit(data(8), batch_size=8, progress=False)
+    plain.save(tmp_path)
+    assert not [name for name in Checkpoint.open(tmp_path).tensors if "adam" in name]
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        trained = engine("tp2")
+        trained.fit(data(8), batch_size=8, progress=False)
+        trained.save(tmp_path / "ckpt")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "ckpt").stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "ckpt").iterdir()} == {0o640}
 
 
 def test_bf16(tmp_path: Path) -> None:

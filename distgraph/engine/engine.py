@@ -21,7 +21,7 @@ from distgraph.engine.forecasting import beforehand, cluster_for, forecast_train
 from distgraph.engine.given import cluster_given, plan_for
 from distgraph.engine.inspection import offer
 from distgraph.engine.interrupt import deferred
-from distgraph.engine.loading import check_records, reader_of, verify_files
+from distgraph.engine.loading import Loaded, blocks_of, check_records, unread_of, verify_files
 from distgraph.engine.memory import Memory
 from distgraph.engine.nonfinite import check_before_saving, described, refuse_step, warn_step
 from distgraph.engine.program import Recipe, metric_names
@@ -97,6 +97,7 @@ class Engine:
         self._means = Means()  # of the epoch under way
         self._warned = False  # of values that are not finite
         self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
+        self._loaded: Loaded | None = None  # what it goes on from
         self.memory = Memory(seed)
         self._session = Session(recipe, self.cluster, self.memory, plan_for(recipe, plan))
 
@@ -271,8 +272,11 @@ class Engine:
         self.memory.check_whole()
         self._session.verify_replicas(self.step)
         placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
-        unused = [name for name in self._expected() if name not in placed]
         check_before_saving(path, self.recipe.model, self.memory, self._session.ranks(), placed)
+        unread = unread_of(self._loaded, self.memory.records, self._session.programs.values())
+        placed |= unread
+        block = blocks_of(self._loaded, unread, self.memory.block)
+        unused = [name for name in self._expected() if name not in placed]
         training = {
             "distgraph": distgraph.__version__, "run": self._run,
             "step": self.step, "epoch": self.epoch, "position": self.position, "seed": self.seed,
@@ -281,7 +285,10 @@ class Engine:
             "means": [self._means.terms, self._means.count],
         }  # fmt: skip
         with deferred():
-            write_checkpoint(path, self._session.ranks(), placed, self.memory.block, training)
+            write_checkpoint(path, self._session.ranks(), placed, block, training)
+        if self._loaded is not None:
+            self._loaded = self._loaded.after_saving(path)
+            self.memory.reader = self._loaded.reader
 
     def load(self, path: str | Path, *, states: bool = True) -> None:
         """Take parameters, states and the place in training from a checkpoint, written under any mesh.
@@ -302,8 +309,8 @@ class Engine:
             checkpoint.check(expected)
         check_records(checkpoint, self.memory.records, states, set(expected))
         verify_files(checkpoint, self._session.ranks())
-        reader = reader_of(checkpoint, states, set(expected))
-        self.memory.reader = reader
+        self._loaded = Loaded(checkpoint, states, frozenset(expected))
+        self.memory.reader = reader = self._loaded.reader
         self.memory.damaged = f"loading {path} did not end"
         self._session.ranks().run(lambda rank: self.memory.reload(rank, reader))
         self.memory.damaged = ""

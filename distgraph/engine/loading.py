@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from distgraph.engine.compiled import Compiled
 from distgraph.engine.memory import Reader, Record
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.checkpoint import Checkpoint
+from distgraph.mesh import ProcessMesh
+from distgraph.runtime.checkpoint import Checkpoint, Placed
 from distgraph.runtime.world import World
+from distgraph.spec import DistAttr, ShardSpec
 
 
 def verify_files(checkpoint: Checkpoint, world: World) -> None:
@@ -26,7 +31,7 @@ def verify_files(checkpoint: Checkpoint, world: World) -> None:
 
 
 def check_records(
-    checkpoint: Checkpoint, records: Mapping[str, Record], states: bool, model: set[str]
+    checkpoint: Checkpoint, records: Mapping[str, Record], states: bool, model: Set[str]
 ) -> None:
     """Whether a checkpoint has what an engine holds.
 
@@ -44,7 +49,61 @@ def check_records(
             _check_type(checkpoint, name, record.shape, record.dtype)
 
 
-def reader_of(checkpoint: Checkpoint, states: bool, model: set[str]) -> Reader:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The checkpoint that an engine goes on from; what no program has used yet is still in there.
+
+    Attributes:
+        checkpoint: to read from.
+        states: whether those of the optimiser are read, too.
+        model: names of the parameters and buffers of the model.
+    """
+
+    checkpoint: Checkpoint
+    states: bool
+    model: frozenset[str]
+
+    @property
+    def reader(self) -> Reader:
+        """Blocks of it, for `Memory`."""
+        return reader_of(self.checkpoint, self.states, self.model)
+
+    def unread(self, records: Mapping[str, Record]) -> dict[str, Placed]:
+        """What an engine with these records has not taken from it yet, as whole tensors of rank 0."""
+        mesh, found = ProcessMesh.grid(all=1), {}
+        for name, entry in self.checkpoint.contents.tensors.items():
+            if name not in records and (self.states or name in self.model):
+                attr = DistAttr(mesh, ShardSpec.of([None] * len(entry.shape)))
+                found[name] = Placed(entry.kind, tuple(entry.shape), entry.dtype, attr)
+        return found
+
+    def after_saving(self, path: str | Path) -> Loaded:
+        """The same, when something was saved, perhaps over it."""
+        if Path(path).resolve() != self.checkpoint.path.resolve():
+            return self
+        return Loaded(Checkpoint.open(path), self.states, self.model)
+
+
+def unread_of(
+    loaded: Loaded | None, records: Mapping[str, Record], programs: Iterable[Compiled]
+) -> dict[str, Placed]:
+    """What is still in the loaded checkpoint only. A training program has taken all that it needs: what it
+    left there, such as states of another optimiser, is no part of the training any more."""
+    if loaded is None or any(program.mode == "train" for program in programs):
+        return {}
+    return loaded.unread(records)
+
+
+def blocks_of(
+    loaded: Loaded | None, unread: Mapping[str, Placed], block: Callable[[str, int], np.ndarray]
+) -> Callable[[str, int], np.ndarray]:
+    """(name, rank) -> what a checkpoint gets of it: from the loaded one, or from memory by `block`."""
+    if loaded is None or not unread:
+        return block
+    return lambda name, rank: loaded.checkpoint.read(name) if name in unread else block(name, rank)
+
+
+def reader_of(checkpoint: Checkpoint, states: bool, model: Set[str]) -> Reader:
     """Blocks from a checkpoint, for `Memory`; without `states` what is no part of the model starts anew."""
 
     def read(name: str, shape: tuple[int, ...], dtype: str, where: tuple[slice, ...]) -> np.ndarray | None:

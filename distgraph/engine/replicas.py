@@ -88,4 +88,4 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _checksum(block: np.ndarray) -> int:
-    return xxh3_64_intdigest(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+    return xxh3_64_intdigest(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)

@@ -203,7 +203,7 @@ def _write_blocks(
         metadata = {"format": FORMAT, "rank": str(rank), "file": path.name}
         found = write_blocks(path, shapes, lambda name: block(name, rank), metadata)
         files.flush_names(path.parent)
-    except OSError as error:
+    except (OSError, RuntimeFault) as error:
         files.remove(path)
         return _Written({}, error=f"{path.name}: {error}")
     except BaseException:
