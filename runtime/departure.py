@@ -8,27 +8,20 @@ rank that waits for something else goes on: to come to the end first, after the 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from distgraph.runtime.transport import Group
 
 _DEPARTED = 3  # tag on the control communicator
 
+Need = tuple[str, Group, int]
+"""What a wait is for: operation number N, from 1, of a kind: "collective" in a group; or what a peer must
+have done: "send", "recv", "object" or "received object". A plain tuple: one is made for every operation."""
 
-class Need(NamedTuple):
-    """What a wait is for: operation number `number` of a kind, from 1.
 
-    Attributes:
-        kind: "collective" in a group; or what a peer must have done: "send", "recv" or "object".
-        ranks: the group, or the peer.
-        number: of such operations.
-    """
-
-    kind: str
-    ranks: Group
-    number: int
+def _nothing() -> dict[str, dict[Any, int]]:
+    return {"collective": {}, "send": {}, "recv": {}, "object": {}, "received object": {}}
 
 
 @dataclass(slots=True)
@@ -38,31 +31,38 @@ class Departures:
     Args:
         mpi: the module mpi4py.MPI.
         comm: the control communicator.
+
+    Attributes:
+        counts: kind -> group, or peer -> how many.
+        left: rank -> its counts.
     """
 
     mpi: Any
     comm: Any
-    counts: Counter[tuple[str, Group]] = field(default_factory=Counter)
-    left: dict[int, Counter[tuple[str, Group]]] = field(default_factory=dict)
+    counts: dict[str, dict[Any, int]] = field(default_factory=_nothing)
+    left: dict[int, dict[str, dict[Any, int]]] = field(default_factory=dict)
 
     def collective(self, group: Group) -> Need:
         """Count a collective that this rank starts; what the wait for it needs."""
-        self.counts["collective", group] += 1
-        return Need("collective", group, self.counts["collective", group])
+        counts = self.counts["collective"]
+        counts[group] = number = counts.get(group, 0) + 1
+        return "collective", group, number
 
     def message(self, kind: str, needed: str, peer: int) -> Need:
         """Count a message to or from a peer.
 
         Args:
-            kind: "send", "recv" or "object": what this rank does.
+            kind: "send", "recv", "object" or "received object": what this rank does.
             needed: what the peer has to do for it.
+            peer: its rank.
         """
-        self.counts[kind, (peer,)] += 1
-        return Need(needed, (peer,), self.counts[kind, (peer,)])
+        counts = self.counts[kind]
+        counts[peer] = number = counts.get(peer, 0) + 1
+        return needed, (peer,), number
 
     def tell(self) -> list[Any]:
         """Tell all others that this rank leaves; the requests of the messages."""
-        data = bytearray(pickle.dumps(dict(self.counts)))
+        data = bytearray(pickle.dumps(self.counts))
         ranks = range(int(self.comm.Get_size()))
         own = int(self.comm.Get_rank())
         return [self.comm.Isend(data, rank, _DEPARTED) for rank in ranks if rank != own]
@@ -72,16 +72,13 @@ class Departures:
         self._receive()
         if need is None:
             return None
-        own = int(self.comm.Get_rank())
-        for rank in need.ranks:
-            key = (need.kind, need.ranks if need.kind == "collective" else (own,))
-            if rank in self.left and self.left[rank][key] < need.number:
-                return rank
-        return None
+        kind, ranks, number = need
+        key = ranks if kind == "collective" else int(self.comm.Get_rank())
+        return next((r for r in ranks if r in self.left and self.left[r][kind].get(key, 0) < number), None)
 
     def _receive(self) -> None:
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, _DEPARTED, status):
             data = bytearray(status.Get_count(self.mpi.BYTE))
             self.comm.Recv(data, status.Get_source(), _DEPARTED)
-            self.left[status.Get_source()] = Counter(pickle.loads(bytes(data)))
+            self.left[status.Get_source()] = pickle.loads(bytes(data))

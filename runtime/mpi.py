@@ -48,6 +48,7 @@ from distgraph.runtime.deadline import end_mpiexec
 from distgraph.runtime.departure import Departures, Need
 from distgraph.runtime.exchange import TAG_BITS, Exchange, Steps, octets
 from distgraph.runtime.job import LAST_WORDS_SECONDS, exit_code, observed_failure
+from distgraph.runtime.operation import Operation, WithStatus
 from distgraph.runtime.processes import held, shared_memory
 from distgraph.runtime.rollcall import END, LISTEN_SECONDS, DepartedFault, RollCall, different_calls
 from distgraph.runtime.transport import (
@@ -65,52 +66,6 @@ from distgraph.runtime.waiting import Inquiry, Place, report
 
 _FAILURE, _ACKNOWLEDGE, _OBJECT = 0, 1, 2  # tags of the control communicator
 _JOB_LOOK_SECONDS: Final = 0.01
-
-
-class _Operation:
-    """A request: a generator that yields the MPI requests to be complete before its next step.
-
-    Steps of operations of one group are taken in the order of their starts, so that equal tags match in
-    order.
-    """
-
-    __slots__ = ("_need", "_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
-
-    def __init__(
-        self, transport: MpiTransport, what: str, steps: Steps, previous: _Operation | None, need: Need
-    ) -> None:
-        self._transport, self.what, self._steps, self.previous = transport, what, steps, previous
-        self._need = need
-        self.requests: list[Any] = []
-        self._taken = 0
-        self.finished = False
-
-    def advance(self) -> bool:
-        """Take every step that can be taken now; True when there is none left."""
-        while not self.finished:
-            if self.requests and not self._transport.test_all(self.requests, self.what):
-                return False
-            if self.previous is not None:
-                if not self.previous.finished and self.previous._taken <= self._taken:
-                    return False
-                if self.previous.finished:
-                    self.previous = None
-            self._taken += 1
-            try:
-                self.requests = next(self._steps)
-            except StopIteration:
-                self.requests = []
-                self.finished = True
-        return True
-
-    def done(self) -> bool:
-        if not self.finished:
-            self._transport.progress()
-        return self.finished
-
-    def wait(self) -> None:
-        if not self.advance():
-            self._transport.poll(self.advance, self.what, self._need)
 
 
 class MpiTransport:
@@ -145,8 +100,8 @@ class MpiTransport:
         self._exchange = Exchange(self._collectives)
         self._rank, self._size = int(world.Get_rank()), int(world.Get_size())
         self._everyone: Group = tuple(range(self._size))
-        self._latest: dict[Group, _Operation] = {}
-        self._pending: list[_Operation] = []
+        self._latest: dict[Group, Operation] = {}
+        self._pending: list[Operation] = []
         self._sends: list[Any] = []  # messages about the end
         self._job = job
         self._looked = time.monotonic()
@@ -259,7 +214,7 @@ class MpiTransport:
         def steps() -> Steps:
             status = self._mpi.Status()
             request = self._messages.Irecv(data, source, tag)
-            yield [_WithStatus(request, status)]
+            yield [WithStatus(request, status)]
             if status.Get_count(self._mpi.BYTE) != target.nbytes:
                 raise RuntimeFault(
                     f"rank {self.rank}: {what} got {status.Get_count(self._mpi.BYTE)} bytes; "
@@ -389,7 +344,7 @@ class MpiTransport:
     def test_all(self, requests: list[Any], what: str) -> bool:
         """Whether all MPI requests are complete; a failure of MPI becomes a `RuntimeFault`."""
         try:
-            if isinstance(requests[0], _WithStatus):
+            if isinstance(requests[0], WithStatus):
                 complete = requests[0].request.Test(requests[0].status)
             else:
                 complete = self._mpi.Request.Testall(requests)
@@ -472,7 +427,7 @@ class MpiTransport:
         """Give up what is still expected and free the communicators; collective."""
         for operation in self._pending:
             for request in operation.requests:
-                (request.request if isinstance(request, _WithStatus) else request).Cancel()
+                (request.request if isinstance(request, WithStatus) else request).Cancel()
         self._pending.clear()
         for comm in (self._messages, self._collectives, self._control, self._calls):
             if comm != self._mpi.COMM_NULL:
@@ -491,21 +446,17 @@ class MpiTransport:
 
     # -- bookkeeping -------------------------------------------------------------------------------
 
-    def _start(self, what: str, steps: Steps, need: Need) -> _Operation:
+    def _start(self, what: str, steps: Steps, need: Need, previous: Operation | None = None) -> Operation:
         self.progress()
-        operation = _Operation(self, what, steps, None, need)
+        operation = Operation(self, what, steps, previous, need)
         if not operation.advance():
             self._pending.append(operation)
         return operation
 
-    def _start_collective(self, what: str, steps: Steps, group: Group) -> _Operation:
-        self.progress()
-        need = self._departures.collective(group)
-        operation = _Operation(self, what, steps, self._latest.get(group), need)
-        if not operation.advance():
-            self._pending.append(operation)
-        self._latest[group] = operation
-        return operation
+    def _start_collective(self, what: str, steps: Steps, group: Group) -> Operation:
+        need, previous = self._departures.collective(group), self._latest.get(group)
+        self._latest[group] = self._start(what, steps, need, previous)
+        return self._latest[group]
 
     def _check_own(self, what: str, have: int, counts: Sequence[int], group: Group) -> None:
         want = counts[position_in(group, self.rank, what)]
@@ -536,15 +487,6 @@ class MpiTransport:
     def _has_answered(self, rank: int) -> bool:
         """Whether `rank` has acknowledged our failure, or failed by itself."""
         return any(self._control.Iprobe(rank, tag) for tag in (_ACKNOWLEDGE, _FAILURE))
-
-
-class _WithStatus:
-    """An MPI request whose status is wanted."""
-
-    __slots__ = ("request", "status")
-
-    def __init__(self, request: Any, status: Any) -> None:
-        self.request, self.status = request, status
 
 
 def _load_mpi() -> Any:

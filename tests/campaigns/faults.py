@@ -85,6 +85,19 @@ def draw(rng: random.Random, faults: Sequence[str]) -> Trial:
     return Trial(fault, ranks, rng.randint(1, 20), amount)
 
 
+def no_mounts() -> str | None:
+    """Why no file system can be mounted here; None where one can."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["mount", "-t", "tmpfs", "none", folder]
+        if (
+            shutil.which("mount") is None
+            or subprocess.run(command, capture_output=True, check=False).returncode
+        ):
+            return "file systems can not be mounted here"
+        subprocess.run(["umount", folder], check=True)
+    return None
+
+
 @contextmanager
 def disk(folder: Path, kibibytes: float) -> Iterator[Path]:
     """A file system of so many KiB."""
@@ -225,7 +238,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", nargs="+", default=[*DISK, *NETWORK], choices=[*DISK, *NETWORK])
     given = parser.parse_args()
-    reason = missing()
+    reason = no_mounts() or missing()
     if reason:
         print(f"faults: {reason}", file=sys.stderr)
         sys.exit(2)

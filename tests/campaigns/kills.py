@@ -50,9 +50,14 @@ TARGETS: Final = {
     "run": ("rank", "supervisor", "proxy", "mpiexec", "launcher"),
     "mpiexec": ("rank", "proxy", "mpiexec"),
 }
-LAUNCH: Final = (
-    "import sys; from distgraph.runtime.launch import launch; sys.exit(launch({ranks}, sys.argv[1:]))"
-)
+LAUNCH: Final = """
+import sys
+try:
+    from distgraph.runtime.launch import launch
+except KeyboardInterrupt:
+    sys.exit(130)  # as distgraph.command does
+sys.exit(launch({ranks}, sys.argv[1:]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
