@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -102,12 +102,12 @@ class InProcessWorld:
             )
         if not self._transports:
             return {0: work(0)}
-        self._at_work = self.size
-        for tasks in self._tasks:
-            tasks.put(work)
         results: dict[int, Result] = {}
         first: tuple[int, BaseException] | None = None
+        self._at_work = self.size
         try:
+            for tasks in self._tasks:
+                tasks.put(work)
             while self._at_work:
                 rank, result, error = self._done.get()
                 self._at_work -= 1
@@ -128,11 +128,18 @@ class InProcessWorld:
         return dict(sorted(results.items()))
 
     def _await_ranks(self) -> None:
-        """Wait for ranks that have been told to stop: they use memory that is not theirs alone."""
-        with suppress(queue.Empty):
-            while self._at_work:
-                self._done.get(timeout=time_limit(None))
-                self._at_work -= 1
+        """Wait for ranks that have been told to stop: they use memory that is not theirs alone.
+
+        Which of them have reported may be unknown, for Ctrl-C comes at any moment. So each gets one more
+        piece of work, which is behind whatever it has been given.
+        """
+        deadline = time.monotonic() + time_limit(None)
+        for tasks in self._tasks:
+            reached = threading.Event()
+            tasks.put(lambda rank, reached=reached: reached.set())
+            if not reached.wait(max(0.0, deadline - time.monotonic())):
+                return
+        self._at_work = 0
 
     @property
     def ended(self) -> bool:

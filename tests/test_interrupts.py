@@ -15,6 +15,7 @@ import distgraph as dg
 from distgraph import command
 from distgraph.engine import engine as engine_module
 from distgraph.engine.interrupt import deferred, remembered
+from distgraph.runtime.world import InProcessWorld
 
 
 def press() -> None:
@@ -127,3 +128,34 @@ def test_an_error_in_between_comes_first() -> None:
     with pytest.raises(ValueError, match="disk"):
         work()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("moment", ["behind a report", "before the work is handed out"])
+def test_ranks_in_this_process_are_not_waited_for_twice(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Ctrl-C where it is open which ranks have work, or have reported."""
+    monkeypatch.setenv("DISTGRAPH_TIMEOUT", "5")
+    world = InProcessWorld(2)
+    place = world._done if moment == "behind a report" else world._tasks[1]
+
+    class Pressed:
+        """A queue at which Ctrl-C is pressed at the first use."""
+
+        def __init__(self) -> None:
+            self.put = self.first if place is not world._done else place.put
+
+        def get(self) -> None:
+            place.get()
+            raise KeyboardInterrupt
+
+        def first(self, work: Any) -> None:
+            self.put = place.put
+            raise KeyboardInterrupt
+
+    if place is world._done:
+        world._done = Pressed()  # type: ignore[assignment]
+    else:
+        world._tasks[1] = Pressed()  # type: ignore[call-overload]
+    with pytest.raises(KeyboardInterrupt):
+        world.run(lambda rank: rank)
+    assert world.ended
+    world.close()
