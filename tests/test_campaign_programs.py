@@ -21,6 +21,8 @@ from campaigns.program_trial import (
     shrink,
 )
 from campaigns.programs import PARTS, Tally, Trial, Worker
+from clusters import cluster_of
+from searched import slow
 
 import distgraph as dg
 from distgraph import nn, optim
@@ -137,3 +139,15 @@ def test_zeros_of_a_mask_are_not_summed_into() -> None:
         return [engine.run((x, target))["loss"] for _ in range(4)]
 
     np.testing.assert_allclose(losses(GRID(dp=1), GRID(1, dp=2)), losses(None, None), rtol=1e-12)
+
+
+def test_a_searched_plan_keeps_annotations_over_an_axis_of_one_rank() -> None:
+    """Such an axis splits nothing, so a plan that leaves it out does not contradict the annotation."""
+    mesh = dg.ProcessMesh.grid(dp=2, tp=1)
+    model = nn.Linear(4, 6, dtype="f64")
+    dg.shard_tensor(model.weight, mesh, ["tp", "dp"])
+    strategy = dg.Strategy(mode="sharding_propagation", mesh=mesh)
+    cluster = cluster_of(slow(2))
+    engine = dg.Engine(model, nn.MeanSquaredError(), optim.SGD(lr=0.1), strategy=strategy, cluster=cluster)
+    engine.prepare((np.zeros((4, 4)), np.zeros((4, 6))))
+    assert engine.plan.portable.tensors["weight"].spec.axes in (("dp",), ("tp", "dp"))

@@ -19,6 +19,7 @@ from distgraph.graph import Graph, Op
 from distgraph.mesh import ProcessMesh
 from distgraph.passes.complete import follow
 from distgraph.passes.search.layers import REST
+from distgraph.passes.tiles import without_unit_axes
 from distgraph.plan import Computed, Plan, Program
 from distgraph.resources import Cluster
 from distgraph.spec import DistAttr, Origin
@@ -242,10 +243,17 @@ def _annotated(serial: Graph, completed: Graph, plan: Plan) -> Graph:
         found = attrs.get(name)
         if found is None:
             continue
-        if found != attr:
+        if not _equal(found, attr):
             raise ShardingError(
                 f"%{name} is annotated {attr} ({attr.origin.where}) but plan of {plan.program.name} has it "
                 f"{found}; remove the annotation, or make a plan that keeps it"
             )
         attrs[name] = attr
     return replace(completed, attrs=attrs)
+
+
+def _equal(first: DistAttr, second: DistAttr) -> bool:
+    """Whether two layouts are the same; an axis of one rank splits nothing."""
+    return first.mesh == second.mesh and (
+        without_unit_axes(first.spec, first.mesh) == without_unit_axes(second.spec, second.mesh)
+    )

@@ -102,7 +102,7 @@ def bias(c: Context, x: Tensor) -> Any:
 
 def scalar(c: Context, x: Tensor) -> Any:
     """A parameter without dims."""
-    w = c.part(lambda: nn.Parameter((), F, c.pick((("zeros",), ("ones",)))))
+    w = c.part(lambda: nn.Parameter((), F, c.pick((("zeros",), ("ones",), ("normal", 0.5)))))
     return c.pick((lambda: x * (w + 0.7), lambda: x + w, lambda: ops.sin(x * w), lambda: x - w * w))()
 
 

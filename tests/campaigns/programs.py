@@ -89,8 +89,9 @@ class Worker:
             return {"kind": HUNG if line is None else INTERNAL, "why": why, "error": 0.0, "seconds": limit}
         verdict: dict[str, Any] = json.loads(line)
         verdict["seconds"] = time.monotonic() - start
-        if verdict["kind"] in FAILURES:  # ranks may be left in the middle of something
-            self.close()
+        in_ranks = self.part.startswith("mpi") or not verdict["why"].startswith("serial:")
+        if verdict["kind"] in FAILURES and in_ranks:
+            self.close()  # ranks may be left in the middle of something
         return verdict
 
     def close(self) -> None:
@@ -162,7 +163,8 @@ def serve() -> None:
             answers.write(json.dumps(verdict) + "\n")
             answers.flush()
         if communicator is not None and verdict["kind"] in FAILURES:
-            time.sleep(30)  # the parent ends the job when it has read the line
+            time.sleep(30)  # the parent ends the job as soon as it has read the line
+            return
 
 
 @dataclass
