@@ -222,6 +222,7 @@ class _Reader:
         self.found, self.file = found, file
         self.layers = len(found.layers)
         self.stages = self._stages()
+        self.tensors = self._tensors()
 
     def fields(self) -> dict[str, Any]:
         found = self.found
@@ -238,7 +239,7 @@ class _Reader:
             "layers": tuple(map(Layer.parse, found.layers)),
             "stages": self.stages,
             "recompute": self._recompute(),
-            "tensors": self._tensors(),
+            "tensors": self.tensors,
             "ops": self._ops(),
             "rest": self._rest(),
             "surface": self._surface(),
@@ -363,8 +364,14 @@ class _Reader:
         if entry is None:
             return None
         tensors: dict[str, Read] = {}
+        known = {name for name, stored in self.tensors.items() if stored.kind != "state"}
         for pattern, read in entry.tensors.items():
-            tensors |= dict.fromkeys(self._names(["surface", "tensors", pattern], pattern, tensors), read)
+            way: list[Step] = ["surface", "tensors", pattern]
+            names = self._names(way, pattern, tensors)
+            unknown = next((name for name in names if name not in known), None)
+            if unknown is not None:
+                self._refuse(way, "names of inputs and parameters among tensors", unknown)
+            tensors |= dict.fromkeys(names, read)
         modules: dict[str, Part] = {}
         for pattern, part in entry.modules.items():
             path = ["surface", "modules", pattern]

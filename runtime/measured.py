@@ -152,6 +152,9 @@ class MeasuredTimeline:
             for rank, did in step.ranks.items():
                 parts: list[MeasuredRun | MeasuredMessage] = [*did.runs, *did.messages]
                 for part in parts:
+                    if part.task not in found.tasks:
+                        known = f"tasks among {', '.join(found.tasks) or 'none'}"
+                        refuse(RuntimeFault, str(path), ["steps", at, "ranks", str(rank)], known, part.task)
                     if part.end < part.start or part.micro >= found.micro_batches:
                         told = f"times in order, of {found.micro_batches} micro-batches"
                         refuse(RuntimeFault, str(path), ["steps", at, "ranks", str(rank)], told)

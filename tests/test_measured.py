@@ -140,7 +140,7 @@ def test_the_callback_records_some_steps_of_fit(tmp_path: Path) -> None:
     assert [step.number for step in MeasuredTimeline.read(tmp_path / "early.json").steps] == [14, 15]
     trained.fit(data(24), batch_size=8, callbacks=[Timeline(tmp_path / "no.json", after=9)], progress=False)
     assert not (tmp_path / "no.json").exists()
-    with pytest.raises(RuntimeFault, match="after is 0 and steps 0 but must be"):
+    with pytest.raises(RuntimeFault, match="steps is 0 but must be a number from 1 up"):
         Timeline(path, after=0, steps=0)
 
 
@@ -153,7 +153,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         timeline.write(tmp_path / "none" / "timeline.json")
 
 
-RANK = '{"messages": [], "runs": [{"task": "t", "micro": 1, "start": 0.0, "end": 1.0}]}'
+RUN = '{"task": "t", "micro": 1, "start": 0.0, "end": 1.0}'
+RANKS = f'"ranks": {{"0": {{"messages": [], "runs": [{RUN}]}}}}'
 
 
 @pytest.mark.parametrize(
@@ -172,8 +173,12 @@ RANK = '{"messages": [], "runs": [{"task": "t", "micro": 1, "start": 0.0, "end":
             r'expected ranks such as "0" as keys',
         ),
         (
-            f'{{"tasks": {{}}, "micro_batches": 1, "steps": [{{"number": 1, "ranks": {{"0": {RANK}}}}}]}}',
+            f'{{"tasks": {{"t": "f"}}, "micro_batches": 1, "steps": [{{"number": 1, {RANKS}}}]}}',
             r"steps\[0\].ranks\['0'\]: expected times in order, of 1 micro-batches",
+        ),
+        (
+            f'{{"tasks": {{}}, "micro_batches": 2, "steps": [{{"number": 1, {RANKS}}}]}}',
+            r"steps\[0\].ranks\['0'\]: expected tasks among none, got \"t\"",
         ),
     ],
 )

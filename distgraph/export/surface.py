@@ -341,7 +341,8 @@ def in_order(paths: Iterable[str]) -> list[str]:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    numbers = [number.strip() for number in text.strip("[]").split(",") if number.strip()]
+    inner = text[1:-1].strip()
+    numbers = [number.strip() for number in inner.split(",")] if inner else []
     if not all(_NUMBER.fullmatch(number) for number in numbers):
         raise ValueError(text)
     return tuple(map(int, numbers))

@@ -29,7 +29,7 @@ from distgraph.passes.search.problem import Problem, Use
 __all__ = ["problem_of", "read_contest"]
 
 MOST_BYTES: Final = 1 << 30
-"""Of a problem, compressed or not: the largest of the contest has a third of it."""
+"""Of a problem, compressed or not: the largest at hand, A, has 94 MB."""
 _FORBIDDEN = 1e17
 _EXACT = 2.0**53
 
