@@ -181,14 +181,14 @@ class Draw:
         return int(self.rng.integers(1 << 31))
 
 
-def draw_program(*seed: int) -> Program:
-    """A program of 2 to 14 instructions."""
+def draw_program(*seed: int, pure: bool = False) -> Program:
+    """A program of 2 to 14 instructions, at random or always one in which samples do not mix."""
     d = Draw(*seed)
     kinds, shares = list(WEIGHTS), np.array(list(WEIGHTS.values()), float)
     count = d.pick((2, 3, 4, 5, 6, 7, 8, 10, 12, 14))
     chosen = d.rng.choice(len(kinds), size=count, p=shares / shares.sum())
     instructions = [Instruction(kinds[k], d.seed(), f"s{i}") for i, k in enumerate(chosen)]
-    pure = d.chance(0.6)
+    pure = d.chance(0.6) or pure
     loss = d.pick(("square", "entropy", "sine", "inside")) if pure else "whole"
     return Program(
         seed=d.seed(),
@@ -256,8 +256,11 @@ def draw_searched(program: Program, ranks: int, *seed: int) -> Layout:
 
 
 def draw_case(seed: int, number: int, ranks: int = 8, searched: bool = False) -> Case:
-    """Trial `number` of the campaign `seed`."""
-    program = draw_program(seed, number // LAYOUTS_PER_PROGRAM)
+    """Trial `number` of the campaign `seed`.
+
+    A search may choose another number of micro-batches, which changes nothing only where samples do not mix.
+    """
+    program = draw_program(seed, number // LAYOUTS_PER_PROGRAM, pure=searched)
     draw = draw_searched if searched else draw_layout
     return Case(program, draw(program, ranks, seed, number, ranks))
 
