@@ -24,6 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
+from threading import Lock
+from types import CodeType
 
 from distgraph.collecting import collector_paused
 from distgraph.graph import SOURCES, Graph, Op
@@ -73,6 +75,16 @@ class Parts:
     tasks: tuple[Part, ...]
     edges: tuple[tuple[str, str], ...]
     phase: dict[str, int]
+
+    @cached_property
+    def codes(self) -> dict[str, CodeType]:
+        """Generated text -> its code, for the ranks whose programs read the same; see `compiling`."""
+        return {}
+
+    @cached_property
+    def compiling(self) -> Lock:
+        """Held while `codes` is filled: one rank compiles, the others wait and take it."""
+        return Lock()
 
     @cached_property
     def numbers(self) -> dict[str, int]:

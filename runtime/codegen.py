@@ -2,7 +2,7 @@
 
     def backward_s0_last(m):                         # mesh(dp=2, tp=2) rank 3
         einsum_12(x_3, g_9, out=dw_14)               # %14 : f32[128, 256] partial(dp)       mlp.py:31
-        work_14 = all_reduce_start(comm, dw_14, (1, 3), 'sum', dw_14)
+        work_14 = all_reduce_start(comm, dw_14, group_dp, 'sum', dw_14)
         ...
         work_14.wait()
 
@@ -28,6 +28,7 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.printing import name_text
 from distgraph.runtime import collectives
 from distgraph.runtime.identifiers import Identifiers, commented, literal
+from distgraph.runtime.shared_code import shared_code
 from distgraph.runtime.storage import Storage, is_started
 from distgraph.runtime.transport import Transport
 
@@ -316,7 +317,8 @@ class Writer:
             function = "exchange"
         else:
             function = local.mode.removeprefix("comm.")
-            group = repr(attrs["group"])
+            axes = "_".join(op.attrs.get("axes", ()))
+            group = self.bind(f"group_{axes}", attrs["group"])  # by name: ranks share the compiled code
             arguments = {
                 "all_reduce": lambda: (
                     f"{group}, {literal(attrs['reduction'])}, {source if in_place else target}"
@@ -488,7 +490,7 @@ def compile_task(
         source.splitlines(True),
         filename,
     )  # tracebacks show the line
-    exec(compile(source, filename, "exec"), writer.bound)
+    exec(shared_code(program.parts, source, filename), writer.bound)
     last = writer.bound[names["last"]]
     post, body = writer.bound[names["post"]], writer.bound.get(names["body"], last)
     return CompiledTask(task.name, post, body, last, source, writer.bound)

@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_STRETCH = 64  # times that are looked up together
+import numpy as np
+from numpy.typing import NDArray
+
+_STRETCH, _LONG = 64, 8  # times that are looked up together; stretches beyond which a block is long
+Places = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -41,27 +45,61 @@ def pack(blocks: Sequence[Block]) -> int:
         >>> pack(blocks), [block.offset for block in blocks]
         (192, [128, 0, 128, 0])
     """
-    placed: dict[int, list[int]] = {}  # stretch of time -> numbers of the blocks that are needed in it
+    placed = _Placed(blocks)
     for number in sorted(range(len(blocks)), key=lambda i: (-blocks[i].nbytes, blocks[i].start)):
         block = blocks[number]
-        stretches = range(block.start // _STRETCH, block.stop // _STRETCH + 1)
-        near = {other for stretch in stretches for other in placed.get(stretch, ())}
-        block.offset = _gap(block, [blocks[other] for other in near])
-        for stretch in stretches:
-            placed.setdefault(stretch, []).append(number)
+        block.offset = _gap(block.nbytes, *placed.beside(block))
+        placed.add(number, block)
     return max((block.offset + block.nbytes for block in blocks), default=0)
 
 
-def _gap(block: Block, placed: Sequence[Block]) -> int:
-    """Offset of the smallest gap that a block fits into, else that behind all it must not overlap."""
-    others = sorted(
-        (other.offset, other.offset + other.nbytes)
-        for other in placed
-        if other.start <= block.stop and block.start <= other.stop
-    )
-    end, found, least = 0, -1, 0
-    for low, high in others:
-        if low - end >= block.nbytes and (found < 0 or low - end < least):
-            found, least = end, low - end
-        end = max(end, high)
-    return end if found < 0 else found
+class _Placed:
+    """Blocks that have a place, found again by the time at which they are needed.
+
+    Blocks needed for short are kept by stretch of time; the few others are compared with each block.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        count = len(blocks)
+        self.stop, self.low, self.high = (np.zeros(count, np.int64) for _ in range(3))
+        self.start = np.full(count, np.iinfo(np.int64).max)  # not placed: beside nothing
+        self.by_stretch: dict[int, list[int]] = {}
+        self.long: list[int] = []
+
+    def add(self, number: int, block: Block) -> None:
+        """Take a block that has been placed."""
+        self.start[number], self.stop[number] = block.start, block.stop
+        self.low[number], self.high[number] = block.offset, block.offset + block.nbytes
+        stretches = _stretches(block)
+        if len(stretches) > _LONG:
+            self.long.append(number)
+            return
+        for stretch in stretches:
+            self.by_stretch.setdefault(stretch, []).append(number)
+
+    def beside(self, block: Block) -> tuple[Places, Places]:
+        """Begin and end in memory of the blocks that are needed at the same time."""
+        stretches = _stretches(block)
+        if len(stretches) > _LONG:
+            together = (self.start <= block.stop) & (block.start <= self.stop)
+            return self.low[together], self.high[together]
+        near = [*self.long, *dict.fromkeys(i for s in stretches for i in self.by_stretch.get(s, ()))]
+        numbers = np.array(near, np.int64)
+        numbers = numbers[(self.start[numbers] <= block.stop) & (block.start <= self.stop[numbers])]
+        return self.low[numbers], self.high[numbers]
+
+
+def _stretches(block: Block) -> range:
+    return range(block.start // _STRETCH, block.stop // _STRETCH + 1)
+
+
+def _gap(nbytes: int, low: Places, high: Places) -> int:
+    """Offset of the smallest gap between blocks that so many bytes fit into, else that behind them all."""
+    if not len(low):
+        return 0
+    order = np.argsort(low, kind="stable")
+    ends = np.maximum.accumulate(high[order])
+    begins = np.concatenate(([0], ends[:-1]))
+    gaps = low[order] - begins
+    fitting = np.flatnonzero(gaps >= nbytes)
+    return int(begins[fitting[gaps[fitting].argmin()]]) if len(fitting) else int(ends[-1])
