@@ -1,22 +1,29 @@
 """Seconds to compile a GPT's training graph for a mesh: trace, complete, reshard, lower, phases, partition,
 plan storage, generate code.
 
-    python benchmarks/compile.py [--quick] [--json FILE]
+    python benchmarks/compile.py [--quick] [--json FILE] [--scale]
 
 The model has hidden 256, 8 heads and sequence 128, annotated as Megatron-LM does (attention and feed-forward
 split by columns, then by rows) on a mesh of dp=2 x tp=2; only its number of layers grows. The times do not
 depend on the widths, because nothing is allocated: the code of rank 0 is generated over arrays that are
 never touched. Each number is the least of three runs (one with `--quick`). Beside it: XLA needs over 200 s
 to compile a train graph of 48 layers on such a machine, 1.1 s of that for the propagation of shardings.
+
+`--scale` compiles a narrow model of up to 100,000 ops for all four ranks in one process, from the trace to
+workers that could run, and prints CPU seconds of each phase and the growth of the whole: the exponent k of
+ops ** k between one size and the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +44,7 @@ from distgraph.runtime.build import Build
 from distgraph.runtime.inprocess import connect
 from distgraph.runtime.worker import Worker
 
+SCALE = (78, 155, 310, 624)  # layers of 12,500, 25,000, 50,000 and 100,000 ops
 LAYERS = (6, 12, 24, 48, 120)  # 48 layers are 7,700 ops here, 120 are 19,300
 HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY = 256, 8, 128, 16, 4096
 
@@ -44,12 +52,12 @@ HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY = 256, 8, 128, 16, 4096
 class Gpt(nn.Module):
     """A decoder of some layers, split over the axis tp of a mesh."""
 
-    def __init__(self, layers: int, mesh: dg.ProcessMesh) -> None:
-        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.positions = nn.Parameter((SEQUENCE, HIDDEN))
-        self.blocks = [nn.TransformerBlock(HIDDEN, HEADS) for _ in range(layers)]
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    def __init__(self, layers: int, mesh: dg.ProcessMesh, hidden: int = HIDDEN) -> None:
+        self.tokens = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Parameter((SEQUENCE, hidden))
+        self.blocks = [nn.TransformerBlock(hidden, HEADS) for _ in range(layers)]
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith(("q.weight", "k.weight", "v.weight", "up.weight")):
                 dg.shard_tensor(parameter, mesh, [None, "tp"])
@@ -64,18 +72,24 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-def compiled(layers: int) -> dict[str, float]:
-    """Seconds of every step of compiling one model, and the number of ops."""
+def compiled(layers: int, hidden: int = HIDDEN, *, every: bool = False) -> dict[str, float]:
+    """Seconds of every step of compiling one model, and the number of ops.
+
+    Args:
+        layers, hidden: of the model.
+        every: workers of all ranks, and CPU seconds; else rank 0, and seconds of the clock.
+    """
+    clock = time.process_time if every else time.perf_counter
     mesh = dg.ProcessMesh.grid(dp=2, tp=2)
     strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
-    recipe = Recipe(Gpt(layers, mesh), nn.CrossEntropy(), dg.optim.Adam(), {}, strategy)
+    recipe = Recipe(Gpt(layers, mesh, hidden), nn.CrossEntropy(), dg.optim.Adam(), {}, strategy)
     fields = {f"batch.{i}": ((BATCH, SEQUENCE), "i64") for i in range(2)}
     found: dict[str, float] = {}
 
     def timed(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        start = time.perf_counter()
+        start = clock()
         result = function(*arguments)
-        found[name] = time.perf_counter() - start
+        found[name] = clock() - start
         return result
 
     graph: Graph = timed("trace", recipe.trace, "train", fields, {})
@@ -88,7 +102,7 @@ def compiled(layers: int) -> dict[str, float]:
         "partition", lambda: [partition(parts, rank) for rank in mesh.members]
     )
     timed("schedule", lambda: build.schedule)
-    timed("codegen", generate, build, programs[0])
+    timed("codegen", lambda: [generate(build, program) for program in programs[: None if every else 1]])
     return {"ops": len(lowered.ops), **found}
 
 
@@ -113,6 +127,25 @@ def total(times: dict[str, float]) -> float:
     return sum(seconds for name, seconds in times.items() if name != "ops")
 
 
+def scale() -> None:
+    """Print what graphs of growing size take, each compiled in a process of its own."""
+    table: Table | None = None
+    before: tuple[float, float] | None = None
+    for layers in SCALE:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            times = pool.submit(compiled, layers, 16, every=True).result()
+        if table is None:
+            table = Table(*times, "all", "exponent", title="CPU seconds to compile, all four ranks")
+        whole = total(times)
+        growth = math.log(whole / before[1], times["ops"] / before[0]) if before else math.nan
+        before = times["ops"], whole
+        cells = [f"{times[name]:.2f}" for name in times if name != "ops"]
+        table.add_row(str(times["ops"]), *cells, f"{whole:.1f}", f"{growth:.2f}")
+        Console().print(f"{times['ops']} ops: {whole:.1f} s")
+    assert table is not None
+    Console(width=140).print(table)
+
+
 def main() -> None:
     """Measure, print the table and write the figures."""
     parser = argparse.ArgumentParser(
@@ -120,7 +153,11 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one run of each size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--scale", action="store_true", help="up to 100,000 ops, for all ranks")
     arguments = parser.parse_args()
+    if arguments.scale:
+        scale()
+        return
     load = os.getloadavg()[0]
     results = {layers: least(layers, 1 if arguments.quick else 3) for layers in LAYERS}
     names = list(results[LAYERS[0]])
@@ -128,7 +165,7 @@ def main() -> None:
     for layers, times in results.items():
         cells = [str(times["ops"]), *(f"{times[name]:.2f}" for name in names[1:])]
         table.add_row(str(layers), *cells, f"{total(times):.2f}")
-    Console().print(table)
+    Console(width=140).print(table)
     if arguments.json is not None:
         most = results[48]
         figures = {
