@@ -108,8 +108,9 @@ def disk(folder: Path, kibibytes: float) -> Iterator[Path]:
     try:
         yield path
     finally:
-        while path.is_mount():
-            subprocess.run(["umount", "-l", str(path)], check=True)
+        for mounted in (path, folder / "side"):
+            while mounted.is_mount():
+                subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
 def on_disk(trial: Trial, folder: Path) -> tuple[list[str], float]:
@@ -121,8 +122,11 @@ def on_disk(trial: Trial, folder: Path) -> tuple[list[str], float]:
             wait_for("step", trial.step, folder, job)
             begun = time.monotonic()
             if trial.fault == "read-only":  # by another mount on top: files are open for writing on this one
-                subprocess.run(["mount", "--bind", str(path), str(path)], check=True)
-                subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
+                (folder / "side").mkdir()
+                side = str(folder / "side")
+                subprocess.run(["mount", "--bind", str(path), side], check=True)
+                subprocess.run(["mount", "-o", "remount,bind,ro", side], check=True)
+                subprocess.run(["mount", "--bind", side, str(path)], check=True)
             if trial.fault == "removed":
                 shutil.rmtree(checkpoint, ignore_errors=True)
             code = job.wait(LIMIT)
