@@ -224,7 +224,7 @@ def _replace(trials: Trials) -> None:
 def _values(random: random.Random, old: Any) -> Any:
     """Something to stand in an index."""
     deep: Any = 0
-    for _ in range(random.choice([1, 70, 900])):
+    for _ in range(random.choice([1, 70, 150])):
         deep = [deep]
     return random.choice([
         HUGE, -HUGE, 10**400, -1, 0, 1, 2.5, 1e308, float("nan"), float("inf"), True, None, "", "x", "nan",
