@@ -29,6 +29,7 @@ from distgraph.runtime.scratch import task_workspace
 from distgraph.runtime.simulate import Timeline, simulate
 from distgraph.runtime.storage import StoragePlan, planned
 from distgraph.runtime.streams import Streams, TaskTime
+from distgraph.runtime.task import Ring
 from distgraph.runtime.traffic import TrafficCost
 
 
@@ -199,6 +200,7 @@ class _Forecaster:
         self.memory: dict[int, RankMemory] = {}
         self.workspaces: dict[int, dict[str, int]] = {}
         self.ranks: dict[int, tuple[int, ...]] = {}
+        self.rings: set[Ring] = set()
 
     def run(self) -> Forecast:
         exact, uneven = True, uneven_meshes(self.build)
@@ -218,6 +220,7 @@ class _Forecaster:
             order=self.build.schedule.orders(),
             transfer=transfers,
             last={n: t.last.seconds for n, t in tasks.items()},
+            rings=self.rings,
         )
         sent: dict[str, float] = {}
         for part in self.build.parts.tasks:
@@ -254,6 +257,11 @@ class _Forecaster:
         names = dict(zip(form.names, model.form.names, strict=True))
         clocks = rank_clocks(self.build.schedule, self.build.parts, rank).renamed(theirs, names)
         storage = model.plan.under(clocks)
+        tasks_here = {like: name for name, like in theirs.items()}
+        values_here = {like: name for name, like in names.items()}
+        for writer, transfer, depth, posting in model.plan.sent_rings(storage):
+            receiver = self.build.parts.transfers[values_here[transfer]][1]
+            self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
         self.memory[rank] = replace(rank_memory(model.program, storage, model.workspace), rank=rank)
         streams = model.streams if rank == model.program.rank else self.elsewhere(model, rank, form)
         tasks = {task.name: task for task in model.program.tasks}
@@ -262,7 +270,6 @@ class _Forecaster:
             for name, like in theirs.items()
             if tasks[like].per_micro
         }
-        names = dict(zip(model.form.names, form.names, strict=True))
         newest = model.program.graph.micro_batches - 1
         pending: dict[str, float] = {}
         for name, micro in order:
@@ -273,7 +280,7 @@ class _Forecaster:
             after = None if task.per_micro else pending
             last = streams.run(task, last=True, pending=after, trace=self.trace)
             pending = {} if not task.per_micro else {**_later(pending, last.seconds), **last.late}
-            body, last = (_renamed(time, names) for time in (bodies.get(name, last), last))
+            body, last = (_renamed(time, values_here) for time in (bodies.get(name, last), last))
             found = TaskForecast(name, task.kind, self.build.parts.stages[name], rank, body, last)
             self.times.setdefault(name, []).append(found)
 

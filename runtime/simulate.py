@@ -24,7 +24,7 @@ Example, one forward and one backward at a time (rows are time, columns are rank
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distgraph.collecting import collector_paused
 from distgraph.errors import GraphError, RuntimeFault
@@ -44,7 +44,7 @@ from distgraph.runtime.actor import (
     resolve,
 )
 from distgraph.runtime.recorded import followed
-from distgraph.runtime.task import TaskGraph, phases, topological_order, verify
+from distgraph.runtime.task import Ring, TaskGraph, phases, topological_order, verify
 from distgraph.runtime.timeline import SAME_TIME, Interval, Record, Timeline, symbols
 
 __all__ = ["Interval", "Record", "Timeline", "seconds_of", "simulate", "symbols"]
@@ -88,6 +88,7 @@ def simulate(
     order: Mapping[int, Sequence[tuple[str, int]]] | None = None,
     transfer: float | Mapping[tuple[str, str], float] = 0.0,
     last: Mapping[str, float] | None = None,
+    rings: Collection[Ring] = (),
 ) -> Timeline:
     """Run one step of the task graph under a virtual clock.
 
@@ -99,6 +100,7 @@ def simulate(
         transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or
             those of each edge (source, target), 0 where it is not named.
         last: seconds of tasks with the last micro-batch, by name, where those differ.
+        rings: buffers that messages are sent from, of the programs that follow `order`.
 
     Returns:
         The timeline of the step.
@@ -115,10 +117,17 @@ def simulate(
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
     clock = _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays)
     if clock.order is not None:
-        runs = followed(clock.graph, clock.order, clock.devices, seconds, ends, delays)
+        runs = followed(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings)
         if runs is not None:
             return Timeline(clock.graph, runs, clock.columns)
-    return clock.run()  # with an order that leads nowhere it tells what waits for what
+    found = clock.run()  # with an order that leads nowhere it tells what waits for what
+    if rings:
+        raise RuntimeFault(
+            "deadlock: the order can be run, but not with rings of "
+            f"{min(ring.depth for ring in rings)} buffers: a task waits for a receive that is posted later; "
+            "give the senders more buffers"
+        )
+    return found
 
 
 def _delays(

@@ -463,20 +463,25 @@ class StoragePlan:
         Raises:
             RuntimeFault: a buffer is written when the receive of what is sent from it is not posted yet.
         """
-        for root in storage.sent & storage.rings.keys():
-            depth, (task, number) = storage.rings[root], self.made[root]
-            posting = self.tasks[task].ops[number].mode == "recv"
+        for task, transfer, depth, posting in self.sent_rings(storage):
             written = (clocks.posts if posting else clocks.starts)[task]
-            for local in self.messages(root):
-                taken = clocks.taken[local.op.name] + posting
-                late = np.flatnonzero(taken[:-depth] > written[depth:])
-                if late.size:
-                    m, target = int(late[0]), self.program.parts.transfers[local.op.name][1]
-                    raise RuntimeFault(
-                        f"rank {self.program.rank}: {task} of micro-batch {m + depth} writes %{root} again "
-                        f"before {target} is to receive %{local.op.name} of micro-batch {m}; {depth} "
-                        "buffers are too few, report it with the program and its schedule"
-                    )
+            late = np.flatnonzero(clocks.taken[transfer][:-depth] + posting > written[depth:])
+            if late.size:
+                m, target = int(late[0]), self.program.parts.transfers[transfer][1]
+                raise RuntimeFault(
+                    f"rank {self.program.rank}: {task} of micro-batch {m + depth} writes again what it sends "
+                    f"before {target} is to receive %{transfer} of micro-batch {m}; {depth} buffers are too "
+                    "few, report it with the program and its schedule"
+                )
+
+    def sent_rings(self, storage: Storage) -> list[tuple[str, str, int, bool]]:
+        """Of every ring and send from it: task that writes it, transfer, buffers, whether by a receive."""
+        found = []
+        for root in sorted(storage.sent & storage.rings.keys()):
+            task, number = self.made[root]
+            posting = self.tasks[task].ops[number].mode == "recv"
+            found += [(task, m.op.name, storage.rings[root], posting) for m in self.messages(root)]
+        return found
 
     def _under_way(self, root: str, clocks: RankClocks, early: bool) -> tuple[int, int]:
         """Buffers for what is sent from some memory: to be ahead of the receiver, and never to wait in vain.

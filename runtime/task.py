@@ -20,6 +20,7 @@ from distgraph.errors import GraphError
 __all__ = [
     "KINDS",
     "Edge",
+    "Ring",
     "Task",
     "TaskGraph",
     "barriers",
@@ -68,6 +69,26 @@ class Edge:
     source: str
     target: str
     buffers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Buffers that messages are sent from, one a micro-batch, used again in turn.
+
+    A buffer is written again when the receives of what was sent from it are posted, which each rank of the
+    receiver does as soon as it is done with the task two places before it in its order.
+
+    Args:
+        writer: task that writes the buffers.
+        receiver: task that receives what is sent from them.
+        depth: how many there are.
+        posting: they are written by a receive, which is posted a place ahead of the task itself.
+    """
+
+    writer: str
+    receiver: str
+    depth: int
+    posting: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.actor import POLICIES, Policy, bounded
 from distgraph.runtime.simulate import Timeline, seconds_of, simulate, symbols
 from distgraph.runtime.steady import clocked
-from distgraph.runtime.task import Edge, Task, TaskGraph, pipeline
+from distgraph.runtime.task import Edge, Ring, Task, TaskGraph, pipeline
 
 
 def plain(stages: int, micro_batches: int) -> TaskGraph:
@@ -432,3 +432,33 @@ def test_a_long_step_is_simulated_whole() -> None:
     timeline = simulate(plain(stages, micro), {"forward": 1, "backward": 2})
     assert len(timeline.intervals) == 2 * stages * micro
     assert timeline.makespan == (micro + stages - 1) * 3
+
+
+def test_sender_waits_for_the_receive_of_what_its_buffer_still_holds() -> None:
+    """A ring of two buffers, ten times slower a receiver: receives are posted when the task two places before
+    is done, at 0, 0, 11, 21, 31."""
+    graph = pipeline([(0,), (1,)], 5, backward=False)
+    order = {rank: [(f"forward.s{rank}", m) for m in range(5)] for rank in (0, 1)}
+    seconds = {"forward.s0": 1.0, "forward.s1": 10.0}
+    free = simulate(graph, seconds, policy="gpipe", order=order)
+    assert [run.start for run in free.of_rank(0)] == [0, 1, 2, 3, 4]
+    ring = Ring("forward.s0", "forward.s1", 2, False)
+    found = simulate(graph, seconds, policy="gpipe", order=order, rings=[ring])
+    assert [run.start for run in found.of_rank(0)] == [0, 1, 2, 3, 11]
+    assert [run.start for run in found.of_rank(1)] == [1, 11, 21, 31, 41]
+    ring = Ring("forward.s0", "forward.s1", 1, False)
+    found = simulate(graph, seconds, policy="gpipe", order=order, rings=[ring])
+    assert [run.start for run in found.of_rank(0)] == [0, 1, 2, 11, 21]
+    ring = Ring("forward.s0", "forward.s1", 2, True)  # the wait is before the task in front
+    found = simulate(graph, seconds, policy="gpipe", order=order, rings=[ring])
+    assert [run.start for run in found.of_rank(0)] == [0, 1, 2, 11, 12]
+
+
+def test_ring_that_is_too_short_for_an_order_is_a_deadlock() -> None:
+    """The first stage writes its only buffer again before the receive in the backward part can be posted."""
+    graph = pipeline([(0,), (1,)], 3, optimize=False)
+    stages = {s: [(f"{kind}.s{s}", m) for kind in ("forward", "backward") for m in range(3)] for s in (0, 1)}
+    ring = Ring("forward.s0", "backward.s1", 3, False)
+    simulate(graph, policy="gpipe", order=stages, rings=[ring])
+    with pytest.raises(RuntimeFault, match="deadlock: the order can be run, but not with rings of 1 buffers"):
+        simulate(graph, policy="gpipe", order=stages, rings=[Ring("forward.s0", "backward.s1", 1, False)])
