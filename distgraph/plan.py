@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Final
+
+from xxhash import xxh3_64_hexdigest
 
 from distgraph.documents import dumps, parse_json, read_json
-from distgraph.errors import GraphError
+from distgraph.errors import GraphError, ShardingError
 from distgraph.export import Export, Surface, export
 from distgraph.files import write_atomically
 from distgraph.folding import fold, spans, unfold
@@ -35,12 +38,16 @@ from distgraph.plan_parts import (
     Stage,
     Stored,
 )
-from distgraph.plan_text import Comparison, compared, shown, stage_cells, told
+from distgraph.plan_text import CHANGED, Comparison, compared, shown, stage_cells, told
+from distgraph.spec import ShardSpec
 
 __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
     "Decision", "Found", "Rest", "VERSION",
 ]  # fmt: skip
+
+
+_SHORT: Final = ("batch", "micro_batches", "schedule", "stages", "recompute")  # come first in a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,16 @@ class Plan:
         """Number of the stage that computes a layer."""
         return next(i for i, stage in enumerate(self.stages) if stage.first <= layer < stage.last)
 
+    @property
+    def digest(self) -> str:
+        """Hash of what the plan decides: equal for plans that run alike."""
+        return xxh3_64_hexdigest(dumps(self._decided()).encode())
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the plan was changed after it was forecast, as by an edit of its file."""
+        return self.forecast is not None and self.forecast.plan not in ("", self.digest)
+
     # Files
 
     def save(self, path: str | Path) -> None:
@@ -133,35 +150,42 @@ class Plan:
 
     def text(self) -> str:
         """The plan as JSON; equal plans have equal text."""
-        groups: dict[LayerOps, list[int]] = {}
-        for number, ops in enumerate(self.ops):
-            groups.setdefault(ops, []).append(number)
-        tensors = {
-            kind: fold({name: str(at) for name, at in self.tensors.items() if at.kind == kind})
-            for kind in KINDS
-        }
+        decided = self._decided()
         return dumps(
             {
                 "format": FORMAT,
                 "version": VERSION,
                 "program": self.program.document(),
                 "cluster": self.cluster,
-                "batch": self.batch,
-                "micro_batches": self.micro_batches,
-                "schedule": self.schedule,
-                "stages": [stage.document() for stage in self.stages],
-                "recompute": spans(self.recompute),
+                **{name: decided[name] for name in _SHORT},
                 "forecast": None if self.forecast is None else self.forecast.document(),
                 "baselines": dict(self.baselines),
                 "search": self.search.document(),
                 "decisions": {name: decision.document() for name, decision in self.decisions.items()},
-                "layers": [str(layer) for layer in self.layers],
-                "tensors": tensors,
-                "ops": [ops.document(tuple(numbers)) for ops, numbers in groups.items()],
-                "rest": self.rest.document(),
+                **{name: content for name, content in decided.items() if name not in _SHORT},
                 "surface": None if self.surface is None else self.surface.document(),
             }
         )
+
+    def _decided(self) -> dict[str, Any]:
+        """What makes the program, as in a file."""
+        groups: dict[LayerOps, list[int]] = {}
+        for number, ops in enumerate(self.ops):
+            groups.setdefault(ops, []).append(number)
+        return {
+            "batch": self.batch,
+            "micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "stages": [stage.document() for stage in self.stages],
+            "recompute": spans(self.recompute),
+            "layers": [str(layer) for layer in self.layers],
+            "tensors": {
+                kind: fold({name: str(at) for name, at in self.tensors.items() if at.kind == kind})
+                for kind in KINDS
+            },
+            "ops": [ops.document(tuple(numbers)) for ops, numbers in groups.items()],
+            "rest": self.rest.document(),
+        }
 
     def export(self, framework: str) -> Export:
         """The plan in the terms of another framework: docs/export.md.
@@ -194,7 +218,10 @@ class Plan:
             )
         if decision is None:
             return f"{fact}\n  no other choice is recorded: {self._unsearched()}"
-        return "\n".join([fact or name, *told(self, decision)])
+        before = (
+            [f"  {CHANGED}: what follows is of the plan before"] if self._disagrees(name, decision) else []
+        )
+        return "\n".join([fact or name, *before, *told(self, decision)])
 
     def instead(self, name: str) -> Plan:
         """The plan with the runner-up in place of a choice, and what goes with it; its forecast is not told.
@@ -234,7 +261,8 @@ class Plan:
         if name.startswith(("stage", "layer")):
             return ", ".join(counted)
         folded = dict.fromkeys([*self.decisions, *fold(dict.fromkeys(self.tensors))])
-        return ", ".join(get_close_matches(name, [*folded, *self.tensors]) or [*folded, *counted])
+        near = get_close_matches(name, dict.fromkeys([*folded, *self.tensors]))
+        return ", ".join(near or [*folded, *counted])
 
     def _fact(self, name: str) -> str | None:
         """What the plan says of a tensor, a stage or a layer."""
@@ -261,6 +289,17 @@ class Plan:
         if found is not None:
             return found
         return next((d for key, d in self.decisions.items() if "{" in key and name in unfold(key)), None)
+
+    def _disagrees(self, name: str, decision: Decision) -> bool:
+        """Whether a decision is of the plan before it was changed; of tensors the layout tells that too."""
+        if self.is_changed:
+            return True
+        try:
+            chosen = ShardSpec.parse(decision.chosen)
+        except (ValueError, ShardingError):
+            return False
+        lies = [self.tensors[each] for each in unfold(name) if each in self.tensors]
+        return any(stored.spec != chosen for stored in lies)
 
     def _unsearched(self) -> str:
         if self.search.mode == "annotations":

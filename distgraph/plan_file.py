@@ -129,6 +129,7 @@ class EstimateEntry(Entry):
 
     seconds: Seconds
     memory: list[Count]
+    plan: str = ""
 
 
 class DecisionEntry(Entry):
@@ -243,7 +244,8 @@ class _Reader:
             "ops": self._ops(),
             "rest": self._rest(),
             "surface": self._surface(),
-            "forecast": forecast and Estimate(seconds=forecast.seconds, memory=tuple(forecast.memory)),
+            "forecast": forecast
+            and Estimate(seconds=forecast.seconds, memory=tuple(forecast.memory), plan=forecast.plan),
             "baselines": found.baselines,
             "search": Found(**dict(search)),
             "decisions": {name: Decision(**dict(entry)) for name, entry in found.decisions.items()},

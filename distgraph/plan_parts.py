@@ -239,14 +239,25 @@ class Rest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A forecast in short: seconds of a step, and of every stage the peak bytes of its fullest device."""
+    """A forecast in short.
+
+    Attributes:
+        seconds: of a step.
+        memory: of every stage the peak bytes of its fullest device.
+        plan: `Plan.digest` of the plan that was forecast; empty where nobody noted it.
+    """
 
     seconds: float
     memory: tuple[int, ...] = ()
+    plan: str = ""
 
     def document(self) -> dict[str, Any]:
         """The form in a file."""
-        return {"seconds": self.seconds, "memory": list(self.memory)}
+        return {
+            "seconds": self.seconds,
+            "memory": list(self.memory),
+            **({"plan": self.plan} if self.plan else {}),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

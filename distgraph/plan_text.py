@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from distgraph.plan import Plan
 
 
+CHANGED = "the plan was changed after it was forecast"
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Differences of two plans; false where there are none. Print it.
@@ -43,6 +46,10 @@ def shown(plan: Plan) -> str:
     parts.append("tensors\n" + _table(_layouts(plan)))
     if plan.forecast is not None:
         beside = ", and of plans that it is compared with" if plan.baselines else ""
+        if plan.is_changed:
+            parts.append(
+                f"{CHANGED}: the forecast is of the plan before; distgraph forecast --plan tells it anew"
+            )
         parts.append(f"forecast of a step{beside}\n" + _table(_times(plan)))
     if plan.search.status:
         gap = "" if plan.search.gap is None else f", at most {plan.search.gap:.2%} above the bound"
@@ -112,8 +119,13 @@ def stage_cells(plan: Plan, number: int) -> tuple[str, ...]:
         f"layers {spans(range(stage.first, stage.last))}" if stage.last > stage.first else "no whole layer",
         str(stage.mesh),
         f"devices {spans(stage.devices)}" if stage.devices else "",
-        _bytes(memory[0]) if memory else "",
+        f"{_bytes(memory[0])}{_before(plan)}" if memory else "",
     )
+
+
+def _before(plan: Plan) -> str:
+    """Marks what a forecast says of a plan that was changed since."""
+    return " before the change" if plan.is_changed else ""
 
 
 def _stage_text(plan: Plan, number: int) -> str:
@@ -144,18 +156,18 @@ def _compared_ops(left: Sequence[LayerOps], right: Sequence[LayerOps]) -> Iterab
 
 
 def _forecast_text(plan: Plan) -> str:
-    return "none" if plan.forecast is None else _seconds(plan.forecast.seconds)
+    return "none" if plan.forecast is None else f"{_seconds(plan.forecast.seconds)}{_before(plan)}"
 
 
 def _memory_text(plan: Plan, stage: int) -> str:
     if plan.forecast is None or stage >= len(plan.forecast.memory):
         return "none"
-    return _bytes(plan.forecast.memory[stage])
+    return f"{_bytes(plan.forecast.memory[stage])}{_before(plan)}"
 
 
 def _times(plan: Plan) -> list[tuple[str, str]]:
     assert plan.forecast is not None
-    rows = [("this plan", _seconds(plan.forecast.seconds))]
+    rows = [(f"this plan{_before(plan)}", _seconds(plan.forecast.seconds))]
     for name, found in plan.baselines.items():
         rows.append((name, found if isinstance(found, str) else _seconds(found)))
     return rows

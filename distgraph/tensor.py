@@ -275,8 +275,8 @@ class Tensor(TensorOperators):
 
     def __bool__(self) -> bool:
         raise GraphError(
-            f"%{self.value.name} is traced: its number is not known yet; use dg.where or dg.while_loop "
-            "instead of if and while"
+            f"%{self.value.name} is traced: its number is not known yet; use dg.ops.where or "
+            "dg.ops.while_loop instead of if and while"
         )
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -200,6 +203,26 @@ def test_partial_activations_are_left_out_and_said() -> None:
     export = replace(plan, surface=Surface(plan.surface.tensors, modules)).export("jax")
     assert set(export.data["stages"][0]["activations"]) == {"up"}
     assert any("partial sums" in note and "down" in note for note in export.notes)
+
+
+def test_constrain_refuses_names_that_the_plan_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = pair()
+    assert plan.surface is not None
+    down = plan.surface.modules["down"]
+    partial = replace(down.leaves[0], spec=ShardSpec.parse("[_, _] partial(tp)"))
+    modules = {**plan.surface.modules, "down": replace(down, leaves=(partial,))}
+    source = replace(plan, surface=Surface(plan.surface.tensors, modules)).export("jax").source
+    jax = MagicMock()
+    jax.devices.return_value = list(range(8))
+    jax.lax.with_sharding_constraint.side_effect = lambda x, sharding: ("laid out", x)
+    for name in ("jax", "jax.sharding"):
+        monkeypatch.setitem(sys.modules, name, jax)
+    module: dict[str, Any] = {}
+    exec(source, module)
+    assert module["constrain"]("up", 3) == ("laid out", 3)
+    assert module["constrain"]("down", 3) == 3  # left to XLA
+    with pytest.raises(KeyError, match=r"plan has no activation 'upp'; it has up"):
+        module["constrain"]("upp", 3)
 
 
 def test_every_stage_has_its_own_specs() -> None:

@@ -468,3 +468,62 @@ def test_long_lines_of_a_plan_are_parsed_in_linear_time() -> None:
         with pytest.raises((ValueError, ShardingError)):
             parse(line)
     assert len(ShardSpec.parse("[" + ", ".join(f"a{i}" for i in range(30_000)) + "]").dims) == 30_000
+
+
+def forecast_plan() -> Plan:
+    plan = plan_of()
+    return replace(plan, forecast=Estimate(seconds=0.25, memory=(1 << 30, 1 << 29), plan=plan.digest))
+
+
+def test_a_plan_as_it_was_forecast_is_not_marked(tmp_path: Path) -> None:
+    plan = forecast_plan()
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, dg.Plan.load(tmp_path / "plan.json"), plan_of()):
+        assert not each.is_changed
+        assert "change" not in f"{each}{each.explain('blocks.0.weight')}{each.explain('micro_batches')}"
+
+
+@pytest.mark.parametrize("names", [("blocks.0.weight",), tuple(f"blocks.{i}.weight" for i in range(6))])
+def test_an_edited_plan_says_what_is_of_the_plan_before(names: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = forecast_plan()
+    tensors = {
+        n: replace(at, spec=ShardSpec.of(["tp", None])) if n in names else at
+        for n, at in plan.tensors.items()
+    }
+    path.write_text(replace(plan, tensors=tensors).text())
+    edited = dg.Plan.load(path)
+    assert edited.is_changed
+    assert edited.explain("blocks.0.weight").splitlines()[:3] == [
+        "blocks.0.weight (param): [tp, _] on stage 0, mesh(dp=2, tp=2)",
+        "  the plan was changed after it was forecast: what follows is of the plan before",
+        "  chosen: [_, tp] (compute 100 ms, all_reduce 20 ms)",
+    ]
+    assert "changed after it was forecast" in edited.explain("micro_batches")
+    page = str(edited)
+    assert "the plan was changed after it was forecast: the forecast is of the plan before" in page
+    assert re.search(r"this plan before the change +250 ms", page)
+    assert "1 GiB before the change" in page
+    assert "250 ms before the change" in str(plan.compare(edited))
+    again = dg.Plan.parse(edited.text())
+    assert again == edited
+    assert again.is_changed
+
+
+def test_an_edited_layout_is_told_without_a_note_of_what_was_forecast() -> None:
+    plan = plan_of()
+    tensors = {**plan.tensors, "blocks.2.weight": Stored("param", 0, ShardSpec.of([None, "dp"]))}
+    told = replace(plan, tensors=tensors).explain("blocks.2.weight").splitlines()
+    assert told[1] == "  the plan was changed after it was forecast: what follows is of the plan before"
+
+
+def test_near_names_are_told_once() -> None:
+    plan = plan_of()
+    tensors = {**plan.tensors, "head.weight": Stored("param", 1, ShardSpec.of([None, None]))}
+    with pytest.raises(GraphError) as caught:
+        replace(plan, tensors=tensors).explain("head")
+    named = str(caught.value).partition("it has ")[2].split(", ")
+    assert len(named) == len(set(named))
+    with pytest.raises(GraphError) as caught:
+        replace(plan, tensors=tensors).explain("head.weigth")
+    assert str(caught.value).count("head.weight") == 1

@@ -164,6 +164,7 @@ def estimate(plan: Plan, found: Forecast) -> Estimate:
         memory=tuple(  # of uneven meshes the forecast looks at the corners
             max(peaks[rank] for rank in stage.mesh.members if rank in peaks) for stage in plan.stages
         ),
+        plan=plan.digest,
     )
 
 

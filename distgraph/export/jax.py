@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from distgraph.plan import Plan
 
 _TABLES = ("parameters", "states", "inputs", "activations")
-_HEAD = """import jax
+_HEAD = """from difflib import get_close_matches
+
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,8 +49,16 @@ def sharding(spec):
 
 
 def constrain(name, x):
-    """An activation laid out as planned; x itself where the plan says nothing."""
-    return jax.lax.with_sharding_constraint(x, sharding(activations[name])) if name in activations else x
+    """An activation laid out as planned; x itself where the plan leaves that to XLA.
+
+    Raises KeyError for a name that is no activation of the plan.
+    """
+    if name in unconstrained:
+        return x
+    if name not in activations:
+        near = get_close_matches(str(name), activations) or list(activations)
+        raise KeyError(f"plan has no activation {name!r}; it has {', '.join(near) or 'none'}")
+    return jax.lax.with_sharding_constraint(x, sharding(activations[name]))
 '''
 
 
@@ -60,9 +70,10 @@ def export_jax(plan: Plan) -> Export:
 
     Returns:
         the data {"stages": [{"mesh", "parameters", "states", "inputs", "activations"}], "micro_batches",
-        "checkpoint"}; the source of a module with `mesh`, `parameters`, `states`, `inputs` and `activations`
-        (dicts of PartitionSpec), `micro_batches`, `checkpoint` (modules for `jax.checkpoint`), or with
-        `stages`, a tuple of objects that have the first five, where there are several.
+        "checkpoint"}, with the modules that have no spec as "unconstrained" of their stage; the source of a
+        module with `mesh`, `parameters`, `states`, `inputs` and `activations` (dicts of PartitionSpec),
+        `micro_batches`, `checkpoint` (modules for `jax.checkpoint`), or with `stages`, a tuple of objects
+        that have the first five, where there are several.
 
     Raises:
         GraphError: the plan has no surface.
@@ -96,12 +107,15 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
             table = {"param": "parameters", "state": "states", "input": "inputs"}[tensor.kind]
             shape = shapes.get(name, shapes.get(owner(name)))
             tables[table][name] = tensor.spec, shape
-    pending = []
+    pending, unconstrained = [], []
     for path, part in known.modules.items():
-        if part.stage != number or not part.leaves:
+        if part.stage != number:
             continue
-        if part.leaves[0].spec.partial:
+        if not part.leaves:
+            unconstrained.append(path)
+        elif part.leaves[0].spec.partial:
             pending.append(path)
+            unconstrained.append(path)
         else:
             tables["activations"][path] = part.leaves[0].spec, part.leaves[0].shape
     if pending:
@@ -122,7 +136,7 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
             f"ranks share dims unevenly, by the weights of mesh {mesh.described}; a JAX array has shards of "
             f"one size: every rank gets as much"
         )
-    return {"mesh": mesh_data(mesh), **specs}
+    return {"mesh": mesh_data(mesh), **specs, "unconstrained": unconstrained}
 
 
 def _even(
@@ -154,6 +168,7 @@ def _source(plan: Plan, data: Mapping[str, Any], notes: list[str]) -> str:
         (stage,) = data["stages"]
         parts.append(f"mesh = {_mesh(stage['mesh'])}\n")
         parts += [literal(table, _specs(stage[table])) + "\n" for table in _TABLES]
+        parts.append(f"unconstrained = {quoted_list(stage['unconstrained'])}\n")
     parts.append(f"micro_batches = {data['micro_batches']}\ncheckpoint = {quoted_list(data['checkpoint'])}\n")
     if not several:
         parts.append(_TAIL)

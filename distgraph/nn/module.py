@@ -9,6 +9,16 @@ from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
 from distgraph.tracing import Trace
 
+_FAMILIAR = {  # what other frameworks call it -> how it is done here
+    "load_state_dict": "engine.load reads parameters from a checkpoint",
+    "state_dict": "named_tensors() lists parameters and buffers, engine.save writes their values",
+    "train": "engine.fit trains, engine.evaluate and engine.predict do not",
+    "eval": "engine.evaluate and engine.predict run a model without training it",
+    "to": 'Strategy(device="gpu") computes on GPUs, dtypes are given when layers are made',
+    "cuda": 'Strategy(device="gpu") computes on GPUs',
+    "fit": "dg.Engine(model, loss, optimizer).fit trains a model",
+}
+
 
 class MissingPart(GraphError, AttributeError):
     """An attribute that a module was never given."""
@@ -54,10 +64,10 @@ class Module:
             """Called for what is not there; an AttributeError too, so that hasattr answers."""
             if name.startswith("_"):
                 raise AttributeError(name)
-            raise MissingPart(
-                f"{type(self).__name__} has no {name!r}; set it in __init__, and call super().__init__ where "
-                f"that overrides another"
+            way = _FAMILIAR.get(
+                name, "set it in __init__, and call super().__init__ where that overrides another"
             )
+            raise MissingPart(f"{type(self).__name__} has no {name!r}; {way}")
 
     def children(self) -> Iterator[tuple[str, Any]]:
         """(relative path, module or parameter) of what this module holds itself."""
