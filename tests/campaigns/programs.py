@@ -38,7 +38,7 @@ if __name__ == "__main__":
 from campaigns.program_generator import Case, draw_case
 from campaigns.program_trial import FAILURES, HUNG, INTERNAL, OK, REFUSED, SKIPPED, WRONG, shrink
 
-PARTS = {"process": 0.86, "searched": 0.01, "mpi2": 0.05, "mpi3": 0.04, "mpi4": 0.04}
+PARTS = {"process": 0.92, "searched": 0.01, "mpi2": 0.03, "mpi3": 0.02, "mpi4": 0.02}
 """Part -> its share of the trials."""
 RANKS = {"process": 8, "searched": 4, "mpi2": 2, "mpi3": 3, "mpi4": 4}
 PER_WORKER = 400
