@@ -73,6 +73,7 @@ def _schedule(text: str) -> str:
 
 
 _OP: Final = 'an op such as "matmul {m:dp, n:tp} -> [dp, tp]"'
+_NAMES: Final = 'names of ops such as "12, 12.3"'
 _PLACED: Final = 'ops and stages such as "57@1, 60@1"'
 _MESH: Final = 'a mesh such as "dp=2, tp=4" or "dp=3:1"'
 _LAYOUT: Final = 'a layout such as "[_, tp] @0"'
@@ -81,6 +82,7 @@ _PART: Final = 'a module such as "@0 in: [2, 4] [dp, _] as [dp, _] out: ..."'
 
 ComputedText = Annotated[Computed, PlainValidator(parsed(Computed.parse, _OP))]
 PlacedText = Annotated[Placed, PlainValidator(parsed(parse_placed, _PLACED))]
+NamesText = Annotated[tuple[str, ...], PlainValidator(parsed(split_names, _NAMES))]
 MeshText = Annotated[
     tuple[dict[str, int], dict[str, tuple[int, ...]]], PlainValidator(parsed(parse_axes, _MESH))
 ]
@@ -111,7 +113,7 @@ class OpsEntry(Entry):
     """One of `ops`."""
 
     layers: str
-    decomposed: str
+    decomposed: NamesText
     placed: PlacedText
     ops: list[ComputedText]
 
@@ -119,7 +121,7 @@ class OpsEntry(Entry):
 class RestEntry(Entry):
     """`rest`."""
 
-    decomposed: str
+    decomposed: NamesText
     placed: PlacedText
     ops: dict[str, ComputedText]
 
@@ -334,7 +336,7 @@ class _Reader:
                 self._check_stages([*path, "ops", at], line)
             left = self.layers - len(found)
             layers = self._spans([*path, "layers"], entry.layers, left, "layers that no entry before has")
-            ops = LayerOps(split_names(entry.decomposed), entry.placed, tuple(entry.ops))
+            ops = LayerOps(entry.decomposed, entry.placed, tuple(entry.ops))
             if any(layer in found for layer in layers) or len({*layers}) != len(layers):
                 self._refuse([*path, "layers"], "layers that are given once", entry.layers)
             found |= dict.fromkeys(layers, ops)
@@ -347,7 +349,7 @@ class _Reader:
         self._check_placed(["rest", "placed"], entry.placed)
         for name, line in entry.ops.items():
             self._check_stages(["rest", "ops", name], line)
-        return Rest(split_names(entry.decomposed), entry.placed, tuple(entry.ops.items()))
+        return Rest(entry.decomposed, entry.placed, tuple(entry.ops.items()))
 
     def _check_placed(self, path: Sequence[Step], placed: Placed) -> None:
         stages = len(self.stages)

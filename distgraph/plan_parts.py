@@ -149,7 +149,7 @@ class Computed:
         if match is None:
             raise ValueError(text)
         axes, partial = [], []
-        for part in filter(None, map(str.strip, match["axes"].split(","))):
+        for part in split_names(match["axes"]):
             name, _, value = part.removeprefix("partial ").partition(":")
             if part.startswith("partial "):
                 partial.append((name, parse_number(value)))
@@ -321,8 +321,11 @@ class Found:
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Names between commas."""
-    return tuple(filter(None, map(str.strip, text.split(","))))
+    """Names between commas; none of an empty text. Raises ValueError: one of several is empty."""
+    names = tuple(map(str.strip, text.split(","))) if text.strip() else ()
+    if not all(names):
+        raise ValueError(text)
+    return names
 
 
 def placed_text(placed: tuple[tuple[str, int], ...]) -> str:

@@ -74,14 +74,12 @@ class ShardSpec:
             raise ShardingError(f"spec {text!r} does not read like '[x*y, _] partial(tp)'")
         dims = tuple(
             () if part.strip() == "_" else tuple(a.strip() for a in part.split("*"))
-            for part in match[1].split(",")
-            if part.strip()
+            for part in (match[1].split(",") if match[1].strip() else ())
         )
         partial = []
-        for part in (match[2] or "").split(","):
-            if part.strip():
-                axis, _, kind = part.strip().partition(":")
-                partial.append((axis, kind or "sum"))
+        for part in (match[2] or "").split(",") if match[2] is not None else ():
+            axis, colon, kind = part.strip().partition(":")
+            partial.append((axis, kind if colon else "sum"))
         spec = cls(dims, tuple(partial))
         spec.check_axes()
         return spec

@@ -447,6 +447,15 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
         plan_of().save(tmp_path / "missing" / "plan.json")
 
 
+@pytest.mark.parametrize(
+    "text", ["[_,, tp]", "[,]", "[dp,] partial(tp)", "[dp] partial()", "[dp] partial(tp:)"]
+)
+def test_a_layout_with_an_empty_part_is_none(text: str) -> None:
+    """What was left out between two commas was passed over in silence."""
+    with pytest.raises(ShardingError):
+        ShardSpec.parse(text)
+
+
 def test_a_pattern_of_a_user_that_stands_for_too_much_is_told() -> None:
     with pytest.raises(
         GraphError, match=r"'blocks.\{0..999999999\}.weight' stands for no name, or for more than"

@@ -28,6 +28,7 @@ DANGEROUS = {
 HIDDEN = {"load", "loads", "system", "popen", "Popen", "run"}
 ALLOWED = {
     "runtime/codegen.py": {"exec", "compile"},  # the program of a rank, from the compiled graph
+    "runtime/shared_code.py": {"compile"},  # the same programs, compiled once for ranks with equal ones
     "runtime/probes.py": {"exec", "compile"},  # the same program, with clocks
     "runtime/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
     "runtime/departure.py": {"pickle.loads"},  # the same

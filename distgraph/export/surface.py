@@ -132,7 +132,7 @@ class Part:
         if match is None:
             raise ValueError(text)
         enters, leaves, moved = (
-            tuple(Flow.parse(flow.strip()) for flow in (text or "").split(";") if flow.strip())
+            tuple(Flow.parse(flow.strip()) for flow in (text.split(";") if text else ()))
             for text in match.groups()[2:]
         )
         return cls(int(match[1]), enters, leaves, moved, bool(match[2]))
