@@ -1,0 +1,200 @@
+"""What the checks of a training step and of a checkpoint cost: with them over without them.
+
+    python benchmarks/safety.py [--quick] [--json FILE]
+
+Compared, in one process (of each rank) and in turns: an engine as it is, and one that is the same but for
+the part under test:
+
+* `step`: a training step with the check that loss and gradients are finite, over one without
+  (`Strategy(nonfinite=...)`, docs/training_safety.md), for the programs of `benchmarks/step.py`: the GPT on
+  one rank, the MLP data, tensor and pipeline parallel and ZeRO-2 on two MPI ranks.
+* `save`: a save of the GPT with the checksums of its pages and the look at every value, over one without, on
+  the disk of the folder for temporary files, with what the disk needs to confirm it.
+* `load`: the same for a load, whose checksums are verified.
+
+A ratio is the median over pairs of (seconds with) / (seconds without), the order inside a pair alternating;
+the interval is that of the median (95 %, from order statistics). Both engines train from the same numbers on
+the same batch, and losses must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+PROGRAMS = {"gpt_serial": 1, "mlp_dp2": 2, "mlp_tp2": 2, "mlp_pp2": 2, "mlp_zero2": 2}
+WARMUP = 3
+TIME_LIMIT = 600.0  # seconds for one program
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Median of the ratios and the 95 % interval of the median."""
+    ranked = sorted(ratios)
+    n = len(ranked)
+    low = max(0, int(stats.binom.ppf(0.025, n, 0.5)) - 1)
+    return ranked[n // 2], ranked[low], ranked[n - 1 - low]
+
+
+def paired(
+    first: Callable[[], Any], second: Callable[[], Any], pairs: int, barrier: Callable[[], object]
+) -> list[float]:
+    """Seconds of the first over those of the second, for each pair of calls."""
+
+    def seconds(call: Callable[[], Any]) -> float:
+        barrier()
+        start = time.perf_counter()
+        call()
+        barrier()
+        return time.perf_counter() - start
+
+    ratios = []
+    for number in range(pairs):
+        if number % 2:
+            without = seconds(second)
+            ratios.append(seconds(first) / without)
+        else:
+            ratios.append(seconds(first) / seconds(second))
+    return ratios
+
+
+def measure_step(name: str, pairs: int) -> list[float]:
+    """Pairs of training steps with and without the check, on every rank of this job."""
+    from benchmarks.ours_step import engine_of
+    from benchmarks.peers import MlpSizes
+    from distgraph.runtime.rank import current_transport
+
+    transport = current_transport()
+    barrier = (lambda: None) if transport is None else transport.barrier
+    engines, losses = [], []
+    for checked in (True, False):
+        engine, batch = engine_of(name, MlpSizes())
+        engine.prepare(batch)
+        losses.append([engine.run(batch)["loss"] for _ in range(WARMUP)])
+        workers = [w for compiled in engine._session.programs.values() for w in compiled.workers.values()]
+        assert workers, "the engine has compiled nothing"
+        assert all(worker.check is not None for worker in workers)
+        if not checked:
+            for worker in workers:
+                worker.check = None
+        engines.append(engine)
+    if losses[0] != losses[1]:
+        raise SystemExit(f"{name}: losses {losses[0]} and {losses[1]} differ; nothing to compare")
+    ratios = paired(lambda: engines[0].run(batch), lambda: engines[1].run(batch), pairs, barrier)
+    if engines[0].history.losses != engines[1].history.losses:
+        raise SystemExit(f"{name}: losses with and without the check differ; nothing to compare")
+    for engine in engines:
+        engine.close()
+    return ratios
+
+
+def measure_files(pairs: int) -> dict[str, list[float]]:
+    """Pairs of saves and of loads with and without checksums and the look at values."""
+    from benchmarks.ours_step import engine_of
+    from benchmarks.peers import MlpSizes
+
+    engine, batch = engine_of("gpt_serial", MlpSizes())
+    engine.prepare(batch)
+    engine.run(batch)
+    checksum = "distgraph.runtime.checkpoint.files.checksum"
+    look = "distgraph.engine.engine.check_before_saving"
+    with tempfile.TemporaryDirectory() as folder:
+        checked, unchecked = Path(folder, "checked"), Path(folder, "unchecked")
+
+        def without(call: Callable[[], Any]) -> None:
+            with mock.patch(checksum, return_value="0" * 16), mock.patch(look):
+                call()
+
+        engine.save(checked)
+        without(lambda: engine.save(unchecked))
+        ratios = {
+            "save": paired(
+                lambda: engine.save(checked),
+                lambda: without(lambda: engine.save(unchecked)),
+                pairs,
+                lambda: None,
+            ),
+            "load": paired(
+                lambda: engine.load(checked),
+                lambda: without(lambda: engine.load(unchecked)),
+                pairs,
+                lambda: None,
+            ),
+        }
+    engine.close()
+    return ratios
+
+
+def run_alone(name: str, pairs: int) -> dict[str, list[float]]:
+    """Run one measurement in processes of its own."""
+    ranks = PROGRAMS.get(name, 1)
+    start = ["mpiexec", "-n", str(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
+    command = [*start, "-m", "benchmarks.safety", "--one", name, "--pairs", str(pairs)]
+    environment = os.environ | dict.fromkeys(THREADS, "1")
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    found: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Run all measurements, or one of them in this process."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the pairs")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=40, help="of steps, saves and loads")
+    arguments = parser.parse_args()
+    pairs = max(8, arguments.pairs // 4) if arguments.quick else arguments.pairs
+    if arguments.one is not None:
+        from distgraph.runtime.rank import current_transport
+
+        found = (
+            measure_files(pairs) if arguments.one == "files" else {"step": measure_step(arguments.one, pairs)}
+        )
+        transport = current_transport()
+        if transport is None or transport.rank == 0:
+            print(json.dumps(found), flush=True)
+        return
+    console, table = Console(), Table("what", "with / without", "95 %")
+    load = os.getloadavg()[0]
+    figures: dict[str, Any] = {"load": load, "step": {}}
+    for name in PROGRAMS:
+        figures["step"][name] = interval(run_alone(name, pairs)["step"])
+    figures |= {name: interval(ratios) for name, ratios in run_alone("files", pairs).items()}
+    rows = {f"step {name}": values for name, values in figures["step"].items()}
+    rows |= {name: figures[name] for name in ("save", "load")}
+    for name, (median, low, high) in rows.items():
+        table.add_row(name, f"{median:.4f}", f"{low:.4f} - {high:.4f}")
+    console.print(table)
+    console.print(f"load of the machine at the beginning: {load:.1f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
