@@ -100,42 +100,41 @@ class FiniteCheck:
     """
 
     def __init__(self, guard: Guard, program: RankProgram, storage: Storage, arena: Arena, xp: Any) -> None:
-        self.guard, self._xp, self._arena = guard, xp, arena
+        self.guard, self._xp = guard, xp
         self.passed = True
         self.found: dict[str, tuple[int, int]] = {}
-        late: dict[str, list[str]] = {}
-        for name in (name for names in storage.late.values() for name in names):
-            late.setdefault(storage.slots[name].root, []).append(name)
         self._blocks: list[tuple[str, Any, Any]] = []  # what it is, its array, that to be squared and summed
-        self._waits: list[tuple[str, int]] = []  # collectives whose results these are
         for name, label in guard.values.items():
             if name in program.types and name in storage.slots:
                 root = storage.slots[name].root
                 self._blocks.append((label, arena.fixed[root], _squarable(arena.fixed[root])))
-                self._waits += [(each, 0) for each in late.get(root, ())]
 
-    def __call__(self) -> bool:
-        """Look at the gradients of the step under way; whether all of them are finite, on all ranks."""
-        for key in self._waits:
-            handle = self._arena.pending.pop(key, None)
-            if handle is not None:
-                handle.wait()
-        self.passed, self.found = self._agreed(self._finite_here()), {}
+    def look(self) -> Any:
+        """Whether the local blocks of the step under way seem finite: a number of the device that is not
+        waited for. Collectives that end in them have been waited for."""
+        if self._xp is np:
+            return all(_is_finite(np, block, flat) for _, block, flat in self._blocks)
+        verdict = self._xp.ones((), bool)
+        for _, block, flat in self._blocks:
+            sound = (
+                self._xp.isfinite(block).all()
+                if flat is None
+                else self._xp.isfinite(self._xp.dot(flat, flat))
+            )
+            verdict &= sound
+        return verdict
+
+    def conclude(self, finite: bool) -> bool:
+        """Agree on the verdict, given what `look` returned; whether all is finite, on all ranks."""
+        if not finite and self._xp is not np:  # a sum of squares may overflow
+            finite = all(bool(self._xp.isfinite(block).all()) for _, block, _ in self._blocks)
+        self.passed, self.found = self._agreed(finite), {}
         if not self.passed:
             for label, block, _ in self._blocks:
                 count = int(self._xp.count_nonzero(~self._xp.isfinite(block)))
                 if count:
                     self.found[label] = (count, int(block.size))
         return self.passed
-
-    def _finite_here(self) -> bool:
-        xp = self._xp
-        if xp is np:
-            return all(_is_finite(np, block, flat) for _, block, flat in self._blocks)
-        verdict = xp.ones((), bool)
-        for _, block, flat in self._blocks:  # the host waits for the device once
-            verdict &= xp.isfinite(block).all() if flat is None else xp.isfinite(xp.dot(flat, flat))
-        return bool(verdict) or all(bool(xp.isfinite(block).all()) for _, block, _ in self._blocks)
 
     def _agreed(self, finite: bool) -> bool:
         control = self.guard.control

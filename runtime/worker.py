@@ -28,6 +28,7 @@ from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.transport import Transport
 from distgraph.runtime.waiting import Place, noted
 
+_VERDICT = "\0finite"  # no output has this label: names hold no NUL
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
 
 
@@ -52,6 +53,7 @@ class Worker:
         xp: array namespace, NumPy or CuPy.
         sources: local blocks of parameters and states by value name; they are updated in place.
         guard: what is checked to be finite before the update; None for no check.
+        fetch: brings outputs to the host, with one wait for all of them; see `Device.fetch`.
         checked: compare checksums (see `buffer_check`), all ranks alike; None: where DISTGRAPH_CHECK is 1.
 
     Attributes:
@@ -74,10 +76,11 @@ class Worker:
         sources: Mapping[str, Any],
         guard: Guard | None = None,
         *,
+        fetch: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
         checked: bool | None = None,
     ) -> None:
         self.program, self.xp = program, xp
-        self._transport = transport
+        self._transport, self._fetch = transport, fetch
         order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
         self._order: _Order = order
         self._updates: _Order = ()
@@ -169,9 +172,9 @@ class Worker:
             recorder: takes down what runs when.
 
         Returns:
-            label -> local block of every output on this rank; a list, one a micro-batch, where the output is
-            not accumulated. Valid until the next step. Parameters and states are those of before the step
-            where `check` did not pass and blocks the update.
+            label -> local block of every output on this rank as `fetch` gives it; a list, one a micro-batch,
+            where the output is not accumulated. Valid until the next step. Parameters and states are those
+            of before the step where `check` did not pass and blocks the update.
 
         Raises:
             RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
@@ -202,12 +205,11 @@ class Worker:
             for label, value in self._per_micro
         }
         self._run_tasks(self._order, collected, run, post)
-        counts = self.check is None or self.check() or not self.check.guard.blocks
+        outputs, counts = self._before_update(collected)
         self.updating = counts
         if counts:
             self._run_tasks(self._updates, collected, run, post)
-        for handle in arena.pending.values():
-            handle.wait()
+        self._finish_pending()
         for buffers in arena.sends.values():
             for under_way in buffers:
                 finish(under_way)
@@ -215,8 +217,32 @@ class Worker:
             self._commit()
             self.updates += 1
             self.updating = False
-        outputs = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
-        return {**outputs, **collected}
+        rest = {label: block for label, block in self._results(collected).items() if label not in outputs}
+        return {**outputs, **self._fetch(rest)} if rest or self.check is None else outputs
+
+    def _before_update(self, collected: Mapping[str, list[Any]]) -> tuple[dict[str, Any], bool]:
+        """Outputs that no update makes, and whether the update is to happen. The host waits once."""
+        if self.check is None:
+            return {}, True
+        self._finish_pending()
+        updates = {name for name, _ in self._updates}
+        made = {label for label, value in self._outputs if self._home.get(value.name) in updates}
+        ready = {label: block for label, block in self._results(collected).items() if label not in made}
+        for label, value in self._outputs:
+            if self.program.graph.producers[value.name].kind in ("param", "state"):
+                ready[label] = ready[label].copy()  # the update is about to write over it
+        outputs = self._fetch({**ready, _VERDICT: self.check.look()})
+        return outputs, self.check.conclude(bool(outputs.pop(_VERDICT))) or not self.check.guard.blocks
+
+    def _finish_pending(self) -> None:
+        for handle in self.arena.pending.values():
+            handle.wait()
+        self.arena.pending.clear()
+
+    def _results(self, collected: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """Blocks of all outputs, on the device."""
+        whole = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
+        return {**whole, **collected}
 
     def _run_tasks(
         self, order: _Order, collected: Mapping[str, list[Any]], run: _Runner, post: _Runner

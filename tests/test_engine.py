@@ -422,3 +422,23 @@ def test_callbacks_see_every_step_in_order() -> None:
         ("step", 4),
         ("end", 1),
     ]
+
+
+def test_an_output_that_is_a_parameter_is_that_of_before_the_update() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            self.scale = nn.Parameter((), init=("constant", 2.0), dtype="f64")
+
+        def forward(self, x: Any) -> Any:
+            return x * self.scale
+
+    model = Scale()
+    trained = dg.Engine(
+        model,
+        nn.MeanSquaredError(),
+        dg.optim.SGD(lr=0.1),
+        metrics={"scale": lambda output, target: model.scale.tensor()},
+    )
+    x = np.ones((4, 3))
+    logs = [trained.run((x, 0.0 * x)) for _ in range(2)]
+    assert [each["scale"] for each in logs] == pytest.approx([2.0, 2.0 - 0.1 * 2 * 2.0], rel=1e-12)

@@ -131,7 +131,13 @@ class Compiled:
                 for feed in self._plan_feeds(rank)
             ]
             self.workers[rank] = Worker(
-                program, self.build.schedule, device.transport, device.xp, sources, self._guard(control)
+                program,
+                self.build.schedule,
+                device.transport,
+                device.xp,
+                sources,
+                self._guard(control),
+                fetch=device.fetch,
             )
         self._devices[rank] = device
 
@@ -183,7 +189,7 @@ class Compiled:
                 feeds[feed.name] = [inlet(block) for inlet, block in blocks]
             if recorder is not None:
                 recorder.begin(device.transport, self.build.ranks, device.xp)
-            return device.fetch(worker.step(feeds, recorder))
+            return worker.step(feeds, recorder)
 
     def _plan_feeds(self, rank: int) -> list[Feed]:
         graph, per = self.build.lowered, self.training.size // self.micro_batches
