@@ -89,9 +89,9 @@ def problem_of(document: object, source: str = "document") -> Problem:
         name, limit = str(body.get("name") or source), body.get("usage_limit")
         limit = None if limit is None else float(limit)
     except KeyError as error:
-        raise GraphError(f"{source}: no entry {error} where the contest's format has one") from None
+        raise GraphError(f"{source}: no entry {str(error)[:60]} where the contest's format has one") from None
     except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise GraphError(f"{source}: is not a problem in the contest's format: {error}") from None
+        raise GraphError(f"{source}: is not a problem in the contest's format: {str(error)[:200]}") from None
     _check_exact(source, (*costs, *edge_costs))
     return Problem(name, costs, pairs, edge_costs, uses, limit)
 

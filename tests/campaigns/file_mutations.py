@@ -30,6 +30,7 @@ from distgraph.passes.search.contest import read_contest
 from distgraph.passes.search.problem import Problem, Solution, Use
 from distgraph.plan import Plan
 from distgraph.resources import CollectiveCost, describe, load_cluster
+from distgraph.resources.schema import check
 from distgraph.runtime.measured import (
     MeasuredMessage,
     MeasuredRank,
@@ -72,6 +73,7 @@ class Sample:
         loose: keys that a reader need not keep, such as a line for people; of a foreign format all ("*"), as
             it says more than distgraph reads.
         structured: whether it is JSON or YAML.
+        meaning: of plain data, equal where only the spelling differs, as of `0.9 us` and `.9 us`.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Sample:
     read: Callable[[Path], Any]
     loose: tuple[str, ...] = ()
     structured: bool = True
+    meaning: Callable[[Any], Any] = lambda data: data
 
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -268,6 +271,12 @@ def _attempt(use: Callable[[], Any]) -> None:
 
 # Samples
 
+LOOSE = ("about", "error", "kind")  # of a cluster: for people; kinds of links name them in messages
+
+
+def _entries(document: Any) -> Any:
+    return check(document, "cluster")
+
 
 @cache
 def _problem() -> Problem:
@@ -281,7 +290,14 @@ def samples() -> tuple[Sample, ...]:
     """Every kind, some of them several times."""
     folder = ROOT / "resources" / "files"
     made = [
-        Sample("cluster", f"{name}.yaml", (folder / f"{name}.yaml").read_text(), _cluster, ("about", "error"))
+        Sample(
+            "cluster",
+            f"{name}.yaml",
+            (folder / f"{name}.yaml").read_text(),
+            _cluster,
+            LOOSE,
+            meaning=_entries,
+        )
         for name in ("local", "tpu_v4_16x16", "mixed_a100_v100", "vtrain_a100")
     ]
     device = {
