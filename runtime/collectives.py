@@ -247,25 +247,22 @@ def permute(
 
 
 def exchange_start(
-    transport: Transport,
+    transport: Transport | None,
     x: Array | None,
     sends: Sequence[tuple[int, Slices]],
     recvs: Sequence[tuple[int, Slices]],
     out: Array | None,
     tag: int = 0,
 ) -> Handle:
-    """Start `exchange`."""
-    rank = transport.rank
-    kept_here = [tile for dest, tile in sends if dest == rank]
-    taken_here = [tile for source, tile in recvs if source == rank]
-    if len(kept_here) != len(taken_here):
-        raise RuntimeFault(
-            f"exchange: rank {rank} sends itself {len(kept_here)} tiles but expects {len(taken_here)}"
-        )
+    """Start `exchange`. A rank that is alone has no transport: all tiles stay with it."""
+    rank = 0 if transport is None else transport.rank
     if (x is None and sends) or (out is None and recvs):
         raise RuntimeFault(
             f"exchange: rank {rank} has {'no array to send from' if x is None else 'no out to receive in'}"
         )
+    if transport is None:
+        _exchange_here(rank, x, sends, recvs, out)
+        return Handle([], out)
     requests: list[Request] = []
     landing: list[tuple[Array, Array]] = []
     kept: list[Array] = []
@@ -281,15 +278,30 @@ def exchange_start(
         if dest != rank and x is not None and (piece := x[(*tile, ...)]).size:
             kept.append(_contiguous(piece))
             requests.append(transport.send(kept[-1], dest, MESSAGE_TAGS + tag))
-    for have, want in zip(kept_here, taken_here, strict=True):
-        if x is not None and out is not None:
-            out[want] = x[have]
+    _exchange_here(rank, x, sends, recvs, out)
 
     def finish() -> None:
         for target, buffer in landing:
             target[...] = buffer.reshape(target.shape)
 
     return Handle(requests, out, finish, kept)
+
+
+def _exchange_here(
+    rank: int,
+    x: Array | None,
+    sends: Sequence[tuple[int, Slices]],
+    recvs: Sequence[tuple[int, Slices]],
+    out: Array | None,
+) -> None:
+    """Copy the tiles that stay on their rank."""
+    kept = [tile for dest, tile in sends if dest == rank]
+    taken = [tile for source, tile in recvs if source == rank]
+    if len(kept) != len(taken):
+        raise RuntimeFault(f"exchange: rank {rank} sends itself {len(kept)} tiles but expects {len(taken)}")
+    for have, want in zip(kept, taken, strict=True):
+        if x is not None and out is not None:
+            out[want] = x[have]
 
 
 def exchange(

@@ -25,7 +25,7 @@ from clusters import cluster_of
 from searched import slow
 
 import distgraph as dg
-from distgraph import nn, optim
+from distgraph import nn, ops, optim
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime import inprocess
 
@@ -151,3 +151,28 @@ def test_a_searched_plan_keeps_annotations_over_an_axis_of_one_rank() -> None:
     engine = dg.Engine(model, nn.MeanSquaredError(), optim.SGD(lr=0.1), strategy=strategy, cluster=cluster)
     engine.prepare((np.zeros((4, 4)), np.zeros((4, 6))))
     assert engine.plan.portable.tensors["weight"].spec.axes in (("dp",), ("tp", "dp"))
+
+
+class TwoMeshes(nn.Module):
+    """A layer and what follows it, each on a mesh of its own."""
+
+    def __init__(self, *meshes: dg.ProcessMesh) -> None:
+        self.linear, self._meshes = nn.Linear(3, 3, dtype="f64"), meshes
+
+    def forward(self, x: Any) -> Any:
+        with dg.on(self._meshes[0] if self._meshes else None):
+            hidden = ops.tanh(self.linear(x))
+        with dg.on(self._meshes[1] if self._meshes else None):
+            return ops.sin(hidden)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_two_meshes_of_one_rank_exchange_without_a_transport(micro: int) -> None:
+    """A rank that is alone has nobody to send to; what goes from one mesh to the other stays there."""
+
+    def losses(*meshes: dg.ProcessMesh) -> list[float]:
+        x, strategy = np.linspace(-1, 1, 12).reshape(4, 3), dg.Strategy(micro_batches=micro)
+        engine = dg.Engine(TwoMeshes(*meshes), nn.MeanSquaredError(), optim.SGD(lr=0.1), strategy=strategy)
+        return [engine.run((x, -x))["loss"] for _ in range(2)]
+
+    np.testing.assert_allclose(losses(GRID(a=1), GRID(b=1)), losses(), rtol=1e-12)

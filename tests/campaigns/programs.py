@@ -24,13 +24,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -65,6 +66,7 @@ class Worker:
         self.part, self.count = part, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
+        self._errors: BinaryIO | None = None
 
     def run(self, case: Case, limit: float) -> dict[str, Any]:
         """The verdict on a case; "hung" where it takes more than `limit` seconds."""
@@ -84,7 +86,7 @@ class Worker:
         else:
             line = self._line(limit)
         if not line:
-            why = f"no answer in {limit:g} s" if line is None else "the worker died"
+            why = f"no answer in {limit:g} s" if line is None else f"the worker ended: {self._ending()}"
             self.close()
             return {"kind": HUNG if line is None else INTERNAL, "why": why, "error": 0.0, "seconds": limit}
         verdict: dict[str, Any] = json.loads(line)
@@ -99,12 +101,22 @@ class Worker:
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
+            for stream in (self._process.stdin, self._process.stdout, self._errors):
                 assert stream is not None
                 stream.close()
         self._process, self.count, self._rest = None, 0, b""
 
+    def _ending(self) -> str:
+        """Exit status of a worker that has ended, and what it said last."""
+        assert self._process is not None
+        assert self._errors is not None
+        status = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read()[-400:].decode(errors="replace")
+        return f"status {status}, {' '.join(said.split())}"
+
     def _start(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
         if self.part.startswith("mpi"):
             launcher = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -115,7 +127,7 @@ class Worker:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env=environment,
             start_new_session=True,
         )
