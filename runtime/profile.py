@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
 
-from distgraph.documents import refuse
+from distgraph.documents import refuse, shown
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.files import write_atomically
 from distgraph.resources import Cluster, load_cluster, local_cluster
@@ -197,6 +197,10 @@ def _places(transport: MpiTransport | None) -> str:
     return f"{transport.share:g} ranks a core" + ", each on one" * transport.bound
 
 
+def _listed(header: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {shown(value)}" for name, value in header.items())
+
+
 @dataclass(slots=True)
 class Store:
     """Measurements so far: key -> what it is (works, tasks or message), and seconds of every round (runs)."""
@@ -223,8 +227,8 @@ class Store:
         given, runs = read_measurements(request.store_path, _FORMAT)
         if given != header:
             raise ResourceError(
-                f"{request.store_path}: measurements of {given} but this is {header}; use another "
-                "output, or --fresh"
+                f"{request.store_path}: measurements of {_listed(given)} but this is {_listed(header)}; use "
+                "another output, or --fresh"
             )
         origins = {device.origin for device in request.cluster().devices[: request.ranks]}
         for key, entry in runs.items():

@@ -523,8 +523,12 @@ def test_measurements_of_another_job_are_refused(tmp_path: Path) -> None:
     one, two = (Request(str(tmp_path / "mine.yaml"), ranks=ranks) for ranks in (1, 2))
     store = Store.open(one)
     store.save()
-    with pytest.raises(ResourceError, match=r"'ranks': 1.*'ranks': 2.*--fresh"):
+    with pytest.raises(ResourceError, match=r"measurements of .*ranks 1.*ranks 2.*--fresh"):
         Store.open(two)
+    long = {"header": {**store.header, "source": "a" * 20_000}, "runs": {}}
+    one.store_path.write_text(json.dumps(long))
+    with pytest.raises(ResourceError, match=r'measurements of source "a{50,60}\.\.\., ranks 1'):
+        Store.open(one)
     earlier = {"header": {"source": "", "ranks": 1}, "runs": {}}
     one.store_path.write_text(json.dumps(earlier))
     with pytest.raises(ResourceError, match=r"of another version of distgraph.*--fresh"):

@@ -271,7 +271,8 @@ def _attempt(use: Callable[[], Any]) -> None:
 
 # Samples
 
-LOOSE = ("about", "error", "kind")  # of a cluster: for people; kinds of links name them in messages
+LOOSE = ("about", "error", "kind", "levels")
+"""Of a cluster: for people; kinds of links name them in messages; a level above the top says nothing."""
 
 
 def _entries(document: Any) -> Any:
