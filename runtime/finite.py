@@ -23,10 +23,8 @@ from distgraph.passes.partition import RankProgram
 from distgraph.passes.phases import Parts
 from distgraph.runtime.codegen import Arena
 from distgraph.runtime.storage import Storage
+from distgraph.runtime.task import UPDATES
 from distgraph.runtime.transport import Transport
-
-UPDATES = "optimize"
-"""Kind of the tasks that write new parameters and states."""
 
 
 @dataclass(frozen=True, slots=True)

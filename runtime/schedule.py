@@ -31,7 +31,7 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.actor import Policy, resolve
 from distgraph.runtime.simulate import Timeline, simulate, symbols
 from distgraph.runtime.steady import clocked
-from distgraph.runtime.task import TaskGraph
+from distgraph.runtime.task import UPDATES, TaskGraph
 
 __all__ = ["Column", "Schedule", "Step", "check", "parse", "schedule"]
 
@@ -159,6 +159,8 @@ def schedule(
 ) -> Schedule:
     """Decide the order of every rank by running the actors under the simulated clock.
 
+    Tasks that update parameters come last on every rank: a step is checked before them (see `finite`).
+
     Args:
         graph: the task graph of one step.
         policy: "1f1b", "gpipe" or a `Policy`.
@@ -190,6 +192,10 @@ def schedule(
     else:
         orders = simulate(graph, durations, policy=chosen, transfer=transfer).orders()
         found = simulate(graph, None, policy=chosen, order=orders)
+    orders = found.orders()
+    last = _updates_last(graph, orders)
+    if last != orders:
+        found = simulate(graph, None, policy=chosen, order=last)
     # columns by rank that differ only in time, not in tasks, would have been one resource already
     columns = []
     for ranks in found.columns:
@@ -197,6 +203,15 @@ def schedule(
         steps = tuple(Step(round(run.start), run.task, run.micro) for run in found.of_rank(ranks[0]))
         columns.append(Column(ranks, tuple((symbol, task) for task, symbol in names.items()), steps))
     return Schedule(chosen.name, graph.micro_batches, tuple(columns))
+
+
+def _updates_last(
+    graph: TaskGraph, orders: Mapping[int, tuple[tuple[str, int], ...]]
+) -> dict[int, tuple[tuple[str, int], ...]]:
+    """The orders with updates behind all other tasks. Nothing but an update reads what one makes, so the
+    others keep their order."""
+    updates = {task.name for task in graph.tasks if task.kind == UPDATES}
+    return {rank: tuple(sorted(order, key=lambda step: step[0] in updates)) for rank, order in orders.items()}
 
 
 def parse(text: str) -> Schedule:

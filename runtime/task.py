@@ -32,6 +32,9 @@ __all__ = [
 
 KINDS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
 
+UPDATES = "optimize"
+"""Kind of the tasks that write new parameters and states: on every rank they run after all others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

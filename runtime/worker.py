@@ -21,10 +21,11 @@ from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.buffer_check import BufferCheck, CheckedWriter, check_wanted
 from distgraph.runtime.codegen import Arena, CompiledTask, Writer, WriterType, compile_task
 from distgraph.runtime.collectives import finish
-from distgraph.runtime.finite import UPDATES, FiniteCheck, Guard
+from distgraph.runtime.finite import FiniteCheck, Guard
 from distgraph.runtime.recording import Recorder
 from distgraph.runtime.schedule import Schedule
 from distgraph.runtime.storage import plan_storage
+from distgraph.runtime.task import UPDATES
 from distgraph.runtime.transport import Transport
 from distgraph.runtime.waiting import Place, noted
 
@@ -88,6 +89,7 @@ class Worker:
             updates = {task.name for task in program.tasks if task.kind == UPDATES}
             self._order = tuple(step for step in order if step[0] not in updates)
             self._updates = tuple(step for step in order if step[0] in updates)
+            assert (*self._order, *self._updates) == order, "memory is planned for another order"
         self.storage = plan_storage(program, schedule)
         self.arena = Arena({}, {}, {}, {}, {})
         self._allocate(sources)
