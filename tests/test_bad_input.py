@@ -293,6 +293,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         "engine has no parameters yet",
     ),
     "load nothing": (lambda: train().load("nosuch"), RuntimeFault, "checkpoint nosuch has no index.json"),
+    **{
+        f"load {path!a}": (lambda path=path: train().load(path), RuntimeFault, message)
+        for path, message in (
+            (None, "checkpoint path is None but must be the path of a directory; give a text"),
+            (b"x", "checkpoint path is b'x' but must be the path of a directory"),
+            (5, "checkpoint path is 5 but must be the path of a directory"),
+            ("", 'checkpoint path is "" but must be that of a directory'),
+            ("\0", r"checkpoint '.x00' cannot be read: embedded null character; choose another"),
+            ("\ud800", r"checkpoint '.ud800' cannot be read: .*; choose another"),
+            ("a\n", r"checkpoint 'a.n' has no index.json"),
+        )
+    },
     "save nowhere": (lambda: train().save(""), RuntimeFault, 'checkpoint path is "" but must be that of a'),
     "save to None": (
         lambda: train().save(None),
@@ -307,7 +319,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
     "save to what nobody writes": (
         lambda: train().save("/proc/sys/checkpoint"),
         RuntimeFault,
-        "could not be written: rank 0: .*/proc/sys/checkpoint|/proc/sys takes no new files",
+        "folder .*/proc/sys/checkpoint cannot be made: .*; choose another|/proc/sys takes no new files",
     ),
     "save to a long name": (
         lambda: train().save("x" * 300),

@@ -125,6 +125,34 @@ def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
     assert all(Checkpoint.open(tmp_path / "c" / name).verify() == [] for name in names(tmp_path / "c"))
 
 
+def test_checkpoints_below_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found to be deleted, and to know the best after a restart."""
+    numbers = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(dg.Engine, "evaluate", lambda *args: {"loss": next(numbers)})
+    folder = tmp_path / "n"
+    first = engine()
+    first.fit(data(8), 1, 8, callbacks=[ModelCheckpoint(folder)], progress=False)
+    path, best = folder / "{epoch}", "valid_loss"
+    first.fit(data(8), 2, 8, data(8), [ModelCheckpoint(path, keep=1)], progress=False)
+    assert [name for name in names(folder) if name.isdigit()] == ["3"]
+    again = engine()
+    again.load(folder / "3")
+    again.fit(data(8), 4, 8, data(8), [ModelCheckpoint(path, best=best)], resume=True, progress=False)
+    assert [name for name in names(folder) if name.isdigit()] == ["3"]
+
+
+def test_no_empty_folders_of_deleted_checkpoints_stay(tmp_path: Path) -> None:
+    """Neither one with something else in it nor the fixed part of the path is removed."""
+    saver = ModelCheckpoint(tmp_path / "mc" / "{epoch}" / "x" / "y", keep=1)
+    found = engine()
+    found.fit(data(8), 1, 8, callbacks=[saver], progress=False)
+    (tmp_path / "mc" / "1" / "notes").touch()
+    found.fit(data(8), 2, 8, callbacks=[saver], progress=False)
+    assert names(tmp_path / "mc") == ["1", "3"]
+    assert names(tmp_path / "mc" / "1") == ["notes"]
+    assert names(tmp_path / "mc" / "3" / "x") == ["y"]
+
+
 def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([3.0, 1.0, 2.0, 4.0, 0.5, 9.0])
 

@@ -34,13 +34,13 @@ def command(*words: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def put(folder: Path, step: int, valid: float | None = None) -> None:
+def put(folder: Path, step: int, valid: float | None = None, run: str = "a1") -> None:
     """A checkpoint at the end of an epoch that has measured something, written at a time of its own."""
     world = InProcessWorld(2)
     write(folder, step, world)
     world.close()
     document = json.loads((folder / "index.json").read_text())
-    document |= {"written": f"2026-01-01T00:00:{step:02d}+00:00", "epoch": 1}
+    document |= {"written": f"2026-01-01T00:00:{step:02d}+00:00", "epoch": 1, "run": run}
     if valid is not None:
         document["epochs"] = [{"epoch": 0, "loss": 0.25, "valid_loss": valid}]
     document["checksum"] = seal(document)
@@ -127,8 +127,9 @@ def test_one_file_and_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["up.weight"], whole(trained, "up.weight"))
     assert command("convert", tmp_path / "one.safetensors", tmp_path / "back")[0] == 0
     first, back = Checkpoint.open(tmp_path / "first").index, Checkpoint.open(tmp_path / "back").index
-    for name in first.keys() - {"files", "tensors"}:
+    for name in first.keys() - {"files", "tensors", "run"}:
         assert first[name] == back[name], name
+    assert back["run"] not in ("", first["run"])
     losses = []
     for folder in ("first", "back"):
         resumed = engine("tp2")
@@ -190,7 +191,8 @@ def test_prune(runs: Path) -> None:
     code, text = command("prune", runs, "--keep", "2", "--dry-run")
     assert code == 0
     assert text.splitlines() == [
-        f"{runs}/1: would be deleted", f"{runs}/2: kept", f"{runs}/3: damaged, left", f"{runs}/4: kept"
+        f"{runs}/{step}: run a1, step {step}: {what}"
+        for step, what in enumerate(("would be deleted", "kept", "damaged, left", "kept"), 1)
     ]  # fmt: skip
     assert names(runs) == ["1", "2", "3", "4"]
     command("prune", runs, "--keep", "2", "--best", "valid_loss")
@@ -203,6 +205,68 @@ def test_prune(runs: Path) -> None:
         code, text = command("prune", runs, "--keep", "1", "--best", f"loss{name}")
         assert "no checkpoint measured" in text
         assert "give one of epoch, loss, valid_loss" in text
+
+
+def test_prune_keeps_the_last_of_each_training(tmp_path: Path) -> None:
+    """The other training is older, and one checkpoint names none."""
+    for step, run in enumerate(("old", "old", "old", "", "new", "new"), 1):
+        put(tmp_path / str(step), step, run=run)
+    code, planned = command("prune", tmp_path, "--keep", "2", "--dry-run")
+    assert (code, names(tmp_path)) == (0, ["1", "2", "3", "4", "5", "6"])
+    code, text = command("prune", tmp_path, "--keep", "2")
+    assert code == 0
+    assert planned.replace("would be deleted", "deleted") == text
+    assert text.splitlines() == [
+        f"{tmp_path}/{step}: run {run}, step {step}: {'deleted' if step == 1 else 'kept'}"
+        for step, run in enumerate(("old", "old", "old", "unknown", "new", "new"), 1)
+    ]
+    assert names(tmp_path) == ["2", "3", "4", "5", "6"]
+    assert command("prune", tmp_path, "--keep", "1")[0] == 0
+    assert names(tmp_path) == ["3", "4", "6"]
+
+
+def test_prune_never_deletes_an_original_for_its_copy(tmp_path: Path) -> None:
+    """Whatever their names are, by which checkpoints of one time are ordered."""
+    put(tmp_path / "m", 1)
+    convert(tmp_path / "m", tmp_path / "one.safetensors")
+    for copy in ("a", "z"):
+        convert(tmp_path / "one.safetensors", tmp_path / copy)
+    assert command("prune", tmp_path, "--keep", "1")[0] == 0
+    assert {"a", "m", "z"} < set(names(tmp_path))
+
+
+def test_checkpoints_below_a_checkpoint(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    for step in (2, 3):
+        put(tmp_path / "n" / str(step), step)
+    lines = command("list", tmp_path)[1].splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [str(tmp_path / name) for name in ("", "n/2", "n/3")]
+    assert command("prune", tmp_path, "--keep", "1")[0] == 0
+    assert [each.path for each in retention.find(tmp_path)] == [tmp_path / "n" / "3"]
+
+
+def test_verify_reports_every_argument(runs: Path) -> None:
+    code, text = command("verify", runs / "none", runs / "3", "/dev/null", runs / "1")
+    lines = text.splitlines()
+    assert code == 1
+    assert lines[0].startswith(f"{runs}/none: missing: ")
+    assert "No such file or directory" in lines[0]
+    assert lines[1].startswith(f"{runs}/3: damaged: ")
+    assert lines[2].startswith("/dev/null: missing: ")
+    assert lines[3].startswith(f"{runs}/1: whole: step 1")
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    "words", ["list", "prune --keep 1", "verify", "verify 1", "show", "convert 1", "convert"]
+)
+def test_no_path_is_not_the_current_folder(words: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    rest = ["new"] if words == "convert" else []
+    code, text = command(*words.split(), "", *rest)
+    assert code == 1
+    assert text.startswith('error: checkpoint path is "" but must be that of a directory')
+    assert names(runs) == ["1", "2", "3", "4"]
 
 
 def test_prune_never_deletes_the_only_good_one(runs: Path) -> None:
@@ -256,9 +320,9 @@ def test_death_while_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("name", ["list", "verify", "show"])
+@pytest.mark.parametrize("name", ["list", "prune", "show"])
 def test_no_checkpoint(name: str, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nothing", Path("/dev/null")):
-        code, text = command(name, folder)
+        code, text = command(name, folder, *(["--keep", "1"] if name == "prune" else []))
         assert code == 1
         assert text.startswith("error: ")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distgraph.errors import RuntimeFault
 from distgraph.path_template import PathTemplate
-from distgraph.runtime.checkpoint import reserve
+from distgraph.runtime.checkpoint import files, reserve
 from distgraph.runtime.checkpoint.retention import Found, delete, find, split
 from distgraph.runtime.world import World, enter
 
@@ -74,6 +74,11 @@ class Checkpoints:
                 delete(each.path)
             except RuntimeFault as error:
                 sys.stderr.write(f"distgraph: {error}\n")
+                continue
+            for parent in each.path.parents:
+                if parent == path.root:
+                    break
+                files.remove_folder(parent)  # one that the template made; only if it is empty
 
     def _written(self, path: PathTemplate) -> list[Found]:
         """Those of this training: the template gives a folder's name for what its index says."""

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
+from distgraph.documents import shown_path
 from distgraph.dtypes import itemsize
 from distgraph.errors import RuntimeFault
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.checkpoint.convert import convert as convert_checkpoint
+from distgraph.runtime.checkpoint.folder import check_path
 from distgraph.runtime.checkpoint.index import TensorEntry
 from distgraph.runtime.checkpoint.reading import Checkpoint
-from distgraph.runtime.checkpoint.retention import Found, delete, find, split
+from distgraph.runtime.checkpoint.retention import Found, by_run, delete, find, split
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look after checkpoints.")
 _FOLDER = typer.Argument(help="Folder of a checkpoint, or one with several below it.")
@@ -42,18 +44,18 @@ def list_checkpoints(directory: Annotated[str, _FOLDER]) -> None:
 
 @app.command()
 def verify(directories: Annotated[list[str], _FOLDER]) -> None:
-    """Compare every byte of checkpoints with its checksum; exit code 1 where one is damaged."""
-    damaged = 0
-    for each in [found for directory in directories for found in _found(directory)]:
-        wrong = each.checkpoint.verify() if each.checkpoint is not None else [_reason(each)]
-        damaged += bool(wrong)
-        for problem in wrong:
-            typer.echo(f"{_name(each)}: damaged: {problem}")
-        if not wrong and each.checkpoint is not None:
-            index = each.checkpoint.contents
-            what = f"step {index.step}, {len(index.tensors)} tensors, {len(index.files)} files"
-            typer.echo(f"{_name(each)}: whole: {what}, {format_bytes(each.bytes)}")
-    raise typer.Exit(1 if damaged else 0)
+    """Compare every byte of checkpoints with its checksum; exit code 1 where one is damaged or missing."""
+    failed = False
+    for path in [check_path(directory) for directory in directories]:
+        try:
+            found = _found(path)
+        except RuntimeFault as error:
+            typer.echo(f"{shown_path(path)}: missing: {error}")
+            failed = True
+            continue
+        whole = [_verified(each) for each in found]
+        failed |= not all(whole)
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
@@ -89,21 +91,24 @@ def convert(
     target: Annotated[str, typer.Argument(help="File, or folder, to make.")],
 ) -> None:
     """Write a checkpoint as one safetensors file, or a safetensors file as a checkpoint."""
-    convert_checkpoint(Path(source), Path(target))
+    convert_checkpoint(check_path(source), check_path(target, "written"))
     typer.echo(f"{source} -> {target}")
 
 
 @app.command()
 def prune(
     directory: Annotated[str, typer.Argument(help="Folder with checkpoints below it.")],
-    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the last ones stay.")],
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, help="How many of the last ones of each training stay.")
+    ],
     best: Annotated[
         str, typer.Option("--best", help='The one with the best of these, such as "valid_loss", stays, too.')
     ] = "",
     mode: Annotated[str, typer.Option("--mode", help="min or max: what best means.")] = "min",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")] = False,
 ) -> None:
-    """Delete older checkpoints; those that stay are verified first, and damaged ones do not count."""
+    """Delete older checkpoints of each training; those that stay are verified first, and damaged ones do not
+    count."""
     if mode not in ("min", "max"):
         raise RuntimeFault(f'prune: --mode is {mode!r} but must be "min" or "max"')
     found, damaged = _found(directory), list[Found]()
@@ -120,31 +125,54 @@ def prune(
         damaged.append(each)
         return False
 
-    stay, gone = split(found, keep, best or None, mode, good)
+    stay, gone = list[Found](), list[Found]()
+    for group in by_run(found):
+        kept, older = split(group, keep, best or None, mode, good)
+        stay, gone = stay + kept, gone + older
     damaged += [each for each in found if each.checkpoint is None]
     for each in found:
         if each in gone:
             if not dry_run:
                 delete(each.path)
-            typer.echo(f"{_name(each)}: {'would be deleted' if dry_run else 'deleted'}")
+            typer.echo(f"{_training(each)}: {'would be deleted' if dry_run else 'deleted'}")
         else:
-            typer.echo(f"{_name(each)}: {'damaged, left' if each in damaged else 'kept'}")
+            typer.echo(f"{_training(each)}: {'damaged, left' if each in damaged else 'kept'}")
     if not stay:
         raise RuntimeFault(f"prune: no checkpoint in {directory} is whole; nothing was deleted")
 
 
-def _found(directory: str) -> list[Found]:
-    found = find(Path(directory))
+def _verified(each: Found) -> bool:
+    """Verify a checkpoint and print what is found; returns whether it is whole."""
+    wrong = each.checkpoint.verify() if each.checkpoint is not None else [_reason(each)]
+    for problem in wrong:
+        typer.echo(f"{_name(each)}: damaged: {problem}")
+    if not wrong and each.checkpoint is not None:
+        index = each.checkpoint.contents
+        what = f"step {index.step}, {len(index.tensors)} tensors, {len(index.files)} files"
+        typer.echo(f"{_name(each)}: whole: {what}, {format_bytes(each.bytes)}")
+    return not wrong
+
+
+def _found(directory: str | Path) -> list[Found]:
+    folder = check_path(directory)
+    found = find(folder)
     if not found:
         raise RuntimeFault(
-            f"{directory} has no checkpoint; give the folder that engine.save wrote, or one above it"
+            f"{shown_path(folder)} has no checkpoint; give the folder that engine.save wrote, or one above it"
         )
     return found
 
 
 def _name(each: Found) -> str:
-    text = str(each.path)
-    return text if text.isprintable() else ascii(text)
+    return shown_path(each.path)
+
+
+def _training(each: Found) -> str:
+    """Where a checkpoint is, and of which training and step."""
+    if each.checkpoint is None:
+        return f"{_name(each)}: run unknown, step unknown"
+    index = each.checkpoint.contents
+    return f"{_name(each)}: run {shown_path(index.run[:40]) or 'unknown'}, step {index.step}"
 
 
 def _reason(each: Found) -> str:

@@ -3,6 +3,9 @@
 The file holds whole tensors under their names, readable by anything that reads safetensors; kinds and the
 state of training are texts in its metadata. A file from elsewhere, without them, becomes a checkpoint of
 parameters at step 0.
+
+A checkpoint made from a file counts as one of a training of its own: `run` in its index is new. So pruning
+never deletes an original because its copy is kept.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ def _to_folder(source: Path, target: Path) -> None:
                 found: np.ndarray = opened.get_tensor(name)
                 return found
 
+            training["run"] = secrets.token_hex(8)
             write_checkpoint(target, InProcessWorld(1), placed, block, training)
     except (OSError, SafetensorError) as error:
         raise RuntimeFault(

@@ -1,4 +1,4 @@
-"""Where a checkpoint can be written, told before anything is."""
+"""Paths of checkpoints: what is refused before anything is read or written."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ def check_folder(directory: str | Path) -> Path:
     Raises:
         RuntimeFault: it is no path or an empty one, it or one above it is a file, or takes no new files.
     """
+    path = check_path(directory, "written")
+    try:
+        reason = _reason(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise _refused(path, "written", reason)
+    return path
+
+
+def check_path(directory: str | Path, action: str = "read") -> Path:
+    """Refuse what can be no path of a checkpoint, without a look at the disk.
+
+    Args:
+        directory: there or not.
+        action: what it is to be, for messages.
+
+    Raises:
+        RuntimeFault: it is no text and no Path, is empty, or no file can have such a name.
+    """
     if not isinstance(directory, (str, Path)):
         raise RuntimeFault(
             f"checkpoint path is {directory!r} but must be the path of a directory; give a text or a Path"
@@ -26,14 +46,17 @@ def check_folder(directory: str | Path) -> Path:
     if not str(directory):
         raise RuntimeFault('checkpoint path is "" but must be that of a directory, such as "checkpoint"')
     try:
-        reason = _reason(Path(directory))
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
-        reason = str(getattr(error, "strerror", None) or error)
-    if reason:
-        raise RuntimeFault(
-            f"checkpoint {shown_path(directory)} cannot be written: {reason}; choose another directory"
-        )
+        if b"\0" in os.fsencode(directory):
+            raise _refused(directory, action, "embedded null character")
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise _refused(directory, action, str(error)) from None
     return Path(directory)
+
+
+def _refused(directory: str | Path, action: str, reason: str) -> RuntimeFault:
+    return RuntimeFault(
+        f"checkpoint {shown_path(directory)} cannot be {action}: {reason}; choose another directory"
+    )
 
 
 def _reason(path: Path) -> str:

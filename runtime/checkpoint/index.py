@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 from xxhash import xxh3_128_hexdigest
 
-from distgraph.documents import Entry, check_data, refuse, validate
+from distgraph.documents import Entry, check_data, refuse, shown_path, validate
 from distgraph.dtypes import NAMES, itemsize
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
@@ -202,10 +202,13 @@ def read_index(folder: Path) -> Index:
         document = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise RuntimeFault(
-            f"checkpoint {folder} has no {INDEX}; give the directory that engine.save wrote"
+            f"checkpoint {shown_path(folder)} has no {INDEX}; give the directory that engine.save wrote"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise RuntimeFault(f"checkpoint {path} cannot be read: {error}; use another checkpoint") from None
+        reason = getattr(error, "strerror", None) or error
+        raise RuntimeFault(
+            f"checkpoint {shown_path(path)} cannot be read: {reason}; use another checkpoint"
+        ) from None
     check_data(document, f"checkpoint {path}", RuntimeFault, INDEX_MOST)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from distgraph.dtypes import to_numpy
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
+from distgraph.runtime.checkpoint.folder import check_path
 from distgraph.runtime.checkpoint.index import BlockEntry, Index, TensorType, fingerprint, read_index
 from distgraph.runtime.checkpoint.shards import DamagedError, StoredBlock
 
@@ -39,8 +40,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Read the index. Raises RuntimeFault where there is none, it is damaged, or it makes no sense."""
-        path = Path(directory)
+        """Read the index. Raises RuntimeFault where there is none, it is damaged, or inconsistent."""
+        path = check_path(directory)
         contents = read_index(path)
         return cls(path, contents, contents.model_dump())
 

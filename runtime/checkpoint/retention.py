@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distgraph.documents import shown_path
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.index import INDEX, SHARD, is_draft
@@ -72,11 +73,14 @@ def find(folder: Path, depth: int = DEPTH) -> list[Found]:
             entries = list(os.scandir(path))
         except OSError as error:
             if path == folder:
-                raise RuntimeFault(f"{folder} cannot be read: {error}; give the path of a folder") from None
+                raise RuntimeFault(
+                    f"{shown_path(folder)} cannot be read: {error.strerror or error}; give the path "
+                    f"of a folder"
+                ) from None
             continue
         if any(each.name == INDEX or SHARD.fullmatch(each.name) for each in entries):
             found.append(_look(path))
-        elif level < depth:
+        if level < depth:
             rest += [(path / e.name, level + 1) for e in entries if e.is_dir(follow_symlinks=False)]
     return sorted(found, key=lambda each: each.order)
 
@@ -129,6 +133,18 @@ def _best_first(found: Sequence[Found], best: str, mode: str) -> list[Found]:
     numbers = [(each.measured(best), each) for each in found]
     ranked = [(sign * number, each) for number, each in numbers if number is not None]
     return [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def by_run(found: Sequence[Found]) -> list[list[Found]]:
+    """Checkpoints grouped by the training that wrote them, `run` of the index, in the order of the first of
+    each. One that names no training is a group of its own, as nothing shows which others belong to it; those
+    whose index cannot be read are in no group."""
+    groups: dict[tuple[str, str], list[Found]] = {}
+    for each in found:
+        if each.checkpoint is not None:
+            run = each.checkpoint.contents.run
+            groups.setdefault((run, "" if run else str(each.path)), []).append(each)
+    return list(groups.values())
 
 
 def delete(path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 import distgraph
+from distgraph.documents import shown_path
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.folder import check_folder
@@ -120,7 +121,11 @@ def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -
     try:
         files.make_folder(path)
     except OSError as error:
-        raise _failed(path, f"rank 0: {error}") from None
+        folder, reason = error.filename or path, error.strerror or str(error)
+        raise RuntimeFault(
+            f"checkpoint {shown_path(path)} cannot be written: the folder {shown_path(folder)} cannot "
+            f"be made: {reason}; choose another directory"
+        ) from None
     if stack is None:
         hold(path)
     else:
