@@ -379,6 +379,8 @@ class _Reader:
         modules: dict[str, Part] = {}
         for pattern, part in entry.modules.items():
             path = ["surface", "modules", pattern]
+            if not pattern:
+                self._refuse(path, "a path that is not empty", pattern)
             if part.stage >= len(self.stages):
                 self._refuse(path, f"a stage below {len(self.stages)}", str(part))
             modules |= dict.fromkeys(self._names(path, pattern, modules), part)

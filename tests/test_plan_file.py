@@ -419,6 +419,14 @@ def test_print_shows_stages_tensors_and_baselines() -> None:
             lambda d: d["search"]["settings"].update(seconds=[]),
             r"search.settings.seconds: expected a text, a num",
         ),
+        (
+            lambda d: d.update(surface={"tensors": {}, "modules": {"": "@0 in: out: "}}),
+            r"surface.modules\[''\]: expected a path that is not empty",
+        ),
+        (
+            lambda d: d.update(surface={"tensors": {"y": "f32[2] as [_] by add 0"}, "modules": {}}),
+            r"surface.tensors.y: expected names of inputs and parameters among tensors",
+        ),
         (lambda d: d.update(version=True), r"plan.json: version: expected a whole number, got true"),
         (lambda d: d["program"].update(inputs=[]), r"program.inputs: expected a mapping"),
     ],
