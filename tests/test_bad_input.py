@@ -321,6 +321,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
         RuntimeFault,
         "folder .*/proc/sys/checkpoint cannot be made: .*; choose another|/proc/sys takes no new files",
     ),
+    "save to a folder that cannot be made": (
+        lambda: train().save("/proc/x"),
+        RuntimeFault,
+        "checkpoint /proc/x cannot be written: (the folder /proc/x cannot be made|/proc takes no).*; choose",
+    ),
     "save to a long name": (
         lambda: train().save("x" * 300),
         RuntimeFault,
