@@ -58,6 +58,7 @@ class Program:
         batch: samples of a micro-batch.
         loss: "square", "entropy", "sine", "inside" (the model returns it) or "whole" (of all outputs).
         keyed: whether batches are dicts.
+        fitted: whether `Engine.fit` trains it, and not `Engine.run`.
     """
 
     seed: int
@@ -74,6 +75,7 @@ class Program:
     loss: str
     keyed: bool = False
     warmup: bool = False
+    fitted: bool = False
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Layout:
         loss: number of the mesh of the loss; -1 for none.
         batch_axis: whether `Strategy.batch_axis` splits the inputs over an axis of the first mesh.
         searched: devices of the cluster for which a plan is searched, 0 for none.
-        extra: what follows training, of "evaluate", "predict", "plan", "fit", "checkpoint".
+        extra: what follows training, of "evaluate", "predict", "plan", "checkpoint".
     """
 
     seed: int = 0
@@ -205,6 +207,7 @@ def draw_program(*seed: int, pure: bool = False) -> Program:
         loss=loss,
         keyed=d.chance(0.2),
         warmup=d.chance(0.2),
+        fitted=d.chance(0.2),
     )
 
 
@@ -234,7 +237,7 @@ def draw_layout(program: Program, ranks: int, *seed: int) -> Layout:
     layout.loss = d.pick((-1, len(meshes) - 1, len(meshes) - 1, d.below(len(meshes))))
     layout.schedule = d.pick(("1f1b", "1f1b", "gpipe"))
     layout.refine = d.pick(("conflicts", "conflicts", "conflicts", "never", "always"))
-    extras = (("evaluate", 0.25), ("predict", 0.25), ("plan", 0.08), ("fit", 0.15), ("checkpoint", 0.04))
+    extras = (("evaluate", 0.25), ("predict", 0.25), ("plan", 0.08), ("checkpoint", 0.04))
     layout.extra = [name for name, share in extras if d.chance(share)]
     return layout
 

@@ -9,11 +9,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from campaigns.program_generator import Case, Layout
+from campaigns.program_generator import Case, Layout, Program
 from campaigns.program_model import batch_of, make_engine
 from equivalence import gathered
 
@@ -62,6 +61,9 @@ def outcome(case: Case) -> Outcome:
     engine = make_engine(case)
     try:
         found = _trained(case, engine)
+        for extra in ("evaluate", "predict"):
+            if extra in case.layout.extra:
+                found.numbers |= _after(extra, case.program, engine)
         if "plan" in case.layout.extra:
             _replay(case, engine, found)
         return found
@@ -70,30 +72,36 @@ def outcome(case: Case) -> Outcome:
 
 
 def _trained(case: Case, engine: Engine) -> Outcome:
-    program, extra = case.program, case.layout.extra
-    count, found = program.batch * program.micro, Outcome()
-    if "fit" in extra:
+    """Losses and metrics of every step, parameters and states."""
+    program, found = case.program, Outcome()
+    count = program.batch * program.micro
+    if program.fitted:
         rows = batch_of(program, count * program.steps, 1)
         engine.fit(rows, epochs=1, batch_size=count, shuffle=True, progress=False)
-    else:
-        for step in range(program.steps):
-            logs = engine.run(batch_of(program, count, 1 + step))
-            found.numbers |= {f"{name} of step {step}": np.array(value) for name, value in logs.items()}
-            if "checkpoint" in extra and step == 0:
-                _saved_and_loaded(engine)
-    found.numbers |= {f"fitted loss {i}": np.array(n) for i, n in enumerate(engine.history.losses)}
+    for step in range(0 if program.fitted else program.steps):
+        logs = engine.run(batch_of(program, count, 1 + step))
+        found.numbers |= {f"{name} of step {step}": np.array(value) for name, value in logs.items()}
+        if "checkpoint" in case.layout.extra and step == 0:
+            _saved_and_loaded(engine)
+    found.numbers |= {f"loss {i} of the history": np.array(n) for i, n in enumerate(engine.history.losses)}
     found.numbers |= gathered(engine)
-    rows = count + 1 if program.pure else count  # a program that mixes samples is one of its batch size
-    if "evaluate" in extra:
-        logs = engine.evaluate(batch_of(program, rows, 91), batch_size=count)
-        found.numbers |= {f"evaluated {name}": np.array(value) for name, value in logs.items()}
-    if "predict" in extra and program.loss != "inside":
-        data = batch_of(program, rows, 92)
-        given = {k: v for k, v in data.items() if k != "target"} if program.keyed else data[:-1]
-        outputs = engine.predict(given, batch_size=count)
-        outputs = outputs if isinstance(outputs, Mapping) else {"output": outputs}
-        found.numbers |= {f"predicted {name}": np.asarray(value) for name, value in outputs.items()}
     return found
+
+
+def _after(what: str, program: Program, engine: Engine) -> dict[str, np.ndarray]:
+    """Numbers of an evaluation or a prediction after training."""
+    count = program.batch * program.micro
+    rows = count + 1 if program.pure else count  # a program that mixes samples is one of its batch size
+    if what == "evaluate":
+        logs = engine.evaluate(batch_of(program, rows, 91), batch_size=count)
+        return {f"evaluated {name}": np.array(value) for name, value in logs.items()}
+    if program.loss == "inside":
+        return {}  # the model needs the targets, and returns no output alone
+    data = batch_of(program, rows, 92)
+    given = {k: v for k, v in data.items() if k != "target"} if program.keyed else data[:-1]
+    outputs = engine.predict(given, batch_size=count)
+    outputs = outputs if isinstance(outputs, Mapping) else {"output": outputs}
+    return {f"predicted {name}": np.asarray(value) for name, value in outputs.items()}
 
 
 def _saved_and_loaded(engine: Engine) -> None:
@@ -109,13 +117,13 @@ def _saved_and_loaded(engine: Engine) -> None:
 def _replay(case: Case, engine: Engine, found: Outcome) -> None:
     """The same training by the plan of the compiled program, on the serial program."""
     plan = engine.plan.portable
-    fit, layout = [each for each in case.layout.extra if each == "fit"], case.layout
+    layout = case.layout
     bare = serial(case)
     bare.layout.recomputed = layout.recomputed  # recomputed blocks and reshards of the model are its own
     bare = case if layout.reshards or layout.operators else bare
     replayed = make_engine(bare, plan=plan)
     try:
-        again = _trained(replace(bare, layout=replace(bare.layout, extra=fit)), replayed)
+        again = _trained(replace(bare, layout=replace(bare.layout, extra=[])), replayed)
     finally:
         replayed.close()
     for name, array in again.numbers.items():
@@ -131,23 +139,25 @@ def serial(case: Case) -> Case:
 class References:
     """What one rank makes of programs, for those seen last."""
 
-    def __init__(self) -> None:
-        self._find = lru_cache(8)(self._train)
-        self._programs: dict[str, Case] = {}
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._known: dict[str, tuple[Engine, dict[str, dict[str, np.ndarray]]]] = {}
 
     def of(self, case: Case) -> Outcome:
         """All numbers of the serial program that the layout of the case has."""
-        extra = [each for each in case.layout.extra if each in ("fit", "evaluate", "predict")]
-        bare = Case(case.program, Layout(extra=extra))
-        key = repr(bare.program) + repr(extra)
-        self._programs[key] = bare
-        try:
-            return self._find(key)
-        finally:
-            del self._programs[key]
-
-    def _train(self, key: str) -> Outcome:
-        return outcome(self._programs[key])
+        program, key = case.program, repr(case.program)
+        if key not in self._known:
+            if len(self._known) >= self._size:
+                engine, _ = self._known.pop(next(iter(self._known)))
+                engine.close()
+            engine = make_engine(serial(case))
+            self._known[key] = engine, {"train": _trained(serial(case), engine).numbers}
+        engine, found = self._known[key]
+        wanted = ["train", *(each for each in ("evaluate", "predict") if each in case.layout.extra)]
+        for each in wanted:
+            if each not in found:
+                found[each] = _after(each, program, engine)
+        return Outcome({name: array for each in wanted for name, array in found[each].items()})
 
 
 def run_trial(case: Case, references: References) -> Verdict:
@@ -246,7 +256,7 @@ def _smaller(case: Case) -> Iterator[Case]:
             yield Case(replace(program, instructions=rest), layout)
     for name, value in (
         ("steps", 1), ("micro", max(1, program.micro - 1)), ("optimizer", "sgd"), ("clip_norm", None),
-        ("weight_decay", 0.0), ("warmup", False), ("keyed", False), ("other", ""),
+        ("weight_decay", 0.0), ("warmup", False), ("keyed", False), ("other", ""), ("fitted", False),
         ("batch", min(2, program.batch)), ("batch", 1),
         ("shape", program.shape[:-1] or [1]), ("loss", "square" if program.pure else "whole"),
     ):  # fmt: skip
