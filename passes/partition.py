@@ -131,10 +131,12 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     mesh, shape = source.mesh, op.result.shape
     kind = op.kind.removeprefix("comm.")
+    itemsize = op.result.nbytes // max(1, op.result.size)
+    if kind == "halo":  # its axes are those of the mesh that reads
+        return "exchange", _halo(op, source, target, rank, itemsize, number)
     axes = tuple(op.attrs.get("axes", ()))
     dim: int = op.attrs.get("dim", -1)
     group = mesh.group(rank, axes)
-    itemsize = op.result.nbytes // max(1, op.result.size)
     mine = itemsize * _count(source.spec.local_shape(shape, mesh, rank))
     share = (len(group) - 1) / len(group)
     attrs: dict[str, Any] = {"group": group}
@@ -158,8 +160,6 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     elif kind == "permute":
         tiles = exchange_by_rank(shape, mesh, source.spec, target.spec).get(rank, ())
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
-    elif kind == "halo":
-        return "exchange", _halo(op, source, target, rank, itemsize, number)
     elif kind == "slice":
         outer, inner = source.spec.bounds(shape, mesh, rank), target.spec.bounds(shape, mesh, rank)
         where = tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))

@@ -176,3 +176,26 @@ def test_two_meshes_of_one_rank_exchange_without_a_transport(micro: int) -> None
         return [engine.run((x, -x))["loss"] for _ in range(2)]
 
     np.testing.assert_allclose(losses(GRID(a=1), GRID(b=1)), losses(), rtol=1e-12)
+
+
+class Doubled(nn.Module):
+    """A value of one mesh, joined with itself on another mesh of the same ranks, along a split dim."""
+
+    def __init__(self, *meshes: dg.ProcessMesh) -> None:
+        self.w, self._meshes = nn.Parameter((6,), "f64", ("ones",)), meshes
+
+    def forward(self, x: Any) -> Any:
+        first, second = self._meshes or (None, None)
+        dg.shard_tensor(x, first, ["tp", None])
+        with dg.on(second):
+            return dg.shard_tensor(ops.concat([x, x], axis=1), second, [None, "dp"]) * self.w
+
+
+@pytest.mark.parametrize("second", [GRID(dp=4), GRID(dp=2, pp=2), GRID(tp=1, dp=4)], ids=str)
+def test_windows_are_fetched_from_a_mesh_of_the_same_ranks_with_other_axes(second: dg.ProcessMesh) -> None:
+    def losses(*meshes: dg.ProcessMesh) -> list[float]:
+        x = np.linspace(-1, 1, 12).reshape(4, 3)
+        engine = dg.Engine(Doubled(*meshes), nn.MeanSquaredError(), optim.SGD(lr=0.1))
+        return [engine.run((x, np.ones((4, 6))))["loss"] for _ in range(2)]
+
+    np.testing.assert_allclose(losses(GRID(tp=2, x=2), second), losses(), rtol=1e-12)
