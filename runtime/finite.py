@@ -162,6 +162,7 @@ def _squarable(block: Any) -> Any:
 
 
 def _is_finite(xp: Any, block: Any, flat: Any) -> bool:
-    if flat is not None and math.isfinite(xp.dot(flat, flat)):
-        return True
+    with np.errstate(over="ignore", invalid="ignore"):  # that is what is looked for
+        if flat is not None and math.isfinite(xp.dot(flat, flat)):
+            return True
     return bool(xp.isfinite(block).all())

@@ -21,6 +21,7 @@ from distgraph.runtime.heartbeat import Silence, beat, heartbeat_limit, interval
 from distgraph.runtime.job import CLOSED, DEFAULT_TIME_LIMIT, LAUNCHER, TIMEOUT, setting_in_seconds
 from distgraph.runtime.processes import Process, descendants, held, read_processes
 
+_STARTING: Final = 0.05  # seconds between looks for supervisors, until all of them are known
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -95,8 +96,14 @@ class Monitor:
         beaten = 0.0
         try:
             while not signals.received:
-                signals.sleep(self.interval, watch, *self.watched.values())
+                complete = len(self.silences) == self.ranks
+                signals.sleep(
+                    self.interval if complete else min(self.interval, _STARTING),
+                    watch,
+                    *self.watched.values(),
+                )
                 self._note_lost()
+                self._find()
                 if ended(watch):
                     return None
                 if time.monotonic() - beaten < self.interval:
@@ -120,7 +127,6 @@ class Monitor:
                     self.lost.append(rank)
 
     def _look(self) -> str | None:
-        self._find()
         for pid, silence in self.others.items():
             if silence.seconds() > self.limit:
                 return f"{_name(pid)} (process {pid}) is stopped since {silence.seconds():.0f} s"

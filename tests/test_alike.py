@@ -13,7 +13,7 @@ from distgraph.mesh import ProcessMesh
 from distgraph.runtime.alike import Forms
 from distgraph.runtime.build import Build
 from distgraph.runtime.forecast import Forecast, forecast
-from distgraph.runtime.storage import _swept, _window
+from distgraph.runtime.rings import _swept, window
 
 grid = ProcessMesh.grid
 WEIGHTS = [None, "tp"]
@@ -83,5 +83,5 @@ def test_buffers_in_a_ring_are_the_widest_gap_of_micro_batches_alive_together():
             for j in range(count)
             if starts[i] <= ends[j] and starts[j] <= ends[i]
         ]
-        assert _window(starts, ends) == max(together)
+        assert window(starts, ends) == max(together)
         assert _swept(list(zip(starts.tolist(), ends.tolist(), strict=True))) == max(together)

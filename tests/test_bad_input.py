@@ -174,7 +174,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[DistGraphError], str]] = {
     "if of a tensor": (
         lambda: train(layer(lambda s, x: s.l(x) if x.mean() > 0 else x)),
         GraphError,
-        "is traced: its number is not known yet; use dg.where",
+        "is traced: its number is not known yet; use dg.ops.where",
     ),
     "NumPy without rule": (
         lambda: train(layer(lambda s, x: s.l(np.fft.fft(x)))),

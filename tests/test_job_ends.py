@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +64,20 @@ class Job:
         self.processes["rank"] = self.ranks[0]
         everybody = {*self.processes.values(), *self.ranks.values(), *map(parent, self.ranks.values())}
         self.watches = {Process.of(pid): os.pidfd_open(pid) for pid in everybody}
+
+    def await_watched(self) -> None:
+        """Until the launcher watches the supervisors of all ranks."""
+        wanted = {parent(pid) for pid in self.ranks.values()}
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            watched = set()
+            for path in Path(f"/proc/{self.launcher.pid}/fdinfo").iterdir():
+                with contextlib.suppress(OSError):
+                    lines = (line.split() for line in path.read_text().splitlines())
+                    watched |= {int(line[1]) for line in lines if line[0] == "Pid:"}
+            if wanted <= watched:
+                return
+        pytest.fail("the launcher does not watch its supervisors")
 
     def end(self) -> tuple[int, str]:
         """Exit code and standard error; nothing is left of the job."""
@@ -117,6 +133,7 @@ def test_a_stopped_launcher_ends_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["launcher", "supervisor", "proxy", "mpiexec"])
 def test_a_killed_process_leaves_no_other(tmp_path: Path, name: str) -> None:
     job = Job(WAITS, 2, tmp_path)
+    job.await_watched()
     os.kill(job.processes[name], signal.SIGKILL)
     code, errors = job.end()
     assert code != 0

@@ -168,7 +168,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda x: np.sum(x, where=np.ones((4, 6), bool)), "where= does not trace"),
     (np.asarray, "its numbers are not known yet"),
     (lambda x: float(x[0, 0]), "its numbers are not known yet"),
-    (lambda x: x if x.sum() > 0 else -x, "use dg.where or dg.while_loop"),
+    (lambda x: x if x.sum() > 0 else -x, "use dg.ops.where or dg.ops.while_loop"),
     (lambda x: x.__array_namespace__().linalg, "numpy.linalg does not trace"),
 ]
 

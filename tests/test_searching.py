@@ -181,7 +181,7 @@ def test_no_time_and_no_data_parallelism() -> None:
 
 def test_the_same_plan_again_from_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = found("mlp")
-    assert list(folder.glob("*.json"))
+    assert list(folder.rglob("*.json"))
 
     def solve(*args: object, **given: object) -> None:
         pytest.fail("a problem is solved again")
