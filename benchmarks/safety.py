@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -102,22 +101,34 @@ def measure_step(name: str, pairs: int) -> list[float]:
     return ratios
 
 
+def _no_checksum(data: object) -> str:
+    return "0" * 16
+
+
+def _no_look(*arguments: object) -> None:
+    return None
+
+
 def measure_files(pairs: int) -> dict[str, list[float]]:
     """Pairs of saves and of loads with and without checksums and the look at values."""
     from benchmarks.ours_step import engine_of
     from benchmarks.peers import MlpSizes
+    from distgraph.engine import engine as engine_module
+    from distgraph.runtime.checkpoint import files
 
     engine, batch = engine_of("gpt_serial", MlpSizes())
     engine.prepare(batch)
     engine.run(batch)
-    checksum = "distgraph.runtime.checkpoint.files.checksum"
-    look = "distgraph.engine.engine.check_before_saving"
+    checksum, look = files.checksum, engine_module.check_before_saving
     with tempfile.TemporaryDirectory() as folder:
         checked, unchecked = Path(folder, "checked"), Path(folder, "unchecked")
 
         def without(call: Callable[[], Any]) -> None:
-            with mock.patch(checksum, return_value="0" * 16), mock.patch(look):
+            files.checksum, engine_module.check_before_saving = _no_checksum, _no_look
+            try:
                 call()
+            finally:
+                files.checksum, engine_module.check_before_saving = checksum, look
 
         engine.save(checked)
         without(lambda: engine.save(unchecked))
