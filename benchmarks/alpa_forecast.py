@@ -22,13 +22,13 @@ from alpa_memory import moments
 from alpa_plans import Plan
 
 from distgraph import nn, ops, optim
-from distgraph.annotate import shard_tensor
 from distgraph.engine.graphs import train_graph
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.models import GPT, GPTConfig, GShardMoE, MoEConfig, WideResNet, WideResNetConfig, stages
 from distgraph.models.decoder import Decoder
-from distgraph.models.layout import Layout, Stack
+from distgraph.models.megatron_layout import Layout, Stack
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster
 from distgraph.runtime.build import Build, build
@@ -38,8 +38,8 @@ from distgraph.runtime.simulate import simulate
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.streams import TaskTime
 from distgraph.runtime.task import TaskGraph
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor
+from distgraph.tracing.annotations import shard_tensor
+from distgraph.tracing.tensor import Tensor
 
 SIMULATED = 2
 STREAMS = ("memory", "lookup")

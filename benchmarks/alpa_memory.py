@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from distgraph.ops.registry import lookup
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.storage import Storage, nbytes
 

@@ -81,13 +81,13 @@ from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.models import MoEConfig
 from distgraph.models.decoder import Decoder
 from distgraph.passes.complete import complete
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.build import build_cluster
 from distgraph.resources.load import read_document
 from distgraph.resources.schema import check
 from distgraph.runtime.build import build
 from distgraph.runtime.forecast import forecast, out_of_memory
-from distgraph.strategy import Strategy
 
 CLUSTER, PER_MACHINE = "p3_16xlarge_x8", 8
 LIMIT = 60.0

@@ -48,19 +48,19 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from comm_programs import HEADS, SETTING, Setting, leaves, program_of
 
-from distgraph.dtypes import is_float
 from distgraph.errors import DistGraphError
-from distgraph.graph import Graph
-from distgraph.interpret import interpret
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import is_float
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.arrange import arrange
 from distgraph.passes.complete import complete
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.inprocess import run_ranks
 from distgraph.runtime.worker import Worker
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 DATA = Path(__file__).resolve().parent / "data" / "gspmd_comm.json"
 CREDITED = "wire_if_allreduce_slice_were_reduce_scatter"

@@ -14,10 +14,10 @@ from typing import Any
 
 from distgraph import numpy as dnp
 from distgraph import ops, reshard, shard_tensor
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.backward import differentiate
-from distgraph.tensor import Tensor
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 Program = Callable[..., Any]
 HEADS = 8  # of the attention programs whose projections are packed; the shapes do not tell

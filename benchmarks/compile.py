@@ -34,7 +34,7 @@ from rich.table import Table
 import distgraph as dg
 from distgraph import nn
 from distgraph.engine.program import Recipe
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.partition import RankProgram, partition

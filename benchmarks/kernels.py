@@ -43,7 +43,7 @@ from distgraph.kernels import (
     activation,
     attention,
     conv,
-    lookup,
+    embedding,
     loss,
     matmul,
     norm,
@@ -204,10 +204,10 @@ def lookup_kernels() -> Iterator[tuple[str, Call, Call]]:
     table, ids = draw(VOCABULARY, HIDDEN), RNG.integers(0, VOCABULARY, (BATCH, SEQUENCE))
     dy = draw(BATCH, SEQUENCE, HIDDEN)
     tt, ti, td = t(table), t(ids), t(dy)
-    yield "embedding", into(lookup.embedding, table, ids), lambda: F.embedding(ti, tt)
+    yield "embedding", into(embedding.embedding, table, ids), lambda: F.embedding(ti, tt)
     yield (
         "embedding_grad",
-        into(lookup.embedding_grad, dy, ids, rows=VOCABULARY),
+        into(embedding.embedding_grad, dy, ids, rows=VOCABULARY),
         lambda: aten.embedding_dense_backward(td, ti, VOCABULARY, -1, False),
     )
     x, w = draw(32, 16, 28, 28), draw(32, 16, 3, 3)

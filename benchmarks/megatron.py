@@ -27,12 +27,12 @@ from distgraph import models, optim
 from distgraph.engine.program import Recipe
 from distgraph.errors import ResourceError
 from distgraph.passes.complete import complete
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.cost import OpCost, Work
 from distgraph.runtime.storage import is_started, nbytes, plan_storage
-from distgraph.strategy import Strategy
 
 VOCABULARY = 50257
 

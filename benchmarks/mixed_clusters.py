@@ -77,12 +77,12 @@ from distgraph.engine.searching.uniform import uniform_rows
 from distgraph.engine.training import Training
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
-from distgraph.plan_parts import Stage
+from distgraph.plan.parts import Stage
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.build import build_cluster
 from distgraph.resources.schema import check
 from distgraph.runtime.forecast import forecast, out_of_memory
-from distgraph.strategy import Strategy
 
 FILES = Path(__file__).parent.parent / "resources" / "files"
 MODELS = {"GPT-1.3B": ("1.3B", 256), "GPT-6.7B": ("6.7B", 256)}

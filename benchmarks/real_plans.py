@@ -120,7 +120,7 @@ from distgraph.engine.searching.space import pools_of
 from distgraph.engine.searching.uniform import uniform_rows
 from distgraph.engine.training import Training
 from distgraph.models import GPT, GPTConfig
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.launch import launch
 from distgraph.runtime.profile import Request, profile

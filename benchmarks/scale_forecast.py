@@ -52,7 +52,7 @@ def run(devices: int, micro_batches: int) -> dict[str, Any]:
     import yaml
 
     from distgraph.engine.graphs import train_graph
-    from distgraph.mesh import ProcessMesh
+    from distgraph.ir.mesh import ProcessMesh
     from distgraph.models import GPT, GPT_PRESETS, stages
     from distgraph.passes.complete import complete
     from distgraph.resources.build import build_cluster

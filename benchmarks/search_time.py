@@ -147,7 +147,7 @@ def training(model: Any, batch: int, sequence: int) -> Any:
     from distgraph import nn, optim
     from distgraph.engine.program import Recipe
     from distgraph.engine.training import Training
-    from distgraph.strategy import Strategy
+    from distgraph.plan.strategy import Strategy
 
     tokens = ((sequence,), "i32")
     recipe = Recipe(model, nn.CrossEntropy(), optim.Adam(), {}, Strategy())
@@ -204,7 +204,7 @@ def searched(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
 
 def layouts(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     """The layouts of everything on one mesh of 8 x 8."""
-    from distgraph.mesh import ProcessMesh
+    from distgraph.ir.mesh import ProcessMesh
     from distgraph.models import Llama
     from distgraph.passes.search.cache import solve_cached
     from distgraph.passes.search.formulate import formulate

@@ -13,29 +13,36 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "DistGraphError": "distgraph.errors",
-    "ProcessMesh": "distgraph.mesh",
-    "ShardSpec": "distgraph.spec",
-    "DistAttr": "distgraph.spec",
-    "Graph": "distgraph.graph",
-    "Tensor": "distgraph.tensor",
-    "trace": "distgraph.tracing",
-    "shard_tensor": "distgraph.annotate",
-    "shard_op": "distgraph.annotate",
-    "reshard": "distgraph.annotate",
-    "on": "distgraph.annotate",
-    "recompute": "distgraph.annotate",
-    "pipeline_boundary": "distgraph.annotate",
+    "ProcessMesh": "distgraph.ir.mesh",
+    "ShardSpec": "distgraph.ir.sharding_spec",
+    "DistAttr": "distgraph.ir.sharding_spec",
+    "Graph": "distgraph.ir.graph",
+    "Tensor": "distgraph.tracing.tensor",
+    "trace": "distgraph.array_api.trace",
+    "shard_tensor": "distgraph.tracing.annotations",
+    "shard_op": "distgraph.tracing.annotations",
+    "reshard": "distgraph.tracing.annotations",
+    "on": "distgraph.tracing.annotations",
+    "recompute": "distgraph.tracing.annotations",
+    "pipeline_boundary": "distgraph.tracing.annotations",
     "complete": "distgraph.passes.complete",
     "Cluster": "distgraph.resources",
     "load_cluster": "distgraph.resources",
-    "Plan": "distgraph.plan",
+    "Plan": "distgraph.plan.plan",
     "Engine": "distgraph.engine",
-    "Strategy": "distgraph.strategy",
+    "Strategy": "distgraph.plan.strategy",
 }
-_MODULES = (
-    "nn", "models", "ops", "optim", "resources", "passes", "runtime", "callbacks", "data", "errors", "numpy",
-    "schedules",
-)  # fmt: skip
+_MODULES = {
+    **{
+        name: f"distgraph.{name}"
+        for name in ("errors", "models", "nn", "ops", "optim", "passes", "resources", "runtime")
+    },
+    "callbacks": "distgraph.callbacks",
+    "data": "distgraph.data",
+    "numpy": "distgraph.array_api.namespace",
+    "schedules": "distgraph.optim.lr_schedules",
+}
+"""Public name of a module -> where it is."""
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 (names of the two tables)
 
@@ -44,7 +51,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name in _MODULES:
-        return import_module(f"distgraph.{name}")
+        return import_module(_MODULES[name])
     raise AttributeError(f"module 'distgraph' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distgraph.documents import shown_path
-from distgraph.dtypes import is_integer
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import is_integer
+from distgraph.serialization.documents import shown_path
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine

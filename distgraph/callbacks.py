@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distgraph.callback_checks import check_count, check_monitor, check_place
-from distgraph.documents import shown_path
 from distgraph.errors import NonFiniteError, RuntimeFault
-from distgraph.files import check_writable
-from distgraph.path_template import PathTemplate
+from distgraph.serialization.atomic_files import check_writable
+from distgraph.serialization.documents import shown_path
+from distgraph.serialization.path_template import PathTemplate
 
 if TYPE_CHECKING:
     from distgraph.engine import Engine

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 
 from distgraph import __version__
-from distgraph.documents import MOST_BYTES, decode, read_text
 from distgraph.engine.forecasting import beforehand
 from distgraph.engine.given import CLUSTER_VARIABLE, VARIABLE, giving
 from distgraph.engine.inspection import check_script
@@ -22,20 +21,21 @@ from distgraph.engine.overhead import overheads
 from distgraph.engine.planning import Progress, SearchOptions
 from distgraph.engine.proposing import forecast_script, plan_script
 from distgraph.errors import DistGraphError, GraphError
-from distgraph.export import EXPORTERS
-from distgraph.files import check_writable
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
+from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.passes.conflicts import conflicts, explain
 from distgraph.passes.pipeline import PASSES, Ran, run_passes
-from distgraph.plan import Plan
+from distgraph.plan.export import EXPORTERS
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import MODES
 from distgraph.resources import describe, load_cluster, shipped_clusters
 from distgraph.runtime.checkpoint.commands import app as checkpoint_app
 from distgraph.runtime.launch import launch
 from distgraph.runtime.profile import Request
 from distgraph.runtime.profile import profile as run_profile
-from distgraph.strategy import MODES
-from distgraph.text import parse_graph, print_graph
-from distgraph.verify import verify
+from distgraph.serialization.atomic_files import check_writable
+from distgraph.serialization.documents import MOST_BYTES, decode, read_text
+from distgraph.verifier import verify
 
 app = typer.Typer(
     name="distgraph",

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgraph.dtypes import is_integer, short, to_numpy
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.ir.dtypes import is_integer, short, to_numpy
 from distgraph.kernels.random import random_key
 
 POSITION = "batch."

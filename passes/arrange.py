@@ -13,9 +13,9 @@ Invariant: annotations stay; of several completions one that is computed in fewe
 
 from __future__ import annotations
 
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import flops
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops
 from distgraph.passes.claims import POLICIES
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distgraph.dtypes import is_float
 from distgraph.errors import GraphError
-from distgraph.graph import Op, Value
-from distgraph.ops.registry import GradientContext, lookup
-from distgraph.tensor import Tensor, emit_one
-from distgraph.tracing import Trace
+from distgraph.ir.dtypes import is_float
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.op_registry import GradientContext, lookup
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace
 
 
 def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor]:

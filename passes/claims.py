@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import elementwise, lookup, rule_of
-from distgraph.rule import OpLayout, Rule, representable
-from distgraph.spec import Origin, ShardSpec
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.index_rule import OpLayout, Rule, representable
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import elementwise, lookup, rule_of
+from distgraph.ir.sharding_spec import Origin, ShardSpec
 
 Key = tuple[int, int, int, int, int]
 _CONTRACTIONS = ("matmul", "einsum", "conv", "attention", "embedding")

@@ -22,18 +22,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.collecting import collector_paused
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import rule_of
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import rule_of
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.claims import Settled, op_layout, propagate, value_spec
 from distgraph.passes.decompose import decompose
 from distgraph.passes.defer import Kept, deferred, passing_group
 from distgraph.passes.place import place
 from distgraph.passes.postpone import postpone
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin, ShardSpec
 
 _ROUNDS = 4  # a decomposition may bring a fused op of its own whose dim is split
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from distgraph.dtypes import itemsize
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.ops.registry import operand_layout, result_layout
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.op_registry import operand_layout, result_layout
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.claims import Lost
 from distgraph.passes.complete import complete
 from distgraph.passes.move_cost import move_cost, multiplicity
@@ -26,7 +27,6 @@ from distgraph.passes.redistribute import Price, redistribute, step_bytes, wire_
 from distgraph.passes.reshard import reshard
 from distgraph.passes.transfer import transfer
 from distgraph.resources.units import format_bytes, format_si
-from distgraph.spec import DistAttr, Origin, ShardSpec
 
 Plan = Callable[[Graph], Graph]
 _LEAST = 0.5  # bytes that a change of annotation must save to be worth a word

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distgraph.errors import GraphError
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import lookup
-from distgraph.tensor import Tensor
-from distgraph.tracing import Trace
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import lookup
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 
 def decompose(graph: Graph, names: Iterable[str], meshes: Mapping[str, ProcessMesh] | None = None) -> Graph:

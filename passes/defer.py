@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distgraph.graph import Graph, Op, Value
-from distgraph.ops.registry import linear_groups, lookup, operand_layout, rule_of
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.op_registry import linear_groups, lookup, operand_layout, rule_of
 from distgraph.passes.claims import Settled
-from distgraph.rule import OpLayout
 
 _COSTLY = ("matmul", "conv", "attention")  # cost classes through which a partial is never carried
 Kept = set[tuple[str, str]]

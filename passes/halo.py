@@ -26,12 +26,12 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from distgraph.graph import Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import Windows, operand_layout, operand_windows, window_bounds
+from distgraph.ir.graph import Op
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import Windows, operand_layout, operand_windows, window_bounds
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.tiles import Bounds, Need, Tile, assign, holders, overlaps, without_unit_axes
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, ShardSpec
 
 
 @lru_cache(maxsize=4096)

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.spec import ShardSpec
 
 Axes = tuple[str, ...]
 Change = tuple[tuple[int, ...], ProcessMesh, ShardSpec, ShardSpec]

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import linear_groups, lookup, operand_windows, rule_of
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import linear_groups, lookup, operand_windows, rule_of
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.halo import nearest
 from distgraph.passes.move_cost import TOUCH
 from distgraph.passes.value_cost import LayoutNumbers, ValueKind
-from distgraph.rule import OpLayout, choices, operand_spec, result_spec
-from distgraph.spec import DistAttr
 
 _OPTIONS = 64  # layouts of one op that are looked at, on its ranks in one order
 _ORDERS = 4  # other orders of the ranks of one mesh that are looked at

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import Graph, Op, Value
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.redistribute import Price, Step, redistribute, wire_price
 from distgraph.passes.transfer import transfer
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin
 
 
 def lower(graph: Graph, price: Price = wire_price) -> Graph:

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.spec import DistAttr
+from distgraph.ir.sharding_spec import DistAttr
 
 Blocks = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
@@ -27,8 +27,8 @@ def received(shape: tuple[int, ...], source: DistAttr, target: DistAttr) -> floa
     0 for a partial target, which a mask or a slice may make of what is there.
 
     Example:
-        >>> from distgraph.mesh import ProcessMesh
-        >>> from distgraph.spec import ShardSpec
+        >>> from distgraph.ir.mesh import ProcessMesh
+        >>> from distgraph.ir.sharding_spec import ShardSpec
         >>> mesh, spec = ProcessMesh.grid(x=2, y=2), ShardSpec.parse
         >>> received((8, 8), DistAttr(mesh, spec("[x, _]")), DistAttr(mesh, spec("[_, x]")))
         16.0

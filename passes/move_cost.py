@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 
-from distgraph.graph import Graph
-from distgraph.ops.registry import Windows, lookup
+from distgraph.ir.graph import Graph
+from distgraph.ir.op_registry import Windows, lookup
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.halo import halo_tiles, halo_volume
 from distgraph.passes.redistribute import Price, redistribute_cost
 from distgraph.passes.reshard import fetches
 from distgraph.passes.tiles import busiest
 from distgraph.passes.transfer import transfer_cost
-from distgraph.spec import DistAttr
 
 TOUCH = 1e-4  # cost of a byte touched locally, in bytes on the wire
 

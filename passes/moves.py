@@ -30,8 +30,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from distgraph.mesh import ProcessMesh
-from distgraph.spec import ShardSpec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 
 Dims = tuple[tuple[str, ...], ...]
 

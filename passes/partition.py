@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.collecting import collector_paused
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import local_attrs, window_bounds
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import local_attrs, window_bounds
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.halo import halo_tiles, inside_window
 from distgraph.passes.phases import Part, Parts
 from distgraph.passes.tiles import Tile, crossing_by_rank, exchange_by_rank
-from distgraph.spec import DistAttr
 
 LocalType = tuple[tuple[int, ...], str]
 Slices = tuple[slice, ...]

@@ -27,11 +27,11 @@ from graphlib import TopologicalSorter
 from threading import Lock
 from types import CodeType
 
-from distgraph.collecting import collector_paused
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import Windows, lookup
-from distgraph.spec import ShardSpec
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import Windows, lookup
+from distgraph.ir.sharding_spec import ShardSpec
 
 Key = tuple[str, ProcessMesh, int]
 Block = tuple[tuple[int, ...], str, ShardSpec, Windows]  # shape, dtype, layout, and halo where there is one

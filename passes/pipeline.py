@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from distgraph.errors import GraphError
-from distgraph.graph import Graph
-from distgraph.ops.registry import lookup
+from distgraph.ir.graph import Graph
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.arrange import arrange
 from distgraph.passes.complete import complete
 from distgraph.passes.decompose import decompose
@@ -21,7 +21,7 @@ from distgraph.passes.lower import lower
 from distgraph.passes.prune import prune
 from distgraph.passes.refine import refine
 from distgraph.passes.reshard import reshard
-from distgraph.verify import verify
+from distgraph.verifier import verify
 
 
 @dataclass(frozen=True, slots=True)

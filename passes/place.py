@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.mesh import ProcessMesh
 
 _ANYWHERE = ("constant", "full", "iota")  # free to be made on every mesh that reads them
 

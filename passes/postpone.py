@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.graph import Graph, Op, Value
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.mesh import ProcessMesh
 
 
 def postpone(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:

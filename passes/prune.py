@@ -11,7 +11,7 @@ Invariant: outputs, updates and annotations of what is left do not change.
 
 from __future__ import annotations
 
-from distgraph.graph import Graph, Op
+from distgraph.ir.graph import Graph, Op
 
 
 def prune(graph: Graph) -> Graph:

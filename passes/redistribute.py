@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from distgraph.errors import InfeasibleError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.layout_class import representative
 from distgraph.passes.move_bound import received
 from distgraph.passes.moves import Space, Step, moves, with_dim
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.spec import DistAttr, ShardSpec
 
 __all__ = [
     "BYTE_PRICES",

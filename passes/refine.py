@@ -29,12 +29,12 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import Origin
 from distgraph.passes.layout_space import LayoutSpace
 from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import Price, wire_price
 from distgraph.passes.value_cost import Key, ValueCosts
-from distgraph.spec import Origin
 
 BUDGET = 60_000  # work of one search, see `refine`
 _GAIN = 0.5  # a move must save at least half a byte

@@ -21,17 +21,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.collecting import collector_paused
-from distgraph.dtypes import itemsize
 from distgraph.errors import GraphError
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import Windows, operand_layout, operand_windows, result_layout
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import Windows, operand_layout, operand_windows, result_layout
+from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.redistribute import redistribute_cost
 from distgraph.passes.tiles import without_unit_axes
 from distgraph.passes.transfer import transfer_cost
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin
 
 Key = tuple[str, DistAttr] | tuple[str, DistAttr, Windows]
 Landings = dict[tuple[str, ProcessMesh], DistAttr]

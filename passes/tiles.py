@@ -21,8 +21,8 @@ from operator import itemgetter
 import numpy as np
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
-from distgraph.spec import ShardSpec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 
 Bounds = tuple[tuple[int, int], ...]
 MachineOf = Callable[[int], Hashable]

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.move_bound import received
 from distgraph.passes.moves import Dims, Step, selections
 from distgraph.passes.redistribute import (
@@ -45,7 +46,6 @@ from distgraph.passes.tiles import (
     renumbered,
     volume,
 )
-from distgraph.spec import DistAttr, ShardSpec
 
 __all__ = ["Tile", "Transfer", "exchange_tiles", "link_bytes", "transfer", "transfer_cost", "translate"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import Windows
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import Windows
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.move_bound import received
 from distgraph.passes.move_cost import Read, copy_cost, move_cost, window_cost
 from distgraph.passes.redistribute import BYTE_PRICES, Price, price_bound
 from distgraph.passes.reshard import fetches
-from distgraph.spec import DistAttr, ShardSpec
 
 Key = tuple[int, int, tuple[int, ...]]  # kind of a value, layout of the maker, layouts of the readers
 _REDISTRIBUTION, _TRANSFER = 20, 200  # work to price a move on one mesh, and between two

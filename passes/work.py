@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distgraph.graph import Op
+from distgraph.ir.graph import Op
+from distgraph.ir.op_registry import flops, lookup, rule_of
 from distgraph.kernels.conv import window_of
-from distgraph.ops.registry import flops, lookup, rule_of
 from distgraph.resources.compute import Dims, Patches
 
 

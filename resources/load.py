@@ -9,13 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from distgraph.documents import read_text, shown_path
 from distgraph.errors import ResourceError
 from distgraph.resources.build import build_cluster
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.paddle import load_paddle
 from distgraph.resources.parse_yaml import MOST_BYTES, parse_yaml
 from distgraph.resources.schema import check
+from distgraph.serialization.documents import read_text, shown_path
 
 
 def shipped_clusters() -> tuple[str, ...]:

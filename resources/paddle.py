@@ -17,11 +17,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
-from distgraph.documents import read_json, refuse, validate
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster, Device, Link, Machine, Network, Switch
 from distgraph.resources.schema import MOST_DEVICES
 from distgraph.resources.units import LEAST, MOST
+from distgraph.serialization.documents import read_json, refuse, validate
 
 _FORWARDERS = {"CPU", "NIC", "SWITCH", "UNKNOWN"}
 

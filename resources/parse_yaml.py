@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Final
 
 import yaml
 
-from distgraph.documents import MOST_DEPTH, MOST_NUMBER, check_data, read_text
 from distgraph.errors import ResourceError
+from distgraph.serialization.documents import MOST_DEPTH, MOST_NUMBER, check_data, read_text
 
 MOST_BYTES: Final = 512 << 10
 """Of a resource file: shipped ones have up to 4 KiB, and PyYAML takes about 10 seconds for so much."""

@@ -16,11 +16,11 @@ from pydantic import (
 )
 
 import distgraph.ops  # noqa: F401 - declares the kinds of ops
-from distgraph.documents import Entry, refuse, validate
-from distgraph.dtypes import NAMES
 from distgraph.errors import ResourceError
-from distgraph.ops.registry import REGISTRY
+from distgraph.ir.dtypes import NAMES
+from distgraph.ir.op_registry import REGISTRY
 from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, WORK, Unit, parse
+from distgraph.serialization.documents import Entry, refuse, validate
 
 MOST_DEVICES: Final = 1 << 16
 """Of a cluster, and of its machines: with its links each takes about 2 KiB, and Llama 3 405B was trained on a

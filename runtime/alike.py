@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from distgraph.graph import SOURCES, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import freeze
+from distgraph.ir.graph import SOURCES, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import freeze
 from distgraph.passes.phases import Part, Parts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
 from distgraph.passes.lower import lower
 from distgraph.passes.partition import RankProgram, partition
 from distgraph.passes.phases import Parts, phases

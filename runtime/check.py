@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import epsilon, to_numpy
 from distgraph.errors import GraphError
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.interpret import interpret
-from distgraph.ops.registry import lookup, rule_of
+from distgraph.ir.dtypes import epsilon, to_numpy
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.op_registry import lookup, rule_of
+from distgraph.ir.printer import draw, print_op
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.lower import lower
 from distgraph.passes.phases import phases
 from distgraph.passes.reshard import reshard
-from distgraph.printing import draw, print_op
 from distgraph.runtime.build import Build
 from distgraph.runtime.inprocess import run_ranks
 from distgraph.runtime.worker import Worker
-from distgraph.spec import DistAttr
 
 Array = Any
 Arrays = Mapping[str, Array]

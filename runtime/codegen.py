@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import to_numpy
-from distgraph.graph import SOURCES, Op
-from distgraph.ops.registry import lookup
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import SOURCES, Op
+from distgraph.ir.op_registry import lookup
+from distgraph.ir.printer import name_text
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.printing import name_text
 from distgraph.runtime import collectives
 from distgraph.runtime.identifiers import Identifiers, commented, literal
 from distgraph.runtime.shared_code import shared_code

@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import Op, Value
-from distgraph.ops.registry import freeze, lookup
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.op_registry import freeze, lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.work import NOTHING, Work, work_of
 from distgraph.resources import ComputeCost

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import is_float
-from distgraph.graph import SOURCES
+from distgraph.ir.dtypes import is_float
+from distgraph.ir.graph import SOURCES
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.phases import Parts
 from distgraph.runtime.codegen import Arena

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distgraph.folding import spans
+from distgraph.ir.name_ranges import spans
 
 
 @dataclass(frozen=True, slots=True)

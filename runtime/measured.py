@@ -14,11 +14,11 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from distgraph.documents import MOST_BYTES as OTHERS
-from distgraph.documents import read_json, refuse, validate
 from distgraph.errors import RuntimeFault
-from distgraph.files import write_atomically
 from distgraph.runtime.task import TaskGraph
+from distgraph.serialization.atomic_files import write_atomically
+from distgraph.serialization.documents import MOST_BYTES as OTHERS
+from distgraph.serialization.documents import read_json, refuse, validate
 
 MOST_BYTES: Final = 4 * OTHERS
 """Of a file: 5 steps of 1,000 ranks with 500 tasks and messages each."""

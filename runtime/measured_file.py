@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from distgraph.errors import ResourceError
-from distgraph.files import write_atomically
 from distgraph.resources import load_cluster
 from distgraph.resources.cluster import Compute, MeasuredTable, OpTable
 from distgraph.resources.load import parse_cluster, read_document
 from distgraph.resources.units import SIZE, format_bytes, parse
 from distgraph.runtime.fit import ComputeFit, LinkFit
+from distgraph.serialization.atomic_files import write_atomically
 
 _NOTE = re.compile(r"^(\s*(?:- )?[\w.]+: )'?(.+?) ~~(.+?)~~'?$", re.MULTILINE)
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from distgraph.documents import Entry, read_json, refuse, validate
 from distgraph.errors import ResourceError
 from distgraph.resources.schema import MOST_DEVICES, AnyDtype, Collective
+from distgraph.serialization.documents import Entry, read_json, refuse, validate
 
 Amount = Annotated[float, Field(ge=0, le=1e24)]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]

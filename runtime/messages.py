@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime import collectives
 from distgraph.runtime.transport import Group, Transport, even_counts
 

@@ -21,9 +21,10 @@ from typing import Any, Final
 import numpy as np
 
 from distgraph import nn, ops
-from distgraph.dtypes import is_float, to_numpy
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.array_api.trace import trace
+from distgraph.ir.dtypes import is_float, to_numpy
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.optim import SGD, Adam, AdamW, Optimizer
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
@@ -34,8 +35,8 @@ from distgraph.runtime.build import build
 from distgraph.runtime.codegen import CompiledTask
 from distgraph.runtime.cost import NOTHING, OpCost, Work
 from distgraph.runtime.worker import Worker
-from distgraph.tensor import Tensor, emit_one
-from distgraph.tracing import Trace, trace
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace
 
 _LINE: Final = re.compile(r"  # %([^,\s]+)")  # the comment of a line names its results
 MATRICES: Final = (

@@ -29,9 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
 
-from distgraph.documents import refuse, shown
 from distgraph.errors import ResourceError, RuntimeFault
-from distgraph.files import write_atomically
 from distgraph.resources import Cluster, load_cluster, local_cluster
 from distgraph.resources.cluster import MeasuredTable
 from distgraph.runtime import messages
@@ -43,6 +41,8 @@ from distgraph.runtime.measurements import read_measurements
 from distgraph.runtime.mpi import MpiTransport
 from distgraph.runtime.probes import Timed, probes
 from distgraph.runtime.rank import current_transport, ranks_of_job
+from distgraph.serialization.atomic_files import write_atomically
+from distgraph.serialization.documents import refuse, shown
 
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0

@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from distgraph.errors import RuntimeFault, installing
-from distgraph.files import write_atomically
 from distgraph.resources import Cluster
 from distgraph.resources.describe import describe
 from distgraph.resources.units import format_bytes, format_si
@@ -38,6 +37,7 @@ from distgraph.runtime.occupancy import occupancy
 from distgraph.runtime.segments import row_name
 from distgraph.runtime.storage import plan_storage
 from distgraph.runtime.traffic import TrafficCost
+from distgraph.serialization.atomic_files import write_atomically
 
 _MANY = 64  # ranks above which the matrix shows machines
 _MENU = 32  # ranks whose memory is shown over time

@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
-from distgraph.graph import Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import freeze, local_attrs, lookup
+from distgraph.ir.graph import Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import freeze, local_attrs, lookup
 from distgraph.resources import Cluster
 from distgraph.runtime.build import Build
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import to_numpy
-from distgraph.graph import Value
-from distgraph.ops.registry import freeze, lookup, workspace
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import freeze, lookup, workspace
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.storage import Storage
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from distgraph.collecting import collector_paused
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.ir.gc_pause import collector_paused
 from distgraph.runtime.actor import (
     Actor,
     BufferFreed,

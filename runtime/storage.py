@@ -22,9 +22,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from distgraph.dtypes import itemsize
 from distgraph.errors import RuntimeFault
-from distgraph.ops.registry import lookup
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.packing import Block, pack
 from distgraph.runtime.rings import RankClocks, outstanding, rank_clocks, window

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from distgraph.graph import Op
+from distgraph.ir.graph import Op
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.cost import NOTHING, OpCost, Work
 from distgraph.runtime.storage import Storage, is_started

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import RuntimeFault
-from distgraph.files import write_atomically
 from distgraph.runtime.forecast import Forecast
 from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.segments import (
@@ -25,6 +24,7 @@ from distgraph.runtime.segments import (
     row_name,
     task_segments,
 )
+from distgraph.serialization.atomic_files import write_atomically
 
 MOST_EVENTS = 400_000
 """With more spans than these (about 100 MB of JSON), only tasks and messages are written."""

@@ -14,16 +14,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import Graph, Op
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.halo import halo_tiles
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.tiles import crossing_tiles, exchange_tiles, link_bytes, renumbered
 from distgraph.resources import Cluster, shared_cost
 from distgraph.resources.patterns import Groups, patterns, stand_ins
 from distgraph.runtime.storage import nbytes
-from distgraph.spec import DistAttr
 
 Flows = dict[tuple[int, int], int]
 

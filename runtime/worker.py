@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distgraph.collecting import collector_paused
-from distgraph.dtypes import to_numpy
 from distgraph.errors import RuntimeFault
-from distgraph.graph import Value
-from distgraph.ops.registry import lookup
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.buffer_check import BufferCheck, CheckedWriter, check_wanted
 from distgraph.runtime.codegen import Arena, CompiledTask, Writer, WriterType, compile_task

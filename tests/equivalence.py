@@ -15,11 +15,11 @@ import numpy as np
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.dtypes import to_numpy
 from distgraph.engine import Engine
-from distgraph.mesh import ProcessMesh
-from distgraph.spec import UserDim
-from distgraph.strategy import Strategy
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import UserDim
+from distgraph.plan.strategy import Strategy
 
 STEPS, RATE, SEED = 20, 1e-2, 3
 VOCABULARY, WIDTH, LENGTH = 30, 12, 6

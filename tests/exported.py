@@ -16,11 +16,11 @@ from equivalence import gathered
 
 import distgraph as dg
 from distgraph.engine import Engine
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig, Layout, stages
 from distgraph.optim import Adam, shard_states
-from distgraph.plan import Plan
-from distgraph.strategy import Strategy
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 16, 2, 2, 24, 8
 ROWS, STEPS, RATE, SEED = 8, 6, 1e-2, 3

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from distgraph.kernels._device import elementwise
+from distgraph.kernels._cupy_elementwise import elementwise
 from distgraph.runtime import nccl as nccl_transport
 
 DTYPES = {

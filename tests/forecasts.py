@@ -9,12 +9,12 @@ from typing import Any
 from clusters import cluster_of
 
 from distgraph import nn, ops, optim
-from distgraph.annotate import on, shard_tensor
 from distgraph.engine.graphs import train_graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.resources.cluster import Cluster
 from distgraph.runtime.build import Build, build
+from distgraph.tracing.annotations import on, shard_tensor
 
 LAUNCH, BANDWIDTH, RATE = 2e-6, 0.5e12, 5e12
 """Of one op, of streaming through memory, of matmuls of any shape, on the devices of `machines`."""

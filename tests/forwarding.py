@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from distgraph import ops
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 grid = ProcessMesh.grid
 ROWS, COLUMNS = 6, 4

@@ -13,12 +13,12 @@ from distgraph.kernels import (
     activation,
     attention,
     conv,
-    lookup,
+    embedding,
     loss,
     matmul,
     norm,
     optimizer,
-    pool,
+    pooling,
     softmax,
 )
 from distgraph.kernels import random as rnd
@@ -104,12 +104,12 @@ def _lookup_cases(draw: Callable[..., Any], n: int, m: int, tag: str) -> list[Ca
     ids = ((np.arange(n * 3) * 13) % (n + 6)).reshape(3, n)
     updates = draw(3, n, m)
     return [
-        Case(f"embedding-{tag}", lookup.embedding, (draw(n + 6, m), ids)),
-        Case(f"embedding-shard-{tag}", lookup.embedding, (draw(n, m), ids), {"offset": 4}),
-        Case(f"embedding_grad-{tag}", lookup.embedding_grad, (updates, ids), {"rows": n, "offset": 2}),
+        Case(f"embedding-{tag}", embedding.embedding, (draw(n + 6, m), ids)),
+        Case(f"embedding-shard-{tag}", embedding.embedding, (draw(n, m), ids), {"offset": 4}),
+        Case(f"embedding_grad-{tag}", embedding.embedding_grad, (updates, ids), {"rows": n, "offset": 2}),
         Case(
             f"scatter_add-{tag}",
-            lookup.scatter_add,
+            embedding.scatter_add,
             (draw(n, m), ids.astype(np.int32), updates),
             {"offset": 1},
         ),
@@ -135,7 +135,7 @@ def _spatial_cases(draw: Callable[..., Any]) -> list[Case]:
     attrs = {"stride": (2, 1), "padding": ((1, 0), (2, 1)), "dilation": (1, 2), "groups": 2}
     dy = draw(*conv.conv(np, x, w, **attrs).shape)
     over = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 0), (0, 1))}
-    y = pool.max_pool(np, x, **over)
+    y = pooling.max_pool(np, x, **over)
     return [
         Case("matmul", matmul.matmul, (draw(2, 3, 4), draw(4, 5))),
         Case("matmul-batched", matmul.matmul, (draw(3, 1, 2, 4), draw(5, 4, 6))),
@@ -143,10 +143,10 @@ def _spatial_cases(draw: Callable[..., Any]) -> list[Case]:
         Case("conv", conv.conv, (x, w), attrs),
         Case("conv_grad_input", conv.conv_grad_input, (dy, w), attrs | {"input_shape": x.shape}),
         Case("conv_grad_weight", conv.conv_grad_weight, (x, dy), attrs | {"kernel_shape": w.shape}),
-        Case("max_pool", pool.max_pool, (x,), over),
-        Case("max_pool_grad", pool.max_pool_grad, (x, y, draw(*y.shape)), over),
-        Case("avg_pool", pool.avg_pool, (x,), over),
-        Case("avg_pool_grad", pool.avg_pool_grad, (draw(*y.shape),), over | {"input_shape": x.shape}),
+        Case("max_pool", pooling.max_pool, (x,), over),
+        Case("max_pool_grad", pooling.max_pool_grad, (x, y, draw(*y.shape)), over),
+        Case("avg_pool", pooling.avg_pool, (x,), over),
+        Case("avg_pool_grad", pooling.avg_pool_grad, (draw(*y.shape),), over | {"input_shape": x.shape}),
     ]
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 import distgraph.ops  # registers every op
-from distgraph.dtypes import epsilon, is_float, short, to_numpy
-from distgraph.graph import Op, Value
-from distgraph.interpret import interpret
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import (
+from distgraph.ir.dtypes import epsilon, is_float, short, to_numpy
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import OpLayout, choices
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import (
     infer_results,
     linear_groups,
     local_attrs,
@@ -30,11 +30,11 @@ from distgraph.ops.registry import (
     rule_of,
     window_bounds,
 )
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
-from distgraph.rule import OpLayout, choices
-from distgraph.spec import ShardSpec
-from distgraph.tensor import emit
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import emit
+from distgraph.tracing.tracer import Trace
 
 Array = Any
 MESHES = (

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 import distgraph.ops  # noqa: F401  registers every op
-from distgraph.graph import Graph
-from distgraph.interpret import interpret
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.inprocess import run_ranks
 from distgraph.runtime.transport import Transport
 from distgraph.runtime.worker import Worker
-from distgraph.spec import DistAttr
 
 Array = Any
 Feeds = Sequence[Mapping[str, Array]]

@@ -11,12 +11,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from distgraph import ops
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor, emit
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor, emit
+from distgraph.tracing.tracer import Trace
 
 MESHES = (
     ProcessMesh.grid(x=2),

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import linear_groups, lookup, rule_of
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import redistribute_cost
 from distgraph.passes.search.prices import Prices
 from distgraph.passes.search.problem import Problem
-from distgraph.rule import OpLayout, choices, operand_spec, result_spec
-from distgraph.spec import ShardSpec
 
 Array = Any
 

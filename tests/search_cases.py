@@ -14,10 +14,10 @@ from partitioned import run_partitioned
 
 from distgraph import nn, ops, optim
 from distgraph.engine.graphs import train_graph
-from distgraph.graph import Graph
-from distgraph.init import materialize
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.kernels.random import random_key
-from distgraph.mesh import ProcessMesh
+from distgraph.nn.initializers import materialize
 from distgraph.passes.search.prices import Prices
 from distgraph.resources import Cluster
 from distgraph.resources.build import build_cluster

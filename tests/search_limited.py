@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from search_brute import Brute, every_spec
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import linear_groups, lookup, rule_of
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.prices import Prices
-from distgraph.rule import operand_spec, result_spec
-from distgraph.spec import ShardSpec
 
 Array = Any
 Way = tuple[float, float]  # seconds and bytes

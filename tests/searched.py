@@ -18,7 +18,7 @@ from distgraph.engine.planning import SearchOptions, search
 from distgraph.engine.training import Training
 from distgraph.models import GPT, GPTConfig
 from distgraph.nn.moe import MoE
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 
 SECONDS = 3600.0

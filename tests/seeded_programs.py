@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from distgraph import ops
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.prune import prune
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor, emit
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor, emit
+from distgraph.tracing.tracer import Trace
 
 CUBE = ProcessMesh.grid(x=2, y=2, z=2)
 _LENGTHS = (2, 4, 6, 8, 12, 16)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from distgraph import nn, ops
-from distgraph.dtypes import short
-from distgraph.graph import Graph
-from distgraph.init import materialize
-from distgraph.interpret import interpret
+from distgraph.ir.dtypes import short
+from distgraph.ir.graph import Graph
 from distgraph.kernels.random import random_key
+from distgraph.nn.initializers import materialize
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 
 class GPT(nn.Module):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
 from distgraph.passes.redistribute import Step
 from distgraph.passes.tiles import Tile, exchange_tiles
-from distgraph.spec import REDUCTIONS, ShardSpec
 
 Blocks = dict[int, np.ndarray]
 

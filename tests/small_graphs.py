@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distgraph import ops, optim
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 MESH = ProcessMesh.grid(dp=2, tp=3)
 

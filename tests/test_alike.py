@@ -9,7 +9,7 @@ import pytest
 from forecasts import chain, machines
 
 from distgraph import optim
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.alike import Forms
 from distgraph.runtime.build import Build
 from distgraph.runtime.forecast import Forecast, forecast

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from distgraph import optim
 from distgraph.engine.graphs import train_graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops, lookup
 from distgraph.models import GPT_PRESETS, GPTConfig, MoEConfig, WideResNetConfig, published
-from distgraph.ops.registry import flops, lookup
 from distgraph.resources import CollectiveCost
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast import forecast

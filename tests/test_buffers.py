@@ -13,7 +13,7 @@ from partitioned import assert_same, run_partitioned, run_serial
 
 import distgraph as dg
 from distgraph import nn, ops
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
 
 BOUND = 1e-12

@@ -9,15 +9,15 @@ import pytest
 from small_graphs import MESH, mlp
 
 import distgraph as dg
+from distgraph.array_api.trace import trace
 from distgraph.errors import GraphError
-from distgraph.graph import Graph, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops import registry
-from distgraph.ops.registry import REGISTRY, lookup
+from distgraph.ir import op_registry
+from distgraph.ir.graph import Graph, Value
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import REGISTRY, lookup
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.complete import complete
 from distgraph.runtime.check import check, join
-from distgraph.spec import DistAttr, ShardSpec
-from distgraph.tracing import trace
 
 
 def arrays(graph: Graph, rng: np.random.Generator):
@@ -42,10 +42,10 @@ def run_check(rng, serial: Graph | None = None):
 def mutate(monkeypatch):
     def change(kind, **fields):
         monkeypatch.setitem(REGISTRY, kind, replace(REGISTRY[kind], **fields))
-        registry._rule.cache_clear()
+        op_registry._rule.cache_clear()
 
     yield change
-    registry._rule.cache_clear()
+    op_registry._rule.cache_clear()
 
 
 def test_a_right_program_passes(rng):

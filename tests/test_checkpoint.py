@@ -22,9 +22,9 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.callbacks import ModelCheckpoint
 from distgraph.errors import RuntimeFault
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.checkpoint import Checkpoint, Placed, owned, write_checkpoint
 from distgraph.runtime.world import InProcessWorld
-from distgraph.spec import DistAttr, ShardSpec
 
 P = dg.ProcessMesh.grid
 SPECS = [["x", "y"], ["y", None], [("x", "y"), None], [None, ("y", "x")], [None, None], [None, "x"]]

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import distgraph
 from distgraph import cli
+from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.resources import shipped_clusters
-from distgraph.text import parse_graph, print_graph
 
 RUNNER = CliRunner()
 SCRIPT = """
@@ -42,7 +42,7 @@ engine = dg.Engine(
 )
 if "--wrong" in sys.argv:
     from dataclasses import replace
-    from distgraph.ops.registry import REGISTRY
+    from distgraph.ir.op_registry import REGISTRY
 
     kernel = REGISTRY["tanh"].kernel
 

@@ -12,10 +12,10 @@ import pytest
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine import Engine
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
-from distgraph.plan import Plan
-from distgraph.strategy import Strategy
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 
 grid = ProcessMesh.grid
 MESHES: dict[str, tuple[ProcessMesh, ...]] = {

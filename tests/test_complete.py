@@ -17,17 +17,17 @@ from random_programs import MESHES, PIPELINES, Program, programs
 
 from distgraph import nn, ops, optim
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import rule_of
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import rule_of
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.claims import _class_of, propagate
 from distgraph.passes.complete import complete
 from distgraph.passes.place import place
 from distgraph.runtime.build import Build, build
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(

@@ -17,18 +17,18 @@ from random_programs import MESHES, Program, programs
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine import Engine
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
 from distgraph.passes.search.propagation import pins
-from distgraph.plan import Plan
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.strategy import Strategy
-from distgraph.tensor import Tensor, emit_one
-from distgraph.tracing import Trace
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace
 
 A, B = ProcessMesh.grid(0, dp=2, tp=2), ProcessMesh.grid(4, tp=2)
 FUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

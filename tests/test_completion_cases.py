@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from distgraph import ops
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import result_layout
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import result_layout
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor, emit
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor, emit
+from distgraph.tracing.tracer import Trace
 
 CASES = {c["case"]: c for c in json.loads((Path(__file__).parent / "data" / "completion.json").read_text())}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import distgraph
-from distgraph.ops.registry import REGISTRY
+from distgraph.ir.op_registry import REGISTRY
 
 ROOT = Path(distgraph.__file__).parent
 NAMESPACES = ("xp", "self.xp", "cupy", "self.cupy", "self._cuda", "self._nccl", "special")

@@ -10,10 +10,18 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BeforeValidator, Field
 
-from distgraph import documents
-from distgraph.documents import Entry, check_data, parse_json, parsed, read_json, refuse, validate
 from distgraph.errors import GraphError, ResourceError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.serialization import documents
+from distgraph.serialization.documents import (
+    Entry,
+    check_data,
+    parse_json,
+    parsed,
+    read_json,
+    refuse,
+    validate,
+)
 
 
 class Leaf(Entry):

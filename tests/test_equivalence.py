@@ -22,10 +22,10 @@ from equivalence import (
 )
 
 from distgraph.data import POSITION
-from distgraph.dtypes import short
-from distgraph.init import materialize
-from distgraph.interpret import interpret
+from distgraph.ir.dtypes import short
 from distgraph.kernels.random import random_key
+from distgraph.nn.initializers import materialize
+from distgraph.ops.reference_interpreter import interpret
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -19,14 +19,14 @@ import distgraph as dg
 from distgraph import cli, nn, ops
 from distgraph.engine.graphs import train_graph
 from distgraph.errors import GraphError, ShardingError
-from distgraph.export import Surface, surface_of
-from distgraph.export.surface import Flow, Part, Read
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GPT, GShardMoE, MoEConfig, stages
 from distgraph.passes.complete import complete
-from distgraph.plan import Plan, Program, Stage, Stored
-from distgraph.spec import ShardSpec
+from distgraph.plan.export import Surface, surface_of
+from distgraph.plan.export.module_interface import Flow, Part, Read
+from distgraph.plan.plan import Plan, Program, Stage, Stored
 
 
 def plan_from(completed: Graph, *meshes: ProcessMesh, batch: int = 8, schedule: str = "1f1b") -> Plan:

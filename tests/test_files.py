@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from distgraph import files
 from distgraph.errors import GraphError
-from distgraph.files import check_writable, write_atomically
+from distgraph.serialization import atomic_files
+from distgraph.serialization.atomic_files import check_writable, write_atomically
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside_it(
     if failing == "replace":
         monkeypatch.setattr(Path, "replace", fail)
     elif failing == "fsync":
-        monkeypatch.setattr(files.os, "fsync", fail)
+        monkeypatch.setattr(atomic_files.os, "fsync", fail)
     else:
-        monkeypatch.setattr(files.os, "fchmod", fail)
+        monkeypatch.setattr(atomic_files.os, "fchmod", fail)
     with pytest.raises(GraphError, match=r"x: cannot be written: No space left on device; choose another"):
         write_atomically(path, "new", GraphError)
     assert path.read_text() == "old"
@@ -67,7 +67,7 @@ def test_an_interrupt_leaves_nothing_either(tmp_path: Path, monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "fsync", fail)
+    monkeypatch.setattr(atomic_files.os, "fsync", fail)
     with pytest.raises(KeyboardInterrupt):
         write_atomically(tmp_path / "x", "new", GraphError)
     assert not list(tmp_path.iterdir())
@@ -110,7 +110,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 def test_standard_output_is_written_to_and_stays(tmp_path: Path) -> None:
     """Into a pipe, and into a file that the shell opened, after what is in it."""
     code = (
-        "from distgraph.files import check_writable, write_atomically as write\n"
+        "from distgraph.serialization.atomic_files import check_writable, write_atomically as write\n"
         "check_writable('/dev/stdout', ValueError); print('first', flush=True)\n"
         "write('/dev/stdout', 'second\\n', ValueError)\n"
     )

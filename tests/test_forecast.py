@@ -9,9 +9,9 @@ from clusters import cluster_of
 from forecasts import BANDWIDTH, LAUNCH, RATE, chain, document, machines
 
 from distgraph.errors import GraphError, ResourceError
-from distgraph.graph import Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import flops, lookup
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops, lookup
 from distgraph.passes.partition import LocalOp
 from distgraph.resources import CollectiveCost, ComputeCost
 from distgraph.resources.cluster import Cluster, MeasuredTable

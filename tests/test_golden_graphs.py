@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from small_graphs import mlp
 
+from distgraph.ir.parser import parse_graph, print_graph, same_graph
 from distgraph.passes.pipeline import run_passes
-from distgraph.text import parse_graph, print_graph, same_graph
 
 STAGES = {
     "mlp.1.serial": [],

@@ -16,16 +16,16 @@ from partitioned import assert_same, run_partitioned, run_serial
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.halo import halo_tiles, halo_volume, inside_window
 from distgraph.runtime.build import Build, build
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.text import parse_graph, print_graph, same_graph
-from distgraph.tracing import Trace
-from distgraph.verify import verify
+from distgraph.tracing.tracer import Trace
+from distgraph.verifier import verify
 
 ONE = {n: ProcessMesh.grid(x=n) for n in (2, 3, 4)}
 TWO = ProcessMesh.grid(x=2, y=3)

@@ -10,7 +10,7 @@ import scipy.signal
 import scipy.special
 
 from distgraph.errors import GraphError
-from distgraph.kernels import attention, conv, matmul, pool
+from distgraph.kernels import attention, conv, matmul, pooling
 
 RNG = np.random.default_rng(4)
 
@@ -162,9 +162,9 @@ def test_convolution_and_pooling_follow_torch(attrs: dict[str, Any]) -> None:
     for stride, pad in (((2, 1), (1, 0)), ((3, 2), (0, 1))):
         over = {"window": (3, 2), "stride": stride, "padding": tuple((p, p) for p in pad)}
         want = functional.max_pool2d(torch.tensor(x), (3, 2), stride, pad).numpy()
-        np.testing.assert_array_equal(pool.max_pool(np, x, **over), want)
+        np.testing.assert_array_equal(pooling.max_pool(np, x, **over), want)
         want = functional.avg_pool2d(torch.tensor(x), (3, 2), stride, pad).numpy()
-        np.testing.assert_allclose(pool.avg_pool(np, x, **over), want, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(pooling.avg_pool(np, x, **over), want, rtol=1e-12, atol=1e-12)
 
 
 def test_many_samples_are_convolved_in_blocks() -> None:
@@ -185,6 +185,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(GraphError, match="does not fit in input"):
         conv.conv(np, draw(1, 2, 2, 5), draw(4, 2, 3, 3))
     with pytest.raises(GraphError, match="give one entry for each dim"):
-        pool.max_pool(np, draw(1, 2, 5, 5), window=(2,))
+        pooling.max_pool(np, draw(1, 2, 5, 5), window=(2,))
     with pytest.raises(GraphError, match="h a multiple of g"):
         attention.attention(np, draw(1, 3, 2, 4), draw(1, 2, 2, 4), draw(1, 2, 2, 4))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distgraph.kernels import activation, attention, conv, lookup, loss, norm, pool, softmax
+from distgraph.kernels import activation, attention, conv, embedding, loss, norm, pooling, softmax
 from distgraph.kernels import random as rnd
 
 RNG = np.random.default_rng(9)
@@ -81,8 +81,8 @@ def test_loss_gradients() -> None:
 
 def test_embedding_gradient() -> None:
     table, ids, dy = draw(5, 3), np.array([[1, 4, 4], [7, 2, 1]]), draw(2, 3, 3)
-    got = lookup.embedding_grad(np, dy, ids, rows=5, offset=1)
-    check(got, lambda: lookup.embedding(np, table, ids, offset=1), [table], dy)
+    got = embedding.embedding_grad(np, dy, ids, rows=5, offset=1)
+    check(got, lambda: embedding.embedding(np, table, ids, offset=1), [table], dy)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -119,17 +119,17 @@ def test_convolution_gradients(
 ])  # fmt: skip
 def test_pooling_gradients(attrs: dict[str, Any]) -> None:
     x = draw(2, 3, 6, 5)
-    y = pool.max_pool(np, x, **attrs)
+    y = pooling.max_pool(np, x, **attrs)
     dy = draw(*y.shape)
-    check(pool.max_pool_grad(np, x, y, dy, **attrs), lambda: pool.max_pool(np, x, **attrs), [x], dy)
-    got = pool.avg_pool_grad(np, dy, input_shape=x.shape, **attrs)
-    check(got, lambda: pool.avg_pool(np, x, **attrs), [x], dy)
+    check(pooling.max_pool_grad(np, x, y, dy, **attrs), lambda: pooling.max_pool(np, x, **attrs), [x], dy)
+    got = pooling.avg_pool_grad(np, dy, input_shape=x.shape, **attrs)
+    check(got, lambda: pooling.avg_pool(np, x, **attrs), [x], dy)
 
 
 def test_max_pool_gives_a_tie_to_the_first_place() -> None:
     x = np.ones((1, 1, 2, 2))
-    y = pool.max_pool(np, x, window=(2, 2))
-    got = pool.max_pool_grad(np, x, y, np.full((1, 1, 1, 1), 5.0), window=(2, 2))
+    y = pooling.max_pool(np, x, window=(2, 2))
+    got = pooling.max_pool_grad(np, x, y, np.full((1, 1, 1, 1), 5.0), window=(2, 2))
     np.testing.assert_array_equal(got, [[[[5, 0], [0, 0]]]])
 
 

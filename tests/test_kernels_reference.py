@@ -7,7 +7,7 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from distgraph.kernels import activation, lookup, loss, norm, optimizer, softmax
+from distgraph.kernels import activation, embedding, loss, norm, optimizer, softmax
 
 SHAPES = [(3, 4, 7), (150, 131)]
 
@@ -53,13 +53,13 @@ def test_activations_against_scipy(size: int) -> None:
 
 def test_compiled_exponential_is_within_two_units_in_the_last_place() -> None:
     pytest.importorskip("numba")
-    from distgraph.kernels import _rows
+    from distgraph.kernels import _numba_rows
 
     x = np.concatenate([np.linspace(-87.3, 88.7, 400001), [-np.inf, np.inf, np.nan, -100, 89]]).astype(
         np.float32
     )
     y = np.empty_like(x)
-    _rows.exp_sum(x, np.float32(0), y)
+    _numba_rows.exp_sum(x, np.float32(0), y)
     want = np.exp(x[:-5].astype(np.float64))
     assert np.max(np.abs(y[:-5] - want) / np.spacing(want.astype(np.float32))) <= 2
     np.testing.assert_array_equal(y[-5:], np.array([0, np.inf, np.nan, 0, np.inf], np.float32))
@@ -115,18 +115,20 @@ def test_lookups_of_a_split_table_add_to_the_whole(ids_type: type, rows: int, wi
     np.add.at(want, ids.astype(np.int64), updates)
     block = -(-rows // parts)
     pieces = [(s, table[s : s + block]) for s in (min(i * block, rows) for i in range(parts))]
-    np.testing.assert_array_equal(sum(lookup.embedding(np, t, ids, offset=s) for s, t in pieces), table[ids])
-    grads = [lookup.embedding_grad(np, updates, ids, rows=len(t), offset=s) for s, t in pieces]
+    np.testing.assert_array_equal(
+        sum(embedding.embedding(np, t, ids, offset=s) for s, t in pieces), table[ids]
+    )
+    grads = [embedding.embedding_grad(np, updates, ids, rows=len(t), offset=s) for s, t in pieces]
     close(np.concatenate(grads), want - table, 64)
-    added = [lookup.scatter_add(np, t, ids, updates, offset=s) for s, t in pieces]
+    added = [embedding.scatter_add(np, t, ids, updates, offset=s) for s, t in pieces]
     close(np.concatenate(added), want, 64)
 
 
 def test_scatter_add_in_place_and_embedding_of_vectors() -> None:
     x = np.zeros((3,), np.float32)
-    assert lookup.scatter_add(np, x, np.array([2, 2, 5]), np.ones(3, np.float32), out=x) is x
+    assert embedding.scatter_add(np, x, np.array([2, 2, 5]), np.ones(3, np.float32), out=x) is x
     np.testing.assert_array_equal(x, [0, 0, 2])
-    np.testing.assert_array_equal(lookup.embedding(np, np.arange(4), np.array([[3], [9]])), [[3], [0]])
+    np.testing.assert_array_equal(embedding.embedding(np, np.arange(4), np.array([[3], [9]])), [[3], [0]])
 
 
 @pytest.mark.torch

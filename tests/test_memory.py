@@ -11,11 +11,11 @@ from searched import PROGRAMS, two_by_two
 from test_searching import trains_as_one_rank
 
 from distgraph import nn, ops, optim
-from distgraph.dtypes import itemsize, to_numpy
 from distgraph.engine.graphs import train_graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import itemsize, to_numpy
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.runtime import storage as storage_module
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import forecast, out_of_memory

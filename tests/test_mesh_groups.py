@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 
 
 @pytest.mark.parametrize("shape", [(2,), (3, 2), (2, 3, 4), (2, 1, 2, 3)])

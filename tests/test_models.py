@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import distgraph as dg
+from distgraph.array_api.trace import trace
 from distgraph.engine import train_graph
 from distgraph.errors import GraphError, ShardingError
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
+from distgraph.ir.op_registry import flops, lookup
 from distgraph.models import (
     GPT,
     GPT_PRESETS,
@@ -31,11 +33,9 @@ from distgraph.models import (
     published,
     stages,
 )
-from distgraph.ops.registry import flops, lookup
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
-from distgraph.tracing import trace
 
 # Printed by Alpa (Zheng et al., OSDI 2022) and its artifact: parameters in 1e9, TFLOP of an iteration over
 # 1024 sequences, GFLOP of an image forward.
@@ -390,8 +390,8 @@ def test_shorter_sequences_take_the_first_positions() -> None:
 
 
 def test_rotary_turns_pairs_by_position() -> None:
-    from distgraph.interpret import interpret
     from distgraph.models.decoder import rotate
+    from distgraph.ops.reference_interpreter import interpret
 
     x = np.random.default_rng(0).normal(size=(1, 2, 5, 6))
     graph = trace(lambda t: rotate(t, 100.0), ((1, 2, 5, 6), "f64"), names=["x"])

@@ -13,10 +13,10 @@ from op_samples import SAMPLES as PRIMITIVES
 from op_samples_fused import SAMPLES as FUSED
 
 from distgraph.errors import DistGraphError
-from distgraph.ops import registry
-from distgraph.ops.registry import REGISTRY, elementwise
-from distgraph.rule import make_rule
-from distgraph.tensor import emit_one
+from distgraph.ir import op_registry
+from distgraph.ir.index_rule import make_rule
+from distgraph.ir.op_registry import REGISTRY, elementwise
+from distgraph.tracing.tensor import emit_one
 
 SAMPLES = PRIMITIVES | FUSED
 CAUGHT = (AssertionError, DistGraphError, ValueError, IndexError)
@@ -28,10 +28,10 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def change(kind: str, **fields: Any) -> None:
         monkeypatch.setitem(REGISTRY, kind, replace(REGISTRY[kind], **fields))
-        registry._rule.cache_clear()
+        op_registry._rule.cache_clear()
 
     yield change
-    registry._rule.cache_clear()
+    op_registry._rule.cache_clear()
 
 
 def caught(check: Callable[[str, Sample], Any], kind: str) -> bool:

@@ -16,16 +16,16 @@ from partitioned import run_partitioned
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine import Engine
-from distgraph.graph import Graph
-from distgraph.interpret import interpret
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.pipeline import run_passes
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 from distgraph.runtime.codegen import compile_task
 from distgraph.runtime.identifiers import Identifiers, commented, literal
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.strategy import Strategy
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 BREAKS = ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
 MERGED = (("\u03bc", "\u00b5"), ("\ufb01", "fi"), ("K", "\u212a"), ("\u017f", "s"))  # one after normalisation

@@ -22,16 +22,16 @@ from distgraph.engine import Engine
 from distgraph.engine.program import metric_names
 from distgraph.engine.view import PlanView
 from distgraph.errors import GraphError, ShardingError
-from distgraph.export.result import header, quoted
-from distgraph.folding import fold, unfold
-from distgraph.mesh import ProcessMesh
-from distgraph.plan import Plan
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.name_ranges import fold, unfold
+from distgraph.ir.parser import parse_graph, print_graph
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.plan.export.result import header, quoted
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 from distgraph.runtime import figures, report
 from distgraph.runtime.forecast import forecast
-from distgraph.spec import DistAttr, ShardSpec
-from distgraph.strategy import Strategy
-from distgraph.text import parse_graph, print_graph
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 NAMES = tuple(name for name in ODD if name != "lr")
 SCRIPT = "</script><script>document.title='taken'</script>"

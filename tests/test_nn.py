@@ -11,11 +11,11 @@ from serial_training import GPT, Step, forward, initial, mean_cross_entropy, ste
 
 from distgraph import nn, ops, optim
 from distgraph.errors import GraphError, ShardingError
-from distgraph.interpret import interpret
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 
 def sequence(rng: np.random.Generator, classes: int, *shape: int) -> Any:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from distgraph import ops
+from distgraph.array_api.trace import trace
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.interpret import interpret
-from distgraph.tracing import trace
+from distgraph.ops.reference_interpreter import interpret
 
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 Y = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 7

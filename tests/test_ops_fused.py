@@ -12,14 +12,14 @@ from op_samples_fused import SAMPLES
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.graph import Graph
-from distgraph.interpret import interpret
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import flops, linear_groups, lookup, operand_layout, result_layout, rule_of
+from distgraph.ir.graph import Graph
+from distgraph.ir.index_rule import OpLayout, choices
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops, linear_groups, lookup, operand_layout, result_layout, rule_of
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.decompose import decompose
-from distgraph.rule import OpLayout, choices
-from distgraph.tensor import emit
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import emit
+from distgraph.tracing.tracer import Trace
 
 DECOMPOSED = [(kind, i) for kind, i in every(SAMPLES) if lookup(kind).decompose is not None]
 

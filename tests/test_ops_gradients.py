@@ -10,9 +10,9 @@ import pytest
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.interpret import interpret
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 
 def gradients(function: Callable[..., Any], *arrays: Any, twice: bool = False) -> list[Any]:

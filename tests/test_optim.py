@@ -13,9 +13,9 @@ from serial_training import step_of
 import distgraph as dg
 from distgraph import nn, ops, optim, schedules
 from distgraph.errors import GraphError
-from distgraph.mesh import ProcessMesh
-from distgraph.spec import DistAttr, ShardSpec
-from distgraph.tracing import Trace
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.tracing.tracer import Trace
 
 STEPS = 4
 START = {"w": np.arange(12.0).reshape(4, 3) / 7 - 0.8, "b": np.array([0.3, -0.2, 0.9])}

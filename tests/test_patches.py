@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from distgraph import ops
-from distgraph.graph import Op
+from distgraph.ir.graph import Op
 from distgraph.kernels import conv as kernels
 from distgraph.passes.backward import differentiate
 from distgraph.passes.work import Work, work_of
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 CASES = {
     "plain 3 x 3": ((2, 4, 6, 8), (5, 4, 3, 3), {"padding": 1}),

@@ -23,17 +23,17 @@ from distgraph.engine.positions import cut
 from distgraph.engine.program import Recipe
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, ResourceError, ShardingError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.complete import complete
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.formulate import formulate
 from distgraph.passes.search.intra import solve
 from distgraph.passes.search.layers import cluster_layers, layering
 from distgraph.passes.search.prices import Prices
-from distgraph.plan import Plan, Stored
-from distgraph.spec import ShardSpec
-from distgraph.verify import verify
+from distgraph.plan.plan import Plan, Stored
+from distgraph.verifier import verify
 
 
 def plan_of(case: Case, **given: Any) -> tuple[dg.Engine, Plan]:

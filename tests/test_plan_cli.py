@@ -19,7 +19,7 @@ from test_cli import SCRIPT, invoke
 
 import distgraph as dg
 from distgraph.engine.given import CLUSTER_VARIABLE, VARIABLE, giving, plan_for
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
 from distgraph.runtime import launch as launcher
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import distgraph as dg
 from distgraph.errors import GraphError, ShardingError
-from distgraph.folding import fold, parse_spans, spans, unfold
-from distgraph.plan import (
+from distgraph.ir.name_ranges import fold, parse_spans, spans, unfold
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.patch import changed, difference
+from distgraph.plan.plan import (
     Computed,
     Decision,
     Estimate,
@@ -28,8 +30,6 @@ from distgraph.plan import (
     Stage,
     Stored,
 )
-from distgraph.plan_instead import changed, difference
-from distgraph.spec import ShardSpec
 
 AXES = st.lists(st.sampled_from(["dp", "tp", "ep"]), unique=True, min_size=1, max_size=2).map(tuple)
 SPECS = st.builds(
@@ -473,7 +473,7 @@ def test_a_pattern_of_a_user_that_stands_for_too_much_is_told() -> None:
 
 def test_long_lines_of_a_plan_are_parsed_in_linear_time() -> None:
     """Patterns with two gaps took time that grows with the square of a line."""
-    from distgraph.export.surface import Part, Read
+    from distgraph.plan.export.module_interface import Part, Read
 
     lines = (
         (Read.parse, "f32[2] as [" + "] by " * 30_000),

@@ -26,7 +26,7 @@ from distgraph.engine.searching import oracle
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, RuntimeFault, ShardingError
 from distgraph.passes.search.problem import Problem, Solution
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 
 CASE = CASES["narrow"]
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from distgraph import cli
 from distgraph.errors import ResourceError
-from distgraph.ops.registry import flops as flops_of
+from distgraph.ir.op_registry import flops as flops_of
 from distgraph.passes.work import work_of
 from distgraph.resources import CollectiveCost, ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster, Compute, MatmulRate, MeasuredTable, OpTable

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from distgraph import ops
-from distgraph.init import materialize
-from distgraph.interpret import interpret
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.kernels.random import random_key
-from distgraph.mesh import ProcessMesh
+from distgraph.nn.initializers import materialize
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
-from distgraph.spec import ShardSpec
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 
 def dropped(x: np.ndarray, key: int, batch_dim: int | None = 0, micro: int = 0, rate: float = 0.3) -> Any:

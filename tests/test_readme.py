@@ -16,7 +16,7 @@ from forecasts import document
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 

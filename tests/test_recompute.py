@@ -7,9 +7,9 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn
+from distgraph.array_api.trace import trace
 from distgraph.passes.phases import phases
 from distgraph.passes.prune import prune
-from distgraph.tracing import trace
 
 
 class Net(nn.Module):

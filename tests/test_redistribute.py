@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulate_steps import check_layout, every_spec, run_step, scatter
 
 from distgraph.errors import InfeasibleError, ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
 from distgraph.passes.redistribute import redistribute, redistribute_cost, step_bytes, wire_price
-from distgraph.spec import REDUCTIONS, ShardSpec
 
 MESHES = {
     "2": ProcessMesh.grid(x=2),

@@ -15,9 +15,10 @@ from random_programs import MESHES, PIPELINES, Program, programs
 from seeded_programs import CUBE, seeded_program
 
 from distgraph.errors import ShardingError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import lookup
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import lookup
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes import arrange as arrange_module
 from distgraph.passes.complete import complete
 from distgraph.passes.move_bound import received
@@ -32,9 +33,8 @@ from distgraph.passes.redistribute import (
     wire_price,
 )
 from distgraph.passes.refine import Refined, _Refiner, refine, refined
+from distgraph.plan.strategy import Strategy
 from distgraph.runtime.build import Build, build
-from distgraph.spec import DistAttr, ShardSpec
-from distgraph.strategy import Strategy
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(

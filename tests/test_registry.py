@@ -7,8 +7,8 @@ from op_checks import check_decomposition, check_dtype, check_gradient, check_la
 from op_samples import SAMPLES as PRIMITIVES
 from op_samples_fused import SAMPLES as FUSED
 
-from distgraph.graph import SOURCES
-from distgraph.ops.registry import REGISTRY
+from distgraph.ir.graph import SOURCES
+from distgraph.ir.op_registry import REGISTRY
 
 FED = set(SOURCES)  # data that the runtime brings in: nothing to compute
 RUNTIME = {"accumulate", "reshard"} | {

@@ -15,17 +15,17 @@ from test_halo import pinned, windows
 
 from distgraph import ops
 from distgraph.errors import GraphError, ShardingError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.halo import halo_tiles, inside_window, nearest
 from distgraph.passes.refine import refine
 from distgraph.runtime.build import Build, build
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.text import parse_graph, print_graph, same_graph
-from distgraph.tracing import Trace
-from distgraph.verify import verify
+from distgraph.tracing.tracer import Trace
+from distgraph.verifier import verify
 
 grid = ProcessMesh.grid
 FOUR, SQUARE, SIX = grid(x=4), grid(x=2, y=2), grid(x=2, y=3)

@@ -25,7 +25,7 @@ from distgraph.engine.forecasting import forecast_training
 from distgraph.engine.training import Training
 from distgraph.engine.view import PlanView
 from distgraph.errors import ResourceError, RuntimeFault
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources.cluster import Cluster
 from distgraph.runtime import figures, report, trace_events
 from distgraph.runtime.build import Build

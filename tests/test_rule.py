@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distgraph.errors import GraphError
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.linear import parse_einsum
+from distgraph.ir.index_rule import OpLayout, bind, choices, operand_spec, representable, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.ops.contraction import parse_einsum
 from distgraph.ops.shape import reshape_rule
-from distgraph.rule import OpLayout, bind, choices, operand_spec, representable, result_spec
-from distgraph.spec import ShardSpec
 
 MESH = ProcessMesh.grid(x=2, y=3)
 

@@ -14,16 +14,16 @@ import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine import Engine
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.init import Init, materialize
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import lookup
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.kernels.optimizer import adam, momentum
 from distgraph.kernels.random import random_bits, random_normal, random_uniform
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import lookup
+from distgraph.nn.initializers import Init, materialize
 from distgraph.optim import Optimizer, shard_states
 from distgraph.passes.complete import complete
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.strategy import Strategy
-from distgraph.tracing import Trace
+from distgraph.plan.strategy import Strategy
+from distgraph.tracing.tracer import Trace
 
 DP, GRID = ProcessMesh.grid(dp=2), ProcessMesh.grid(dp=2, tp=2)
 INITS: tuple[Init, ...] = (("normal", 0.5), ("uniform", 0.5), ("zeros",), ("ones",), ("constant", 0.3))

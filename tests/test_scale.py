@@ -9,8 +9,8 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn, ops
-from distgraph.dtypes import to_numpy
 from distgraph.engine.program import Recipe
+from distgraph.ir.dtypes import to_numpy
 from distgraph.passes.complete import complete
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.inprocess import connect

@@ -11,8 +11,8 @@ from search_cases import MESHES, SLOW, cluster, prices, task, train
 
 from distgraph import optim
 from distgraph.errors import ShardingError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.formulate import Formulation, formulate
@@ -20,7 +20,7 @@ from distgraph.passes.search.intra import solve
 from distgraph.passes.search.layers import cluster_layers, layering
 from distgraph.runtime.build import build
 from distgraph.runtime.forecast import Forecast, forecast
-from distgraph.verify import verify
+from distgraph.verifier import verify
 
 OPTIMIZER = optim.Adam(lr=0.01, eps=1e-6)
 NAMES = ("mlp", "gpt", "conv", "moe")

@@ -17,7 +17,7 @@ from distgraph.engine.searching.proposal import realize
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.searching.space import pools_of
 from distgraph.engine.searching.uniform import uniform_rows
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import OpTable
 

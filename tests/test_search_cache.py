@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distgraph.documents import Record
 from distgraph.passes.search import cache as module
 from distgraph.passes.search.cache import Cache, cache_directory, digest, solve_cached
 from distgraph.passes.search.problem import Problem, Solution, Use
+from distgraph.serialization.documents import Record
 
 
 def problem(limit: float | None = 6.0, name: str = "two", cost: float = 5.0) -> Problem:

@@ -13,8 +13,8 @@ from distgraph.engine.searching.judged import Judged
 from distgraph.engine.searching.proposal import plan_of
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.errors import GraphError
-from distgraph.folding import unfold
-from distgraph.plan import Plan
+from distgraph.ir.name_ranges import unfold
+from distgraph.plan.plan import Plan
 
 pytestmark = pytest.mark.timeout(600)  # a search and a dozen programs in one test
 MESH = dg.ProcessMesh.grid(dp=2, tp=2)

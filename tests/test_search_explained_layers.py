@@ -19,9 +19,9 @@ from distgraph.engine.searching.explaining import Explainer
 from distgraph.engine.searching.judged import judge, judged
 from distgraph.engine.searching.proposal import Proposal, Realized, realize
 from distgraph.engine.searching.searcher import Searcher
-from distgraph.folding import parse_spans, unfold
+from distgraph.ir.name_ranges import parse_spans, unfold
 from distgraph.models import GPT, GPTConfig
-from distgraph.plan import Decision, Plan
+from distgraph.plan.plan import Decision, Plan
 from distgraph.resources import Cluster
 
 pytestmark = pytest.mark.timeout(600)  # a search and a dozen programs in one test

@@ -17,10 +17,11 @@ from search_cases import MESHES, SLOW, cluster, prices, task
 from distgraph import nn, ops, optim
 from distgraph.engine.graphs import train_graph
 from distgraph.errors import GraphError, ShardingError
-from distgraph.graph import Graph, Value
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph, Value
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import operand_layout, result_layout
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.models import GPT, GPTConfig
-from distgraph.ops.registry import operand_layout, result_layout
 from distgraph.passes.complete import complete
 from distgraph.passes.redistribute import redistribute_cost
 from distgraph.passes.refine import refine
@@ -28,8 +29,7 @@ from distgraph.passes.search.formulate import Formulation, Layouts, formulate
 from distgraph.passes.search.intra import solve
 from distgraph.passes.search.layers import cluster_layers, layering
 from distgraph.passes.search.prices import Prices
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 ONE = tuple((mesh,) for mesh in MESHES)
 SLACK = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -13,8 +13,9 @@ import pytest
 from distgraph import nn, ops
 from distgraph.engine.graphs import train_graph
 from distgraph.errors import GraphError
-from distgraph.graph import SOURCES, Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import SOURCES, Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops
 from distgraph.models import (
     GPT,
     GPTConfig,
@@ -27,7 +28,6 @@ from distgraph.models import (
     annotate,
     stages,
 )
-from distgraph.ops.registry import flops
 from distgraph.optim import Adafactor, AdamW
 from distgraph.passes.search.clustering import balanced_cuts
 from distgraph.passes.search.layers import REST, Layer, Layering, cluster_layers, layering

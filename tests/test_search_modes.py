@@ -9,25 +9,25 @@ import pytest
 from search_cases import SEED, task, train
 
 from distgraph import ops, optim
+from distgraph.array_api.trace import trace
 from distgraph.engine.graphs import train_graph
 from distgraph.errors import ShardingError
-from distgraph.graph import Graph
-from distgraph.init import materialize
-from distgraph.interpret import interpret
+from distgraph.ir.graph import Graph
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import rule_of
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.kernels.random import random_key
-from distgraph.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig, annotate
-from distgraph.ops.registry import rule_of
+from distgraph.nn.initializers import materialize
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import redistribute_cost
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import propagate
 from distgraph.passes.search.recursive import cut_costs, prime_factors, prime_mesh, recursive
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tracing import trace
-from distgraph.verify import verify
+from distgraph.verifier import verify
 
 TOKENS = (((4, 8), "i32"), ((4, 8), "i32"))
 

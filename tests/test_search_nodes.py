@@ -8,7 +8,7 @@ import sys
 
 OPTIONS = """
 from distgraph.engine.graphs import train_graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.search.formulate import formulate
 from distgraph.passes.search.nodes import ValueNode

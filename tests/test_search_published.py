@@ -13,12 +13,12 @@ from math import prod
 import pytest
 
 from distgraph import ops
-from distgraph.graph import Op
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.redistribute import redistribute_cost
 from distgraph.passes.search.strategies import strategies_of
-from distgraph.spec import ShardSpec
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 MESHES = [(2, 2), (4, 2), (2, 8), (3, 2)]
 BATCH, ROWS, INNER, COLUMNS = 48, 96, 144, 192

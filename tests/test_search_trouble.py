@@ -13,7 +13,7 @@ from test_searching import trains_as_one_rank
 
 from distgraph.engine.searching import searcher
 from distgraph.errors import InfeasibleError
-from distgraph.folding import parse_spans
+from distgraph.ir.name_ranges import parse_spans
 from distgraph.resources import Cluster
 
 pytestmark = pytest.mark.timeout(600)  # several searches in one test

@@ -17,13 +17,13 @@ from forecasts import machines
 from searched import PROGRAMS, SECONDS, Net, Program, slow, two_by_two
 
 import distgraph as dg
-from distgraph.collecting import collector_paused
 from distgraph.engine.inspection import check_step
 from distgraph.engine.planning import SearchOptions, search
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
+from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.search import cache as solved
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
 
 GRID = dg.ProcessMesh.grid

@@ -24,7 +24,7 @@ from distgraph.engine.searching.space import (
 )
 from distgraph.passes.search.cache import VARIABLE
 from distgraph.passes.search.placing import SubMesh, place
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ from searched import Program, slow
 
 from distgraph import nn, ops
 from distgraph.errors import GraphError
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 
 

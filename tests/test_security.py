@@ -12,9 +12,9 @@ import pytest
 
 import distgraph
 from distgraph.errors import DistGraphError
-from distgraph.plan import Plan
+from distgraph.ir.parser import parse_graph
+from distgraph.plan.plan import Plan
 from distgraph.resources.parse_yaml import parse_yaml
-from distgraph.text import parse_graph
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(distgraph.__file__).parent
@@ -166,14 +166,16 @@ def test_the_page_names_every_environment_variable() -> None:
 
 
 def test_the_limits_on_the_page_are_those_of_the_readers() -> None:
-    from distgraph import documents, folding, plan_file, text
+    from distgraph.ir import name_ranges, parser
+    from distgraph.plan import schema as plan_schema
     from distgraph.resources import parse_yaml as yaml_reader
     from distgraph.resources import schema, units
     from distgraph.runtime import measured
+    from distgraph.serialization import documents
 
     assert (documents.MOST_BYTES, measured.MOST_BYTES) == (64 << 20, 256 << 20)
     assert (yaml_reader.MOST_BYTES, yaml_reader.MOST_ITEMS) == (512 << 10, 200_000)
     assert (documents.MOST_DEPTH, documents.MOST_NUMBER) == (64, 10**40)
     assert (schema.MOST_DEVICES, schema.MOST_DIMS, schema.MOST_LEVELS) == (65_536, 8, 16)
-    assert plan_file.MOST_RANKS == text.MOST_RANKS == folding.MOST_NAMES == 1_048_576
+    assert plan_schema.MOST_RANKS == parser.MOST_RANKS == name_ranges.MOST_NAMES == 1_048_576
     assert (units.LEAST, units.MOST) == (1e-24, 1e24)

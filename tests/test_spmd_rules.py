@@ -21,13 +21,13 @@ import pytest
 from partitioned import assert_same, run_partitioned, run_serial
 
 from distgraph import ops
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import operand_layout, result_layout
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import operand_layout, result_layout
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.tensor import Tensor, emit
-from distgraph.tracing import Trace
+from distgraph.tracing.tensor import Tensor, emit
+from distgraph.tracing.tracer import Trace
 
 DATA = Path(__file__).parent / "data" / "spmd_rules.jsonl"
 ROWS = [json.loads(line) for line in DATA.read_text().splitlines()]

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_programs import MESHES, OVERLAPPING, PIPELINES, programs
 
-import distgraph as dg
 from distgraph import ops
+from distgraph.array_api.trace import trace
 from distgraph.errors import GraphError
-from distgraph.graph import Graph, Op, Value
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.pipeline import run_passes
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.text import parse_graph, print_graph, same_graph
-from distgraph.tracing import trace
 
 ALL_MESHES = tuple((mesh,) for mesh in MESHES) + PIPELINES + OVERLAPPING
 NAMES = st.text(min_size=1, max_size=8)
@@ -143,9 +143,7 @@ def test_loops_carry_their_subgraphs():
     body = next(op for op in parsed.ops if op.kind == "while_loop").attrs["body"]
     assert [v.type for _, v in body.outputs][1] == "f32[2, 3]"
     x = np.full((2, 3), 1.5, np.float32)
-    assert np.array_equal(
-        dg.ops.interpret.interpret(parsed, {"x0": x})[0]["y1"], np.full((2, 3), 12, np.float32)
-    )
+    assert np.array_equal(interpret(parsed, {"x0": x})[0]["y1"], np.full((2, 3), 12, np.float32))
 
 
 def test_str_of_a_graph_is_its_text():
@@ -251,6 +249,6 @@ def test_graph_text_is_read_within_limits(text, message):
 
 
 def test_a_text_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr("distgraph.text.MOST_CHARACTERS", 9)
+    monkeypatch.setattr("distgraph.ir.parser.MOST_CHARACTERS", 9)
     with pytest.raises(GraphError, match=r"x.dg: has 10 characters, more than the limit of 9"):
         parse_graph("graph @gra", "x.dg")

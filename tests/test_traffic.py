@@ -12,8 +12,8 @@ import pytest
 from clusters import cluster_of, machine
 from forecasts import chain
 
-from distgraph.graph import Op
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Op
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.tiles import crossing_tiles, exchange_tiles
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective import CollectiveCost, shared_cost

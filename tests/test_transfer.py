@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from simulate_steps import check_layout, every_spec, move_tiles, run_step, scatter
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
 from distgraph.passes.tiles import Need, assign, exchange_tiles
 from distgraph.passes.transfer import link_bytes, transfer, transfer_cost, translate
-from distgraph.spec import REDUCTIONS, DistAttr, ShardSpec
 
 parse = ShardSpec.parse
 

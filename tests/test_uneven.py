@@ -14,14 +14,14 @@ from partitioned import assert_same, run_partitioned, run_serial
 from random_programs import Program, programs
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.parser import parse_graph
+from distgraph.ir.printer import print_graph
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.complete import complete
 from distgraph.passes.search.recursive import prime_mesh
-from distgraph.plan import Layer, LayerOps, Plan, Stage
-from distgraph.plan import Program as PlanProgram
-from distgraph.printing import print_graph
-from distgraph.spec import ShardSpec
-from distgraph.text import parse_graph
+from distgraph.plan.plan import Layer, LayerOps, Plan, Stage
+from distgraph.plan.plan import Program as PlanProgram
 
 grid = ProcessMesh.grid
 UNEVEN = (

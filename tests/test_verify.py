@@ -14,11 +14,11 @@ from random_programs import MESHES, OVERLAPPING, PIPELINES, programs
 from small_graphs import MESH, mlp
 
 from distgraph.errors import GraphError
-from distgraph.graph import Graph, Op, Value
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.pipeline import PASSES, run_passes
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, ShardSpec
-from distgraph.verify import STAGES, verify
+from distgraph.verifier import STAGES, verify
 
 ALL_MESHES = tuple((mesh,) for mesh in MESHES) + PIPELINES + OVERLAPPING
 NAMES = {"serial": [], "completed": ["complete"], "resharded": ["complete", "reshard"]}

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from distgraph import ops
+from distgraph.array_api.trace import trace
 from distgraph.errors import GraphError
-from distgraph.interpret import interpret
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import rule_of
-from distgraph.rule import choices
-from distgraph.tracing import Trace, trace
+from distgraph.ir.index_rule import choices
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import rule_of
+from distgraph.ops.reference_interpreter import interpret
+from distgraph.tracing.tracer import Trace
 
 
 def test_newton_iteration_runs_until_it_has_converged() -> None:

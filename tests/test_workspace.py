@@ -12,10 +12,10 @@ from threadpoolctl import threadpool_limits
 from workspace_cases import FAMILIES, Case
 
 from distgraph import ops  # registers every op
-from distgraph.dtypes import short, to_numpy
-from distgraph.graph import SOURCES, Value
-from distgraph.ops.registry import REGISTRY, infer_results, lookup, workspace
-from distgraph.tracing import trace
+from distgraph.array_api.trace import trace
+from distgraph.ir.dtypes import short, to_numpy
+from distgraph.ir.graph import SOURCES, Value
+from distgraph.ir.op_registry import REGISTRY, infer_results, lookup, workspace
 
 pytest.importorskip("numba")  # plain NumPy takes more: see distgraph.kernels.workspace
 

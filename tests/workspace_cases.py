@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels import conv, pool
+from distgraph.kernels import conv, pooling
 
 _RNG = np.random.default_rng(3)
 
@@ -178,7 +178,7 @@ _KERNELS = (
 def spatial() -> Iterator[Case]:
     x = f32(256, 16, 16, 16)
     for note, attrs in _WINDOWS:
-        y = pool.max_pool(np, x, **attrs)
+        y = pooling.max_pool(np, x, **attrs)
         yield Case("max_pool", (x,), attrs, note)
         yield Case("max_pool_grad", (x, y, f32(*y.shape)), attrs, note)
         yield Case("avg_pool", (x,), attrs, note)

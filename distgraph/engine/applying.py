@@ -15,15 +15,15 @@ from distgraph.engine.positions import Positions, cut, decomposed, is_named, rep
 from distgraph.engine.program import Recipe
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError, ResourceError, ShardingError
-from distgraph.graph import Graph, Op
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.complete import follow
 from distgraph.passes.search.layers import REST
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.plan import Computed, Plan, Program
+from distgraph.plan.plan import Computed, Plan, Program
 from distgraph.resources import Cluster
-from distgraph.spec import DistAttr, Origin
-from distgraph.verify import verify
+from distgraph.verifier import verify
 
 
 def planned(recipe: Recipe, plan: Plan) -> Recipe:

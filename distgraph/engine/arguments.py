@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.callbacks import Callback
-from distgraph.dtypes import is_integer
 from distgraph.errors import GraphError, ResourceError, RuntimeFault
+from distgraph.ir.dtypes import is_integer
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
-from distgraph.strategy import Strategy
 
 _ACCURACY = "lambda logits, labels: (logits.argmax(-1) == labels).astype('f32').mean()"
 _OTHERS = ("torch", "flax", "keras", "tensorflow")

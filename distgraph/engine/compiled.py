@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from distgraph.data import Batch
-from distgraph.dtypes import short, to_numpy
 from distgraph.engine.memory import Memory
 from distgraph.engine.training import Training
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import short, to_numpy
 from distgraph.resources import RankMapping
 from distgraph.runtime.build import Build
 from distgraph.runtime.device import Device, Inlet

@@ -11,8 +11,8 @@ from distgraph.engine.following import follow_plan, reference_of
 from distgraph.engine.price import place_ranks, placed_on, price_on
 from distgraph.engine.training import Training
 from distgraph.errors import ResourceError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.arrange import arrange
 from distgraph.passes.complete import complete
 from distgraph.passes.redistribute import latency_price

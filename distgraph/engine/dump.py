@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import RuntimeFault
-from distgraph.files import write_atomically
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
 from distgraph.runtime.world import is_chief
+from distgraph.serialization.atomic_files import write_atomically
 
 _NUMBERS = itertools.count(1)
 

@@ -12,7 +12,6 @@ import numpy as np
 import distgraph
 from distgraph.callbacks import Callback, ProgressBar
 from distgraph.data import Batch, DataLoader, as_source, stand_ins, whole
-from distgraph.dtypes import is_integer
 from distgraph.engine.applying import check_batch
 from distgraph.engine.arguments import check_parts, check_training
 from distgraph.engine.compiled import Compiled
@@ -32,17 +31,18 @@ from distgraph.engine.view import PlanView
 from distgraph.engine.watching import watching
 from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.history import History, Means
+from distgraph.ir.dtypes import is_integer
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
 from distgraph.runtime.forecast import Forecast
 from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.recording import Recording
 from distgraph.runtime.world import enter, is_chief
-from distgraph.strategy import Strategy
 
 
 class Engine:

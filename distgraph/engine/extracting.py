@@ -11,17 +11,17 @@ from distgraph.engine.fingerprint import program_of
 from distgraph.engine.positions import Positions, decomposed, is_named, replayed
 from distgraph.engine.training import Training
 from distgraph.errors import GraphError
-from distgraph.export import surface_of
-from distgraph.folding import fold
-from distgraph.graph import Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import lookup
+from distgraph.ir.graph import Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.name_ranges import fold
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.place import place
 from distgraph.passes.search.layers import REST, Layering, cluster_layers
 from distgraph.passes.search.layers import Layer as Run
-from distgraph.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
-from distgraph.plan_instead import layer_line, rest_line
-from distgraph.plan_parts import KINDS
+from distgraph.plan.export import surface_of
+from distgraph.plan.parts import KINDS
+from distgraph.plan.patch import layer_line, rest_line
+from distgraph.plan.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build
 from distgraph.runtime.forecast import Forecast

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
+from distgraph.ir.printer import attr_text
 from distgraph.nn import Module
-from distgraph.plan import Program
-from distgraph.printing import attr_text
+from distgraph.plan.plan import Program
 
 _FREE = ("init", "salt")  # what a parameter starts from, and the key of a random op: no matter for layouts
 

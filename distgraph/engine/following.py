@@ -14,10 +14,10 @@ from distgraph.data import POSITION, Field
 from distgraph.engine.applying import apply
 from distgraph.engine.program import Recipe
 from distgraph.engine.training import Training
-from distgraph.graph import Graph, Op
+from distgraph.ir.graph import Graph, Op
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.plan import Plan
-from distgraph.spec import DistAttr, Origin, ShardSpec
+from distgraph.plan.plan import Plan
 
 _PLANNED = Origin("user", "the plan")  # completion keeps what a user wrote
 

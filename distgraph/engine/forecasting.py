@@ -15,8 +15,9 @@ from distgraph.engine.price import price_on
 from distgraph.engine.training import Training
 from distgraph.engine.view import PlanView
 from distgraph.errors import DistGraphError, ResourceError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.build import Build, build
@@ -24,7 +25,6 @@ from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.measured import MeasuredTimeline
 from distgraph.runtime.report import Subject, load_plotly, report
 from distgraph.runtime.trace_events import write_trace
-from distgraph.spec import DistAttr, Origin, ShardSpec
 
 
 def beforehand(

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from distgraph.engine.program import Recipe
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 
 VARIABLE = "DISTGRAPH_PLAN"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distgraph.data import POSITION
-from distgraph.dtypes import short
 from distgraph.engine.program import Recipe
 from distgraph.errors import GraphError
-from distgraph.graph import Graph
+from distgraph.ir.dtypes import short
+from distgraph.ir.graph import Graph
 from distgraph.optim import AdamW, Optimizer
-from distgraph.strategy import Strategy
+from distgraph.plan.strategy import Strategy
 
 Shaped = Any
 """Something with `shape` and `dtype`, or a (shape, dtype) pair."""

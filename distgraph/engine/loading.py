@@ -11,10 +11,10 @@ import numpy as np
 from distgraph.engine.compiled import Compiled
 from distgraph.engine.memory import Reader, Record
 from distgraph.errors import RuntimeFault
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.checkpoint import Checkpoint, Placed
 from distgraph.runtime.world import World
-from distgraph.spec import DistAttr, ShardSpec
 
 
 def verify_files(checkpoint: Checkpoint, world: World) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.graph import Graph
-from distgraph.init import Init, materialize
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.nn.initializers import Init, materialize
 from distgraph.runtime.device import Device, Host
-from distgraph.spec import DistAttr, ShardSpec
 
 Reader = Callable[[str, tuple[int, ...], str, tuple[slice, ...]], np.ndarray | None]
 """(name, global shape, dtype, block) -> the block from a checkpoint, or None where it has no such tensor."""

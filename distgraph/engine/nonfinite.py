@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import is_float
 from distgraph.engine.memory import Memory
 from distgraph.errors import NonFiniteError
+from distgraph.ir.dtypes import is_float
 from distgraph.nn import Module
 from distgraph.runtime.checkpoint import Placed, owned
 from distgraph.runtime.finite import all_finite

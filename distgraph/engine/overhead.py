@@ -17,11 +17,11 @@ import numpy as np
 
 from distgraph import nn, optim
 from distgraph.engine.engine import Engine
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.plan.strategy import Strategy
 from distgraph.runtime.codegen import CompiledTask
 from distgraph.runtime.job import ranks_of_job
 from distgraph.runtime.worker import Worker
-from distgraph.strategy import Strategy
 
 MICRO_BATCHES: Final = (1, 16)
 _STEPS: Final = 20

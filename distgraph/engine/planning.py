@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from distgraph.collecting import collector_paused
 from distgraph.engine.applying import planned
 from distgraph.engine.extracting import estimate, extract
 from distgraph.engine.forecasting import forecast_training
@@ -20,10 +19,11 @@ from distgraph.engine.searching.judged import Judged
 from distgraph.engine.searching.searcher import Searcher
 from distgraph.engine.training import Training
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
-from distgraph.plan import Found, Plan
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.plan.plan import Found, Plan
+from distgraph.plan.strategy import MODES, SEARCHED
 from distgraph.resources import Cluster
 from distgraph.runtime.rank import current_transport, ranks_of_job
-from distgraph.strategy import MODES, SEARCHED
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from distgraph.errors import GraphError
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.decompose import decompose
 from distgraph.passes.place import clone_sources
 from distgraph.passes.postpone import postpone

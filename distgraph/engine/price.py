@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distgraph.dtypes import itemsize
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.redistribute import STEP_PRICES, Price
 from distgraph.resources import Cluster, RankMapping, Requirement, map_ranks, shared_cost
 from distgraph.resources.mapping import GIVEN

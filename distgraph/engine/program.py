@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from distgraph.data import POSITION, Field
-from distgraph.dtypes import is_float
 from distgraph.engine.arguments import check_call
 from distgraph.errors import GraphError
-from distgraph.graph import Graph
+from distgraph.ir.dtypes import is_float
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
 from distgraph.passes.prune import prune
-from distgraph.spec import DistAttr, Origin, ShardSpec
-from distgraph.strategy import Strategy
-from distgraph.tensor import Tensor, emit_one
-from distgraph.tracing import Trace
+from distgraph.plan.strategy import Strategy
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace
 
 
 @dataclass(frozen=True, slots=True)

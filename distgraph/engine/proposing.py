@@ -16,7 +16,7 @@ from distgraph.engine.forecasting import Forecasted, cluster_for, forecast_train
 from distgraph.engine.planning import SearchOptions, search, settled
 from distgraph.engine.script import Seen, run_until_seen
 from distgraph.engine.training import Training
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 
 

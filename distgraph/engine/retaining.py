@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distgraph.errors import RuntimeFault
-from distgraph.path_template import PathTemplate
 from distgraph.runtime.checkpoint import files, reserve
 from distgraph.runtime.checkpoint.retention import Found, delete, find, split
 from distgraph.runtime.world import World, enter
+from distgraph.serialization.path_template import PathTemplate
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from distgraph.engine.program import Recipe
 from distgraph.engine.replicas import different_replicas
 from distgraph.engine.training import Training
 from distgraph.errors import RuntimeFault
-from distgraph.graph import Graph
-from distgraph.plan import Plan
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.runtime.device import array_namespace, take_device
 from distgraph.runtime.recording import Recorder, Recording, contents
 from distgraph.runtime.world import World, make_world
-from distgraph.spec import DistAttr
 
 Key = tuple[str, int, tuple[tuple[str, Field], ...]]
 """Mode, samples of a batch, fields of a sample."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from distgraph.data import Field
 from distgraph.engine.program import Recipe
-from distgraph.graph import Graph
-from distgraph.plan import Plan
-from distgraph.spec import DistAttr
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """PlanView: what a compiled program does, for people: which tensor lies where and why, stages, collectives
-and their bytes. The plan as data, apart from the program, is `distgraph.plan`."""
+and their bytes. The plan as data, apart from the program, is `distgraph.plan.plan`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import GraphError
-from distgraph.export import Export
-from distgraph.graph import Graph, Op, Value
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.partition import RankProgram
-from distgraph.plan import Plan
-from distgraph.plan_text import Comparison
+from distgraph.plan.export import Export
+from distgraph.plan.plan import Plan
+from distgraph.plan.report import Comparison
 from distgraph.resources import RankMapping
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.build import Build

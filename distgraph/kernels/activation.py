@@ -9,7 +9,7 @@ from importlib import import_module
 import numpy as np
 
 from distgraph.kernels._common import ERF_EVEN, ERF_ODD, Array, Namespace, computed_in_f32, empty, flat, store
-from distgraph.kernels._device import elementwise
+from distgraph.kernels._cupy_elementwise import elementwise
 from distgraph.kernels._jit import fused_for
 
 _BLOCK = 1 << 14

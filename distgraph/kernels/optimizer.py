@@ -18,7 +18,7 @@ from distgraph.kernels._common import (
     outputs,
     store,
 )
-from distgraph.kernels._device import elementwise
+from distgraph.kernels._cupy_elementwise import elementwise
 from distgraph.kernels._jit import fused_for
 
 

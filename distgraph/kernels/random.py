@@ -22,7 +22,7 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, flat, store
-from distgraph.kernels._device import elementwise
+from distgraph.kernels._cupy_elementwise import elementwise
 from distgraph.kernels._jit import fused
 
 _WORD = (1 << 64) - 1

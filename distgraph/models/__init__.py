@@ -9,8 +9,8 @@ from distgraph.models import published
 from distgraph.models.decoder import Block, CausalAttention, Decoder
 from distgraph.models.gpt import GPT, GPT_PRESETS, GPTConfig
 from distgraph.models.gshard import MOE_PRESETS, GShardMoE, MoEConfig
-from distgraph.models.layout import Layout, Stack, annotate, stages
 from distgraph.models.llama import LLAMA_PRESETS, Llama, LlamaConfig
+from distgraph.models.megatron_layout import Layout, Stack, annotate, stages
 from distgraph.models.wide_resnet import WIDE_RESNET_PRESETS, WideResNet, WideResNetConfig
 
 __all__ = [

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from distgraph import ops
-from distgraph.annotate import on
-from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
-from distgraph.init import Init
-from distgraph.models.layout import Placed, Stack
+from distgraph.ir.dtypes import to_numpy
+from distgraph.models.megatron_layout import Placed, Stack
 from distgraph.nn import Dropout, Embedding, Linear, Module, Parameter
-from distgraph.tensor import Tensor
+from distgraph.nn.initializers import Init
+from distgraph.tracing.annotations import on
+from distgraph.tracing.tensor import Tensor
 
 NORMAL: Init = ("normal", 0.02)
 

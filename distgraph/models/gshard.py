@@ -9,9 +9,9 @@ from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.models.decoder import Block, CausalAttention, Decoder, FeedForward
 from distgraph.models.gpt import find
-from distgraph.models.layout import Placed
+from distgraph.models.megatron_layout import Placed
 from distgraph.nn import LayerNorm, MoE
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

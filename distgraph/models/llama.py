@@ -8,9 +8,9 @@ from typing import Any
 from distgraph import ops
 from distgraph.models.decoder import NORMAL, Block, CausalAttention, Decoder
 from distgraph.models.gpt import find
-from distgraph.models.layout import Placed
+from distgraph.models.megatron_layout import Placed
 from distgraph.nn import Linear, RMSNorm
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

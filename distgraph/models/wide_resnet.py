@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distgraph import ops
-from distgraph.annotate import on
-from distgraph.annotate import recompute as again
 from distgraph.errors import GraphError
 from distgraph.models.gpt import find
-from distgraph.models.layout import Placed, Stack
+from distgraph.models.megatron_layout import Placed, Stack
 from distgraph.nn import BatchNorm2d, Conv2d, Linear, MaxPool2d
-from distgraph.tensor import Tensor
+from distgraph.tracing.annotations import on
+from distgraph.tracing.annotations import recompute as again
+from distgraph.tracing.tensor import Tensor
 
 BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 """Depth -> number of blocks at each resolution (He et al., 2016, table 1)."""

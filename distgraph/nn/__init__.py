@@ -1,5 +1,6 @@
 """Modules: named parameters, and the layers that models are made of."""
 
+import distgraph.array_api  # noqa: F401 (so that NumPy functions trace inside of modules)
 from distgraph.nn.attention import MLP, MultiHeadAttention, TransformerBlock
 from distgraph.nn.layers import (
     GELU,

@@ -6,10 +6,10 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.init import Init
+from distgraph.nn.initializers import Init
 from distgraph.nn.layers import Dropout, LayerNorm, Linear
 from distgraph.nn.module import Module
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 
 class MultiHeadAttention(Module):

@@ -7,10 +7,10 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.init import Init, fan_in_uniform
+from distgraph.nn.initializers import Init, fan_in_uniform
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Parameter
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 
 class Linear(Module):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
-from distgraph.tracing import Trace
+from distgraph.tracing.tracer import Trace
 
 _FAMILIAR = {  # what other frameworks call it -> how it is done here
     "load_state_dict": "engine.load reads parameters from a checkpoint",

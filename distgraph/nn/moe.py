@@ -11,10 +11,10 @@ from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.init import Init
+from distgraph.nn.initializers import Init
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Parameter
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 
 class MoE(Module):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distgraph.dtypes import is_integer, short
 from distgraph.errors import GraphError
-from distgraph.init import Init, check_init
-from distgraph.spec import DistAttr
-from distgraph.tensor import Tensor, TensorOperators
-from distgraph.tracing import Trace
+from distgraph.ir.dtypes import is_integer, short
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.nn.initializers import Init, check_init
+from distgraph.tracing.tensor import Tensor, TensorOperators
+from distgraph.tracing.tracer import Trace
 
 
 class Parameter(TensorOperators):
@@ -18,7 +18,7 @@ class Parameter(TensorOperators):
 
     Attributes:
         shape, dtype: global shape and short dtype name.
-        init: see `distgraph.init`.
+        init: see `distgraph.nn.initializers`.
         trainable: whether the optimiser changes it.
         annotation: mesh and layout that the user wrote, or None.
         name: module path such as "blocks.3.attn.q.weight"; set when the root module is entered.

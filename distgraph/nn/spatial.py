@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from distgraph import ops
-from distgraph.init import Init, fan_in_uniform
+from distgraph.nn.initializers import Init, fan_in_uniform
 from distgraph.nn.module import Module
 from distgraph.nn.parameter import Buffer, Parameter
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:

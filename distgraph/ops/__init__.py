@@ -1,13 +1,35 @@
 """The ops: importing this package registers every family; its functions are what programs call."""
 
-from distgraph.ops import distributed, elementwise, index, linear, reduction, shape, sorting, source, update
+from distgraph.ir.op_registry import define, lookup
+from distgraph.ops import (
+    collective_ops,
+    contraction,
+    creation,
+    elementwise,
+    gather_scatter,
+    optimizer_steps,
+    reduction,
+    shape,
+    sorting,
+)
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
 from distgraph.ops.attention import attention
-from distgraph.ops.compose import expand_dims, flip, getitem, repeat, roll, split, squeeze, stack, tile
+from distgraph.ops.collective_ops import accumulate
+from distgraph.ops.contraction import einsum, matmul, outer
 from distgraph.ops.control import while_loop
 from distgraph.ops.conv import avg_pool, conv, max_pool
-from distgraph.ops.distributed import accumulate
-from distgraph.ops.functions import (
+from distgraph.ops.creation import (
+    arange,
+    dynamic_slice,
+    dynamic_update_slice,
+    full,
+    iota,
+    ones,
+    tril,
+    triu,
+    zeros,
+)
+from distgraph.ops.elementwise import (
     absolute,
     add,
     arccos,
@@ -69,53 +91,33 @@ from distgraph.ops.functions import (
     trunc,
     where,
 )
-from distgraph.ops.index import embedding, one_hot, pick, scatter_add, take, take_along
-from distgraph.ops.linear import einsum, matmul, outer
+from distgraph.ops.gather_scatter import embedding, one_hot, pick, scatter_add, take, take_along
 from distgraph.ops.loss import cross_entropy
-from distgraph.ops.normalize import layer_norm, log_softmax, rms_norm, softmax
+from distgraph.ops.manipulation import expand_dims, flip, getitem, repeat, roll, split, squeeze, stack, tile
+from distgraph.ops.normalization import layer_norm, log_softmax, rms_norm, softmax
 from distgraph.ops.random import dropout, random_normal, random_uniform
 from distgraph.ops.reduction import cumprod, cumsum, logsumexp, mean, norm, reduce, std, var
-from distgraph.ops.registry import define, lookup
 from distgraph.ops.shape import broadcast_to, concat, pad, reshape, transpose
 from distgraph.ops.sorting import argmax, argmin, argsort, sort, top_k
-from distgraph.ops.source import (
-    arange,
-    dynamic_slice,
-    dynamic_update_slice,
-    full,
-    iota,
-    ones,
-    tril,
-    triu,
-    zeros,
-)
-from distgraph.tensor import ABOVE
+from distgraph.ops.tensor_methods import bind_tensor_methods
 
-ABOVE.update(
-    getitem=getitem,
-    matmul=matmul,
-    mean=mean,
-    reduce=reduce,
-    reshape=reshape,
-    transpose=transpose,
-    var=var,
-)
+bind_tensor_methods()
 
 __all__ = [
     "absolute", "accumulate", "add", "arange", "arccos", "arcsin", "arctan", "arctan2", "argmax",
     "argmin", "argsort", "attention", "avg_pool", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "conv", "cos", "cosh",
-    "cross_entropy", "cumprod", "cumsum", "define", "distributed", "divide", "dropout", "dynamic_slice",
+    "cross_entropy", "cumprod", "cumsum", "define", "collective_ops", "divide", "dropout", "dynamic_slice",
     "dynamic_update_slice", "einsum", "elementwise", "embedding", "equal", "erf", "exp", "expand_dims",
     "expm1", "flip", "floor", "floor_divide", "full", "gelu", "getitem", "greater", "greater_equal",
-    "hypot", "identity", "index", "iota", "isfinite", "isinf", "isnan", "layer_norm", "left_shift",
-    "less", "less_equal", "linear", "log", "log10", "log1p", "log2", "log_softmax", "logical_and",
+    "hypot", "identity", "gather_scatter", "iota", "isfinite", "isinf", "isnan", "layer_norm", "left_shift",
+    "less", "less_equal", "contraction", "log", "log10", "log1p", "log2", "log_softmax", "logical_and",
     "logical_not", "logical_or", "logical_xor", "logsumexp", "lookup", "matmul", "max_pool", "maximum",
     "mean", "minimum", "multiply", "negative", "norm", "not_equal", "one_hot", "ones", "outer", "pad",
     "pick", "power", "random_normal", "random_uniform", "reciprocal", "reduce", "reduction", "relu",
     "remainder", "repeat", "reshape", "right_shift", "rint", "rms_norm", "roll", "rsqrt", "scatter_add",
-    "shape", "sigmoid", "sign", "silu", "sin", "sinh", "softmax", "sort", "sorting", "source", "split",
+    "shape", "sigmoid", "sign", "silu", "sin", "sinh", "softmax", "sort", "sorting", "creation", "split",
     "sqrt", "square", "squeeze", "stack", "std", "stop_gradient", "subtract", "take", "take_along",
-    "tan", "tanh", "tile", "top_k", "transpose", "tril", "triu", "trunc", "update", "var", "where",
+    "tan", "tanh", "tile", "top_k", "transpose", "tril", "triu", "trunc", "optimizer_steps", "var", "where",
     "while_loop", "zeros",
 ]  # fmt: skip

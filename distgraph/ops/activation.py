@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.graph import Value
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
 from distgraph.kernels import activation as kernels
 from distgraph.kernels import workspace
-from distgraph.ops.normalize import per_element, require_float
-from distgraph.ops.registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
-from distgraph.tensor import Tensor, emit_one
+from distgraph.ops.normalization import per_element, require_float
+from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from distgraph.errors import GraphError
-from distgraph.graph import Op, Value
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import Rule, bind
+from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.kernels import attention as kernels
 from distgraph.kernels import workspace
-from distgraph.ops.normalize import require_float
-from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
-from distgraph.rule import Rule, bind
-from distgraph.tensor import Tensor, emit
+from distgraph.ops.normalization import require_float
+from distgraph.tracing.tensor import Tensor, emit
 
 Grads = Sequence[Tensor | None]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distgraph.dtypes import short
 from distgraph.errors import GraphError
-from distgraph.graph import Graph, Op, Value
-from distgraph.ops.interpret import interpret
-from distgraph.ops.linear import as_tensors
-from distgraph.ops.registry import Attrs, Shape, Shapes, define, flops
-from distgraph.rule import Rule, make_rule
-from distgraph.tensor import ABOVE, Tensor
+from distgraph.ir.dtypes import short
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.op_registry import Attrs, Shape, Shapes, define, flops
+from distgraph.ops.contraction import as_tensors
+from distgraph.ops.reference_interpreter import interpret
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
 
 MAX_TURNS = 1_000_000
 """Turns after which a loop counts as endless."""
@@ -108,7 +109,7 @@ def while_subgraph(
 
 
 def _subgraph(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Graph:
-    inner = ABOVE["trace"](name)
+    inner = Trace(name)
     with inner.activate():
         inputs = [inner.source("input", f"x{i}", t.shape, short(t.dtype)) for i, t in enumerate(operands)]
         returned = function(*inputs)

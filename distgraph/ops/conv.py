@@ -15,14 +15,14 @@ from functools import wraps
 from typing import Any
 
 from distgraph.errors import GraphError
-from distgraph.graph import Op, Value
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import Rule, bind
+from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.kernels import conv as kernels
-from distgraph.kernels import pool, workspace
-from distgraph.ops.linear import as_tensors
-from distgraph.ops.normalize import require_float
-from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define
-from distgraph.rule import Rule, bind
-from distgraph.tensor import Tensor, emit_one
+from distgraph.kernels import pooling, workspace
+from distgraph.ops.contraction import as_tensors
+from distgraph.ops.normalization import require_float
+from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
 
@@ -328,9 +328,9 @@ def _local_max_grad(attrs: Attrs, local: Local) -> Attrs:
 def _max_pool_grad(xp: Any, x: Any, y: Any, dy: Any, out: Any = None, kept: Any = None, **attrs: Any) -> Any:
     """`pool.max_pool_grad`; of a block with a halo only the positions `kept`, (start, stop) a spatial dim."""
     if kept is None:
-        return pool.max_pool_grad(xp, x, y, dy, out=out, **attrs)
+        return pooling.max_pool_grad(xp, x, y, dy, out=out, **attrs)
     where = (slice(None), slice(None), *(slice(a, b) for a, b in kept))
-    part = pool.max_pool_grad(xp, x, y, dy, **attrs)[where]
+    part = pooling.max_pool_grad(xp, x, y, dy, **attrs)[where]
     if out is None:
         return xp.ascontiguousarray(part)
     out[...] = part
@@ -362,7 +362,7 @@ def _avg_pool_gradient(c: GradientContext) -> Grads:
 define(
     "max_pool",
     _pool_rule(1, grows=False),
-    _guarded(pool.max_pool, _pooled, -math.inf),
+    _guarded(pooling.max_pool, _pooled, -math.inf),
     infer=_infer_pool("max_pool"),
     gradient=_max_pool_gradient,
     flops=_window_flops,
@@ -384,7 +384,7 @@ define(
 define(
     "avg_pool",
     _pool_rule(1, grows=False),
-    _guarded(pool.avg_pool, _pooled),
+    _guarded(pooling.avg_pool, _pooled),
     infer=_infer_pool("avg_pool"),
     gradient=_avg_pool_gradient,
     flops=_window_flops,
@@ -396,7 +396,7 @@ define(
 define(
     "avg_pool_grad",
     _pool_rule(1, grows=True),
-    _guarded(pool.avg_pool_grad, lambda dy, attrs: tuple(attrs["input_shape"])),
+    _guarded(pooling.avg_pool_grad, lambda dy, attrs: tuple(attrs["input_shape"])),
     infer=lambda operands, attrs: [(tuple(attrs["input_shape"]), operands[0].dtype)],
     flops=_window_flops,
     linear=((0,),),

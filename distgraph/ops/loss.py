@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distgraph.dtypes import is_float
 from distgraph.errors import GraphError
-from distgraph.graph import Value
+from distgraph.ir.dtypes import is_float
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define
 from distgraph.kernels import loss as kernels
 from distgraph.kernels import workspace
-from distgraph.ops.normalize import expand, narrowed, per_element, require_float, squeeze, total, widened
-from distgraph.ops.registry import Attrs, GradientContext, Shape, define
-from distgraph.tensor import Tensor, emit, emit_one
+from distgraph.ops.normalization import expand, narrowed, per_element, require_float, squeeze, total, widened
+from distgraph.tracing.tensor import Tensor, emit, emit_one
 
 Grads = Sequence[Tensor | None]
 

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from distgraph.dtypes import to_numpy
 from distgraph.errors import GraphError
-from distgraph.graph import Value
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import Value
+from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
 from distgraph.kernels import random as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import widening
-from distgraph.ops.normalize import per_element, require_float
-from distgraph.ops.registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
-from distgraph.rule import Rule, make_rule
-from distgraph.tensor import Tensor, current_trace, emit_one
+from distgraph.ops.normalization import per_element, require_float
+from distgraph.tracing.tensor import Tensor, current_trace, emit_one
 
 KEY = "key"
 """Name of the graph input that holds the key of the step, u64[]."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.dtypes import is_float, to_numpy
 from distgraph.errors import GraphError
-from distgraph.graph import Op, Value
+from distgraph.ir.dtypes import is_float, to_numpy
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.op_registry import Attrs, GradientContext, Shape, Shapes, define
 from distgraph.kernels import workspace
-from distgraph.ops.linear import as_tensors, reshape_to
-from distgraph.ops.registry import Attrs, GradientContext, Shape, Shapes, define
-from distgraph.rule import Rule, make_rule
-from distgraph.tensor import Tensor, emit_one
+from distgraph.ops.contraction import as_tensors, reshape_to
+from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
 

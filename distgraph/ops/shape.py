@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
-from distgraph.graph import Op, Value
-from distgraph.ops.linear import as_tensors, reshape_to
-from distgraph.ops.registry import Attrs, GradientContext, Groups, Local, Shape, Shapes, define
-from distgraph.rule import Rule, Term, make_rule
-from distgraph.tensor import Tensor, emit_one
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import Rule, Term, make_rule
+from distgraph.ir.op_registry import Attrs, GradientContext, Groups, Local, Shape, Shapes, define
+from distgraph.ops.contraction import as_tensors, reshape_to
+from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
 
@@ -477,7 +477,7 @@ define(
 )
 
 
-# public functions of the ops above; composed ones are in distgraph.ops.compose
+# public functions of the ops above; composed ones are in distgraph.ops.manipulation
 
 
 def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import SOURCES
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import SOURCES
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.redistribute import block_volume
 from distgraph.passes.search.assembly import seconds_of
 from distgraph.passes.search.decode import Reading
@@ -24,7 +25,6 @@ from distgraph.passes.search.layouts import Profile
 from distgraph.passes.search.lifetimes import Lifetimes
 from distgraph.passes.search.nodes import Nodes, OpNode
 from distgraph.passes.search.prices import Prices
-from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
 

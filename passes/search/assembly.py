@@ -13,14 +13,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.dtypes import itemsize
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.fold import BACKWARD, FORWARD, Fold, FoldedOp, FoldedValue
 from distgraph.passes.search.lifetimes import Lifetimes
 from distgraph.passes.search.nodes import Nodes, OpNode, ValueNode
 from distgraph.passes.search.prices import Prices
 from distgraph.passes.search.strategies import Ints, Specs, Strategies, local_bytes, parts_of
-from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
 Interval = tuple[int, int, Floats]

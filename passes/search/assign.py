@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import lookup, rule_of
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.index_rule import OpLayout, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import lookup, rule_of
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.place import clone_sources
 from distgraph.passes.postpone import postpone
 from distgraph.passes.search.layouts import Layouts
-from distgraph.rule import OpLayout, result_spec
-from distgraph.spec import DistAttr
 
 
 def assign(

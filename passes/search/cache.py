@@ -33,12 +33,12 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from pydantic import Field, PlainValidator
 
-from distgraph.documents import Entry as FileEntry
-from distgraph.documents import Record, dumps, parsed, read_json, validate
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.files import write_atomically
 from distgraph.passes.search.intra import solve
 from distgraph.passes.search.problem import Problem, Solution, gap_of
+from distgraph.serialization.atomic_files import write_atomically
+from distgraph.serialization.documents import Entry as FileEntry
+from distgraph.serialization.documents import Record, dumps, parsed, read_json, validate
 
 __all__ = ["Cache", "VARIABLE", "cache_directory", "digest", "solve_cached"]
 

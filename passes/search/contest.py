@@ -22,9 +22,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.documents import decode, parse_json, read_bytes
 from distgraph.errors import GraphError
 from distgraph.passes.search.problem import Problem, Use
+from distgraph.serialization.documents import decode, parse_json, read_bytes
 
 __all__ = ["problem_of", "read_contest"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distgraph.errors import ShardingError
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import follow
 from distgraph.passes.search.fold import Fold, FoldedValue
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.nodes import Nodes, OpNode, ValueNode
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr, Origin, ShardSpec
 
 _FOUND = Origin("search", "least time of a step")
 

@@ -22,10 +22,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.ops.registry import lookup
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.op_registry import lookup
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.search.layers import REST, Layering
-from distgraph.spec import DistAttr
 
 LOAD, FORWARD, BACKWARD, STEP = range(4)
 Ints = NDArray[np.intp]

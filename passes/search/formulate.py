@@ -38,8 +38,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distgraph.errors import GraphError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.search.account import Account
 from distgraph.passes.search.alternatives import Decision, Neighbourhoods
 from distgraph.passes.search.assembly import Assembly, Terms

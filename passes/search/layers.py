@@ -35,8 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distgraph.errors import GraphError
-from distgraph.graph import SOURCES, Graph, Op
-from distgraph.ops.registry import flops, freeze, lookup
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.op_registry import flops, freeze, lookup
 from distgraph.passes.search.clustering import Floats, Read, balanced_cuts
 
 REST = -1

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.rule import OpLayout
-from distgraph.spec import DistAttr
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.sharding_spec import DistAttr
 
 Floats = NDArray[np.float64]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from distgraph.graph import Op
-from distgraph.ops.registry import lookup
+from distgraph.ir.graph import Op
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.search.fold import BACKWARD, FORWARD, LOAD, STEP, Fold, FoldedValue, is_source
 
 Kind = Literal["fixed", "held", "temporary", "none"]

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import rule_of
+from distgraph.ir.graph import SOURCES, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import rule_of
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.search.fold import Fold, FoldedValue
 from distgraph.passes.search.lifetimes import Lifetimes
 from distgraph.passes.search.strategies import Strategies, strategies_of
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.spec import DistAttr, ShardSpec
 
 Stored = tuple[ShardSpec, ShardSpec | None]
 _MOST_OPTIONS = 64  # of a value, copies included; beyond, only copies of parameters and pinned values

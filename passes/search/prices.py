@@ -22,10 +22,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.dtypes import itemsize
-from distgraph.graph import Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import (
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import (
     freeze,
     linear_groups,
     local_attrs,
@@ -35,6 +36,7 @@ from distgraph.ops.registry import (
     rule_of,
     window_bounds,
 )
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.halo import halo_volume
 from distgraph.passes.redistribute import STEP_PRICES, redistribute_cost
 from distgraph.passes.search.routes import Routes, representatives, routes
@@ -50,8 +52,6 @@ from distgraph.passes.work import Work, work_of
 from distgraph.resources import Cluster, ComputeCost, shared_cost
 from distgraph.resources.collective import held_bytes
 from distgraph.resources.patterns import Groups, patterns
-from distgraph.rule import OpLayout, operand_spec, result_spec
-from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]

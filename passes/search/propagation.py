@@ -28,19 +28,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distgraph.dtypes import is_float, itemsize
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import flops, linear_groups, lookup, rule_of
+from distgraph.ir.dtypes import is_float, itemsize
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops, linear_groups, lookup, rule_of
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import follow
 from distgraph.passes.move_cost import multiplicity
 from distgraph.passes.redistribute import Price, redistribute_cost, wire_price
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.strategies import Strategies, local_bytes, strategies_of
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.rule import OpLayout, operand_spec, result_spec
-from distgraph.spec import DistAttr, Origin, ShardSpec
 
 __all__ = ["laid_out", "propagate", "spread"]
 

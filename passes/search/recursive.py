@@ -33,15 +33,15 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from distgraph.errors import ShardingError
-from distgraph.graph import SOURCES, Graph, Op, Value
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import rule_of
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout, Rule, Term, representable
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import rule_of
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.redistribute import Price, wire_price
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.propagation import laid_out, spread
 from distgraph.passes.tiles import without_unit_axes
-from distgraph.rule import OpLayout, Rule, Term, representable
-from distgraph.spec import DistAttr, ShardSpec
 
 __all__ = ["Cut", "cut_costs", "prime_factors", "prime_mesh", "recursive"]
 

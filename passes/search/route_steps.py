@@ -19,9 +19,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.moves import Space, moves, selections
-from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]

@@ -24,9 +24,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.route_steps import Layouts, copies_of, permutes, steps
-from distgraph.spec import ShardSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]

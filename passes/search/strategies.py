@@ -18,12 +18,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.graph import Op
-from distgraph.mesh import ProcessMesh
-from distgraph.ops.registry import linear_groups, lookup, rule_of
+from distgraph.ir.graph import Op
+from distgraph.ir.index_rule import OpLayout, Rule, choices, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import linear_groups, lookup, rule_of
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.routes import representative
-from distgraph.rule import OpLayout, Rule, choices, operand_spec, result_spec
-from distgraph.spec import ShardSpec
 
 Ints = NDArray[np.int64]
 Axes = tuple[tuple[str, tuple[str, ...]], ...]

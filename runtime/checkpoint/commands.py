@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from distgraph.documents import shown_path
-from distgraph.dtypes import itemsize
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import itemsize
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.checkpoint.convert import convert as convert_checkpoint
 from distgraph.runtime.checkpoint.folder import check_path
 from distgraph.runtime.checkpoint.index import TensorEntry
 from distgraph.runtime.checkpoint.reading import Checkpoint
 from distgraph.runtime.checkpoint.retention import Found, by_run, delete, find, split
+from distgraph.serialization.documents import shown_path
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look after checkpoints.")
 _FOLDER = typer.Argument(help="Folder of a checkpoint, or one with several below it.")

@@ -18,18 +18,18 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from distgraph.documents import parse_json, validate
-from distgraph.dtypes import NAMES
 from distgraph.errors import RuntimeFault
-from distgraph.files import check_writable
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.dtypes import NAMES
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.index import Training, plain
 from distgraph.runtime.checkpoint.reading import Checkpoint
 from distgraph.runtime.checkpoint.shards import write_blocks
 from distgraph.runtime.checkpoint.writing import Placed, write_checkpoint
 from distgraph.runtime.world import InProcessWorld
-from distgraph.spec import DistAttr, ShardSpec
+from distgraph.serialization.atomic_files import check_writable
+from distgraph.serialization.documents import parse_json, validate
 
 _TRAINING: Final = "distgraph training"
 _KINDS: Final = "distgraph kinds"

@@ -6,8 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from distgraph.documents import shown_path
 from distgraph.errors import RuntimeFault
+from distgraph.serialization.documents import shown_path
 
 
 def check_folder(directory: str | Path) -> Path:

@@ -21,10 +21,10 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 from xxhash import xxh3_128_hexdigest
 
-from distgraph.documents import Entry, check_data, refuse, shown_path, validate
-from distgraph.dtypes import NAMES, itemsize
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import NAMES, itemsize
 from distgraph.runtime.checkpoint import files
+from distgraph.serialization.documents import Entry, check_data, refuse, shown_path, validate
 
 INDEX: Final = "index.json"
 DRAFT: Final = f".{INDEX}."

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from distgraph.dtypes import to_numpy
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import to_numpy
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.folder import check_path
 from distgraph.runtime.checkpoint.index import BlockEntry, Index, TensorType, fingerprint, read_index

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgraph.documents import shown_path
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.index import INDEX, SHARD, is_draft
 from distgraph.runtime.checkpoint.lock import LOCK, hold, release
 from distgraph.runtime.checkpoint.reading import Checkpoint
+from distgraph.serialization.documents import shown_path
 
 DEPTH = 3
 """Levels of folders below the given one that are searched."""

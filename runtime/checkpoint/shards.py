@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from distgraph.dtypes import itemsize, to_numpy
+from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.runtime.checkpoint import files
 
 HEADER_MOST: Final = 100_000_000

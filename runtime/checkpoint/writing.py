@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 
 import distgraph
-from distgraph.documents import shown_path
 from distgraph.errors import RuntimeFault
+from distgraph.ir.sharding_spec import DistAttr
 from distgraph.runtime.checkpoint import files
 from distgraph.runtime.checkpoint.folder import check_folder
 from distgraph.runtime.checkpoint.index import (
@@ -38,7 +38,7 @@ from distgraph.runtime.checkpoint.index import (
 from distgraph.runtime.checkpoint.lock import hold, writing
 from distgraph.runtime.checkpoint.shards import BlockFile, write_blocks
 from distgraph.runtime.world import World
-from distgraph.spec import DistAttr
+from distgraph.serialization.documents import shown_path
 
 Slices = tuple[slice, ...]
 _RESERVED: Final = "__metadata__"

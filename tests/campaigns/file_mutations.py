@@ -25,10 +25,11 @@ import yaml
 from plan_cases import CASES
 
 from distgraph.errors import DistGraphError
+from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.passes.search.cache import Cache, digest
 from distgraph.passes.search.contest import read_contest
 from distgraph.passes.search.problem import Problem, Solution, Use
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.resources import CollectiveCost, describe, load_cluster
 from distgraph.resources.schema import check
 from distgraph.runtime.measured import (
@@ -40,8 +41,7 @@ from distgraph.runtime.measured import (
 )
 from distgraph.runtime.profile import Request, Store, evaluate
 from distgraph.runtime.trace_events import measured_events
-from distgraph.text import parse_graph, print_graph
-from distgraph.verify import verify
+from distgraph.verifier import verify
 
 ROOT = Path(__file__).parents[2]
 DEEP: Any = []

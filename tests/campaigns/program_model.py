@@ -16,7 +16,7 @@ import distgraph as dg
 from distgraph import nn, ops, optim, schedules
 from distgraph.engine import Engine
 from distgraph.nn.module import name_tree
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 CLASSES = 3
 """Outputs of the last layer of a pure program, and classes of its labels."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgraph import nn, ops
-from distgraph.tensor import Tensor
+from distgraph.tracing.tensor import Tensor
 
 LARGEST, LARGEST_SAMPLE = 300, 60
 """Elements of one value: all samples of a micro-batch together, and one sample of a pure program."""

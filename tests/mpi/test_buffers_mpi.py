@@ -8,7 +8,7 @@ from delayed import Delayed
 from forwarding import Case, cases, feeds, params, read_in_backward
 from partitioned import assert_same, joined, run_rank, run_serial
 
-from distgraph.graph import Graph
+from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
 from distgraph.runtime.build import build
 from distgraph.runtime.launch import current_transport

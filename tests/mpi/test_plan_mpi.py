@@ -14,7 +14,7 @@ import distgraph as dg
 from distgraph import nn
 from distgraph.engine import planning
 from distgraph.errors import InfeasibleError
-from distgraph.plan import Plan
+from distgraph.plan.plan import Plan
 from distgraph.runtime.launch import current_transport
 
 pytestmark = pytest.mark.mpi

@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from distgraph.graph import Op
-from distgraph.ops.registry import lookup
+from distgraph.ir.graph import Op
+from distgraph.ir.op_registry import lookup
 from distgraph.passes.search.fold import Fold
 from distgraph.passes.work import Work, work_of
 from distgraph.resources import Cluster, ComputeCost

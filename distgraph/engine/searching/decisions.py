@@ -24,14 +24,14 @@ from distgraph.engine.searching.judged import Judged
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Realized, rechosen
 from distgraph.errors import ShardingError
-from distgraph.folding import fold
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.name_ranges import fold
 from distgraph.passes.search.alternatives import Neighbourhoods
 from distgraph.passes.search.layouts import Layouts
 from distgraph.passes.search.nodes import ValueNode
 from distgraph.passes.search.prices import MOST_AXES
 from distgraph.passes.search.problem import Problem
-from distgraph.plan import Decision
+from distgraph.plan.plan import Decision
 from distgraph.resources.units import format_bytes
 
 _FOLLOWERS = 4  # moves a node, at most, when neighbours follow

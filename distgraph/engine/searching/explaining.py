@@ -35,7 +35,7 @@ from distgraph.engine.searching.layer_choices import (
 )
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Realized, plan_of
-from distgraph.plan import Decision, Plan
+from distgraph.plan.plan import Decision, Plan
 
 _EXPLAINED = 12  # parameters whose runners-up are forecast
 _TOLD = 15_000  # ops of the programs, together, that are built for them

@@ -13,8 +13,8 @@ from distgraph.engine.forecasting import plain
 from distgraph.engine.searching.oracle import Oracle, Traced, solved
 from distgraph.engine.searching.proposal import Realized, program, rechosen
 from distgraph.errors import DistGraphError, ResourceError, ShardingError
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.passes.place import place
 from distgraph.passes.search.assign import assign

@@ -19,11 +19,11 @@ from distgraph.engine.searching.decisions import RunnerUp
 from distgraph.engine.searching.fixed import recomputed
 from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.proposal import Proposal, Realized, plan_of, rearranged
-from distgraph.folding import spans
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.name_ranges import spans
 from distgraph.passes.search.layouts import Profile
-from distgraph.plan import Decision, Plan
-from distgraph.plan_instead import difference
+from distgraph.plan.patch import difference
+from distgraph.plan.plan import Decision, Plan
 
 _AGAIN = "computed again in the backward part"
 _UNTOLD = "no other choice was forecast: some are, while there is time"

@@ -24,14 +24,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from distgraph.collecting import collector_paused
 from distgraph.engine.positions import cut
 from distgraph.engine.searching.crew import spread
 from distgraph.engine.searching.restrict import Restriction, restricted
 from distgraph.engine.searching.space import Shape, devices_for
 from distgraph.engine.training import Training
 from distgraph.errors import InfeasibleError
-from distgraph.graph import Graph
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import Graph
 from distgraph.passes.search.cache import solve_cached
 from distgraph.passes.search.fold import Fold, fold
 from distgraph.passes.search.formulate import Formulation, Profile, formulate

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distgraph.collecting import collector_paused
 from distgraph.engine.extracting import describe, estimate
 from distgraph.engine.fingerprint import program_of
 from distgraph.engine.searching.oracle import Oracle, Traced
 from distgraph.engine.searching.restrict import Restriction
 from distgraph.engine.searching.space import Shape
-from distgraph.graph import Graph
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.place import place
 from distgraph.passes.search.assign import assign
 from distgraph.passes.search.formulate import Formulation
 from distgraph.passes.search.layouts import Layouts
-from distgraph.plan import Plan, Program
+from distgraph.plan.plan import Plan, Program
 from distgraph.runtime.build import Build, build
 from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.memory import Shortage

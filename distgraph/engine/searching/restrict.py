@@ -16,10 +16,10 @@ from typing import Final, Literal
 
 import numpy as np
 
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.formulate import Formulation
 from distgraph.passes.search.nodes import ValueNode
 from distgraph.passes.search.problem import Problem
-from distgraph.spec import ShardSpec
 
 Restriction = Literal["none", "uniform", "zero1", "zero3"]
 BATCH_AXIS = "dp"

@@ -76,7 +76,7 @@ from distgraph.errors import DistGraphError, GraphError, InfeasibleError
 from distgraph.passes.search.placing import SubMesh
 from distgraph.passes.search.schedules import SCHEDULES
 from distgraph.passes.search.stages import Stages
-from distgraph.plan import Found, Plan
+from distgraph.plan.plan import Found, Plan
 from distgraph.resources import Cluster
 
 _FORECASTS = 4  # rows of the search that are forecast, at most

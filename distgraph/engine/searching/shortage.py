@@ -13,7 +13,7 @@ from distgraph.engine.searching.oracle import Oracle
 from distgraph.engine.searching.pipelines import Front, best_row
 from distgraph.engine.searching.proposal import Proposal, Realized
 from distgraph.errors import InfeasibleError
-from distgraph.folding import spans
+from distgraph.ir.name_ranges import spans
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.memory import Shortage

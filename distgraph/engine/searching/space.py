@@ -13,7 +13,7 @@ from itertools import groupby
 
 import numpy as np
 
-from distgraph.mesh import ProcessMesh
+from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.search.placing import Pool, SubMesh, place, spanning, submeshes
 from distgraph.resources import Cluster
 

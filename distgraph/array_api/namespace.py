@@ -1,0 +1,398 @@
+"""The array API namespace of traced tensors: what `x.__array_namespace__()` returns.
+
+Functions have the names of the array API standard; dtypes are short names. NumPy's own functions, called
+with traced tensors, come here by way of `distgraph.array_api.numpy_protocols`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import is_float, promote, short
+from distgraph.ir.op_registry import REGISTRY
+from distgraph.ops import (  # noqa: F401 (names of the array API standard)
+    add,
+    arange,
+    argmax,
+    argmin,
+    argsort,
+    bitwise_and,
+    bitwise_or,
+    bitwise_xor,
+    broadcast_to,
+    ceil,
+    clip,
+    concat,
+    cos,
+    cosh,
+    divide,
+    equal,
+    exp,
+    expand_dims,
+    expm1,
+    flip,
+    floor,
+    floor_divide,
+    full,
+    greater,
+    greater_equal,
+    hypot,
+    isfinite,
+    isinf,
+    isnan,
+    less,
+    less_equal,
+    log,
+    log1p,
+    log2,
+    log10,
+    logical_and,
+    logical_not,
+    logical_or,
+    logical_xor,
+    matmul,
+    maximum,
+    mean,
+    minimum,
+    multiply,
+    negative,
+    not_equal,
+    ones,
+    outer,
+    reciprocal,
+    remainder,
+    repeat,
+    reshape,
+    roll,
+    sign,
+    sin,
+    sinh,
+    sort,
+    sqrt,
+    square,
+    squeeze,
+    stack,
+    std,
+    subtract,
+    take,
+    tan,
+    tile,
+    tril,
+    triu,
+    trunc,
+    var,
+    where,
+    zeros,
+)
+from distgraph.ops.contraction import as_tensors, reshape_to
+from distgraph.tracing.tensor import Tensor, emit_one
+
+float64, float32, float16, bfloat16 = "f64", "f32", "f16", "bf16"
+int64, int32, int16, int8 = "i64", "i32", "i16", "i8"
+uint64, uint32, uint16, uint8 = "u64", "u32", "u16", "u8"
+bool = "bool"
+pi, e, inf, nan, newaxis = math.pi, math.e, math.inf, math.nan, None
+
+
+class Unsupported(GraphError, AttributeError):
+    """A NumPy function that does not trace; an AttributeError too, so that hasattr answers."""
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise Unsupported(f"numpy.{name} does not trace; {way_out(name)}")
+
+
+def way_out(name: str) -> str:
+    """What to do instead of a function that does not trace, for messages."""
+    near = sorted(n for n in {*REGISTRY, *globals()} if n.startswith(name[:3]) and n.islower())[:6]
+    beside = f" (near it: {', '.join(near)})" if near else ""
+    return f"compose it from the functions of distgraph.ops{beside}, or compute it before tracing"
+
+
+# array API names that differ from ours
+
+
+def asarray(x: Any, dtype: Any = None) -> Tensor:
+    """A tensor of the current trace."""
+    (tensor,) = as_tensors(x)
+    return tensor if dtype is None else ops.cast(tensor, dtype)
+
+
+def astype(x: Any, dtype: Any) -> Tensor:
+    """The same numbers in another dtype."""
+    return ops.cast(x, dtype)
+
+
+def sum(x: Any, axis: Any = None, dtype: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """Sum over dims."""
+    return ops.reduce("sum", x if dtype is None else ops.cast(x, dtype), axis, keepdims)
+
+
+def prod(x: Any, axis: Any = None, dtype: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """Product over dims."""
+    return ops.reduce("prod", x if dtype is None else ops.cast(x, dtype), axis, keepdims)
+
+
+def max(x: Any, axis: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """Largest element over dims."""
+    return ops.reduce("max", x, axis, keepdims)
+
+
+def min(x: Any, axis: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """Smallest element over dims."""
+    return ops.reduce("min", x, axis, keepdims)
+
+
+def any(x: Any, axis: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """True where some element is not 0."""
+    return ops.reduce("any", x, axis, keepdims)
+
+
+def all(x: Any, axis: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """True where no element is 0."""
+    return ops.reduce("all", x, axis, keepdims)
+
+
+def count_nonzero(x: Any, axis: Any = None, keepdims: builtins.bool = False) -> Tensor:
+    """Number of elements that are not 0."""
+    return ops.reduce("sum", ops.not_equal(x, 0), axis, keepdims)
+
+
+def cumulative_sum(x: Any, axis: int | None = None) -> Tensor:
+    """Running sum along a dim; the flattened tensor by default."""
+    (tensor,) = as_tensors(x)
+    return ops.cumsum(reshape_to(tensor, (tensor.size,)), 0) if axis is None else ops.cumsum(tensor, axis)
+
+
+def cumulative_prod(x: Any, axis: int | None = None) -> Tensor:
+    """Running product along a dim; the flattened tensor by default."""
+    (tensor,) = as_tensors(x)
+    return ops.cumprod(reshape_to(tensor, (tensor.size,)), 0) if axis is None else ops.cumprod(tensor, axis)
+
+
+def abs(x: Any) -> Tensor:
+    """Distance from 0."""
+    return ops.absolute(x)
+
+
+def pow(x: Any, y: Any) -> Tensor:
+    """x to the power y."""
+    return ops.power(x, y)
+
+
+def positive(x: Any) -> Tensor:
+    """`x` itself."""
+    return ops.identity(x)
+
+
+def round(x: Any, decimals: int = 0) -> Tensor:
+    """Nearest integer, halves to even. Raises GraphError for decimals."""
+    if decimals:
+        raise GraphError(f"round to {decimals} decimals does not trace; multiply, round and divide")
+    return ops.rint(x)
+
+
+def acos(x: Any) -> Tensor:
+    """Arc cosine."""
+    return ops.arccos(x)
+
+
+def asin(x: Any) -> Tensor:
+    """Arc sine."""
+    return ops.arcsin(x)
+
+
+def atan(x: Any) -> Tensor:
+    """Arc tangent."""
+    return ops.arctan(x)
+
+
+def atan2(y: Any, x: Any) -> Tensor:
+    """Angle of the point (x, y)."""
+    return ops.arctan2(y, x)
+
+
+def tanh(x: Any) -> Tensor:
+    """Hyperbolic tangent."""
+    return emit_one("tanh", x)
+
+
+def bitwise_invert(x: Any) -> Tensor:
+    """Every bit turned round."""
+    return ops.bitwise_not(x)
+
+
+def bitwise_left_shift(x: Any, y: Any) -> Tensor:
+    """x shifted left by y bits."""
+    return ops.left_shift(x, y)
+
+
+def bitwise_right_shift(x: Any, y: Any) -> Tensor:
+    """x shifted right by y bits."""
+    return ops.right_shift(x, y)
+
+
+def logaddexp(x: Any, y: Any) -> Tensor:
+    """log(exp(x) + exp(y)) without overflow."""
+    high, low = ops.maximum(x, y), ops.minimum(x, y)
+    return high + ops.log1p(ops.exp(low - high))
+
+
+def permute_dims(x: Any, axes: Sequence[int]) -> Tensor:
+    """Dims in another order."""
+    return ops.transpose(x, axes)
+
+
+def transpose(x: Any, axes: Sequence[int] | None = None) -> Tensor:
+    """Dims in another order; reversed by default."""
+    return ops.transpose(x, axes)
+
+
+def matrix_transpose(x: Any) -> Tensor:
+    """Last two dims swapped."""
+    return swapaxes(x, -1, -2)
+
+
+def swapaxes(x: Any, first: int, second: int) -> Tensor:
+    """Two dims exchanged."""
+    (tensor,) = as_tensors(x)
+    return tensor.swapaxes(first, second)
+
+
+def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
+    """Dims moved to other places; the rest keep their order."""
+    (tensor,) = as_tensors(x)
+    sources = ops.reduction.dims_in_order(source, tensor.ndim)
+    places = ops.reduction.dims_in_order(destination, tensor.ndim)
+    order = [d for d in range(tensor.ndim) if d not in sources]
+    for place, dim in sorted(zip(places, sources, strict=True)):
+        order.insert(place, dim)
+    return ops.transpose(tensor, order)
+
+
+def tensordot(x: Any, y: Any, axes: int | Sequence[Sequence[int]] = 2) -> Tensor:
+    """Contraction over pairs of dims."""
+    left, right = as_tensors(x, y)
+    if isinstance(axes, int):
+        pairs = list(zip(range(left.ndim - axes, left.ndim), range(axes), strict=True))
+    else:
+        firsts = ops.reduction.dims_in_order(axes[0], left.ndim)
+        pairs = list(zip(firsts, ops.reduction.dims_in_order(axes[1], right.ndim), strict=True))
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    first = list(letters[: left.ndim])
+    second = list(letters[left.ndim : left.ndim + right.ndim])
+    for d, other in pairs:
+        second[other] = first[d]
+    kept = [c for c in first if c not in second] + [c for c in second if c not in first]
+    return ops.einsum(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", left, right)
+
+
+def vecdot(x: Any, y: Any, axis: int = -1) -> Tensor:
+    """Sum of products along a dim."""
+    return ops.reduce("sum", ops.multiply(x, y), axis)
+
+
+def dot(x: Any, y: Any) -> Tensor:
+    """NumPy's dot: product with a number, of vectors, of matrices, last dim with last but one."""
+    left, right = as_tensors(x, y)
+    if not left.shape or not right.shape:
+        return left * right
+    return (
+        matmul(left, right)
+        if right.ndim <= 2
+        else tensordot(left, right, ((left.ndim - 1,), (right.ndim - 2,)))
+    )
+
+
+def inner(x: Any, y: Any) -> Tensor:
+    """Sum of products over the last dims."""
+    left, right = as_tensors(x, y)
+    return tensordot(left, right, ((left.ndim - 1,), (right.ndim - 1,)))
+
+
+def unstack(x: Any, axis: int = 0) -> tuple[Tensor, ...]:
+    """The slices along a dim."""
+    (tensor,) = as_tensors(x)
+    return tuple(ops.squeeze(part, axis) for part in ops.split(tensor, tensor.shape[axis], axis))
+
+
+def broadcast_arrays(*arrays: Any) -> list[Tensor]:
+    """All of them in their common shape."""
+    tensors = as_tensors(*arrays)
+    try:
+        shape = np.broadcast_shapes(*(t.shape for t in tensors))
+    except ValueError:
+        raise GraphError(f"shapes {' and '.join(str(t.shape) for t in tensors)} do not broadcast") from None
+    return [ops.broadcast_to(t, shape) for t in tensors]
+
+
+def diff(x: Any, n: int = 1, axis: int = -1) -> Tensor:
+    """Differences of neighbours along a dim, n times."""
+    (tensor,) = as_tensors(x)
+    front = (slice(None),) * (axis % tensor.ndim)
+    for _ in range(n):
+        tensor = tensor[(*front, slice(1, None))] - tensor[(*front, slice(None, -1))]
+    return tensor
+
+
+def take_along_axis(x: Any, indices: Any, axis: int = -1) -> Tensor:
+    """Elements of a dim by position, a position for every other dim."""
+    return ops.take_along(x, indices, axis)
+
+
+def zeros_like(x: Any, dtype: Any = None) -> Tensor:
+    """Zeros of the same shape."""
+    return full_like(x, 0, dtype)
+
+
+def ones_like(x: Any, dtype: Any = None) -> Tensor:
+    """Ones of the same shape."""
+    return full_like(x, 1, dtype)
+
+
+def full_like(x: Any, value: Any, dtype: Any = None) -> Tensor:
+    """One number in the same shape."""
+    (tensor,) = as_tensors(x)
+    return ops.full(tensor.shape, value, tensor.dtype if dtype is None else dtype)
+
+
+def eye(rows: int, columns: int | None = None, k: int = 0, dtype: Any = "f32") -> Tensor:
+    """Ones on the k-th diagonal."""
+    shape = (rows, rows if columns is None else columns)
+    return ops.cast(ops.equal(ops.iota(shape, 0) + k, ops.iota(shape, 1)), dtype)
+
+
+def linspace(
+    start: float, stop: float, num: int, dtype: Any = "f32", endpoint: builtins.bool = True
+) -> Tensor:
+    """Evenly spaced numbers."""
+    step = (stop - start) / builtins.max(1, num - 1 if endpoint else num)
+    return ops.iota((num,), 0, dtype) * step + start
+
+
+def result_type(*operands: Any) -> str:
+    """Common dtype of tensors and dtypes."""
+    found = [x.dtype if isinstance(x, Tensor) else short(x) for x in operands]
+    common = found[0]
+    for dtype in found[1:]:
+        common = promote(common, dtype)
+    return common
+
+
+def isdtype(dtype: Any, kind: str | tuple[str, ...]) -> builtins.bool:
+    """Whether a dtype is of a kind of the array API standard."""
+    name = short(dtype)
+    wanted = (kind,) if isinstance(kind, str) else kind
+    kinds = {"bool": name == "bool", "real floating": is_float(name), "signed integer": name.startswith("i")}
+    kinds |= {"unsigned integer": name.startswith("u"), "integral": name[0] in "iu"}
+    kinds |= {"numeric": name != "bool", "complex floating": False}
+    return builtins.any(kinds.get(k, k == name) for k in wanted)

@@ -1,0 +1,1 @@
+"""The intermediate representation: graphs, meshes, layouts, index rules, and the text form of all of them."""

@@ -1,0 +1,183 @@
+"""The graph: values and ops in program order, immutable, with the layout of every value once it is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.index_rule import OpLayout, Rule
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.printer import print_graph
+from distgraph.ir.sharding_spec import DistAttr
+
+ROLES = ("data", "forward", "backward", "optimize")
+SOURCES = ("input", "param", "state", "constant")  # kinds without operands that bring data into the graph
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the program: a name unique in its graph, the global shape, a short dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * itemsize(self.dtype)
+
+    @property
+    def type(self) -> str:
+        """`f32[64, 128]`."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        kind: name in the op registry.
+        operands, results: values; the name of the first result is the op's own name.
+        attrs: static parameters; numbers, strings, tuples, arrays or subgraphs; never mutated.
+        role: data, forward, backward or optimize.
+        scope: module path such as "blocks.3.attn.q_proj".
+        source: file:line of the user's call.
+        link: name of the forward op that a backward op belongs to.
+        layout: how the op is computed, once completed.
+    """
+
+    kind: str
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    role: str = "forward"
+    scope: str = ""
+    source: str = ""
+    link: str = ""
+    layout: OpLayout | None = None
+    _rule: Rule | None = field(default=None, init=False, repr=False, compare=False)  # see ops.rule_of
+
+    @property
+    def name(self) -> str:
+        """Name of the op: that of its first result."""
+        return self.results[0].name
+
+    @property
+    def result(self) -> Value:
+        """The only result."""
+        (value,) = self.results
+        return value
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"%{self.name} {self.kind}{where}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program in single static assignment form.
+
+    Attributes:
+        name: for people.
+        ops: in program order; every operand is a result of an earlier op.
+        outputs: label -> value, what a run returns.
+        updates: name of a param or state value -> value that replaces it at the end of a step.
+        attrs: value name -> mesh and spec; before completion only what the user wrote, after it every value.
+        micro_batches: how often the part before `accumulate` runs in one step; shapes are those of one
+        micro-batch. placements: op name -> mesh that computes it, where the user said so.
+        lost: claims that completion had to drop, for `conflicts()`.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    outputs: tuple[tuple[str, Value], ...] = ()
+    updates: tuple[tuple[str, Value], ...] = ()
+    attrs: Mapping[str, DistAttr] = field(default_factory=dict)
+    micro_batches: int = 1
+    placements: Mapping[str, ProcessMesh] = field(default_factory=dict)
+    lost: tuple[Any, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def producers(self) -> dict[str, Op]:
+        """Value name -> op that makes it."""
+        return {value.name: op for op in self.ops for value in op.results}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[Op, ...]]:
+        """Value name -> ops that read it, in program order."""
+        found: dict[str, list[Op]] = {value.name: [] for op in self.ops for value in op.results}
+        for op in self.ops:
+            for name in dict.fromkeys(value.name for value in op.operands):
+                found[name].append(op)
+        return {name: tuple(ops) for name, ops in found.items()}
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        """Name -> value, in program order."""
+        return {value.name: value for op in self.ops for value in op.results}
+
+    @cached_property
+    def meshes(self) -> tuple[ProcessMesh, ...]:
+        """Distinct meshes in order of first appearance."""
+        return tuple(dict.fromkeys(attr.mesh for attr in self.attrs.values()))
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of values that leave the graph: outputs and updates."""
+        return frozenset(v.name for _, v in self.outputs) | frozenset(v.name for _, v in self.updates)
+
+    def sources(self, *kinds: str) -> tuple[Op, ...]:
+        """Ops without operands that bring data in: input, param, state, constant (all of them by default)."""
+        wanted = kinds or SOURCES
+        return tuple(op for op in self.ops if op.kind in wanted)
+
+    def value(self, name: str) -> Value:
+        """A value by name, with or without its %. Raises GraphError when there is none."""
+        try:
+            return self.values[name.removeprefix("%")]
+        except KeyError:
+            raise GraphError(f"graph @{self.name} has no value %{name.removeprefix('%')}") from None
+
+    def with_ops(self, ops: Iterable[Op], **changes: Any) -> Graph:
+        """The same graph with other ops (and other fields)."""
+        return replace(self, ops=tuple(ops), **changes)
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """Ops as nodes (by name, attribute `op`), values as edges (attribute `values`: names)."""
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        for op in self.ops:
+            graph.add_node(op.name, op=op)
+            for value in op.operands:
+                source = self.producers[value.name].name
+                if graph.has_edge(source, op.name):
+                    graph.edges[source, op.name]["values"].append(value.name)
+                else:
+                    graph.add_edge(source, op.name, values=[value.name])
+        return graph
+
+    def __str__(self) -> str:
+        return print_graph(self)
+
+
+def rename(value: Value, names: Mapping[str, Value]) -> Value:
+    """The value that stands for `value` after a rewrite."""
+    return names.get(value.name, value)
+
+
+def substitute(ops: Sequence[Op], names: Mapping[str, Value]) -> list[Op]:
+    """Ops with operands replaced by name."""
+    return [replace(op, operands=tuple(rename(v, names) for v in op.operands)) for op in ops]

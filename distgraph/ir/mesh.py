@@ -1,0 +1,334 @@
+"""ProcessMesh: a Cartesian array of logical ranks with named axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import ShardingError
+from distgraph.ir.dtypes import is_integer
+
+_WORD = re.compile(r"\w+")  # an identifier may also have marks, which no text form reads back
+
+
+class ProcessMesh:
+    """A Cartesian array of **logical ranks** (never of devices), every axis named.
+
+    Different values may live on different meshes; a pipeline stage is a mesh. Immutable and hashable.
+
+    Devices of unequal speed share a dim unevenly where the axis between them has weights: an axis of weights
+    (w_0, w_1, ...) cuts a dim of size n as sum(w) ranks would, in units of ceil(n / sum(w)), and position i
+    holds w_i units in a row. What divides by sum(w) nests and merges as it does over that many ranks.
+
+    Args:
+        ranks: nested sequence or array of distinct non-negative ranks, any number of dimensions >= 1.
+        axes: one distinct name an array dimension.
+        weights: axis -> one whole number from 1 up for each position along it; axes left out, or with equal
+            weights, cut evenly. Kept without common factors.
+
+    Raises:
+        ShardingError: names and dimensions disagree, a name or a rank repeats, a rank is negative, there is
+            none; weights of an unknown axis, of another number than its positions, or below 1.
+
+    Example:
+        >>> mesh = ProcessMesh(np.arange(6).reshape(3, 2), ["x", "y"])
+        >>> mesh["x", 0].ranks.tolist(), mesh[1:3].shape, mesh.group(3, ("x",))
+        ([0, 1], (2, 2), (1, 3, 5))
+        >>> ProcessMesh.grid(dp=2).weighted(dp=(3, 1)).blocks(8, ("dp",))
+        ((0, 6), (6, 8))
+    """
+
+    __slots__ = ("__dict__", "_hash", "axes", "ranks", "shape", "weights")
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    weights: Mapping[str, tuple[int, ...]]
+
+    def __init__(
+        self, ranks: Any, axes: Sequence[str], weights: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        array = _rank_array(ranks)
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if array.ndim != len(names):
+            raise ShardingError(
+                f"mesh with ranks of shape {array.shape} has {array.ndim} dims but {len(names)} axis names "
+                f"{list(names)}; give one name a dim"
+            )
+        if len(set(names)) != len(names) or not all(map(is_axis_name, names)):
+            raise ShardingError(
+                f"mesh axis names {list(names)} must be distinct identifiers of letters and digits, "
+                "other than _"
+            )
+        if array.size == 0 or array.min() < 0 or np.unique(array).size != array.size:
+            raise ShardingError(
+                f"mesh ranks {array.ravel().tolist()} must be distinct, non-negative and at least one"
+            )
+        array.setflags(write=False)
+        self.ranks = array
+        self.axes = names
+        self.shape = tuple(int(n) for n in array.shape)
+        self.weights = _uneven(dict(zip(names, self.shape, strict=True)), weights) if weights else {}
+        self._hash = hash((names, self.shape, array.tobytes(), tuple(self.weights.items())))
+
+    @classmethod
+    def grid(cls, start: int = 0, /, **sizes: int) -> ProcessMesh:
+        """Consecutive ranks from `start`, axes in keyword order: `ProcessMesh.grid(dp=2, tp=4)`."""
+        shape = tuple(sizes.values())
+        if not shape or not all(is_integer(n) and n > 0 for n in shape):
+            raise ShardingError(f"mesh sizes {sizes} must be numbers from 1 up, such as dp=2, tp=4")
+        return cls(np.arange(start, start + math.prod(shape)).reshape(shape), tuple(sizes))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.ranks.size)
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """All ranks in row-major order."""
+        return tuple(int(r) for r in self.ranks.ravel())
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> number of ranks along it."""
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    @cached_property
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        return {int(r): tuple(int(c) for c in at) for at, r in np.ndenumerate(self.ranks)}
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
+        return {}
+
+    def axis_size(self, axis: str) -> int:
+        """Ranks along one axis. Raises ShardingError for an unknown axis."""
+        try:
+            return self.sizes[axis]
+        except KeyError:
+            raise ShardingError(f"axis {axis!r} is not in {self}; it has {', '.join(self.axes)}") from None
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Product of the sizes of several axes (1 for none): the number of parts they split a dim into."""
+        return math.prod(self.axis_size(axis) for axis in axes)
+
+    @cached_property
+    def _borders(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        return {}
+
+    def borders(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """Where the parts of a dim split over several axes begin, in units; the last entry is `units`."""
+        key = tuple(axes)
+        if key not in self._borders:
+            widths = [1]
+            for axis in key:
+                own = self.weights.get(axis) or (1,) * self.axis_size(axis)
+                widths = [width * weight for width in widths for weight in own]
+            self._borders[key] = (0, *accumulate(widths))
+        return self._borders[key]
+
+    def units(self, axes: Sequence[str]) -> int:
+        """Equal units that a dim split over several axes is cut in; `count` where none of them has weights.
+
+        A dim that divides by it is shared exactly as the weights say.
+        """
+        return self.borders(axes)[-1]
+
+    def block(self, size: int, axes: Sequence[str], position: int) -> tuple[int, int]:
+        """(start, stop) of one part of a dim of some size that is split over several axes, major first.
+
+        Units are ceil(size / units) long: the last ones are shorter or empty.
+        """
+        borders = self.borders(axes)
+        unit = -(-size // borders[-1])
+        return min(size, unit * borders[position]), min(size, unit * borders[position + 1])
+
+    def blocks(self, size: int, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of all parts of a dim that is split over several axes, major first."""
+        return tuple(self.block(size, axes, position) for position in range(len(self.borders(axes)) - 1))
+
+    def longest(self, size: int, axes: Sequence[str]) -> int:
+        """Length of the longest part of a dim that is split over several axes."""
+        if not any(axis in self.weights for axis in axes):
+            return -(-size // self.units(axes))
+        return max(stop - start for start, stop in self.blocks(size, axes))
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Position of a rank, one number an axis. Raises ShardingError when it is not in the mesh."""
+        try:
+            return self._coordinates[rank]
+        except KeyError:
+            raise ShardingError(
+                f"rank {rank} is not in {self}, whose ranks are {list(self.members)}"
+            ) from None
+
+    def index(self, rank: int, axes: Iterable[str]) -> int:
+        """Row-major position of a rank along several axes, major first: the part of a split dim it holds."""
+        at, position = self.coordinates(rank), 0
+        for axis in axes:
+            position = position * self.axis_size(axis) + at[self.axes.index(axis)]
+        return position
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Ranks that differ from `rank` along `axes` only, in row-major order of `axes` (major first)."""
+        key = (rank, tuple(axes))
+        if key not in self._groups:
+            for axis in key[1]:
+                self.axis_size(axis)
+            at: list[Any] = list(self.coordinates(rank))
+            where = [self.axes.index(axis) for axis in key[1]]
+            for dim in where:
+                at[dim] = slice(None)
+            part = self.ranks[tuple(at)]  # its dims come in mesh order: put them in the order asked for
+            part = part.transpose([sorted(where).index(dim) for dim in where])
+            self._groups[key] = tuple(int(r) for r in part.ravel())
+        return self._groups[key]
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All distinct groups along `axes`; together they cover the mesh once."""
+        for axis in axes:
+            self.axis_size(axis)
+        along = [self.axes.index(axis) for axis in axes]
+        others = [dim for dim in range(len(self.axes)) if dim not in along]
+        table = self.ranks.transpose([*others, *along]).reshape(-1, self.count(axes))
+        return tuple(map(tuple, table.tolist()))
+
+    def reshape(self, **sizes: int) -> ProcessMesh:
+        """Same ranks, other axes, no weights: `mesh.reshape(dp=2, tp=2)`.
+
+        Raises:
+            ShardingError: the sizes do not fit.
+        """
+        if math.prod(sizes.values()) != self.size:
+            raise ShardingError(f"{self} has {self.size} ranks but {sizes} needs {math.prod(sizes.values())}")
+        return ProcessMesh(self.ranks.reshape(tuple(sizes.values())), tuple(sizes))
+
+    def weighted(self, **weights: Sequence[int]) -> ProcessMesh:
+        """Same ranks and axes, other weights: `mesh.weighted(dp=(3, 1))`; see `ProcessMesh`."""
+        return ProcessMesh(self.ranks, self.axes, weights)
+
+    def __getitem__(self, key: Any) -> ProcessMesh:
+        """`mesh[0:2]` cuts the first axis, `mesh["x", 0:2]` axis x; `mesh["x", 0]` drops x at position 0."""
+        axis, at = key if isinstance(key, tuple) else (self.axes[0], key)
+        self.axis_size(axis)
+        where = self.axes.index(axis)
+        part = self.ranks[(slice(None),) * where + (at,)]
+        names = self.axes if isinstance(at, slice) else self.axes[:where] + self.axes[where + 1 :]
+        if not names:
+            return ProcessMesh(part.reshape(1), (axis,))
+        weights = {
+            name: own[at] if name == axis and isinstance(at, slice) else own
+            for name, own in self.weights.items()
+            if name in names
+        }
+        return ProcessMesh(part, names, weights)
+
+    def renumbered(self, ranks: Any) -> ProcessMesh:
+        """The same axes and weights over other ranks, an array of the same shape."""
+        return ProcessMesh(ranks, self.axes, self.weights)
+
+    @cached_property
+    def rank_set(self) -> frozenset[int]:
+        """The ranks without their order."""
+        return frozenset(self.members)
+
+    def contains(self, other: ProcessMesh) -> bool:
+        """True when every rank of `other` is in this mesh."""
+        return other.rank_set <= self.rank_set
+
+    def reordered(self, axes: Sequence[str], order: Sequence[int]) -> ProcessMesh:
+        """The same ranks and axes; position p along `axes` (major first) gets what was at `order[p]`.
+
+        Weights stay at their positions.
+
+        Example:
+            >>> ProcessMesh.grid(x=2, y=3).reordered(("y",), (2, 1, 0)).ranks.tolist()
+            [[2, 1, 0], [5, 4, 3]]
+        """
+        if sorted(order) != list(range(self.count(axes))):
+            raise ShardingError(f"order {list(order)} of {self} along {', '.join(axes)} is no permutation")
+        where, front = [self.axes.index(axis) for axis in axes], list(range(len(axes)))
+        moved = np.moveaxis(self.ranks, where, front)
+        picked = moved.reshape(len(order), -1)[list(order)].reshape(moved.shape)
+        return self.renumbered(np.moveaxis(picked, front, where))
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._coordinates
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, ProcessMesh):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.axes == other.axes
+            and self.shape == other.shape
+            and self.weights == other.weights
+            and bool((self.ranks == other.ranks).all())
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def described(self) -> str:
+        """Axes with their sizes, or with their weights where they have some: `dp=3:1, tp=4`."""
+        shown = {axis: ":".join(map(str, self.weights.get(axis, (n,)))) for axis, n in self.sizes.items()}
+        return ", ".join(f"{axis}={text}" for axis, text in shown.items())
+
+    def __repr__(self) -> str:
+        body, ranks = self.described, self.members
+        if ranks == tuple(range(self.size)):
+            return f"mesh({body})"
+        if ranks == tuple(range(ranks[0], ranks[0] + self.size)):
+            return f"mesh({body}; {ranks[0]}..{ranks[-1]})"
+        return f"mesh({body}; {','.join(map(str, ranks))})"
+
+
+def is_axis_name(name: object) -> bool:
+    """Whether an axis may have this name: an identifier of letters and digits; _ is a dim kept whole."""
+    return isinstance(name, str) and name.isidentifier() and name != "_" and bool(_WORD.fullmatch(name))
+
+
+def _rank_array(ranks: Any) -> np.ndarray:
+    try:
+        array = np.array(ranks)
+    except ValueError:
+        raise ShardingError(f"mesh ranks {ranks} must be a full grid; rows differ in length") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise ShardingError(f"mesh ranks {array.ravel().tolist()} are {array.dtype} but must be integers")
+    return array.astype(np.int64)
+
+
+def _uneven(sizes: Mapping[str, int], weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Weights in lowest terms, in the order of the axes; none where all are equal."""
+    for axis, own in weights.items():
+        if axis not in sizes:
+            raise ShardingError(f"weights of axis {axis!r}, but the mesh has {', '.join(sizes)}")
+        if len(own) != sizes[axis] or not all(is_integer(n) and n > 0 for n in own):
+            raise ShardingError(
+                f"weights {list(own)} of axis {axis} must be {sizes[axis]} whole numbers from 1 up, one for "
+                f"each of its positions"
+            )
+    lowest = {axis: math.gcd(*weights[axis]) for axis in sizes if axis in weights}
+    return {
+        axis: tuple(int(n) // common for n in weights[axis])
+        for axis, common in lowest.items()
+        if len(set(weights[axis])) > 1
+    }
+
+
+def check_mesh(subject: str, mesh: object) -> None:
+    """Raises ShardingError where something else is given for a mesh."""
+    if not isinstance(mesh, ProcessMesh):
+        raise ShardingError(
+            f"{subject}: mesh is a {type(mesh).__name__} but must be a ProcessMesh, such as "
+            f"ProcessMesh.grid(dp=2)"
+        )

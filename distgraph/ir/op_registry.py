@@ -1,0 +1,414 @@
+"""The op registry: an op is declared once, and everything else is derived from its declaration.
+
+    define("add", elementwise, kernel=ufunc("add"), gradient=add_gradient, linear=((0, 1),), inplace=(0, 1))
+
+The index rule gives completion, legal layouts, partial results, local shapes, FLOPs and (where `infer` is
+absent) the result shapes. See `distgraph.ir.index_rule` for the notation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import promote, to_numpy
+from distgraph.ir.graph import SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.kernels._common import in_f32, widened
+
+if TYPE_CHECKING:
+    from distgraph.tracing.tensor import Tensor
+
+Attrs = Mapping[str, Any]
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+RuleFunction = Callable[[Shapes, Attrs], Rule]
+Infer = Callable[[Sequence[Value], Attrs], Sequence[tuple[Shape, str]]]
+Gradient = Callable[["GradientContext"], "Sequence[Tensor | None]"]
+Kernel = Callable[..., Any]
+Groups = tuple[tuple[int, ...], ...]
+Windows = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (dim, (start, stop) for every part of it)
+Reads = Callable[[Op, int, int, int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientContext:
+    """What a gradient function sees.
+
+    Attributes:
+        operands, results: tensors of the forward op.
+        grads: gradient of every result; None where nothing depends on it.
+        attrs: attributes of the forward op.
+        needs: for every operand whether its gradient is wanted (others may be returned as None).
+    """
+
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    grads: tuple[Tensor | None, ...]
+    attrs: Attrs
+    needs: tuple[bool, ...]
+
+    @property
+    def grad(self) -> Tensor:
+        """Gradient of the first result."""
+        if self.grads[0] is None:
+            raise AssertionError("gradient asked for without a cotangent")
+        return self.grads[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One rank's part of an op: what `localize` sees.
+
+    Attributes:
+        op, rule, layout: the global op and how it is computed.
+        rank: the rank.
+        operand_shapes, result_shapes: local shapes; those of operands with their halos.
+    """
+
+    op: Op
+    rule: Rule
+    layout: OpLayout
+    rank: int
+    operand_shapes: Shapes
+    result_shapes: Shapes
+
+    def bounds(self, index: str) -> tuple[int, int]:
+        """(start, stop) of the positions of an index on this rank."""
+        return bounds(self.rule, self.layout, self.rank, index)
+
+    def starts(self, tensor: int, *, result: bool) -> tuple[int, ...]:
+        """Global start of this rank's block on every dim of an operand or result."""
+        return tuple(start for start, _ in self.block(tensor, result=result))
+
+    def block(self, tensor: int, *, result: bool) -> tuple[tuple[int, int], ...]:
+        """Global (start, stop) of this rank's block on every dim of an operand (without halo) or result."""
+        term = (self.rule.results if result else self.rule.operands)[tensor]
+        shape = (self.op.results if result else self.op.operands)[tensor].shape
+        spec = ShardSpec(tuple(tuple(a for i in dim for a in self.layout.of(i)) for dim in term))
+        return spec.bounds(shape, self.layout.mesh, self.rank)
+
+    def window(self, operand: int) -> tuple[tuple[int, int], ...]:
+        """Global (start, stop) of what this rank reads of an operand on every dim."""
+        spec = operand_layout(self.op, operand, self.layout)
+        shape, mesh = self.op.operands[operand].shape, self.layout.mesh
+        return window_bounds(shape, mesh, spec, operand_windows(self.op, operand, self.layout), self.rank)
+
+    def slides(self, tensor: int, dim: int, *, result: bool) -> bool:
+        """True when a dim is split along a sliding index."""
+        indices = (self.rule.results if result else self.rule.operands)[tensor][dim]
+        return bool(indices) and indices[0] in self.rule.sliding and self.layout.parts(indices[0]) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpDef:
+    """Declaration of an op kind.
+
+    Attributes:
+        name: the kind.
+        rule: index rule text, or a function of operand shapes and attrs that returns a bound rule.
+        kernel: `kernel(xp, *arrays, out=None, **attrs)` over NumPy or CuPy; returns an array or a tuple of
+            arrays.
+        infer: result shapes and dtypes; by default shapes from the rule and the promoted dtype of the
+            operands.
+        gradient: gradients of the operands from those of the results; None = not differentiable.
+        flops: floating point operations of the whole op; default one an element of the first result.
+        linear: groups of operands in which the op is jointly linear: a group may be partial(sum) together,
+            the other operands must not be, and the results are then partial too. A function of (number of
+            operands, attrs) where they differ from op to op; read it through `linear_groups(op)`.
+        reduction: how partial results combine when a split index is missing from them (sum, max, min, prod).
+        reads: (op, operand, dim, start, stop) -> positions of a sliding dim of an operand that the op reads
+            for the block start:stop (never empty) of its leading tensor: the first result that carries the
+            index, or where none does the last operand. Positions that reach below 0 or past the end wrap
+            around.
+        localize: attrs of the local op, when they speak of shapes or positions.
+        decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
+        inplace: operands whose buffer the first result may take over (same shape and dtype).
+        view: the result aliases the operand's memory.
+        ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
+        cost: matmul, memory, lookup or launch: which cost model applies.
+        micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
+        workspace: `workspace(*arrays, **attrs)`: bytes that the NumPy kernel allocates beside operands and
+            results; of the arrays it reads shape, dtype and strides. None: none that grows with them. With
+            `adds` it takes `adds=True` for what that needs. See `distgraph.kernels.workspace`.
+        adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: out = scale * result where `fresh`, else
+            out + scale * result; for what is summed over micro-batches, if it costs less than a sum behind.
+    """
+
+    name: str
+    rule: str | RuleFunction
+    kernel: Kernel
+    infer: Infer | None = None
+    gradient: Gradient | None = None
+    flops: Callable[[Op, Rule], int] | None = None
+    linear: Groups | Callable[[int, Attrs], Groups] = ()
+    reduction: str = "sum"
+    reads: Reads | None = None
+    localize: Callable[[Attrs, Local], Attrs] | None = None
+    decompose: Callable[..., Any] | None = None
+    inplace: tuple[int, ...] = ()
+    view: bool = False
+    ufunc: str = ""
+    cost: str = "memory"
+    micro: bool = False
+    adds: Kernel | None = None
+    workspace: Callable[..., int] | None = None
+
+
+REGISTRY: dict[str, OpDef] = {}
+
+
+def define(name: str, rule: str | RuleFunction, kernel: Kernel, **fields: Any) -> OpDef:
+    """Declare an op kind. Raises GraphError when the name is taken."""
+    if name in REGISTRY:
+        raise GraphError(f"op {name} is declared twice")
+    REGISTRY[name] = OpDef(name, rule, kernel, **fields)
+    return REGISTRY[name]
+
+
+def lookup(kind: str) -> OpDef:
+    """Declaration of a kind. Raises GraphError for an unknown one."""
+    try:
+        return REGISTRY[kind]
+    except KeyError:
+        raise GraphError(
+            f"op kind {kind!r} is not in the registry; declare it with distgraph.ops.define"
+        ) from None
+
+
+def freeze(attr: Any) -> Any:
+    """A hashable stand-in for an attribute."""
+    if isinstance(attr, np.ndarray):
+        return (attr.shape, attr.dtype.str, attr.tobytes())
+    if isinstance(attr, (list, tuple)):
+        return tuple(freeze(a) for a in attr)
+    if isinstance(attr, Mapping):
+        return tuple(sorted((k, freeze(v)) for k, v in attr.items()))
+    return _Same(attr) if attr.__hash__ is None or isinstance(attr, Graph) else attr
+
+
+class _Same:
+    """Stands for something that has no hash, such as a subgraph: equal to itself only; keeps it alive."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+
+def rule_of(op: Op) -> Rule:
+    """The bound index rule of an op: kept with the op, and shared by ops of one kind, shapes and attrs."""
+    if op._rule is not None:
+        return op._rule
+    # what a source holds (perhaps megabytes) has no part in its rule
+    key = () if op.kind in SOURCES else tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
+    operands, results = tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results)
+    rule = _rule(op.kind, operands, results, key, _Box(op.attrs))
+    object.__setattr__(op, "_rule", rule)  # it follows from the other fields, so nothing changes
+    return rule
+
+
+class _Box:
+    """Carries attrs past a cache without taking part in its key."""
+
+    __slots__ = ("attrs",)
+
+    def __init__(self, attrs: Attrs) -> None:
+        self.attrs = attrs
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Box)
+
+
+@lru_cache(maxsize=65536)
+def _rule(kind: str, operands: Shapes, results: Shapes, key: object, box: _Box) -> Rule:
+    rule = lookup(kind).rule
+    if callable(rule):
+        return rule(operands, box.attrs)
+    sizes = tuple((k, v) for k, v in box.attrs.items() if isinstance(v, int) and not isinstance(v, bool))
+    return bind(rule, operands, results, sizes)
+
+
+def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    """Shapes and dtypes of the results of an op to be. Raises GraphError when the operands do not fit."""
+    declared = lookup(kind)
+    if declared.infer is not None:
+        return list(declared.infer(operands, attrs))
+    shapes = tuple(v.shape for v in operands)
+    if callable(declared.rule):
+        rule = declared.rule(shapes, attrs)
+    else:
+        sizes = tuple((k, v) for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool))
+        rule = bind(declared.rule, shapes, None, sizes)
+    dtype = operands[0].dtype
+    for value in operands[1:]:
+        dtype = promote(dtype, value.dtype)
+    return [(tuple(math.prod(rule.sizes[i] for i in dim) for dim in term), dtype) for term in rule.results]
+
+
+def linear_groups(op: Op) -> Groups:
+    """Groups of operands that may be partial(sum) together (see `OpDef.linear`)."""
+    declared = lookup(op.kind).linear
+    return declared(len(op.operands), op.attrs) if callable(declared) else declared
+
+
+def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> ShardSpec:
+    """Layout in which a completed op (or one under `layout`) reads an operand."""
+    return operand_spec(rule_of(op), operand, layout or _completed(op), linear_groups(op))
+
+
+def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:
+    """Layout in which a completed op (or one under `layout`) leaves a result."""
+    return result_spec(rule_of(op), result, layout or _completed(op), lookup(op.kind).reduction)
+
+
+def operand_windows(op: Op, operand: int, layout: OpLayout | None = None) -> Windows:
+    """The dims of an operand of which ranks read other positions than their block, and which ones.
+
+    Empty where every rank reads its own block, as under most ops. See `OpDef.reads`.
+    """
+    rule = rule_of(op)
+    if not rule.sliding:
+        return ()
+    layout = layout or _completed(op)
+    found = []
+    for dim, indices in enumerate(rule.operands[operand]):
+        parts = layout.parts(indices[0]) if indices and indices[0] in rule.sliding else 1
+        if parts == 1:
+            continue
+        length = op.operands[operand].shape[dim]
+        own = layout.mesh.blocks(length, layout.of(indices[0]))
+        read = _stretches(op, operand, dim, rule, indices[0], layout)
+        if read != own:
+            found.append((dim, read))
+    return tuple(found)
+
+
+def _stretches(
+    op: Op, operand: int, dim: int, rule: Rule, index: str, layout: OpLayout
+) -> tuple[tuple[int, int], ...]:
+    reads = lookup(op.kind).reads
+    if reads is None:
+        raise GraphError(f"op {op.kind} slides over index {index} but declares no `reads`")
+    carriers = rule.dims_of(index)
+    is_result, tensor, place = next((c for c in carriers if c[0]), carriers[-1])
+    leading = (op.results if is_result else op.operands)[tensor].shape[place]
+    own = layout.mesh.blocks(op.operands[operand].shape[dim], layout.of(index))
+    made = layout.mesh.blocks(leading, layout.of(index))
+    return tuple(
+        reads(op, operand, dim, *block) if block[0] < block[1] else (start, start)
+        for (start, _), block in zip(own, made, strict=True)
+    )
+
+
+def window_bounds(
+    shape: Shape, mesh: ProcessMesh, spec: ShardSpec, windows: Windows, rank: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of what a rank holds on every dim: its block, or its window where there is one."""
+    bounds = list(spec.bounds(shape, mesh, rank))
+    for dim, read in windows:
+        bounds[dim] = read[mesh.index(rank, spec.dims[dim])]
+    return tuple(bounds)
+
+
+def _completed(op: Op) -> OpLayout:
+    if op.layout is None:
+        raise GraphError(f"{op} has no layout yet; run the pass complete first")
+    return op.layout
+
+
+def flops(op: Op) -> int:
+    """Floating point operations of the whole (global) op."""
+    declared = lookup(op.kind)
+    return declared.flops(op, rule_of(op)) if declared.flops else op.results[0].size
+
+
+def local_attrs(op: Op, rank: int) -> Attrs:
+    """Attributes of a completed op on one rank."""
+    declared, layout = lookup(op.kind), _completed(op)
+    if declared.localize is None:
+        return op.attrs
+    rule = rule_of(op)
+    operand_shapes = tuple(
+        tuple(
+            stop - start
+            for start, stop in window_bounds(
+                v.shape, layout.mesh, operand_layout(op, i), operand_windows(op, i), rank
+            )
+        )
+        for i, v in enumerate(op.operands)
+    )
+    result_shapes = tuple(
+        result_layout(op, i).local_shape(v.shape, layout.mesh, rank) for i, v in enumerate(op.results)
+    )
+    return declared.localize(op.attrs, Local(op, rule, layout, rank, operand_shapes, result_shapes))
+
+
+def workspace(kind: str, arrays: Sequence[Any], attrs: Attrs, results: Sequence[Value], *, adds: bool) -> int:
+    """Bytes that the NumPy kernel of an op allocates at most beside operands and results.
+
+    Args:
+        kind: of the op.
+        arrays: its operands on one rank; shape, dtype and strides are read and nothing else.
+        attrs, results: of the op on that rank.
+        adds: whether it is computed into a sum over micro-batches, by `OpDef.adds`.
+    """
+    declared = lookup(kind)
+    halves = widened(arrays, [(v.shape, to_numpy(v.dtype)) for v in results])
+    if halves and getattr(declared.kernel, "widens", False):
+        arrays = [in_f32(x) for x in arrays]
+    else:
+        halves = 0
+    if declared.workspace is None:
+        return halves
+    return halves + declared.workspace(*arrays, **attrs, **({"adds": True} if adds else {}))
+
+
+def ufunc(name: str) -> Kernel:
+    """Kernel that is a NumPy ufunc of the array namespace."""
+
+    def kernel(xp: Any, *arrays: Any, out: Any = None) -> Any:
+        return getattr(xp, name)(*arrays, out=out)
+
+    kernel.__name__ = name
+    return kernel
+
+
+def elementwise(shapes: Shapes, attrs: Attrs) -> Rule:
+    """Rule of an elementwise op with NumPy broadcasting; one result."""
+    return broadcast_rule(shapes, 1)
+
+
+@lru_cache(maxsize=65536)
+def broadcast_rule(shapes: Shapes, results: int) -> Rule:
+    """Elementwise rule over broadcast shapes, with several results of the broadcast shape."""
+    try:
+        shape = np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise GraphError(
+            f"shapes {' and '.join(map(str, shapes))} do not broadcast; reshape one of them"
+        ) from None
+    letters = tuple(f"i{d}" for d in range(len(shape)))
+    terms = []
+    for own in shapes:
+        skip = len(shape) - len(own)
+        terms.append(tuple((letters[skip + d],) if n == shape[skip + d] else () for d, n in enumerate(own)))
+    term = tuple((letter,) for letter in letters)
+    return make_rule("elementwise", tuple(terms), (term,) * results, dict(zip(letters, shape, strict=True)))

@@ -1,0 +1,207 @@
+"""ShardSpec: how one tensor lies on a mesh; DistAttr: mesh, spec and who decided them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from distgraph.errors import ShardingError
+from distgraph.ir.mesh import ProcessMesh, is_axis_name
+
+REDUCTIONS = ("sum", "max", "min", "prod")
+Dim = tuple[str, ...]
+UserDim = str | Sequence[str] | None
+
+
+class ShardSpec:
+    """For each dim of a tensor the mesh axes that split it, major to minor; and the axes it is partial over.
+
+    A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty.
+    Axes with weights cut unevenly, see `ProcessMesh`.
+    Partial over an axis means: the true value is the reduction (sum, max, min, prod) of what the ranks along
+    it hold.
+    Frozen, hashable, and parseable from its own print.
+
+    Example:
+        >>> spec = ShardSpec.of([("x", "y"), None], partial={"tp": "sum"})
+        >>> str(spec), ShardSpec.parse(str(spec)) == spec
+        ('[x*y, _] partial(tp)', True)
+    """
+
+    __slots__ = ("_hash", "dims", "partial")
+
+    dims: tuple[Dim, ...]
+    partial: tuple[tuple[str, str], ...]
+
+    def __init__(self, dims: tuple[Dim, ...], partial: tuple[tuple[str, str], ...] = ()) -> None:
+        self.dims = dims
+        self.partial = tuple(sorted(partial)) if len(partial) > 1 else partial
+        self._hash = hash((self.dims, self.partial))
+
+    @classmethod
+    def of(cls, dims: Sequence[UserDim], partial: Mapping[str, str] | None = None) -> ShardSpec:
+        """From what a user writes: `[None, "x"]`, `[("x", "y"), None]`.
+
+        Raises:
+            ShardingError: an axis repeats, or what is given is no list of axes.
+        """
+        given: object = dims
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise ShardingError(f"spec is {dims!r} but must be a list, one entry a dim, such as [None, 'tp']")
+        for d in given:
+            if d is not None and not isinstance(d, (str, tuple, list)):
+                raise ShardingError(
+                    f"spec {list(given)}: {d!r} is no axis; each entry is a name, a tuple of names or None"
+                )
+        tuples = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
+        spec = cls(tuples, tuple((partial or {}).items()))
+        spec.check_axes()
+        return spec
+
+    @classmethod
+    def replicated(cls, ndim: int) -> ShardSpec:
+        """No dim split, nothing partial."""
+        return _replicated(ndim)
+
+    @classmethod
+    def parse(cls, text: str) -> ShardSpec:
+        """Inverse of `str`. Raises ShardingError on malformed text."""
+        match = re.fullmatch(r"\s*\[([^\]]*)\](?:\s+partial\(([^)]*)\))?\s*", text)
+        if match is None:
+            raise ShardingError(f"spec {text!r} does not read like '[x*y, _] partial(tp)'")
+        dims = tuple(
+            () if part.strip() == "_" else tuple(a.strip() for a in part.split("*"))
+            for part in (match[1].split(",") if match[1].strip() else ())
+        )
+        partial = []
+        for part in (match[2] or "").split(",") if match[2] is not None else ():
+            axis, colon, kind = part.strip().partition(":")
+            partial.append((axis, kind if colon else "sum"))
+        spec = cls(dims, tuple(partial))
+        spec.check_axes()
+        return spec
+
+    def check_axes(self) -> None:
+        """Raises ShardingError when an axis is used twice, is no identifier, or a reduction is unknown."""
+        used: list[Any] = [axis for dim in self.dims for axis in dim]  # users may pass anything
+        used += [axis for axis, _ in self.partial]
+        seen = set[str]()
+        for axis in used:
+            if not is_axis_name(axis):
+                raise ShardingError(f"spec {self}: {axis!r} is no axis name")
+            if axis in seen:
+                raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")
+            seen.add(axis)
+        for axis, kind in self.partial:
+            if kind not in REDUCTIONS:
+                raise ShardingError(
+                    f"spec {self}: reduction {kind!r} of axis {axis} is not one of {REDUCTIONS}"
+                )
+
+    def check(self, shape: Sequence[int], mesh: ProcessMesh, subject: str = "tensor") -> None:
+        """Raises ShardingError when the spec does not fit a shape or names an axis that the mesh lacks."""
+        self.check_axes()
+        if len(self.dims) != len(shape):
+            raise ShardingError(
+                f"{subject}: spec {self} has {len(self.dims)} dims but shape {tuple(shape)} has {len(shape)}"
+            )
+        for axis in self.axes:
+            if axis not in mesh.sizes:
+                raise ShardingError(
+                    f"{subject}: spec {self} names axis {axis!r} but {mesh} has {', '.join(mesh.axes)}"
+                )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that the spec mentions, split dims first, then partial ones."""
+        return tuple(a for dim in self.dims for a in dim) + tuple(a for a, _ in self.partial)
+
+    @property
+    def is_replicated(self) -> bool:
+        """No dim split and nothing partial."""
+        return not self.partial and not any(self.dims)
+
+    def reduction(self, axis: str) -> str | None:
+        """The pending reduction over an axis, or None."""
+        return next((kind for a, kind in self.partial if a == axis), None)
+
+    def without_partial(self) -> ShardSpec:
+        """The layout once every pending reduction is done in place."""
+        return ShardSpec(self.dims) if self.partial else self
+
+    def local_shape(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[int, ...]:
+        """Shape of the block that a rank holds."""
+        return tuple(stop - start for start, stop in self.bounds(shape, mesh, rank))
+
+    def bounds(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of a rank's block on every dim."""
+        return _bounds(self, tuple(shape), mesh, rank)
+
+    def slices(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[slice, ...]:
+        """Index of a rank's block in the global tensor."""
+        return tuple(slice(start, stop) for start, stop in self.bounds(shape, mesh, rank))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, ShardSpec):
+            return NotImplemented
+        return self._hash == other._hash and self.dims == other.dims and self.partial == other.partial
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        body = "[" + ", ".join("*".join(dim) if dim else "_" for dim in self.dims) + "]"
+        if not self.partial:
+            return body
+        return f"{body} partial({', '.join(a if k == 'sum' else f'{a}:{k}' for a, k in self.partial)})"
+
+
+@lru_cache(maxsize=65536)
+def _bounds(
+    spec: ShardSpec, shape: tuple[int, ...], mesh: ProcessMesh, rank: int
+) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        mesh.block(size, dim, mesh.index(rank, dim)) if dim else (0, size)
+        for size, dim in zip(shape, spec.dims, strict=True)
+    )
+
+
+@lru_cache(maxsize=64)
+def _replicated(ndim: int) -> ShardSpec:
+    return ShardSpec(((),) * ndim)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who decided a layout: `kind` is user, op, rule, search or default; `where` a file:line or an op."""
+
+    kind: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where}".strip()
+
+
+DEFAULT_ORIGIN = Origin("default")
+
+
+@dataclass(frozen=True, slots=True)
+class DistAttr:
+    """Where and how a value lies. Equality ignores the origin."""
+
+    mesh: ProcessMesh
+    spec: ShardSpec
+    origin: Origin = field(default=DEFAULT_ORIGIN, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.spec} on {self.mesh}"
+
+    @property
+    def pinned(self) -> bool:
+        """True for what a user wrote: no pass may change it."""
+        return self.origin.kind == "user"

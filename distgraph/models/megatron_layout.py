@@ -1,0 +1,223 @@
+"""Layouts of whole models: Megatron-like on one mesh, or on one mesh a pipeline stage.
+
+Which dim of a parameter is split is a table by the end of its name; a role (dp, tp, ep) that the mesh has no
+axis for splits nothing, so that stages of different shape share one call. Column then row: the first matrix
+of a pair is split by its outputs, the second by its inputs, and one sum over tp follows (Shoeybi et al.,
+"Megatron-LM", 2019, section 3). With `sequence_parallel` what lies between such pairs is split along the
+sequence (Korthikanti et al., 2022, section 4.2.2). Experts lie on the axis of the batch unless told
+otherwise, and tokens travel to them (Lepikhin et al., "GShard", 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distgraph.errors import ShardingError
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.nn import Module, Parameter
+from distgraph.tracing.annotations import on, reshard, shard_tensor
+from distgraph.tracing.annotations import recompute as again
+
+COLUMN: tuple[str | None, ...] = (None, "tp")
+ROW: tuple[str | None, ...] = ("tp", None)
+SPLIT: dict[str, tuple[str | None, ...]] = {
+    "tokens.weight": ROW,
+    "head.weight": COLUMN,
+    "head.bias": ("tp",),
+    **{f"attn.{part}.weight": COLUMN for part in ("qkv", "q", "k", "v")},
+    **{f"attn.{part}.bias": ("tp",) for part in ("qkv", "q", "k", "v")},
+    "attn.out.weight": ROW,
+    **{f"mlp.{part}.weight": COLUMN for part in ("up", "gate")},
+    "mlp.up.bias": ("tp",),
+    "mlp.down.weight": ROW,
+    "mlp.up": ("ep", None, "tp"),
+    "mlp.up_bias": ("ep", "tp"),
+    "mlp.down": ("ep", "tp", None),
+    "mlp.down_bias": ("ep", None),
+    "conv2.weight": ("tp", None, None, None),
+    "bn2.weight": ("tp",),
+    "bn2.bias": ("tp",),
+    "conv3.weight": (None, "tp", None, None),
+}
+"""End of a parameter's name -> the role that splits each dim. Others are whole on every rank of the mesh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where and how a part of a model lies. Immutable.
+
+    Attributes:
+        mesh: its ranks; None where nothing is distributed.
+        dp, tp, ep: axes for the batch, for matrices and for experts; those that the mesh lacks split nothing.
+            The batch may be split by several: ("dp", "ep") where `ep` is only a part of the data parallel
+            ranks.
+        sequence: whether hidden states are split along the sequence over `tp` too.
+    """
+
+    mesh: ProcessMesh | None = None
+    dp: str | tuple[str, ...] = "dp"
+    tp: str = "tp"
+    ep: str = "dp"
+    sequence: bool = False
+
+    def axes(self, role: str | None) -> tuple[str, ...]:
+        """The axes of a role that the mesh has."""
+        if role is None or self.mesh is None:
+            return ()
+        name = {"dp": self.dp, "tp": self.tp, "ep": self.ep}[role]
+        return tuple(n for n in (name if isinstance(name, tuple) else (name,)) if n in self.mesh.axes)
+
+    def axis(self, role: str | None) -> str | None:
+        """The axis of a role for matrices or experts, None when the mesh has none."""
+        return next(iter(self.axes(role)), None)
+
+    def batch(self, x: Any) -> Any:
+        """A tensor whose first dim is the batch."""
+        return self.pin(x, "dp", *[None] * (x.ndim - 1))
+
+    def hidden(self, x: Any) -> Any:
+        """Hidden states [b, s, width] between the blocks."""
+        return self.pin(x, "dp", "tp" if self.sequence else None, None)
+
+    def inner(self, x: Any) -> Any:
+        """What the first matrix of a pair puts out [b, s, n], and logits."""
+        return self.pin(x, "dp", None, "tp")
+
+    def heads(self, x: Any) -> Any:
+        """Heads [b, h, s, d]; left open where they do not divide evenly."""
+        axis = self.axis("tp")
+        even = self.mesh is None or axis is None or x.shape[1] % self.mesh.axis_size(axis) == 0
+        return self.pin(x, "dp", "tp", None, None) if even else x
+
+    def routed(self, x: Any, last: str | None = None) -> Any:
+        """Tokens at their experts [experts, groups, capacity, n]; `last` is the role of the last dim."""
+        experts = self.axes("ep")
+        groups = tuple(axis for axis in self.axes("dp") if axis not in experts)
+        return shard_tensor(x, self.mesh, [experts, groups, None, self.axis(last)], gradient=True)
+
+    def whole(self, x: Any) -> Any:
+        """Hidden states gathered along the sequence for a pair of matrices; `x` where it is not split."""
+        if not self.sequence or self.axis("tp") is None:
+            return x
+        return reshard(x, self.mesh, [self.axes("dp"), None, None])
+
+    def pin(self, x: Any, *roles: str | None) -> Any:
+        """`x` with one role, or None, a dim; `x` itself without a mesh."""
+        return shard_tensor(x, self.mesh, [self.axes(role) for role in roles])
+
+
+SERIAL = Layout()
+
+
+class Placed(Module):
+    """A module that knows how it lies: serial until `annotate` or `stages` says more."""
+
+    layout: Layout = SERIAL
+
+
+class Stack(Placed):
+    """A model that is a row of blocks with something before and something after them.
+
+    Attributes:
+        blocks: what is cut over the stages of a pipeline.
+        layout, end: layouts of the first and of the last stage.
+        recompute: whether each block is computed again in the backward part.
+        tail: names of the attributes that belong to the last stage; other parameters belong to the first.
+    """
+
+    blocks: Sequence[Placed]
+    end: Layout = SERIAL
+    recompute: bool = False
+    tail: tuple[str, ...] = ()
+
+    def through(self, x: Any) -> Any:
+        """`x` after all blocks, each computed on its mesh."""
+        for block in self.blocks:
+            with on(block.layout.mesh):
+                x = again(block)(x) if self.recompute else block(x)
+        return x
+
+
+def annotate(
+    model: Stack,
+    mesh: ProcessMesh | None,
+    *,
+    dp: str | tuple[str, ...] = "dp",
+    tp: str = "tp",
+    ep: str | None = None,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+) -> None:
+    """Lay a model out on one mesh: `stages` with one stage."""
+    stages(model, [mesh], dp=dp, tp=tp, ep=ep, sequence_parallel=sequence_parallel, recompute=recompute)
+
+
+def stages(
+    model: Stack,
+    meshes: Sequence[ProcessMesh | None],
+    layers: Sequence[int] | None = None,
+    *,
+    dp: str | tuple[str, ...] = "dp",
+    tp: str = "tp",
+    ep: str | None = None,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+) -> None:
+    """Cut a model's blocks over meshes and lay each stage out; once for a model.
+
+    What comes before the blocks goes to the first stage, what comes after them to the last.
+
+    Args:
+        model: a model of `distgraph.models`.
+        meshes: one a stage, of any shape and size; None for a stage that nothing is distributed over.
+        layers: blocks of each stage; by default as even as possible, the longer ones first.
+        dp, tp: axes that split the batch and the matrices; a mesh without such an axis splits nothing by it.
+        ep: axis that splits experts; by default `dp`, the last of several.
+        sequence_parallel: split hidden states along the sequence over `tp`.
+        recompute: compute each block again in the backward part instead of keeping what is inside.
+
+    Raises:
+        ShardingError: stages and `layers` differ in number, or `layers` do not add up to the blocks.
+
+    Example:
+        >>> from distgraph.models import GPT, GPTConfig
+        >>> model = GPT(GPTConfig(hidden=16, layers=3, heads=2, vocabulary=40, sequence=8))
+        >>> first, second = ProcessMesh.grid(dp=2), ProcessMesh.grid(2, dp=2, tp=3)
+        >>> stages(model, [first, second], [1, 2])
+        >>> model.blocks[0].attn.out.weight.annotation.mesh, model.blocks[2].attn.out.weight.annotation
+        (mesh(dp=2), ...)
+    """
+    count = len(model.blocks)
+    if not meshes:
+        raise ShardingError("stages got no mesh; give one a stage")
+    sizes = [count // len(meshes) + (i < count % len(meshes)) for i in range(len(meshes))]
+    if layers is not None:
+        sizes = list(layers)
+    if len(sizes) != len(meshes) or sum(sizes) != count or min(sizes) < 0:
+        raise ShardingError(
+            f"layers {sizes} over {len(meshes)} stages do not cut the {count} blocks of "
+            f"{type(model).__name__}; give one number a mesh that add up"
+        )
+    own = dp if isinstance(dp, str) else dp[-1]
+    layouts = [
+        Layout(mesh=mesh, dp=dp, tp=tp, ep=own if ep is None else ep, sequence=sequence_parallel)
+        for mesh in meshes
+    ]
+    model.recompute, model.layout, model.end = recompute, layouts[0], layouts[-1]
+    of_block = [layout for layout, size in zip(layouts, sizes, strict=True) for _ in range(size)]
+    for block, layout in zip(model.blocks, of_block, strict=True):
+        for _, module in block.named_modules():
+            if isinstance(module, Placed):
+                module.layout = layout
+    for path, parameter in model.named_parameters():
+        top, _, rest = path.partition(".")
+        layout = of_block[int(rest.partition(".")[0])] if top == "blocks" else model.layout
+        pin(parameter, path, model.end if top in model.tail else layout)
+
+
+def pin(parameter: Parameter, path: str, layout: Layout) -> None:
+    """Annotate a parameter as `SPLIT` says."""
+    roles = next((roles for end, roles in SPLIT.items() if f".{path}".endswith(f".{end}")), None)
+    layout.pin(parameter, *(roles or (None,) * parameter.ndim))

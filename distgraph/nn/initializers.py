@@ -1,0 +1,87 @@
+"""Initial values: what a parameter starts from, and the block of it that one rank holds.
+
+    ("normal", 0.02)   normal with this standard deviation
+    ("uniform", 0.1)   uniform in [-0.1, 0.1)
+    ("zeros",) ("ones",) ("constant", 3.0)
+    ("like", "fc1.weight", "normal", 0.02)   the numbers of another parameter, which starts from the rest
+
+A block is computed from the seed, the parameter's name and its own global positions alone: no rank ever holds
+the whole, and the numbers are the same under every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import to_numpy
+from distgraph.kernels.random import random_key, random_normal, random_uniform
+
+Init = tuple[Any, ...]
+
+_ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0}
+
+
+def check_init(init: Init) -> None:
+    """Raises GraphError when an initialisation is malformed."""
+    if init and init[0] == "like":
+        init = init[2:]
+    if not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
+        raise GraphError(
+            f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), '
+            '("zeros",) or ("ones",), behind "like" and the name of a parameter to start from its numbers'
+        )
+
+
+def materialize(
+    init: Init,
+    name: str,
+    seed: int,
+    shape: Sequence[int],
+    starts: Sequence[int] | None = None,
+    local_shape: Sequence[int] | None = None,
+    dtype: str = "f32",
+    xp: Any = np,
+) -> Any:
+    """The initial values of one block of a parameter.
+
+    Args:
+        init: as in the module's docstring.
+        name: of the parameter; two parameters of one seed start from different numbers.
+        seed: of the run.
+        shape: of the whole parameter.
+        starts: position of the block in it; zeros by default.
+        local_shape: shape of the block; the whole by default.
+        dtype: short name.
+        xp: array namespace, numpy or cupy.
+
+    Raises:
+        GraphError: malformed init.
+    """
+    check_init(init)
+    if init[0] == "like":
+        name, init = init[1], init[2:]
+    whole = tuple(shape)
+    local = whole if local_shape is None else tuple(local_shape)
+    kind, numpy_dtype = init[0], to_numpy(dtype)
+    if kind in ("zeros", "ones", "constant"):
+        value = {"zeros": 0.0, "ones": 1.0}.get(kind) if kind != "constant" else init[1]
+        return xp.full(local, value, dtype=numpy_dtype)
+    draw = random_normal if kind == "normal" else random_uniform
+    wide = to_numpy("f64" if dtype == "f64" else "f32")
+    values = draw(xp, random_key(seed, name), shape=whole, starts=starts, local_shape=local, dtype=wide)
+    if kind == "normal":
+        values *= wide.type(init[1])
+    else:
+        values *= wide.type(2 * init[1])
+        values -= wide.type(init[1])
+    return values if values.dtype == numpy_dtype else values.astype(numpy_dtype)
+
+
+def fan_in_uniform(fan_in: int) -> Init:
+    """Uniform within 1 / sqrt(fan_in): a linear layer's output has a third of its input's variance."""
+    return ("uniform", 1 / math.sqrt(max(1, fan_in)))

@@ -1,0 +1,64 @@
+"""Ops that only a distributed program has: each is the identity on the global tensor.
+
+`accumulate` ends the part of a step that runs once a micro-batch: its result is the mean over the
+micro-batches, so whatever follows it runs once a step. `reshard` is an explicit change of layout; the pass
+`lower` turns it into the collectives below, whose attrs name the mesh axes and dims. Their operand and
+result layouts stand in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise
+from distgraph.tracing.tensor import emit_one
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "halo",
+    "slice", "mask", "transfer",
+)  # fmt: skip
+
+
+def _same(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(operands[0].shape, operands[0].dtype)]
+
+
+def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
+    return arrays[0]
+
+
+define(
+    "accumulate",
+    elementwise,
+    _no_kernel,
+    infer=_same,
+    linear=((0,),),
+    view=True,
+    cost="launch",
+)
+
+
+def _reshard_gradient(c: GradientContext) -> list[Any]:
+    return [c.grad]
+
+
+define(
+    "reshard",
+    elementwise,
+    _no_kernel,
+    infer=_same,
+    gradient=_reshard_gradient,
+    linear=((0,),),
+    view=True,
+    cost="comm",
+)
+
+for _kind in COLLECTIVES:
+    define(f"comm.{_kind}", elementwise, _no_kernel, infer=_same, linear=((0,),), cost="comm")
+
+
+def accumulate(x: Any) -> Any:
+    """Mean over the micro-batches of a step; what uses the result runs once a step."""
+    return emit_one("accumulate", x)

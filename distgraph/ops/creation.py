@@ -1,0 +1,261 @@
+"""What needs no operand (sources, iota, full) and blocks at a place known only when the program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import short, to_numpy
+from distgraph.ir.graph import SOURCES, Op, Value
+from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
+from distgraph.ops.contraction import as_tensors
+from distgraph.tracing.tensor import Tensor, emit_one
+
+Grads = Sequence[Tensor | None]
+
+
+def _no_flops(op: Op, rule: Rule) -> int:
+    return 0
+
+
+def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
+    raise AssertionError("a source is fed by the runtime, not computed")
+
+
+def _infer_declared(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(tuple(attrs["shape"]), short(attrs["dtype"]))]
+
+
+def _localize_constant(attrs: Attrs, local: Local) -> Attrs:
+    value = attrs["value"]
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        return attrs
+    starts = local.starts(0, result=True)
+    block = tuple(slice(a, a + n) for a, n in zip(starts, local.result_shapes[0], strict=True))
+    return {**attrs, "value": value[block]}
+
+
+for _kind in SOURCES:
+    define(
+        _kind,
+        "-> ...",
+        _no_kernel,
+        flops=_no_flops,
+        localize=_localize_constant if _kind == "constant" else None,
+        cost="launch",
+    )
+
+
+def _declared_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    shape = attrs["shape"]
+    term = tuple((f"i{d}",) for d in range(len(shape)))
+    located = {f"i{attrs['dim']}"} if "dim" in attrs else set()
+    return make_rule("declared", (), (term,), {f"i{d}": n for d, n in enumerate(shape)}, located=located)
+
+
+def _localize_shape(attrs: Attrs, local: Local) -> Attrs:
+    return {**attrs, "shape": local.result_shapes[0]}
+
+
+def _full_kernel(xp: Any, out: Any = None, *, shape: Shape, value: Any, dtype: str) -> Any:
+    if out is None:
+        return xp.full(shape, value, dtype=to_numpy(dtype))
+    out[...] = value
+    return out
+
+
+define(
+    "full",
+    _declared_rule,
+    _full_kernel,
+    infer=_infer_declared,
+    gradient=lambda c: [],
+    flops=_no_flops,
+    localize=_localize_shape,
+)
+
+
+def _localize_iota(attrs: Attrs, local: Local) -> Attrs:
+    return {**attrs, "shape": local.result_shapes[0], "start": local.starts(0, result=True)[attrs["dim"]]}
+
+
+def _iota_kernel(xp: Any, out: Any = None, *, shape: Shape, dim: int, dtype: str, start: int = 0) -> Any:
+    line = xp.arange(start, start + shape[dim]).astype(to_numpy(dtype))
+    wide = xp.broadcast_to(line.reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
+    if out is None:
+        return xp.ascontiguousarray(wide)
+    out[...] = wide
+    return out
+
+
+define(
+    "iota",
+    _declared_rule,
+    _iota_kernel,
+    infer=_infer_declared,
+    gradient=lambda c: [],
+    flops=_no_flops,
+    localize=_localize_iota,
+)
+
+
+# a block at a place that is computed
+
+
+def _block_rule(shapes: Shapes, sizes: Shape, *, update: bool) -> Rule:
+    shape = shapes[0]
+    term = tuple((f"i{d}",) if sizes[d] == n else () for d, n in enumerate(shape))
+    operands = (term, term, ((),)) if update else (term, ((),))
+    return make_rule("block", operands, (term,), {f"i{d}": n for d, n in enumerate(shape)})
+
+
+def _check_block(x: Value, sizes: Shape, starts: Value) -> None:
+    if len(sizes) != len(x.shape) or any(not 0 <= s <= n for s, n in zip(sizes, x.shape, strict=True)):
+        raise GraphError(f"block of shape {tuple(sizes)} does not fit in {x.type}")
+    if starts.shape != (len(x.shape),) or not starts.dtype.startswith(("i", "u")):
+        raise GraphError(f"starts are {starts.type} but {x.type} needs {len(x.shape)} integers")
+
+
+def _infer_dynamic_slice(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    _check_block(operands[0], attrs["sizes"], operands[1])
+    return [(tuple(attrs["sizes"]), operands[0].dtype)]
+
+
+def _infer_dynamic_update(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    x, update, starts = operands
+    _check_block(x, update.shape, starts)
+    if update.dtype != x.dtype:
+        raise GraphError(f"{x.type} is updated with {update.type}; cast one of them with .astype")
+    return [(x.shape, x.dtype)]
+
+
+def _place(shape: Shape, sizes: Shape, starts: Any) -> tuple[slice, ...]:
+    """Where the block lies; starts are moved so that it fits, as in XLA."""
+    at = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes, strict=True))
+    return tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))
+
+
+def _dynamic_slice_kernel(xp: Any, x: Any, starts: Any, out: Any = None, *, sizes: Shape) -> Any:
+    return x[_place(x.shape, sizes, starts)]
+
+
+def _dynamic_update_kernel(xp: Any, x: Any, update: Any, starts: Any, out: Any = None) -> Any:
+    result = xp.empty(x.shape, x.dtype) if out is None else out
+    if result is not x:
+        result[...] = x
+    result[_place(x.shape, update.shape, starts)] = update
+    return result
+
+
+def _dynamic_slice_gradient(c: GradientContext) -> Grads:
+    x, starts = c.operands
+    zeros = emit_one("full", shape=x.shape, value=0, dtype=x.dtype)
+    return [emit_one("dynamic_update_slice", zeros, c.grad, starts), None]
+
+
+def _dynamic_update_gradient(c: GradientContext) -> Grads:
+    _, update, starts = c.operands
+    zeros = emit_one("full", shape=update.shape, value=0, dtype=update.dtype)
+    return [
+        emit_one("dynamic_update_slice", c.grad, zeros, starts) if c.needs[0] else None,
+        emit_one("dynamic_slice", c.grad, starts, sizes=update.shape) if c.needs[1] else None,
+        None,
+    ]
+
+
+define(
+    "dynamic_slice",
+    lambda shapes, attrs: _block_rule(shapes, attrs["sizes"], update=False),
+    _dynamic_slice_kernel,
+    infer=_infer_dynamic_slice,
+    gradient=_dynamic_slice_gradient,
+    flops=_no_flops,
+    linear=((0,),),
+    localize=lambda attrs, local: {"sizes": local.result_shapes[0]},
+    view=True,
+)
+define(
+    "dynamic_update_slice",
+    lambda shapes, attrs: _block_rule(shapes, shapes[1], update=True),
+    _dynamic_update_kernel,
+    infer=_infer_dynamic_update,
+    gradient=_dynamic_update_gradient,
+    flops=_no_flops,
+    linear=((0, 1),),
+    inplace=(0,),
+)
+
+
+def iota(shape: Sequence[int], dim: int, dtype: Any = "i64") -> Tensor:
+    """The position along one dim at every element."""
+    lengths = tuple(int(n) for n in shape)
+    if not -len(lengths) <= dim < len(lengths):
+        raise GraphError(f"dim {dim} is out of range for shape {lengths}")
+    return emit_one("iota", shape=lengths, dim=dim % len(lengths), dtype=short(dtype))
+
+
+def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any = None) -> Tensor:
+    """Numbers from start (0 by default) up to but without stop."""
+    first, last = (0, start) if stop is None else (start, stop)
+    if step == 0:
+        raise GraphError("arange with step 0 never ends")
+    exact = all(isinstance(n, (int, np.integer)) for n in (first, last, step))
+    wanted = short(dtype) if dtype is not None else "i64" if exact else "f32"
+    count = max(0, int(np.ceil((last - first) / step)))
+    line = iota((count,), 0, wanted)
+    line = line if step == 1 else line * step
+    return line if first == 0 else line + first
+
+
+def full(shape: int | Sequence[int], value: Any, dtype: Any = None) -> Tensor:
+    """One number everywhere; f32 for a Python float, i64 for an int, bool for a bool."""
+    lengths = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    by_type = "bool" if isinstance(value, bool) else "i64" if isinstance(value, int) else "f32"
+    return emit_one("full", shape=lengths, value=value, dtype=by_type if dtype is None else short(dtype))
+
+
+def zeros(shape: int | Sequence[int], dtype: Any = "f32") -> Tensor:
+    """Zeros."""
+    return full(shape, 0, dtype)
+
+
+def ones(shape: int | Sequence[int], dtype: Any = "f32") -> Tensor:
+    """Ones."""
+    return full(shape, 1, dtype)
+
+
+def dynamic_slice(x: Any, starts: Any, sizes: Sequence[int]) -> Tensor:
+    """The block of `x` of the given sizes at `starts` (one integer a dim, moved so that the block fits)."""
+    tensor, at = as_tensors(x, np.asarray(starts) if isinstance(starts, (list, tuple)) else starts)
+    return emit_one("dynamic_slice", tensor, at, sizes=tuple(int(n) for n in sizes))
+
+
+def dynamic_update_slice(x: Any, update: Any, starts: Any) -> Tensor:
+    """`x` with the block at `starts` replaced by `update`."""
+    return emit_one(
+        "dynamic_update_slice",
+        *as_tensors(x, update, np.asarray(starts) if isinstance(starts, (list, tuple)) else starts),
+    )
+
+
+def tril(x: Any, k: int = 0) -> Tensor:
+    """Zero above the k-th diagonal of the last two dims."""
+    return _triangle(x, k, "greater_equal")
+
+
+def triu(x: Any, k: int = 0) -> Tensor:
+    """Zero below the k-th diagonal of the last two dims."""
+    return _triangle(x, k, "less_equal")
+
+
+def _triangle(x: Any, k: int, keep: str) -> Tensor:
+    (tensor,) = as_tensors(x)
+    if tensor.ndim < 2:
+        raise GraphError(f"{tensor.value.type} has no last two dims")
+    shape = tensor.shape[-2:]
+    kept = emit_one(keep, iota(shape, 0) + k, iota(shape, 1))
+    return emit_one("where", kept, tensor, False if tensor.dtype == "bool" else 0)

@@ -1,0 +1,64 @@
+"""Optimiser steps as one op each: a single pass over the parameter, its gradient and its states.
+
+Elementwise, so any layout of the states is legal: states that are split over the data-parallel axis make the
+gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO. Parameter and
+states may be updated where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from distgraph.errors import GraphError
+from distgraph.ir.graph import Value
+from distgraph.ir.index_rule import Rule
+from distgraph.ir.op_registry import Attrs, Shape, Shapes, broadcast_rule, define
+from distgraph.kernels import optimizer as kernels
+from distgraph.kernels import workspace
+from distgraph.ops.normalization import per_element, require_float
+
+
+def _rule(results: int) -> Callable[[Shapes, Attrs], Rule]:
+    def rule(shapes: Shapes, attrs: Attrs) -> Rule:
+        return broadcast_rule(shapes, results)
+
+    return rule
+
+
+def _infer(
+    names: tuple[str, ...], kept: tuple[int, ...]
+) -> Callable[[Sequence[Value], Attrs], list[tuple[Shape, str]]]:
+    """Named operands have the shape of the first, those after them are scalars; results follow `kept`."""
+
+    def infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+        first = operands[0]
+        for name, value in zip(names, operands, strict=False):
+            require_float(value)
+            if value.shape != first.shape:
+                raise GraphError(f"{name} is {value.type} but the parameter is {first.type}")
+        for value in operands[len(names) :]:
+            if value.shape != ():
+                raise GraphError(f"%{value.name} is {value.type} but must be a scalar")
+        return [(operands[i].shape, operands[i].dtype) for i in kept]
+
+    return infer
+
+
+define(
+    "adam",
+    _rule(3),
+    kernels.adam,
+    infer=_infer(("parameter", "gradient", "first moment", "second moment"), (0, 2, 3)),
+    flops=per_element(14),
+    inplace=(0, 2, 3),
+    workspace=workspace.contiguous,
+)
+define(
+    "momentum",
+    _rule(2),
+    kernels.momentum,
+    infer=_infer(("parameter", "gradient", "velocity"), (0, 2)),
+    flops=per_element(6),
+    inplace=(0, 2),
+    workspace=workspace.contiguous,
+)

@@ -1,0 +1,368 @@
+"""Optimisers: they append the update of every parameter, and of their own states, to the graph.
+
+The states are sources of the graph named after their parameter ("fc1.weight.adam_m"), so their layout may be
+annotated, completed and searched like that of anything else: states split over the data-parallel axis are
+ZeRO.
+
+Mixed precision (Micikevicius et al., 2018): a model whose parameters are `f16` computes in that dtype; with
+`master="f32"` the optimiser keeps a copy of each parameter in f32, updates that, and rounds it to the
+parameter. Its states are f32 too. Gradients are widened once a step, after any accumulation.
+
+    optim.AdamW(lr=1e-3, master="f32")
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.nn.initializers import Init
+from distgraph.optim.lr_schedules import Schedule
+from distgraph.tracing.tensor import Tensor, emit, emit_one
+from distgraph.tracing.tracer import Trace, caller
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+StateSpec = Callable[[str, tuple[int, ...], DistAttr | None], DistAttr | None]
+"""(parameter name, shape of the state, what is known of where it could lie: the annotation of a parameter of
+that shape, or the mesh of its stage with nothing split) -> mesh and layout of the state, or None to leave it
+open."""
+
+
+def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
+    """True for parameters that usually decay: those with two dims or more, so not biases and norm weights."""
+    return len(shape) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer(ABC):
+    """What all optimisers share.
+
+    Attributes:
+        lr: learning rate, or a schedule (see `distgraph.optim.lr_schedules`); the one argument that needs no
+        name. clip_norm: gradients are scaled down so that their common norm is at most this; None to leave
+        them. weight_decay: see each optimiser.
+        decays: (name, shape) -> whether weight decay applies to a parameter; by default to all.
+        state_spec: layouts of states; see `shard_states`.
+        master: dtype of a copy of every narrower parameter that is updated in its place; None for none.
+    """
+
+    lr: float | Schedule = field(default=1e-3, kw_only=False)
+    clip_norm: float | None = None
+    weight_decay: float = 0.0
+    decays: Callable[[str, tuple[int, ...]], bool] = field(default=lambda name, shape: True)
+    state_spec: StateSpec | None = None
+    master: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.master not in (None, "f32", "f64"):
+            raise GraphError(
+                f'master of {type(self).__name__} is {self.master!r} but must be "f32", "f64" or None'
+            )
+        for name, number in (("lr", self.lr), ("clip_norm", self.clip_norm)):
+            if not (callable(number) or number is None or _is_rate(number)):
+                raise GraphError(f"{name} of {type(self).__name__} is {number!r} but must be 0 or more")
+
+    def learning_rate(self, step: int) -> float:
+        """The rate after `step` finished steps."""
+        return float(self.lr(step) if callable(self.lr) else self.lr)
+
+    def inputs(self, step: int, skipped: int = 0) -> dict[str, float]:
+        """Values of the graph inputs that `update` reads, after `step` finished steps, of which `skipped`
+        have updated nothing."""
+        return {"lr": self.learning_rate(step), "step": float(step + 1 - skipped)}
+
+    def update(self, trace: Trace, pairs: Pairs) -> None:
+        """Append the update of every parameter to the trace.
+
+        Args:
+            trace: holds the parameters and gradients.
+            pairs: (parameter, gradient); gradients are of the whole step, after any accumulation.
+
+        Raises:
+            GraphError: a first member of a pair is no parameter, or shapes differ.
+        """
+        sources = {op.name: op for op in trace.ops if op.kind == "param"}
+        for p, g in pairs:
+            if p.value.name not in sources:
+                raise GraphError(
+                    f"%{p.value.name} is no parameter of trace {trace.name!r} and cannot be optimised"
+                )
+            if p.shape != g.shape:
+                raise GraphError(
+                    f"parameter %{p.value.name} is {p.value.type} but its gradient {g.value.type}"
+                )
+        with trace.activate(), trace.within(role="optimize"):
+            if self.clip_norm is not None:
+                with trace.on_behalf_of("", "", ""):
+                    clipped = clip_by_global_norm([g for _, g in pairs], self.clip_norm)
+                pairs = [(p, g) for (p, _), g in zip(pairs, clipped, strict=True)]
+            dtypes = {p.dtype for p, _ in pairs} | {self.master}
+            numbers = "f64" if "f64" in dtypes else "f32"  # those of the finest parameter
+            lr, step = (trace.source("input", name, (), numbers) for name in ("lr", "step"))
+            stages = _stages(trace) if self.state_spec else {}
+            for p, g in pairs:
+                op = sources[p.value.name]
+                with trace.on_behalf_of(op.name, op.scope, op.source):
+                    slot = _Slot(trace, op, p, self.state_spec, stages.get(op.name))
+                    if self.master is not None and itemsize(p.dtype) < itemsize(self.master):
+                        slot, g = slot.widened(self.master), g.astype(self.master)
+                    self._apply(slot, g, lr, step)
+
+    @abstractmethod
+    def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
+        """Write the update of one parameter."""
+
+    def _decay(self, slot: _Slot) -> float:
+        return self.weight_decay if self.decays(slot.name, slot.p.shape) else 0.0
+
+
+def _stages(trace: Trace) -> dict[str, ProcessMesh]:
+    """Name of a value -> mesh of its first reader that the user placed: there a parameter will lie."""
+    stages: dict[str, ProcessMesh] = {}
+    for op in trace.ops:
+        mesh = trace.placements.get(op.name)
+        if mesh is not None:
+            for value in op.operands:
+                stages.setdefault(value.name, mesh)
+    return stages
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One parameter with its states, while its update is written.
+
+    Attributes:
+        p: what is updated: the parameter, or its master copy.
+        rounded: the parameter, where `p` is its master copy.
+    """
+
+    trace: Trace
+    op: Op
+    p: Tensor
+    state_spec: StateSpec | None
+    stage: ProcessMesh | None
+    rounded: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.op.attrs["name"])
+
+    def widened(self, dtype: str) -> _Slot:
+        """The slot of the parameter's master copy, which starts from the same numbers."""
+        init = ("like", self.name, *self.op.attrs.get("init", ("zeros",)))
+        return replace(self, p=self.state("master", dtype=dtype, init=init), rounded=self.p)
+
+    def state(
+        self,
+        kind: str,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+        init: Init = ("zeros",),
+    ) -> Tensor:
+        """A state of this parameter, zero at first."""
+        shape = self.p.shape if shape is None else tuple(shape)
+        state = self.trace.source("state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=init)
+        held = self.trace.attrs.get(self.op.name)
+        mesh = self.stage if held is None else held.mesh
+        if mesh is not None and (held is None or shape != self.p.shape):
+            origin = Origin("user", "the stage of its parameter")
+            held = DistAttr(mesh, ShardSpec.replicated(len(shape)), origin)
+        attr = self.state_spec(self.name, shape, held) if self.state_spec else None
+        if attr is not None:
+            self.trace.annotate(state.value, attr)
+        return state
+
+    def store(self, old: Tensor, new: Tensor) -> None:
+        """`old` becomes `new` at the end of the step."""
+        new = new if new.dtype == old.dtype else new.astype(old.dtype)
+        self.trace.updates.append((old.value.name, new.value))
+        if self.rounded is not None and old is self.p:
+            self.trace.updates.append((self.rounded.value.name, new.astype(self.rounded.dtype).value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD(Optimizer):
+    """Gradient descent: g' = g + weight_decay * p; with momentum v = momentum * v + g'; p = p - lr * v.
+
+    Attributes:
+        momentum: 0 for none.
+        nesterov: step along g' + momentum * v instead (Sutskever et al., 2013).
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
+        p, decay = slot.p, self._decay(slot)
+        if not self.momentum:
+            g = g + p * decay if decay else g
+            slot.store(p, p - g * _rate(lr, p))
+            return
+        velocity = slot.state("momentum")
+        options = {"momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": decay}
+        new_p, new_v = emit("momentum", p, g, velocity, lr, **options)
+        slot.store(p, new_p)
+        slot.store(velocity, new_v)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015); weight decay is added to the gradient.
+
+    Attributes:
+        beta1, beta2: decay of the first and second moment.
+        eps: added to the root of the second moment.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    decoupled: bool = field(default=False, init=False)
+
+    def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
+        m, v = slot.state("adam_m"), slot.state("adam_v")
+        options: dict[str, Any] = {"beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
+        options |= {"weight_decay": self._decay(slot), "decoupled": self.decoupled}
+        for old, new in zip((slot.p, m, v), emit("adam", slot.p, g, m, v, lr, step, **options), strict=True):
+            slot.store(old, new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW(Adam):
+    """Adam whose weight decay is apart: p shrinks by lr * weight_decay (Loshchilov and Hutter, 2019)."""
+
+    weight_decay: float = 0.01
+    decoupled: bool = field(default=True, init=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adafactor(Optimizer):
+    """Adafactor (Shazeer and Stern, 2018, alg. 4): the second moment of a matrix as one row and one column.
+
+    Without relative step sizes: the rate is `lr`. Tensors with fewer than two dims keep a whole second
+    moment; of those with more, the last two dims are factored.
+
+    Attributes:
+        decay: c in beta2 = 1 - step ** -c.
+        clip: the update is scaled down so that its root mean square is at most this.
+        eps: added to squared gradients.
+    """
+
+    decay: float = 0.8
+    clip: float = 1.0
+    eps: float = 1e-30
+
+    def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
+        p = slot.p
+        wide = g if g.dtype in ("f32", "f64") else g.astype("f32")
+        beta = 1.0 - ops.power(step, -self.decay)
+        beta = _rate(beta, wide)
+        square = ops.square(wide) + self.eps
+        if p.ndim < 2:
+            v = slot.state("adafactor_v", dtype=wide.dtype)
+            new = v * beta + square * (1.0 - beta)
+            slot.store(v, new)
+            change = wide * ops.rsqrt(new)
+        else:
+            row = slot.state("adafactor_row", p.shape[:-1], wide.dtype)
+            column = slot.state("adafactor_column", (*p.shape[:-2], p.shape[-1]), wide.dtype)
+            new_row = row * beta + ops.mean(square, -1) * (1.0 - beta)
+            new_column = column * beta + ops.mean(square, -2) * (1.0 - beta)
+            slot.store(row, new_row)
+            slot.store(column, new_column)
+            share = new_row / ops.mean(new_row, -1, keepdims=True)
+            change = wide * ops.expand_dims(ops.rsqrt(share), -1) * ops.expand_dims(ops.rsqrt(new_column), -2)
+        size = ops.sqrt(ops.mean(ops.square(change)))
+        change = change / ops.maximum(size * (1 / self.clip), 1.0)
+        decay = self._decay(slot)
+        if decay:
+            change = change + p * decay
+        slot.store(p, p - change * _rate(lr, change))
+
+
+def _is_rate(number: object) -> bool:
+    return isinstance(number, (int, float, np.number)) and bool(number >= 0)
+
+
+def _rate(scalar: Tensor, like: Tensor) -> Tensor:
+    """A scalar in the dtype of what it multiplies, so that it does not widen or narrow it."""
+    return scalar if scalar.dtype == like.dtype else scalar.astype(like.dtype)
+
+
+def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
+    """Gradients scaled by min(1, limit / norm), norm that of all of them together (Pascanu et al., 2013).
+
+    Raises:
+        GraphError: the limit is not positive.
+    """
+    if limit <= 0:
+        raise GraphError(f"clip norm is {limit} but must be positive")
+    if not grads:
+        return []
+    total = None
+    for g in grads:
+        wide = g if g.dtype in ("f32", "f64") else g.astype("f32")
+        part = (
+            emit_one("reduce_sum", ops.square(wide), dims=tuple(range(g.ndim)), keepdims=False)
+            if g.ndim
+            else ops.square(wide)
+        )
+        total = part if total is None else total + part
+    norm = ops.sqrt(total)
+    scale = ops.minimum(limit / (norm + 1e-6), 1.0)
+    return [g * _rate(scale, g) for g in grads]
+
+
+def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
+    """Split every state over one axis of a mesh, beside what splits its parameter, as in ZeRO.
+
+    The dim with the longest blocks is split. A state too small for that is left open, as is one whose
+    parameter lies on another mesh without this axis (another stage of a pipeline).
+
+    Raises:
+        GraphError: the mesh has no such axis.
+
+    Example:
+        `Adam(lr=1e-3, state_spec=shard_states(mesh, "dp"))`
+    """
+    if axis not in mesh.sizes:
+        raise GraphError(f"mesh has axes {', '.join(mesh.axes)} but the states are to be split over {axis!r}")
+    where = caller()
+
+    def spec(name: str, shape: tuple[int, ...], held: DistAttr | None) -> DistAttr | None:
+        own = mesh if held is None else held.mesh
+        dims = ((),) * len(shape) if held is None else held.spec.dims
+        if axis not in own.sizes:
+            return None
+        if not any(axis in dim for dim in dims):
+            blocks = [n // own.units(dim) for n, dim in zip(shape, dims, strict=True)]
+            if max(blocks, default=0) < own.units((axis,)):
+                return None
+            longest = blocks.index(max(blocks))
+            dims = tuple((*dim, axis) if d == longest else dim for d, dim in enumerate(dims))
+        return DistAttr(own, ShardSpec(dims), Origin("user", where))
+
+    return spec
+
+
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "StateSpec",
+    "clip_by_global_norm",
+    "matrices_only",
+    "shard_states",
+]

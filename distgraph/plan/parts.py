@@ -1,0 +1,365 @@
+"""The parts of a plan, each with its form in a plan file (docs/plan.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.mesh import ProcessMesh, is_axis_name
+from distgraph.ir.name_ranges import spans
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.serialization.documents import Record
+
+KINDS = ("input", "param", "state")
+_STAGE = re.compile(r"(?P<spec>\[[^@]*) @(?P<stage>[0-9]{1,9})")
+_COMPUTED = re.compile(r"(?P<kind>[\w.]+)(?: @(?P<stage>[0-9]{1,9}))? \{(?P<axes>[^}]*)\} -> (?P<results>.*)")
+_DIGITS = re.compile(r"[0-9]{1,9}")
+_MOST_AXES = 32  # of a mesh: NumPy's arrays have 64 dims at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a plan is for.
+
+    Attributes:
+        name: of the model.
+        fingerprint: hash of the serial training graph of one micro-batch; layouts are no part of it.
+        parameters: how many numbers the model holds.
+        inputs: name -> type of one micro-batch, such as "f32[8, 16]".
+    """
+
+    name: str
+    fingerprint: str
+    parameters: int
+    inputs: Mapping[str, str]
+
+    def document(self) -> dict[str, Any]:
+        """The form in a file."""
+        return {
+            "name": self.name,
+            "fingerprint": self.fingerprint,
+            "parameters": self.parameters,
+            "inputs": dict(self.inputs),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Consecutive layers on one mesh.
+
+    Attributes:
+        mesh: the ranks.
+        first: number of the first layer.
+        last: number of the first layer that is no longer part of it; equal to `first` where the mesh computes
+            no whole layer.
+        devices: of the cluster, one a rank of `mesh.members`; empty where there is no cluster.
+    """
+
+    mesh: ProcessMesh
+    first: int
+    last: int
+    devices: tuple[int, ...] = ()
+
+    def document(self) -> Record:
+        """The form in a file."""
+        return Record(
+            layers=spans(range(self.first, self.last)),
+            mesh=self.mesh.described,
+            ranks=spans(self.mesh.members),
+            devices=spans(self.devices),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A run of forward ops: the name of the first, and its module path for people."""
+
+    first: str
+    scope: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.first} in {self.scope}" if self.scope else self.first
+
+    @classmethod
+    def parse(cls, text: str) -> Layer:
+        """Inverse of `str`."""
+        first, _, scope = text.partition(" in ")
+        return cls(first=first, scope=scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor with a name lies: `kind` is input, param or state."""
+
+    kind: str
+    stage: int
+    spec: ShardSpec
+
+    def __str__(self) -> str:
+        return f"{self.spec} @{self.stage}"
+
+    @classmethod
+    def parse(cls, kind: str, text: str) -> Stored:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        match = _STAGE.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        return cls(kind, int(match["stage"]), ShardSpec.parse(match["spec"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """How an op is computed and how its results are stored; prints as `matmul {m:dp, n:tp} -> [dp, tp]`.
+
+    Attributes:
+        kind: of the op.
+        axes: index of the op's rule -> axes that split it.
+        partial: axis -> linear group whose operands are partial over it.
+        results: a layout each.
+        stage: whose mesh computes it; None, in a layer, for that where it is placed (see `LayerOps`).
+        stored: per result the stage on whose mesh it lies, None for that which computes it; empty where all
+            are None.
+    """
+
+    kind: str
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    partial: tuple[tuple[str, int], ...] = ()
+    results: tuple[ShardSpec, ...] = ()
+    stage: int | None = None
+    stored: tuple[int | None, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{index}:{'*'.join(axes)}" for index, axes in self.axes]
+        parts += [f"partial {axis}:{group}" for axis, group in self.partial]
+        at = "" if self.stage is None else f" @{self.stage}"
+        stored = self.stored or (None,) * len(self.results)
+        results = (
+            f"{spec}" if kept is None else f"{spec} @{kept}"
+            for spec, kept in zip(self.results, stored, strict=True)
+        )
+        return f"{self.kind}{at} {{{', '.join(parts)}}} -> {'; '.join(results)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Computed:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        match = _COMPUTED.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        axes, partial = [], []
+        for part in split_names(match["axes"]):
+            name, _, value = part.removeprefix("partial ").partition(":")
+            if part.startswith("partial "):
+                partial.append((name, parse_number(value)))
+            else:
+                axes.append((name, tuple(value.split("*"))))
+        results = [result.partition(" @") for result in match["results"].split("; ")]
+        specs = tuple(ShardSpec.parse(spec) for spec, _, _ in results)
+        stored = tuple(parse_number(kept) if at else None for _, at, kept in results)
+        stage = None if match["stage"] is None else int(match["stage"])
+        none = all(kept is None for kept in stored)
+        return cls(match["kind"], tuple(axes), tuple(partial), specs, stage, () if none else stored)
+
+    def layout(self, mesh: ProcessMesh) -> OpLayout:
+        """The layout on a mesh."""
+        return OpLayout(mesh, self.axes, self.partial)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """The ops of a layer, forward, backward and optimiser, in program order.
+
+    Attributes:
+        decomposed: fused ops that are replaced by simpler ones, by position in the serial layer; "12.3" is
+            part 3 of what op 12 is replaced by.
+        placed: position in the serial layer -> stage, of ops whose stage is not that of the layer.
+        ops: after that, without inputs, parameters and states.
+    """
+
+    decomposed: tuple[str, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+    ops: tuple[Computed, ...] = ()
+
+    def __str__(self) -> str:
+        return " | ".join([", ".join(self.decomposed), placed_text(self.placed), *map(str, self.ops)])
+
+    @classmethod
+    def parse(cls, text: str) -> LayerOps:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        decomposed, placed, *ops = text.split(" | ")
+        return cls(split_names(decomposed), parse_placed(placed), tuple(map(Computed.parse, ops)))
+
+    def document(self, layers: tuple[int, ...]) -> dict[str, Any]:
+        """The form in a file, for all layers that have it."""
+        return {
+            "layers": spans(layers),
+            "decomposed": ", ".join(self.decomposed),
+            "placed": placed_text(self.placed),
+            "ops": [str(op) for op in self.ops],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The ops that belong to no layer, by name.
+
+    Attributes:
+        decomposed: fused ops that are replaced by simpler ones.
+        placed: op -> stage, of ops that are not placed where `ops` says that they are computed, or not among
+            `ops` since completion replaced them.
+        ops: after that, without inputs, parameters and states; each says its stage.
+    """
+
+    decomposed: tuple[str, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+    ops: tuple[tuple[str, Computed], ...] = ()
+
+    def __str__(self) -> str:
+        ops = (f"{name} {op}" for name, op in self.ops)
+        return " | ".join([", ".join(self.decomposed), placed_text(self.placed), *ops])
+
+    @classmethod
+    def parse(cls, text: str) -> Rest:
+        """Inverse of `str`. Raises ValueError or ShardingError."""
+        decomposed, placed, *lines = text.split(" | ")
+        ops = (line.partition(" ") for line in lines)
+        found = tuple((name, Computed.parse(op)) for name, _, op in ops)
+        return cls(split_names(decomposed), parse_placed(placed), found)
+
+    def document(self) -> dict[str, Any]:
+        """The form in a file."""
+        return {
+            "decomposed": ", ".join(self.decomposed),
+            "placed": placed_text(self.placed),
+            "ops": {name: str(op) for name, op in self.ops},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A forecast in short.
+
+    Attributes:
+        seconds: of a step.
+        memory: of every stage the peak bytes of its fullest device.
+        plan: `Plan.digest` of the plan that was forecast; empty where nobody noted it.
+    """
+
+    seconds: float
+    memory: tuple[int, ...] = ()
+    plan: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The form in a file."""
+        return {
+            "seconds": self.seconds,
+            "memory": list(self.memory),
+            **({"plan": self.plan} if self.plan else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One choice of a search and the best that was not taken.
+
+    Attributes:
+        chosen: in words, such as a layout or a number.
+        terms: name -> seconds of a step that the choice costs.
+        runner_up: the best other choice; empty where there is none.
+        runner_up_seconds: forecast of a step with it in place of the choice, everything else as planned; None
+            where that has no forecast, `note` says why.
+        note: anything else.
+        instead: line of the plan -> what it is with the runner-up; see `Plan.instead`. Empty where the
+            runner-up is another program altogether.
+    """
+
+    chosen: str
+    terms: Mapping[str, float] = field(default_factory=dict)
+    runner_up: str = ""
+    runner_up_seconds: float | None = None
+    note: str = ""
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The form in a file."""
+        return {
+            "chosen": self.chosen,
+            "terms": Record(self.terms),
+            "runner_up": self.runner_up,
+            "runner_up_seconds": self.runner_up_seconds,
+            "note": self.note,
+            "instead": dict(self.instead),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """How a plan was found.
+
+    Attributes:
+        mode: of the search; "annotations" for the plan of a program as it was compiled.
+        status: "optimal", "feasible", "interrupted", ... as the search says.
+        bound: no plan takes fewer seconds a step by its forecast (docs/plan.md); None where nothing is known.
+        gap: (forecast - bound) / bound.
+        seconds: that the search took.
+        settings: what it was asked for.
+    """
+
+    mode: str = "annotations"
+    status: str = ""
+    bound: float | None = None
+    gap: float | None = None
+    seconds: float | None = None
+    settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The form in a file."""
+        numbers = {"bound": self.bound, "gap": self.gap, "seconds": self.seconds}
+        return {"mode": self.mode, "status": self.status, **numbers, "settings": dict(self.settings)}
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Names between commas; none of an empty text. Raises ValueError: one of several is empty."""
+    names = tuple(map(str.strip, text.split(","))) if text.strip() else ()
+    if not all(names):
+        raise ValueError(text)
+    return names
+
+
+def placed_text(placed: tuple[tuple[str, int], ...]) -> str:
+    """Ops and their stages, such as "57@1, 60@1"."""
+    return ", ".join(f"{op}@{stage}" for op, stage in placed)
+
+
+def parse_placed(text: str) -> tuple[tuple[str, int], ...]:
+    """Inverse of `placed_text`. Raises ValueError."""
+    pairs = (part.rpartition("@") for part in split_names(text))
+    return tuple((op, parse_number(stage)) for op, _, stage in pairs)
+
+
+def parse_number(text: str) -> int:
+    """A whole number from 0 up, of at most 9 digits. Raises ValueError."""
+    if not _DIGITS.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
+
+
+def parse_axes(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Sizes of axes, and weights of those that have some; inverse of `ProcessMesh.described`.
+
+    Raises:
+        ValueError: another form, an axis given twice, or more axes than arrays have.
+    """
+    sizes: dict[str, int] = {}
+    weights: dict[str, tuple[int, ...]] = {}
+    for part in text.split(","):
+        name, _, numbers = part.partition("=")
+        axis, given = name.strip(), tuple(parse_number(number.strip()) for number in numbers.split(":"))
+        if min(given) < 1 or not is_axis_name(axis) or axis in sizes or len(sizes) == _MOST_AXES:
+            raise ValueError(text)
+        sizes[axis] = given[0] if len(given) == 1 else len(given)
+        if len(given) > 1:
+            weights[axis] = given
+    return sizes, weights

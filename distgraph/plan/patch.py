@@ -1,0 +1,138 @@
+"""A plan with the runner-up of a decision in place of the choice: the lines in which the two differ.
+
+blocks.{0..3}.up.weight   [_, _]                           how a tensor lies; with @1, on which stage
+layers 0-3 op 12          matmul {m:dp} -> [dp, _]         how op 12 of the ops of these layers is computed
+op %57                    add {} -> []                     the same of an op that belongs to no layer
+layers of stages          0-4 | 5-7                        which layers every stage computes
+layers computed again     0-2                              in the backward part
+ops of layers 4           12 | 3@1 | matmul {m:dp} -> ...  all of layers: what is decomposed | placed | ops
+ops of no layer            |  | 57 add @0 {} -> []         the same of what belongs to none, ops with names
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distgraph.errors import GraphError, ShardingError
+from distgraph.ir.name_ranges import fold, parse_spans, spans, unfold
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.parts import Computed, LayerOps, Rest, Stage, Stored
+
+if TYPE_CHECKING:
+    from distgraph.plan.plan import Plan
+
+_LAYERS = re.compile(r"^layers (?P<layers>[\d\-, ]+) op (?P<number>\d+)$")
+_WHOLE = re.compile(r"^ops of layers (?P<layers>[\d\-, ]+)$")
+_REST = re.compile(r"^op %(?P<name>\S+)$")
+_STAGES, _AGAIN, _NO_LAYER = "layers of stages", "layers computed again", "ops of no layer"
+
+
+def layer_line(layers: Sequence[int], number: int) -> str:
+    """Name of the line of an op of equal layers, counted from 0 as in `LayerOps.ops`."""
+    return f"layers {spans(layers)} op {number}"
+
+
+def rest_line(name: str) -> str:
+    """Name of the line of an op that belongs to no layer."""
+    return f"op %{name}"
+
+
+def difference(plan: Plan, other: Plan) -> dict[str, str]:
+    """The lines that make one plan of the other: of the same program, with stages on the same meshes."""
+    assert [stage.mesh for stage in plan.stages] == [stage.mesh for stage in other.stages]
+    lines = {}
+    if _borders(plan.stages) != _borders(other.stages):
+        lines[_STAGES] = _borders(other.stages)
+    if plan.recompute != other.recompute:
+        lines[_AGAIN] = spans(other.recompute)
+    lines |= fold({name: str(at) for name, at in other.tensors.items() if plan.tensors[name] != at})
+    groups: dict[LayerOps, list[int]] = {}
+    for number, (mine, theirs) in enumerate(zip(plan.ops, other.ops, strict=True)):
+        if mine != theirs:
+            groups.setdefault(theirs, []).append(number)
+    lines |= {f"ops of layers {spans(numbers)}": str(ops) for ops, numbers in groups.items()}
+    if plan.rest != other.rest:
+        lines[_NO_LAYER] = str(other.rest)
+    return lines
+
+
+def changed(plan: Plan, lines: Mapping[str, str]) -> Plan:
+    """A plan with some lines replaced; everything else is as it was.
+
+    Args:
+        plan: it.
+        lines: name of a line -> what it is to be.
+
+    Raises:
+        GraphError: the plan has no such line, or it makes no sense.
+    """
+    tensors, rest = dict(plan.tensors), dict(plan.rest.ops)
+    layers, computed = list(plan.ops), [list(layer.ops) for layer in plan.ops]
+    whole = plan
+    for name, text in lines.items():
+        try:
+            in_layers, in_rest, of_layers = _LAYERS.match(name), _REST.match(name), _WHOLE.match(name)
+            if name == _STAGES:
+                whole = replace(whole, stages=_with_borders(plan.stages, text))
+            elif name == _AGAIN:
+                whole = replace(whole, recompute=_ascending(parse_spans(text), len(plan.layers)))
+            elif name == _NO_LAYER:
+                whole = replace(whole, rest=Rest.parse(text))
+                rest = dict(whole.rest.ops)
+            elif of_layers is not None:
+                for layer in parse_spans(of_layers["layers"]):
+                    layers[layer] = LayerOps.parse(text)
+                    computed[layer] = list(layers[layer].ops)
+            elif in_layers is not None:
+                number = int(in_layers["number"])
+                for layer in parse_spans(in_layers["layers"]):
+                    computed[layer][number] = _as(computed[layer][number], text)
+            elif in_rest is not None:
+                rest[in_rest["name"]] = _as(rest[in_rest["name"]], text)
+            else:
+                tensors |= {each: _at(tensors[each], text) for each in unfold(name)}
+        except (KeyError, IndexError, ValueError, ShardingError):
+            raise GraphError(f"plan: it cannot have the line {name}: {text!r}; search again") from None
+    ops = tuple(replace(layer, ops=tuple(found)) for layer, found in zip(layers, computed, strict=True))
+    return replace(whole, tensors=tensors, ops=ops, rest=replace(whole.rest, ops=tuple(rest.items())))
+
+
+def _borders(stages: Sequence[Stage]) -> str:
+    return " | ".join(spans(range(stage.first, stage.last)) for stage in stages)
+
+
+def _with_borders(stages: Sequence[Stage], text: str) -> tuple[Stage, ...]:
+    """Stages on the same meshes with other layers, together as many as before."""
+    found, done = [], 0
+    for stage, part in zip(stages, text.split("|"), strict=True):
+        layers = parse_spans(part)
+        if layers != tuple(range(done, done + len(layers))):
+            raise ValueError(text)
+        found.append(replace(stage, first=done, last=done + len(layers)))
+        done += len(layers)
+    if done != stages[-1].last:
+        raise ValueError(text)
+    return tuple(found)
+
+
+def _ascending(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Numbers of some of so many layers."""
+    if list(layers) != sorted({*layers}) or any(layer >= count for layer in layers):
+        raise ValueError(layers)
+    return layers
+
+
+def _at(stored: Stored, text: str) -> Stored:
+    """A tensor that lies in another way, on the same stage where none is said."""
+    return Stored.parse(stored.kind, text) if " @" in text else replace(stored, spec=ShardSpec.parse(text))
+
+
+def _as(line: Computed, text: str) -> Computed:
+    """A line computed in another way, on the same stages."""
+    found = Computed.parse(text)
+    if found.kind != line.kind or len(found.results) != len(line.results):
+        raise ValueError(text)
+    return replace(line, axes=found.axes, partial=found.partial, results=found.results)

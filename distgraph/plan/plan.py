@@ -1,0 +1,310 @@
+"""Plan: everything that is decided about a distributed program, as data apart from the program.
+
+A plan says which ranks form which stage, which layers a stage computes, into how many micro-batches a batch
+is cut, which layers are computed again in the backward part, and the layout of every tensor and op. It is
+written as JSON (docs/plan.md) with one item a line and equal layers in one entry, so that the plan of a
+96-layer model stays small and two plans can be compared line by line.
+
+`engine/applying.py` makes a program from a plan, `engine/extracting.py` a plan from a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from xxhash import xxh3_64_hexdigest
+
+from distgraph.errors import GraphError, ShardingError
+from distgraph.ir.name_ranges import fold, spans, unfold
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.export import Export, Surface, export
+from distgraph.plan.parts import (
+    KINDS,
+    Computed,
+    Decision,
+    Estimate,
+    Found,
+    Layer,
+    LayerOps,
+    Program,
+    Rest,
+    Stage,
+    Stored,
+)
+from distgraph.plan.patch import changed
+from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
+from distgraph.plan.schema import FORMAT, VERSION, read_fields
+from distgraph.serialization.atomic_files import write_atomically
+from distgraph.serialization.documents import dumps, parse_json, read_json
+
+__all__ = [
+    "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
+    "Decision", "Found", "Rest", "VERSION",
+]  # fmt: skip
+
+
+_SHORT: Final = ("batch", "micro_batches", "schedule", "stages", "recompute")  # come first in a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is decided about a program. Immutable; print it.
+
+    Attributes:
+        program: what it is for.
+        cluster: name of the cluster that it was made for; empty where there was none.
+        batch: samples of a step.
+        micro_batches: parts into which the batch is cut.
+        schedule: "1f1b" or "gpipe".
+        layers: runs of the forward ops in program order; together they are all of them.
+        stages: in order of layers; those without layers last.
+        recompute: numbers of layers that are computed again in the backward part.
+        tensors: name -> where an input, parameter or state lies.
+        ops: per layer how its ops are computed.
+        rest: the same for ops that belong to no layer.
+        surface: shapes, and borders of modules, which `export` needs; None where nobody looked.
+        forecast: of a step; None where there is no cluster.
+        baselines: name -> seconds of a step of a plan to compare with, or why it has none.
+        search: how the plan was found.
+        decisions: what was decided -> the choice and its runner-up. A key is the name of a tensor, which may
+            stand for several ("blocks.{0..3}.weight"), or a word such as "micro_batches" or "stage 0".
+
+    Example:
+        >>> from distgraph.ir.mesh import ProcessMesh
+        >>> from distgraph.ir.sharding_spec import ShardSpec
+        >>> mesh = ProcessMesh.grid(dp=2)
+        >>> plan = Plan(
+        ...     program=Program(name="Linear", fingerprint="0", parameters=3, inputs={"x": "f32[2, 3]"}),
+        ...     batch=4, micro_batches=1, schedule="1f1b", layers=(Layer(first="1"),),
+        ...     stages=(Stage(mesh=mesh, first=0, last=1),),
+        ...     tensors={"x": Stored("input", 0, ShardSpec.of(["dp", None]))}, ops=(LayerOps((), ()),),
+        ... )
+        >>> print(plan.explain("x"))
+        x (input): [dp, _] on stage 0, mesh(dp=2)
+          no other choice is recorded: the plan was taken from annotations, not searched
+    """
+
+    program: Program
+    cluster: str = ""
+    batch: int
+    micro_batches: int
+    schedule: str
+    layers: tuple[Layer, ...]
+    stages: tuple[Stage, ...]
+    recompute: tuple[int, ...] = ()
+    tensors: Mapping[str, Stored]
+    ops: tuple[LayerOps, ...]
+    rest: Rest = field(default_factory=Rest)
+    surface: Surface | None = None
+    forecast: Estimate | None = None
+    baselines: Mapping[str, float | str] = field(default_factory=dict)
+    search: Found = field(default_factory=Found)
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank of every stage, ascending."""
+        return tuple(sorted({rank for stage in self.stages for rank in stage.mesh.members}))
+
+    def stage_of(self, layer: int) -> int:
+        """Number of the stage that computes a layer."""
+        return next(i for i, stage in enumerate(self.stages) if stage.first <= layer < stage.last)
+
+    @property
+    def digest(self) -> str:
+        """Hash of what the plan decides: equal for plans that run alike."""
+        return xxh3_64_hexdigest(dumps(self._decided()).encode())
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the plan was changed after it was forecast, as by an edit of its file."""
+        return self.forecast is not None and self.forecast.plan not in ("", self.digest)
+
+    # Files
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; readers see the old file or the new one, never a part.
+
+        Raises:
+            GraphError: it cannot be written there.
+        """
+        write_atomically(path, self.text(), GraphError)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """A plan from a file.
+
+        Raises:
+            GraphError: it cannot be read, is no plan, of another version, or malformed; names file and path.
+        """
+        return cls(**read_fields(read_json(path, GraphError), str(path)))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Inverse of `text`. Raises GraphError: as `load`."""
+        return cls(**read_fields(parse_json(text, "plan", GraphError), "plan"))
+
+    def text(self) -> str:
+        """The plan as JSON; equal plans have equal text."""
+        decided = self._decided()
+        return dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "program": self.program.document(),
+                "cluster": self.cluster,
+                **{name: decided[name] for name in _SHORT},
+                "forecast": None if self.forecast is None else self.forecast.document(),
+                "baselines": dict(self.baselines),
+                "search": self.search.document(),
+                "decisions": {name: decision.document() for name, decision in self.decisions.items()},
+                **{name: content for name, content in decided.items() if name not in _SHORT},
+                "surface": None if self.surface is None else self.surface.document(),
+            }
+        )
+
+    def _decided(self) -> dict[str, Any]:
+        """What makes the program, as in a file."""
+        groups: dict[LayerOps, list[int]] = {}
+        for number, ops in enumerate(self.ops):
+            groups.setdefault(ops, []).append(number)
+        return {
+            "batch": self.batch,
+            "micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "stages": [stage.document() for stage in self.stages],
+            "recompute": spans(self.recompute),
+            "layers": [str(layer) for layer in self.layers],
+            "tensors": {
+                kind: fold({name: str(at) for name, at in self.tensors.items() if at.kind == kind})
+                for kind in KINDS
+            },
+            "ops": [ops.document(tuple(numbers)) for ops, numbers in groups.items()],
+            "rest": self.rest.document(),
+        }
+
+    def export(self, framework: str) -> Export:
+        """The plan in the terms of another framework: docs/export.md.
+
+        Args:
+            framework: "jax", "torch" or "megatron".
+
+        Raises:
+            GraphError: the framework is unknown, or the plan has no surface.
+            ShardingError: the framework has no way to do what the plan says; the message lists why.
+        """
+        return export(self, framework)
+
+    # Questions
+
+    def explain(self, name: str) -> str:
+        """What was chosen, what it costs, and what the runner-up would cost.
+
+        Args:
+            name: of an input, parameter or state, those of equal layers also together as they are printed;
+                "stage 0", "layer 3"; or of a decision such as "micro_batches".
+
+        Raises:
+            GraphError: the plan has nothing of that name.
+        """
+        fact, decision = self._fact(name), self._decision(name)
+        if fact is None and decision is None:
+            raise GraphError(
+                f"plan of {self.program.name} has nothing named {name!r}; it has {self._near(name)}"
+            )
+        if decision is None:
+            return f"{fact}\n  no other choice is recorded: {self._unsearched()}"
+        before = (
+            [f"  {CHANGED}: what follows is of the plan before"] if self._disagrees(name, decision) else []
+        )
+        return "\n".join([fact or name, *before, *told(self, decision)])
+
+    def instead(self, name: str) -> Plan:
+        """The plan with the runner-up in place of a choice, and what goes with it; its forecast is not told.
+
+        Args:
+            name: of a decision that `explain` shows with a runner-up.
+
+        Raises:
+            GraphError: there is no such decision, or its runner-up is another program altogether.
+        """
+        decision = self._decision(name)
+        if decision is None or not decision.instead:
+            known = ", ".join(key for key, other in self.decisions.items() if other.instead) or "no decision"
+            raise GraphError(
+                f"plan of {self.program.name} does not say what {name!r} would be instead; it does of {known}"
+            )
+        search = Found(mode=f"{self.search.mode}, instead of {decision.chosen} of {name}")
+        other = changed(self, decision.instead)
+        return replace(other, surface=None, forecast=None, baselines={}, search=search, decisions={})
+
+    def compare(self, other: Plan) -> Comparison:
+        """What differs between this plan and another one.
+
+        Raises:
+            GraphError: the other is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise GraphError(
+                f"plan of {self.program.name} compares with plans, not with a {type(other).__name__}; read a "
+                "file with dg.Plan.load, take that of an engine from engine.plan.portable"
+            )
+        return compared(self, other)
+
+    def _near(self, name: str) -> str:
+        """Names that there are: those most like one that there is not, where some are."""
+        counted = [f"stage 0 to {len(self.stages) - 1}", f"layer 0 to {len(self.layers) - 1}"]
+        if name.startswith(("stage", "layer")):
+            return ", ".join(counted)
+        folded = dict.fromkeys([*self.decisions, *fold(dict.fromkeys(self.tensors))])
+        near = get_close_matches(name, dict.fromkeys([*folded, *self.tensors]))
+        return ", ".join(near or [*folded, *counted])
+
+    def _fact(self, name: str) -> str | None:
+        """What the plan says of a tensor, a stage or a layer."""
+        every = {each: self.tensors.get(each) for each in (unfold(name) if "{" in name else [name])}
+        if None not in every.values():
+            return "\n".join(self._lies(names, stored) for names, stored in fold(every).items() if stored)
+        word, _, text = name.partition(" ")
+        number = int(text) if text.isdecimal() else -1
+        if word == "stage" and 0 <= number < len(self.stages):
+            return f"{name}: {', '.join(filter(None, stage_cells(self, number)))}"
+        if word != "layer" or not 0 <= number < len(self.layers):
+            return None
+        again = ", computed again in the backward part" if number in self.recompute else ""
+        head = f"{name} (from {self.layers[number]}) on stage {self.stage_of(number)}{again}"
+        return "\n".join([head, *(f"  {op}" for op in self.ops[number].ops)])
+
+    def _lies(self, name: str, stored: Stored) -> str:
+        return (
+            f"{name} ({stored.kind}): {stored.spec} on stage {stored.stage}, {self.stages[stored.stage].mesh}"
+        )
+
+    def _decision(self, name: str) -> Decision | None:
+        found = self.decisions.get(name)
+        if found is not None:
+            return found
+        return next((d for key, d in self.decisions.items() if "{" in key and name in unfold(key)), None)
+
+    def _disagrees(self, name: str, decision: Decision) -> bool:
+        """Whether a decision is of the plan before it was changed; of tensors the layout tells that too."""
+        if self.is_changed:
+            return True
+        try:
+            chosen = ShardSpec.parse(decision.chosen)
+        except (ValueError, ShardingError):
+            return False
+        lies = [self.tensors[each] for each in unfold(name) if each in self.tensors]
+        return any(stored.spec != chosen for stored in lies)
+
+    def _unsearched(self) -> str:
+        if self.search.mode == "annotations":
+            return "the plan was taken from annotations, not searched"
+        return f"the search ({self.search.mode}) weighed none"
+
+    def __str__(self) -> str:
+        return shown(self)

@@ -1,0 +1,193 @@
+"""What people read of a plan: a page, one decision, the differences from another plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distgraph.ir.name_ranges import fold, spans, unfold
+from distgraph.plan.parts import Decision, LayerOps
+
+if TYPE_CHECKING:
+    from distgraph.plan.plan import Plan
+
+
+CHANGED = "the plan was changed after it was forecast"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences of two plans; false where there are none. Print it.
+
+    Attributes:
+        rows: (what, in the first, in the second).
+    """
+
+    rows: tuple[tuple[str, str, str], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __str__(self) -> str:
+        return _table([("", "this", "other"), *self.rows]) if self.rows else "no difference"
+
+
+def shown(plan: Plan) -> str:
+    """A plan as a page: stages, tensors, forecast."""
+    micro = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
+    ranks = f"{len(plan.ranks)} rank{'s' * (len(plan.ranks) > 1)}"
+    where = f" on {plan.cluster}" if plan.cluster else ""
+    parts = [f"plan of {plan.program.name}{where}: {ranks}, batch {plan.batch} in {micro}, {plan.schedule}"]
+    parts.append("stages\n" + _table([(str(i), *stage_cells(plan, i)) for i in range(len(plan.stages))]))
+    if plan.recompute:
+        parts.append(f"layers computed again in the backward part: {spans(plan.recompute)}")
+    parts.append("tensors\n" + _table(_layouts(plan)))
+    if plan.forecast is not None:
+        beside = ", and of plans that it is compared with" if plan.baselines else ""
+        if plan.is_changed:
+            parts.append(
+                f"{CHANGED}: the forecast is of the plan before; distgraph forecast --plan tells it anew"
+            )
+        parts.append(f"forecast of a step{beside}\n" + _table(_times(plan)))
+    if plan.search.status:
+        gap = "" if plan.search.gap is None else f", at most {plan.search.gap:.2%} above the bound"
+        parts.append(f"search {plan.search.mode}: {plan.search.status}{gap}")
+    return "\n".join(parts)
+
+
+def _layouts(plan: Plan) -> list[tuple[str, str, str]]:
+    """Inputs and parameters with their layouts and stages, those of equal layers in one row."""
+    specs = {name: str(at.spec) for name, at in plan.tensors.items() if at.kind != "state"}
+    rows = []
+    for pattern, spec in fold(specs).items():
+        stages = sorted({plan.tensors[name].stage for name in unfold(pattern)})
+        rows.append((pattern, spec, f"stage{'s' * (len(stages) > 1)} {spans(stages)}"))
+    return rows
+
+
+def told(plan: Plan, decision: Decision) -> list[str]:
+    """A decision: what was chosen, its terms, the runner-up and what it would cost."""
+    costs = ", ".join(f"{name} {_seconds(cost)}" for name, cost in decision.terms.items())
+    lines = [f"  chosen: {decision.chosen}" + (f" ({costs})" if costs else "")]
+    if decision.runner_up:
+        lines.append(f"  runner-up: {decision.runner_up}{_instead(plan, decision.runner_up_seconds)}")
+    return [*lines, f"  {decision.note}"] if decision.note else lines
+
+
+def _instead(plan: Plan, seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if plan.forecast is None:
+        return f", a step of {_seconds(seconds)}"
+    mine = plan.forecast.seconds
+    return f", a step of {_seconds(seconds)} in place of {_seconds(mine)} ({seconds / mine - 1:+.2%})"
+
+
+def compared(left: Plan, right: Plan) -> Comparison:
+    """What differs between two plans."""
+    rows = ((what, str(mine), str(theirs)) for what, mine, theirs in _rows(left, right))
+    return Comparison(tuple(row for row in rows if row[1] != row[2]))
+
+
+def _rows(left: Plan, right: Plan) -> Iterable[tuple[str, Any, Any]]:
+    """(what, in the one, in the other), equal or not."""
+    for name in ("name", "fingerprint", "parameters"):
+        yield f"program {name}", getattr(left.program, name), getattr(right.program, name)
+    for name in ("cluster", "batch", "micro_batches", "schedule"):
+        yield name, getattr(left, name) or "none", getattr(right, name) or "none"
+    yield "layers", len(left.layers), len(right.layers)
+    yield "recompute", spans(left.recompute) or "none", spans(right.recompute) or "none"
+    for i in range(max(len(left.stages), len(right.stages))):
+        yield f"stage {i}", _stage_text(left, i), _stage_text(right, i)
+    names = dict.fromkeys([*left.tensors, *right.tensors])
+    pairs = {name: (_tensor_text(left, name), _tensor_text(right, name)) for name in names}
+    for name, (mine, theirs) in fold({n: pair for n, pair in pairs.items() if pair[0] != pair[1]}).items():
+        yield name, mine, theirs
+    yield from _compared_ops(left.ops, right.ops)
+    yield "forecast", _forecast_text(left), _forecast_text(right)
+    for i in range(max(len(left.stages), len(right.stages))):
+        yield f"memory of stage {i}", _memory_text(left, i), _memory_text(right, i)
+
+
+def stage_cells(plan: Plan, number: int) -> tuple[str, ...]:
+    """A stage in a row: its layers, mesh, devices and peak memory."""
+    stage = plan.stages[number]
+    memory = plan.forecast.memory[number:] if plan.forecast is not None else ()
+    return (
+        f"layers {spans(range(stage.first, stage.last))}" if stage.last > stage.first else "no whole layer",
+        str(stage.mesh),
+        f"devices {spans(stage.devices)}" if stage.devices else "",
+        f"{_bytes(memory[0])}{_before(plan)}" if memory else "",
+    )
+
+
+def _before(plan: Plan) -> str:
+    """Marks what a forecast says of a plan that was changed since."""
+    return " before the change" if plan.is_changed else ""
+
+
+def _stage_text(plan: Plan, number: int) -> str:
+    if number >= len(plan.stages):
+        return "none"
+    stage = plan.stages[number]
+    layers, ranks = spans(range(stage.first, stage.last)) or "none", spans(stage.mesh.members)
+    return f"layers {layers} on ({stage.mesh.described}) ranks {ranks}"
+
+
+def _tensor_text(plan: Plan, name: str) -> str:
+    return str(plan.tensors.get(name, "none"))
+
+
+def _compared_ops(left: Sequence[LayerOps], right: Sequence[LayerOps]) -> Iterable[tuple[str, str, str]]:
+    """The first op that differs, of layers that differ alike; nothing where the layers are others."""
+    if len(left) != len(right):
+        return
+    groups: dict[tuple[LayerOps, LayerOps], list[int]] = {}
+    for number, pair in enumerate(zip(left, right, strict=True)):
+        if pair[0] != pair[1]:
+            groups.setdefault(pair, []).append(number)
+    for (mine, theirs), layers in groups.items():
+        pairs = itertools.zip_longest(mine.ops, theirs.ops, fillvalue="none")
+        differ = [(str(a), str(b)) for a, b in pairs if a != b]
+        if differ:
+            yield f"ops of layers {spans(layers)}, first of {len(differ)}", differ[0][0], differ[0][1]
+
+
+def _forecast_text(plan: Plan) -> str:
+    return "none" if plan.forecast is None else f"{_seconds(plan.forecast.seconds)}{_before(plan)}"
+
+
+def _memory_text(plan: Plan, stage: int) -> str:
+    if plan.forecast is None or stage >= len(plan.forecast.memory):
+        return "none"
+    return f"{_bytes(plan.forecast.memory[stage])}{_before(plan)}"
+
+
+def _times(plan: Plan) -> list[tuple[str, str]]:
+    assert plan.forecast is not None
+    rows = [(f"this plan{_before(plan)}", _seconds(plan.forecast.seconds))]
+    for name, found in plan.baselines.items():
+        rows.append((name, found if isinstance(found, str) else _seconds(found)))
+    return rows
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def _bytes(count: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:.4g} {unit}"
+    return f"{count} B"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as columns of equal width."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

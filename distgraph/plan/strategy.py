@@ -1,0 +1,126 @@
+"""Strategy: how a program is to be distributed, apart from what its annotations say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distgraph.errors import ShardingError
+from distgraph.ir.dtypes import is_integer
+from distgraph.ir.mesh import ProcessMesh, check_mesh
+
+SEARCHED = ("sharding_propagation", "recursive", "auto")
+MODES = ("manual", "semi", *SEARCHED)
+SCHEDULES = ("1f1b", "gpipe")
+REFINE = ("conflicts", "always", "never")
+DEVICES = ("cpu", "gpu")
+NONFINITE = ("raise", "skip", "warn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How the engine distributes a program. Immutable.
+
+    Attributes:
+        mode: "semi" completes the annotations of the program; "manual" does too, but refuses a program in
+            which a parameter of two dims or more has no annotation of its own. The others search a plan when
+            the training program is first compiled, for the cluster of the engine, and keep to the
+            annotations: "sharding_propagation" spreads layouts from annotated ops breadth first, "recursive"
+            halves the devices again and again, "auto" searches everything and takes the best forecast.
+        micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
+            a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
+        schedule: order of the micro-batches in a pipeline, "1f1b" or "gpipe".
+        mesh: where everything runs that no annotation places; without it, and without annotations, on one
+            rank.
+        batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
+            in one word. Needs `mesh`.
+        refine: what happens where annotations compete for an axis: "never" lets inputs and activations win
+            over parameters; "conflicts" completes under every order of priorities and takes the one that
+            sends least; "always" besides searches for layouts of what nobody pinned that send less, with or
+            without conflicts (slower to compile; the plan may look unlike what was annotated).
+        refine_budget: work after which the search of refine="always" ends with the best layouts found so far,
+            counted and not timed, so that every rank and every run ends with the same ones: 1 for each layout
+            of an op that is compared, 20 for each change of layout that is priced on one mesh, 200 for each
+            between two meshes. The default is a few seconds. Needs refine="always".
+        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13. Planning
+            for a GPU needs none; see docs/gpu.md.
+        nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
+            training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
+            on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
+            parameters and states stay those of before the step. See docs/training_safety.md.
+        verify_replicas: training steps between two comparisons of the parameters and states that several
+            ranks hold alike, by checksums; a rank whose copy differs ends training with a RuntimeFault that
+            names it. None for no comparison.
+
+    Raises:
+        ShardingError: an unknown mode, schedule, device, policy or axis; fewer than one micro-batch, or step
+            between comparisons; a budget below one, or without a search.
+
+    Example:
+        >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
+        'semi'
+    """
+
+    mode: str = "semi"
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    mesh: ProcessMesh | None = None
+    batch_axis: str | Sequence[str] | None = None
+    refine: str = "conflicts"
+    refine_budget: int | None = None
+    device: str = "cpu"
+    nonfinite: str = "raise"
+    verify_replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ShardingError(
+                f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
+            )
+        if self.schedule not in SCHEDULES:
+            raise ShardingError(
+                f"schedule {self.schedule!r} of Strategy does not exist; the schedules are "
+                f"{', '.join(SCHEDULES)}"
+            )
+        for name, choices in (("refine", REFINE), ("device", DEVICES), ("nonfinite", NONFINITE)):
+            if getattr(self, name) not in choices:
+                raise ShardingError(
+                    f"{name} {getattr(self, name)!r} of Strategy does not exist; it is one of "
+                    f"{', '.join(choices)}"
+                )
+        if self.refine_budget is not None:
+            self._check_budget(self.refine_budget)
+        if not is_integer(self.micro_batches) or self.micro_batches < 1:
+            raise ShardingError(
+                f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
+            )
+        every = self.verify_replicas
+        if every is not None and (not is_integer(every) or every < 1):
+            raise ShardingError(
+                f"verify_replicas of Strategy is {every!r} but must be a number of steps from 1 up, or None"
+            )
+        if self.mesh is not None:
+            check_mesh("Strategy", self.mesh)
+        if self.batch_axes and self.mesh is None:
+            raise ShardingError(
+                f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"
+            )
+        for axis in self.batch_axes:
+            assert self.mesh is not None
+            self.mesh.axis_size(axis)
+
+    def _check_budget(self, budget: int) -> None:
+        if not is_integer(budget) or budget < 1:
+            raise ShardingError(f"refine_budget of Strategy is {budget!r} but must be a number from 1 up")
+        if self.refine != "always":
+            raise ShardingError(
+                f"refine_budget of Strategy is {budget} but refine is {self.refine!r}, which searches "
+                'nothing; use refine="always" or leave refine_budget out'
+            )
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """`batch_axis` as a tuple."""
+        if self.batch_axis is None:
+            return ()
+        return (self.batch_axis,) if isinstance(self.batch_axis, str) else tuple(self.batch_axis)

@@ -1,0 +1,261 @@
+"""Tensor: what user code computes with while it is traced. It holds a shape and a dtype, never numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import short
+from distgraph.ir.graph import Value
+
+if TYPE_CHECKING:
+    from distgraph.tracing.tracer import Trace
+
+ACTIVE: ContextVar[Trace | None] = ContextVar("distgraph_trace", default=None)
+
+
+def current_trace() -> Trace:
+    """The innermost active trace. Raises GraphError outside of one."""
+    trace = ACTIVE.get()
+    if trace is None:
+        raise GraphError("no trace is active; tensor operations run inside dg.trace(...) or an Engine")
+    return trace
+
+
+def emit(kind: str, *operands: Any, **attrs: Any) -> Any:
+    """Append an op to the trace of its tensor operands (else the current trace); one result comes bare."""
+    owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or current_trace()
+    results = owner.emit(kind, operands, attrs)
+    return results[0] if len(results) == 1 else results
+
+
+class MissingMethod(GraphError, AttributeError):
+    """A method that arrays elsewhere have and traced tensors do not."""
+
+
+class TensorOperators:
+    """Operators and array methods of traced tensors and of parameters (which become tensors on use)."""
+
+    __array_priority__ = 1000
+
+    def __add__(self, other: Any) -> Tensor:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return _binary("add", other, self)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return _binary("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return _binary("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return _binary("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return _binary("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return _binary("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        return _binary("divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return _binary("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        return _binary("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Tensor:
+        return _binary("remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        return _binary("remainder", other, self)
+
+    def __pow__(self, other: Any) -> Tensor:
+        return _binary("power", self, other)
+
+    def __rpow__(self, other: Any) -> Tensor:
+        return _binary("power", other, self)
+
+    def __and__(self, other: Any) -> Tensor:
+        return _binary("bitwise_and", self, other)
+
+    def __or__(self, other: Any) -> Tensor:
+        return _binary("bitwise_or", self, other)
+
+    def __xor__(self, other: Any) -> Tensor:
+        return _binary("bitwise_xor", self, other)
+
+    def __invert__(self) -> Tensor:
+        return emit_one("bitwise_not", self)
+
+    def __neg__(self) -> Tensor:
+        return emit_one("negative", self)
+
+    def __pos__(self) -> Tensor:
+        return emit_one("identity", self)
+
+    def __abs__(self) -> Tensor:
+        return emit_one("absolute", self)
+
+    def __lt__(self, other: Any) -> Tensor:
+        return _binary("less", self, other)
+
+    def __le__(self, other: Any) -> Tensor:
+        return _binary("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Tensor:
+        return _binary("greater", self, other)
+
+    def __ge__(self, other: Any) -> Tensor:
+        return _binary("greater_equal", self, other)
+
+    def __eq__(self, other: object) -> Any:
+        return _binary("equal", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return _binary("not_equal", self, other)
+
+    __hash__ = object.__hash__
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise GraphError(
+            f"{type(self).__name__} is never written to; make a new one with distgraph.ops.where, concat or "
+            f"dynamic_update_slice"
+        )
+
+    if TYPE_CHECKING:  # made of ops: `distgraph.ops.tensor_methods` and `distgraph.array_api` bind them
+
+        def __matmul__(self, other: Any) -> Tensor: ...
+        def __rmatmul__(self, other: Any) -> Tensor: ...
+        def __getitem__(self, key: Any) -> Tensor: ...
+        def __array_namespace__(self, *, api_version: str | None = None) -> Any: ...
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any: ...
+        def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there; an AttributeError too, so that hasattr answers."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise MissingMethod(
+                f"{type(self).__name__} has no {name!r}; use a function of distgraph.ops, NumPy or the array "
+                f"API instead"
+            )
+
+
+def _binary(kind: str, left: Any, right: Any) -> Tensor:
+    return emit_one(kind, left, right)
+
+
+def emit_one(kind: str, *operands: Any, **attrs: Any) -> Tensor:
+    """`emit` for an op that has one result."""
+    result: Tensor = emit(kind, *operands, **attrs)
+    return result
+
+
+class Tensor(TensorOperators):
+    """A traced value.
+
+    Attributes:
+        value: its place in the graph.
+        trace: the trace it belongs to.
+    """
+
+    __slots__ = ("trace", "value")
+
+    def __init__(self, value: Value, trace: Trace) -> None:
+        self.value = value
+        self.trace = trace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> str:
+        """Short dtype name."""
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.value.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.value.size
+
+    @property
+    def T(self) -> Tensor:
+        """Dims in reverse order."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> Tensor:
+        """Last two dims swapped."""
+        return self.swapaxes(-1, -2)
+
+    def astype(self, dtype: Any) -> Tensor:
+        """Cast."""
+        return emit_one("cast", self, dtype=short(dtype))
+
+    if TYPE_CHECKING:  # made of ops: bound by `distgraph.ops.tensor_methods`
+
+        def reshape(self, *shape: int | Sequence[int]) -> Tensor: ...
+        def transpose(self, *dims: int | Sequence[int]) -> Tensor: ...
+        def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def var(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def max(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+        def min(self, axis: Any = None, keepdims: bool = False) -> Tensor: ...
+
+    def swapaxes(self, first: int, second: int) -> Tensor:
+        """Two dims exchanged."""
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        return self.transpose(order)
+
+    def argmax(self, axis: int = -1) -> Tensor:
+        """Position of the first largest element along a dim."""
+        return emit_one("argmax", self, dim=axis % self.ndim)
+
+    def __bool__(self) -> bool:
+        raise GraphError(
+            f"%{self.value.name} is traced: its number is not known yet; use dg.ops.where or "
+            "dg.ops.while_loop instead of if and while"
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise self._unknown("np.asarray")
+
+    def __float__(self) -> float:
+        raise self._unknown("float")
+
+    def __int__(self) -> int:
+        raise self._unknown("int")
+
+    def _unknown(self, asked: str) -> GraphError:
+        return GraphError(
+            f"%{self.value.name} is traced: its numbers are not known yet, so {asked}() of it has no answer; "
+            "return it from the function, or compute with distgraph.ops"
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise GraphError(f"%{self.value.name} has no dims and so no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Tensor(%{self.value.name} : {self.value.type})"

@@ -1,0 +1,293 @@
+"""Tracing: Python code that runs once on symbolic tensors and leaves a serial graph behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError, ShardingError
+from distgraph.ir.dtypes import is_float, promote, short, to_numpy
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import freeze, infer_results
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.tracing.tensor import ACTIVE, Tensor, current_trace
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_ROOT = str(Path(__file__).resolve().parents[2])
+_INTERNAL = (*(f"{_ROOT}/{folder}/" for folder in ("passes", "runtime", "resources")), _PACKAGE)
+
+
+class Trace:
+    """The graph under construction. Tensors know their trace; parameters find it by `Trace.current()`."""
+
+    def __init__(self, name: str = "main", prefix: str = "") -> None:
+        self.name = name
+        self.prefix = prefix
+        self.ops: list[Op] = []
+        self.attrs: dict[str, DistAttr] = {}
+        self.mirrored: set[str] = set()  # annotated values whose gradients lie like them
+        self.outputs: list[tuple[str, Value]] = []
+        self.updates: list[tuple[str, Value]] = []
+        self.role = "forward"
+        self.scope = ""
+        self.link = ""
+        self.where = ""
+        self.placement: ProcessMesh | None = None
+        self.placements: dict[str, ProcessMesh] = {}
+        self.block = 0  # number of the recomputed block that ops belong to now; 0 = none
+        self.blocks = 0
+        self.recomputed: dict[str, int] = {}
+        self.training = True
+        self.parameters: dict[str, Any] = {}  # name -> the parameter object that it stands for
+        self._names: set[str] = set()
+        self._count = 0
+        self._constants: dict[Any, Tensor] = {}
+        self._sources: dict[tuple[str, str], Tensor] = {}
+        self._salts: dict[str, int] = {}
+
+    @staticmethod
+    def current() -> Trace:
+        """The innermost active trace. Raises GraphError outside of one."""
+        return current_trace()
+
+    @staticmethod
+    def active() -> bool:
+        """True inside a trace."""
+        return ACTIVE.get() is not None
+
+    @contextmanager
+    def activate(self) -> Iterator[Trace]:
+        """Make this the current trace."""
+        token = ACTIVE.set(self)
+        try:
+            yield self
+        finally:
+            ACTIVE.reset(token)
+
+    @contextmanager
+    def within(self, *, role: str | None = None, scope: str | None = None) -> Iterator[None]:
+        """Ops emitted inside carry this role and this scope (appended to the present one)."""
+        before = self.role, self.scope
+        self.role = role or self.role
+        if scope:
+            self.scope = f"{self.scope}.{scope}" if self.scope else scope
+        try:
+            yield
+        finally:
+            self.role, self.scope = before
+
+    @contextmanager
+    def on_behalf_of(self, link: str, scope: str, where: str) -> Iterator[None]:
+        """Ops emitted inside belong to another op or parameter: its name, its scope, its source line."""
+        before = self.link, self.scope, self.where
+        self.link, self.scope, self.where = link, scope, where
+        try:
+            yield
+        finally:
+            self.link, self.scope, self.where = before
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Ops emitted inside are computed again in the backward part instead of being kept."""
+        before = self.block
+        self.blocks += 1
+        self.block = before or self.blocks
+        try:
+            yield
+        finally:
+            self.block = before
+
+    def recompute(self, blocks: Sequence[Sequence[str]]) -> None:
+        """Compute ops of this trace again in the backward part, those of a block together; ops that are in a
+        block already stay in it."""
+        for names in blocks:
+            self.blocks += 1
+            for name in names:
+                self.recomputed.setdefault(name, self.blocks)
+
+    @contextmanager
+    def on(self, mesh: ProcessMesh) -> Iterator[None]:
+        """Ops emitted inside are computed on this mesh."""
+        before, self.placement = self.placement, mesh
+        try:
+            yield
+        finally:
+            self.placement = before
+
+    def fresh(self, hint: str = "") -> str:
+        """A value name not yet used."""
+        if hint and hint not in self._names:
+            self._names.add(hint)
+            return hint
+        while True:
+            name = f"{hint}.{self._count}" if hint else f"{self.prefix}{self._count}"
+            self._count += 1
+            if name not in self._names:
+                self._names.add(name)
+                return name
+
+    def salt(self, scope: str | None = None) -> int:
+        """A number for a random op, stable under everything but the order of random ops in its module."""
+        key = self.scope if scope is None else scope
+        self._salts[key] = self._salts.get(key, -1) + 1
+        return stable_hash(f"{key}#{self._salts[key]}")
+
+    def source(self, kind: str, name: str, shape: Sequence[int], dtype: str, **attrs: Any) -> Tensor:
+        """A tensor that comes from outside: input, param or state; the same name gives the same tensor.
+
+        Raises:
+            GraphError: the name is no text, or that of another kind, shape or dtype; single numbers as inputs
+                have names of their own.
+        """
+        key, lengths = (kind, name), tuple(int(n) for n in shape)
+        self._check_source(kind, name, f"{short(dtype)}[{', '.join(map(str, lengths))}]", lengths)
+        if key not in self._sources:
+            value = Value(self.fresh(name), lengths, short(dtype))
+            role = "data" if kind == "input" else "forward"
+            op = Op(kind, (), (value,), {"name": name, **attrs}, role, self.scope, caller())
+            self.ops.append(op)
+            self._sources[key] = Tensor(value, self)
+        return self._sources[key]
+
+    def _check_source(self, kind: str, name: Any, type_: str, shape: tuple[int, ...]) -> None:
+        check_name(kind, name)
+        known = self._sources.get((kind, name))
+        if known is not None and known.value.type != type_:
+            raise GraphError(
+                f"{kind} {name!r} is {type_} but another {kind} of that name {known.value.type}; rename one"
+            )
+        if kind == "input" and not shape:
+            return
+        for other in ("input", "param", "state"):
+            found = self._sources.get((other, name))
+            if other != kind and found is not None and (found.shape or other != "input"):
+                raise GraphError(
+                    f"{kind} {name!r} has the name of {'an' if other == 'input' else 'a'} {other}, but plans "
+                    f"and checkpoints know them by name; rename one"
+                )
+
+    def constant(self, data: Any, dtype: str | None = None) -> Tensor:
+        """A constant from a number or a small array; equal ones are shared."""
+        array = np.asarray(data, dtype=None if dtype is None else _numpy(dtype))
+        if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
+            array = array.astype(np.float32)
+        name = short(array.dtype)
+        payload = (
+            array.item() if array.ndim == 0 and name != "bf16" else float(array) if array.ndim == 0 else array
+        )
+        key = (freeze(payload), repr(payload) if array.ndim == 0 else "", name)
+        if key not in self._constants:
+            value = Value(self.fresh(), tuple(array.shape), name)
+            self.ops.append(Op("constant", (), (value,), {"value": payload}, self.role, self.scope, caller()))
+            self._constants[key] = Tensor(value, self)
+        return self._constants[key]
+
+    def emit(
+        self, kind: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Append an op; operands are tensors, parameters, numbers or arrays. Raises GraphError if unfit."""
+        attrs = attrs or {}
+        values = tuple(t.value for t in self.tensors(operands))
+        where = self.where or caller()
+        try:
+            inferred = infer_results(kind, values, attrs)
+        except GraphError as error:
+            shown = f"{kind}({', '.join(f'%{v.name} {v.type}' for v in values)})"
+            raise GraphError(f"{shown} ({where}): {error}") from None
+        results = tuple(Value(self.fresh(), tuple(shape), dtype) for shape, dtype in inferred)
+        self.ops.append(Op(kind, values, results, dict(attrs), self.role, self.scope, where, self.link))
+        if self.placement is not None and self.role not in ("backward", "optimize"):
+            # a pipeline_boundary lasts to the end of the forward part; gradients go where their forward op is
+            self.placements[results[0].name] = self.placement
+        if self.block:
+            self.recomputed[results[0].name] = self.block
+        return tuple(Tensor(value, self) for value in results)
+
+    def tensors(self, operands: Sequence[Any]) -> list[Tensor]:
+        """Operands as tensors of this trace; a plain number takes the dtype of the tensors beside it."""
+        found: list[Any] = [self.tensor(x) if not isinstance(x, (bool, int, float)) else x for x in operands]
+        dtypes = [t.dtype for t in found if isinstance(t, Tensor)]
+        common = dtypes[0] if dtypes else None
+        for dtype in dtypes[1:]:
+            common = promote(common or dtype, dtype)
+        for position, x in enumerate(found):
+            if not isinstance(x, Tensor):
+                exact = isinstance(x, float) and common is not None and not is_float(common)
+                found[position] = self.constant(
+                    x, "f32" if exact else "bool" if isinstance(x, bool) else common
+                )
+        return found
+
+    def tensor(self, x: Any) -> Tensor:
+        """One operand as a tensor of this trace. Raises GraphError for a tensor of another trace."""
+        if isinstance(x, Tensor):
+            if x.trace is not self:
+                raise GraphError(
+                    f"%{x.value.name} belongs to trace {x.trace.name!r} but is used in {self.name!r}"
+                )
+            return x
+        if hasattr(x, "__distgraph_tensor__"):
+            tensor: Tensor = x.__distgraph_tensor__(self)
+            return tensor
+        return self.constant(x)
+
+    def annotate(self, value: Value, attr: DistAttr) -> None:
+        """Pin the layout of a value. Raises ShardingError when it does not fit or contradicts another."""
+        attr.spec.check(value.shape, attr.mesh, f"%{value.name} {value.type} ({attr.origin.where})")
+        before = self.attrs.get(value.name)
+        if before is not None and before != attr:
+            raise ShardingError(
+                f"%{value.name} is annotated {attr} ({attr.origin.where}) but was annotated {before} "
+                f"({before.origin.where}); remove one, or use dg.reshard for a second layout"
+            )
+        self.attrs[value.name] = attr
+
+    def finish(self, outputs: Mapping[str, Tensor] | None = None) -> Graph:
+        """The graph built so far. Raises GraphError when an output is no tensor of this trace."""
+        labelled = [(label, self.tensor(t).value) for label, t in (outputs or {}).items()]
+        return Graph(
+            self.name,
+            tuple(self.ops),
+            tuple(self.outputs + labelled),
+            tuple(self.updates),
+            dict(self.attrs),
+            placements=dict(self.placements),
+        )
+
+
+def check_name(subject: str, name: Any) -> None:
+    """Raises GraphError where a name is no text that files can hold."""
+    if not isinstance(name, str) or "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
+        raise GraphError(
+            f"name of {subject} is {name!a} but must be a text without NUL and unpaired surrogates; give it "
+            "another"
+        )
+
+
+def caller() -> str:
+    """file:line of the nearest frame outside distgraph."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INTERNAL) and not path.startswith("<"):
+            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def stable_hash(text: str) -> int:
+    """63-bit FNV-1a hash of a string: the same on every machine and in every run."""
+    state = 0xCBF29CE484222325
+    for byte in text.encode():
+        state = ((state ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return state >> 1
+
+
+def _numpy(dtype: str) -> Any:
+    return to_numpy(short(dtype))

@@ -1,0 +1,491 @@
+"""The verifier: what must hold for a graph at each stage; a fault is drawn on the line it is in.
+
+serial     every operand is made above, types fit, names are unique, outputs and updates exist
+completed  and every value has a layout, every op a legal way to be computed
+resharded  and every op reads and leaves its values exactly as they are stored
+lowered    and every change of layout is a collective that does just that change
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from distgraph.errors import DistGraphError, GraphError, ShardingError
+from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
+from distgraph.ir.index_rule import OpLayout, representable
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import (
+    infer_results,
+    linear_groups,
+    lookup,
+    operand_layout,
+    operand_windows,
+    result_layout,
+    rule_of,
+)
+from distgraph.ir.printer import draw, op_cells
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+
+STAGES = ("serial", "completed", "resharded", "lowered")
+_NAME, _TYPE, _STORED, _CALL, _COMPUTED, _REST = range(6)  # cells of a printed line
+
+
+def verify(graph: Graph, stage: str = "serial") -> Graph:
+    """Check a graph.
+
+    Args:
+        graph: any graph.
+        stage: serial, completed, resharded or lowered; each includes the ones before it.
+
+    Returns:
+        the graph itself.
+
+    Raises:
+        GraphError: the first fault, drawn on the printed graph.
+    """
+    if stage not in STAGES:
+        raise GraphError(f"stage {stage!r} does not exist; the stages are {', '.join(STAGES)}")
+    level = STAGES.index(stage)
+    made: dict[str, Value] = {}
+    for op in graph.ops:
+        _check_op(graph, op, made)
+    for op in graph.ops:
+        _check_link(graph, op)
+    _check_ends(graph)
+    for op in graph.ops if level else ():
+        _check_completed(graph, op)
+    if level > 1:
+        _check_updates(graph)
+    for op in graph.ops if level > 1 else ():
+        _check_stored(graph, op, level)
+    return graph
+
+
+def _fault(graph: Graph, op: Op, cell: int, part: str, message: str) -> NoReturn:
+    """Raise, with `^^^^` under `part` of one cell of the op's line, or under the whole cell."""
+    cells = op_cells(graph, op)
+    start = sum(len(c) + 1 for c in cells[:cell] if c)
+    inside = cells[cell].find(part) if part else -1
+    start, width = (start + inside, len(part)) if inside >= 0 else (start, len(cells[cell]))
+    where = f" ({op.source})" if op.source else ""
+    line = " ".join(c for c in cells if c)
+    raise GraphError(
+        f"graph @{graph.name}: %{op.name} {op.kind}{where}: {message}\n{draw(line, start, width)}"
+    )
+
+
+# serial
+
+
+def _check_op(graph: Graph, op: Op, made: dict[str, Value]) -> None:
+    if not op.results:
+        raise GraphError(
+            f"graph @{graph.name}: an op {op.kind} ({op.source}) has no result; every op makes a value"
+        )
+    for value in op.operands:
+        if value.name not in made:
+            later = "is made only further down" if value.name in graph.values else "is made nowhere"
+            _fault(
+                graph,
+                op,
+                _CALL,
+                f"%{value.name}",
+                f"operand %{value.name} {later}; define it above its first use",
+            )
+        if made[value.name] != value:
+            wanted = made[value.name].type
+            _fault(
+                graph,
+                op,
+                _CALL,
+                value.type,
+                f"operand %{value.name} is read as {value.type} but made as {wanted}",
+            )
+    for value in op.results:
+        if value.name in made:
+            _fault(
+                graph,
+                op,
+                _NAME,
+                f"%{value.name}",
+                f"value %{value.name} is made twice; every value has one op",
+            )
+        made[value.name] = value
+    if op.role not in ROLES:
+        _fault(graph, op, _REST, op.role, f"role {op.role!r} is not one of {', '.join(ROLES)}")
+    try:
+        lookup(op.kind)
+    except GraphError as error:
+        _fault(graph, op, _CALL, op.kind, str(error))
+    _check_results(graph, op)
+    for value in op.results:
+        attr = graph.attrs.get(value.name)
+        if attr is None:
+            continue
+        try:
+            attr.spec.check(value.shape, attr.mesh, f"%{value.name} {value.type}")
+        except ShardingError as error:
+            _fault(graph, op, _STORED, str(attr.spec), str(error))
+
+
+def _check_results(graph: Graph, op: Op) -> None:
+    if op.kind in SOURCES:
+        _check_source(graph, op)
+        return
+    try:
+        inferred = [(tuple(shape), dtype) for shape, dtype in infer_results(op.kind, op.operands, op.attrs)]
+    except (GraphError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = str(error) if isinstance(error, GraphError) else f"attributes do not fit the op ({error!r})"
+        _fault(graph, op, _CALL, "", reason)
+    if len(inferred) != len(op.results):
+        _fault(
+            graph, op, _NAME, "", f"op has {len(op.results)} results but its operands make {len(inferred)}"
+        )
+    for position, (value, (shape, dtype)) in enumerate(zip(op.results, inferred, strict=True)):
+        wanted = Value(value.name, shape, dtype)
+        if value != wanted:
+            cell, part = (_TYPE, value.type) if position == 0 else (_STORED, f"%{value.name} : {value.type}")
+            _fault(
+                graph,
+                op,
+                cell,
+                part,
+                f"result %{value.name} is {value.type} but its operands make {wanted.type}",
+            )
+
+
+def _check_source(graph: Graph, op: Op) -> None:
+    if op.operands or len(op.results) != 1:
+        _fault(graph, op, _CALL, "", f"{op.kind} has no operand and one result")
+    if op.kind != "constant":
+        if not isinstance(op.attrs.get("name"), str):
+            _fault(graph, op, _CALL, "", f"{op.kind} has no name; it needs the attribute name")
+    elif "value" not in op.attrs or np.shape(op.attrs["value"]) not in ((), op.result.shape):
+        _fault(graph, op, _CALL, "", f"constant has no value of shape {op.result.shape}")
+
+
+def _check_link(graph: Graph, op: Op) -> None:
+    if op.link and op.link not in graph.values:
+        _fault(graph, op, _REST, f"of %{op.link}", f"op belongs to %{op.link}, which is made nowhere")
+
+
+def _check_ends(graph: Graph) -> None:
+    if graph.micro_batches < 1:
+        raise GraphError(
+            f"graph @{graph.name} has {graph.micro_batches} micro-batches but needs at least one"
+        )
+    labels = [label for label, _ in graph.outputs]
+    for label, value in graph.outputs:
+        line = f"output {label!r} = %{value.name} : {value.type}"
+        if labels.count(label) > 1:
+            _end_fault(graph, line, repr(label), "label is used twice; give every output its own")
+        _check_end(graph, line, value)
+    updated = [name for name, _ in graph.updates]
+    for name, value in graph.updates:
+        line = f"update %{name} = %{value.name} : {value.type}"
+        producer = graph.producers.get(name)
+        if producer is None or producer.kind not in ("param", "state"):
+            found = "made nowhere" if producer is None else f"made by {producer.kind}"
+            _end_fault(graph, line, f"%{name}", f"%{name} is {found}; only a param or state is updated")
+        if updated.count(name) > 1:
+            _end_fault(graph, line, f"%{name}", f"%{name} is updated twice; a step has one new value for it")
+        _check_end(graph, line, value)
+        if value.type != producer.result.type:
+            _end_fault(
+                graph, line, value.type, f"%{name} is {producer.result.type} but its new value {value.type}"
+            )
+    for name in graph.placements:
+        if name not in graph.values:
+            _end_fault(graph, f"place %{name}", f"%{name}", f"%{name} is made nowhere")
+
+
+def _check_end(graph: Graph, line: str, value: Value) -> None:
+    known = graph.values.get(value.name)
+    if known is None:
+        _end_fault(graph, line, f"= %{value.name}", f"%{value.name} is made nowhere")
+    if known != value:
+        _end_fault(graph, line, value.type, f"%{value.name} is {value.type} here but made as {known.type}")
+
+
+def _end_fault(graph: Graph, line: str, part: str, message: str) -> NoReturn:
+    raise GraphError(f"graph @{graph.name}: {message}\n{draw(line, line.find(part), len(part))}")
+
+
+# completed
+
+
+def _check_completed(graph: Graph, op: Op) -> None:
+    for value in op.results:
+        if value.name not in graph.attrs:
+            _fault(
+                graph,
+                op,
+                _NAME,
+                f"%{value.name}",
+                f"value %{value.name} has no layout; run the pass complete",
+            )
+    if op.layout is None:
+        _fault(graph, op, _CALL, "", "op has no layout of its own; run the pass complete")
+    if not op.kind.startswith("comm."):
+        _check_layout(graph, op, op.layout)
+
+
+def _check_layout(graph: Graph, op: Op, layout: OpLayout) -> None:
+    rule = rule_of(op)
+    used: list[str] = []
+    for index, axes in layout.axes:
+        part = f"{index}:{'*'.join(axes)}"
+        if index not in rule.indices:
+            known = ", ".join(rule.indices) or "none"
+            _fault(
+                graph,
+                op,
+                _COMPUTED,
+                part,
+                f"index {index} is not in its rule {rule.text!r}, which has {known}",
+            )
+        if index in rule.whole:
+            _fault(
+                graph,
+                op,
+                _COMPUTED,
+                part,
+                f"index {index} must be whole in {op.kind} but is split over {axes}",
+            )
+        used += axes
+    groups = linear_groups(op)
+    for axis, group in layout.partial:
+        part = f"partial {axis}:{group}"
+        if not 0 <= group < len(groups):
+            _fault(
+                graph,
+                op,
+                _COMPUTED,
+                part,
+                f"linear group {group} does not exist; {op.kind} has {len(groups)}",
+            )
+        used.append(axis)
+    for axis in used:
+        if axis not in layout.mesh.sizes:
+            has = ", ".join(layout.mesh.axes)
+            _fault(graph, op, _COMPUTED, axis, f"axis {axis!r} is not in {layout.mesh}, which has {has}")
+        if used.count(axis) > 1:
+            _fault(graph, op, _COMPUTED, axis, f"axis {axis!r} is used twice; it splits one index of an op")
+    if not representable(rule, layout):
+        _fault(
+            graph,
+            op,
+            _COMPUTED,
+            "",
+            f"blocks of a dim would not be plain blocks under the rule {rule.text!r}",
+        )
+
+
+# resharded and lowered
+
+
+def _check_updates(graph: Graph) -> None:
+    for name, value in graph.updates:
+        old, new = graph.attrs[name], graph.attrs[value.name]
+        if _blocks(old) != _blocks(new):
+            line = f"update %{name} = %{value.name} {new.spec}"
+            _end_fault(graph, line, str(new.spec), f"%{name} is stored as {old} but its new value as {new}")
+
+
+def _check_stored(graph: Graph, op: Op, level: int) -> None:
+    if op.kind == "reshard" and level > 2:
+        _fault(graph, op, _CALL, "reshard", "change of layout is not lowered; run the pass lower")
+    if op.kind == "reshard":
+        return
+    if op.kind.startswith("comm."):
+        _check_comm(graph, op)
+        return
+    layout = op.layout
+    assert layout is not None  # checked above
+    for position, value in enumerate(op.operands):
+        producer, read = graph.producers[value.name], operand_windows(op, position)
+        held = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
+        if held != read:
+            message = (
+                f"operand %{value.name} has windows {held} but the op reads {read}; run the pass reshard"
+            )
+            _fault(graph, op, _CALL, f"%{value.name}", message)
+    if op.kind == "identity" and _blocks(graph.attrs[op.operands[0].name]) == _blocks(graph.attrs[op.name]):
+        return  # a change of name only: the layouts differ by axes of size 1
+    for position, value in enumerate(op.operands):
+        needed = DistAttr(layout.mesh, operand_layout(op, position))
+        if _blocks(graph.attrs[value.name]) != _blocks(needed):
+            stored = graph.attrs[value.name]
+            _fault(
+                graph,
+                op,
+                _CALL,
+                f"%{value.name}",
+                f"operand %{value.name} is stored as {stored} but read as {needed}; run the pass reshard",
+            )
+    if op.kind in SOURCES:
+        return  # made wherever they are wanted
+    for position, value in enumerate(op.results):
+        made = DistAttr(layout.mesh, result_layout(op, position))
+        if _blocks(graph.attrs[value.name]) != _blocks(made):
+            stored = graph.attrs[value.name]
+            _fault(
+                graph,
+                op,
+                _STORED,
+                str(stored.spec),
+                f"result %{value.name} is stored as {stored} but left as {made}; run the pass reshard",
+            )
+
+
+def _blocks(attr: DistAttr) -> tuple[ProcessMesh, ShardSpec]:
+    """Mesh and spec without the axes of size 1, which change nothing."""
+    mesh, spec = attr.mesh, attr.spec
+    if 1 not in mesh.shape:
+        return mesh, spec
+    dims = tuple(tuple(a for a in dim if mesh.axis_size(a) > 1) for dim in spec.dims)
+    return mesh, ShardSpec(dims, tuple((a, kind) for a, kind in spec.partial if mesh.axis_size(a) > 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a collective is told: axes, dims, reduction."""
+
+    axes: tuple[str, ...]
+    dim: int
+    to_dim: int
+    reduction: str
+
+
+def _gathered(spec: ShardSpec, c: _Change) -> ShardSpec | None:
+    keep = len(spec.dims[c.dim]) - len(c.axes)
+    if keep < 0 or spec.dims[c.dim][keep:] != c.axes:
+        return None
+    return _with(spec, c.dim, spec.dims[c.dim][:keep])
+
+
+def _sliced(spec: ShardSpec, c: _Change) -> ShardSpec | None:
+    if set(c.axes) & set(spec.axes):
+        return None
+    return _with(spec, c.dim, spec.dims[c.dim] + c.axes)
+
+
+def _reduced(spec: ShardSpec, c: _Change) -> ShardSpec | None:
+    if any(spec.reduction(axis) != c.reduction for axis in c.axes):
+        return None
+    return ShardSpec(spec.dims, tuple((a, kind) for a, kind in spec.partial if a not in c.axes))
+
+
+def _scattered(spec: ShardSpec, c: _Change) -> ShardSpec | None:
+    reduced = _reduced(spec, c)
+    return None if reduced is None else _sliced(reduced, c)
+
+
+def _exchanged(spec: ShardSpec, c: _Change) -> ShardSpec | None:
+    gathered = _gathered(spec, c)
+    return None if gathered is None else _sliced(gathered, _Change(c.axes, c.to_dim, 0, ""))
+
+
+def _masked(spec: ShardSpec, c: _Change) -> ShardSpec | None:
+    if set(c.axes) & set(spec.axes):
+        return None
+    return ShardSpec(spec.dims, spec.partial + tuple((axis, c.reduction) for axis in c.axes))
+
+
+_CHANGES: dict[str, Callable[[ShardSpec, _Change], ShardSpec | None]] = {
+    "all_gather": _gathered,
+    "slice": _sliced,
+    "all_reduce": _reduced,
+    "reduce_scatter": _scattered,
+    "all_to_all": _exchanged,
+    "mask": _masked,
+}
+
+
+def _check_comm(graph: Graph, op: Op) -> None:
+    """A collective must lead from its operand's layout to its result's."""
+    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
+    kind = op.kind.removeprefix("comm.")
+    if kind == "halo":
+        _check_halo(graph, op)
+        return
+    if kind == "transfer":
+        if source.spec.partial != target.spec.partial:
+            _fault(
+                graph,
+                op,
+                _STORED,
+                str(target.spec),
+                f"transfer from {source} to {target} would drop a reduction",
+            )
+        return
+    if source.mesh != target.mesh:
+        _fault(
+            graph,
+            op,
+            _CALL,
+            op.kind,
+            f"{kind} stays on one mesh but leads from {source.mesh} to {target.mesh}",
+        )
+    change = _Change(
+        tuple(op.attrs.get("axes", ())),
+        op.attrs.get("dim", 0),
+        op.attrs.get("to_dim", 0),
+        op.attrs.get("reduction", "sum"),
+    )
+    for axis in change.axes:
+        if axis not in source.mesh.sizes:
+            _fault(graph, op, _CALL, f'"{axis}"', f"axis {axis!r} is not in {source.mesh}")
+    for problem in _problems(kind, source, target, change):
+        _fault(graph, op, _STORED, str(target.spec), problem)
+
+
+def _check_halo(graph: Graph, op: Op) -> None:
+    """A halo lengthens blocks: every part of a dim gets a window no longer than the dim.
+
+    The layout stays, or is that of a mesh with the same ranks in another order.
+    """
+    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
+    same = source.mesh.rank_set == target.mesh.rank_set and source.spec.partial == target.spec.partial
+    if source != target and (not same or source.mesh == target.mesh):
+        _fault(
+            graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}"
+        )
+    for dim, read in op.attrs["windows"]:
+        parts, length = target.mesh.count(target.spec.dims[dim]), op.result.shape[dim]
+        if len(read) != parts:
+            _fault(graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(read)} windows")
+        for start, stop in read:
+            if not 0 <= stop - start <= length:
+                _fault(
+                    graph, op, _CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}"
+                )
+
+
+def _problems(kind: str, source: DistAttr, target: DistAttr, change: _Change) -> Iterator[str]:
+    before, after = _blocks(source)[1], _blocks(target)[1]
+    if kind == "permute":
+        if before.partial != after.partial:
+            yield f"permute leads from {before} to {after}, but it moves blocks and reduces nothing"
+        return
+    try:
+        made = _CHANGES[kind](before, change)
+    except IndexError:
+        yield f"{kind} names dim {max(change.dim, change.to_dim)} but {before} has {len(before.dims)} dims"
+        return
+    except DistGraphError as error:
+        yield str(error)
+        return
+    axes = ", ".join(change.axes)
+    if made is None:
+        yield f"{kind} over {axes} is not possible from {before}"
+    elif made != after:
+        yield f"{kind} over {axes} leads from {before} to {made} but the result is stored as {after}"
+
+
+def _with(spec: ShardSpec, dim: int, axes: tuple[str, ...]) -> ShardSpec:
+    return ShardSpec((*spec.dims[:dim], axes, *spec.dims[dim + 1 :]), spec.partial)
