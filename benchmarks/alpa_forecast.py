@@ -22,7 +22,7 @@ from alpa_memory import moments
 from alpa_plans import Plan
 
 from distgraph import nn, ops, optim
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
@@ -31,13 +31,13 @@ from distgraph.models.decoder import Decoder
 from distgraph.models.megatron_layout import Layout, Stack
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster
-from distgraph.runtime.build import Build, build
-from distgraph.runtime.forecast import forecast
-from distgraph.runtime.schedule import schedule
-from distgraph.runtime.simulate import simulate
-from distgraph.runtime.storage import plan_storage
-from distgraph.runtime.streams import TaskTime
-from distgraph.runtime.task import TaskGraph
+from distgraph.runtime.forecast.forecast import forecast
+from distgraph.runtime.forecast.stream_model import TaskTime
+from distgraph.runtime.program.build import Build, build
+from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.schedule.schedule import schedule
+from distgraph.runtime.schedule.simulate import simulate
+from distgraph.runtime.schedule.task import TaskGraph
 from distgraph.tracing.annotations import shard_tensor
 from distgraph.tracing.tensor import Tensor
 

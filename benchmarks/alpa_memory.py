@@ -3,8 +3,9 @@
 *In:* a rank program, its storage (which value is the memory of which), its order of tasks.
 *Out:* category -> bytes at the peak.
 *Invariant:* a value is counted from the op that makes it to the op that reads it last, and nothing is lost
-between values. Our runtime needs more (`distgraph.runtime.memory`): it shares scratch blocks of similar size
-only, keeps what a collective reads until the collective is waited for, and has room for messages under way.
+between values. Our runtime needs more (`distgraph.runtime.forecast.memory_forecast`): it shares scratch
+blocks of similar size only, keeps what a collective reads until the collective is waited for, and has room
+for messages under way.
 
 The rest is what Alpa does, as its artifact sets it. What streaming ops pass on to each other is never in
 memory: XLA fuses them. New parameters and states are written over the old ones. One-hot rows of the embedding
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.runtime.storage import Storage, nbytes
+from distgraph.runtime.program.memory_plan import Storage, nbytes
 
 STREAMS = ("memory", "lookup")
 Order = Sequence[tuple[str, int]]

@@ -71,23 +71,23 @@ from rich.console import Console
 from rich.table import Table
 
 from distgraph import data
-from distgraph.engine.graphs import train_graph
-from distgraph.engine.price import price_on
-from distgraph.engine.program import Recipe
-from distgraph.engine.searching.proposal import Realized
-from distgraph.engine.searching.searcher import Searcher
-from distgraph.engine.training import Training
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.rank_placement import price_on
+from distgraph.engine.compile.train_graph import train_graph
+from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.search.candidate import Realized
+from distgraph.engine.search.searcher import Searcher
 from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.models import MoEConfig
 from distgraph.models.decoder import Decoder
 from distgraph.passes.complete import complete
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
-from distgraph.resources.build import build_cluster
+from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.load import read_document
 from distgraph.resources.schema import check
-from distgraph.runtime.build import build
-from distgraph.runtime.forecast import forecast, out_of_memory
+from distgraph.runtime.forecast.forecast import forecast, out_of_memory
+from distgraph.runtime.program.build import build
 
 CLUSTER, PER_MACHINE = "p3_16xlarge_x8", 8
 LIMIT = 60.0

@@ -87,8 +87,8 @@ from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.calibrate import Fit, Parameter, fit
 from distgraph.resources.cluster import MatmulRate
 from distgraph.resources.load import load_cluster
-from distgraph.runtime.cost import OpCost, Work
-from distgraph.runtime.storage import plan_storage
+from distgraph.runtime.forecast.op_cost import OpCost, Work
+from distgraph.runtime.program.memory_plan import plan_storage
 
 CLUSTER = "p3_16xlarge_x8"
 USABLE = 16160 * 2**20

@@ -16,7 +16,8 @@ fp32 turns a gate over (relu, argmax) fp64 decides.
 Changes, with the cases above XLA by more than 1 % (of 139) and what all cases send together:
 
 * completion alone: conflicts left where claims meet, 10 of the first 49 cases above.
-* borders moved (`passes/refine.py`): 5 above, 67 below. ZeRO-3 GPT 2.4 times: pinned gradients beat the ids.
+* borders moved (`passes/layout_local_search.py`): 5 above, 67 below. ZeRO-3 GPT 2.4 times: pinned gradients
+beat the ids.
 * gradients rank with parameters; every policy of completion refined, the cheapest kept: 4 above. No policy is
   best: ZeRO-3 GPT 0.63 / 2.4 (data first / weights first), sequence-parallel MLP 4.0 / 0.8. 536 MB.
 * a flood follows a value reader by reader (it stopped at every value with two readers): 503 MB; it may start
@@ -54,11 +55,11 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.passes.arrange import arrange
+from distgraph.passes.choose_completion import arrange
 from distgraph.passes.complete import complete
-from distgraph.runtime.build import Build, build
-from distgraph.runtime.inprocess import run_ranks
-from distgraph.runtime.worker import Worker
+from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.program.build import Build, build
+from distgraph.runtime.transport.inprocess import run_ranks
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 

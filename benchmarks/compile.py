@@ -33,16 +33,16 @@ from rich.table import Table
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.engine.program import Recipe
+from distgraph.engine.compile.training_spec import Recipe
 from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.partition import RankProgram, partition
-from distgraph.passes.phases import phases
 from distgraph.passes.reshard import reshard
-from distgraph.runtime.build import Build
-from distgraph.runtime.inprocess import connect
-from distgraph.runtime.worker import Worker
+from distgraph.passes.split_tasks import phases
+from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.transport.inprocess import connect
 
 SCALE = (78, 155, 310, 624)  # layers of 12,500, 25,000, 50,000 and 100,000 ops
 LAYERS = (6, 12, 24, 48, 120)  # 48 layers are 7,700 ops here, 120 are 19,300

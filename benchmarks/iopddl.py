@@ -56,7 +56,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distgraph.passes.search.contest import read_contest
-from distgraph.passes.search.intra import solve
+from distgraph.passes.search.solver import solve
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "iopddl"
 QUICK_SECONDS = 8.0

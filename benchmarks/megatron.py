@@ -24,15 +24,15 @@ from pathlib import Path
 
 import distgraph as dg
 from distgraph import models, optim
-from distgraph.engine.program import Recipe
+from distgraph.engine.compile.training_spec import Recipe
 from distgraph.errors import ResourceError
 from distgraph.passes.complete import complete
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.load import load_cluster
-from distgraph.runtime.build import Build, build
-from distgraph.runtime.cost import OpCost, Work
-from distgraph.runtime.storage import is_started, nbytes, plan_storage
+from distgraph.runtime.forecast.op_cost import OpCost, Work
+from distgraph.runtime.program.build import Build, build
+from distgraph.runtime.program.memory_plan import is_started, nbytes, plan_storage
 
 VOCABULARY = 50257
 

@@ -21,10 +21,10 @@ from scipy.sparse import csr_array
 
 import distgraph as dg
 from distgraph.resources import Cluster
-from distgraph.resources.algorithms import algorithms
-from distgraph.resources.collective import CollectiveCost
-from distgraph.runtime.cost import Work
-from distgraph.runtime.traffic import TrafficCost
+from distgraph.resources.collective_algorithms import algorithms
+from distgraph.resources.collective_cost import CollectiveCost
+from distgraph.runtime.forecast.communication_cost import TrafficCost
+from distgraph.runtime.forecast.op_cost import Work
 
 STAGES = ("first", "middle", "last")
 Array = np.ndarray

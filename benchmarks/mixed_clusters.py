@@ -67,22 +67,22 @@ from typing import Any
 import yaml
 
 from distgraph import nn, optim
-from distgraph.engine.program import Recipe
-from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.proposal import Proposal, realize
-from distgraph.engine.searching.restrict import Restriction
-from distgraph.engine.searching.searcher import Searcher
-from distgraph.engine.searching.space import micro_batch_counts, pools_of
-from distgraph.engine.searching.uniform import uniform_rows
-from distgraph.engine.training import Training
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.search.baselines import uniform_rows
+from distgraph.engine.search.candidate import Proposal, realize
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.restrictions import Restriction
+from distgraph.engine.search.search_space import micro_batch_counts, pools_of
+from distgraph.engine.search.searcher import Searcher
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
 from distgraph.plan.parts import Stage
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
-from distgraph.resources.build import build_cluster
+from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.schema import check
-from distgraph.runtime.forecast import forecast, out_of_memory
+from distgraph.runtime.forecast.forecast import forecast, out_of_memory
 
 FILES = Path(__file__).parent.parent / "resources" / "files"
 MODELS = {"GPT-1.3B": ("1.3B", 256), "GPT-6.7B": ("6.7B", 256)}

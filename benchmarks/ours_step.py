@@ -36,7 +36,7 @@ from benchmarks.peers import (
 )
 from distgraph import nn, ops
 from distgraph.optim import Adam, shard_states
-from distgraph.runtime.rank import current_transport
+from distgraph.runtime.launch.mpi_rank import current_transport
 
 PROGRAMS = ("gpt_serial", "mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2")
 

@@ -66,12 +66,12 @@ from scipy.stats import trim_mean
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.engine.overhead import overheads
+from distgraph.engine.host_overhead import overheads
 from distgraph.resources import load_cluster
-from distgraph.runtime.forecast import forecast
-from distgraph.runtime.launch import launch
-from distgraph.runtime.profile import Request, profile
-from distgraph.runtime.rank import current_transport
+from distgraph.runtime.forecast.forecast import forecast
+from distgraph.runtime.launch.launch import launch
+from distgraph.runtime.launch.mpi_rank import current_transport
+from distgraph.runtime.profile.profiler import Request, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = dict.fromkeys(

@@ -111,20 +111,20 @@ from rich.table import Table
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.engine.planning import SearchOptions, search
-from distgraph.engine.program import Recipe
-from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.proposal import plan_of, realize
-from distgraph.engine.searching.restrict import Restriction
-from distgraph.engine.searching.space import pools_of
-from distgraph.engine.searching.uniform import uniform_rows
-from distgraph.engine.training import Training
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.search.baselines import uniform_rows
+from distgraph.engine.search.candidate import plan_of, realize
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.restrictions import Restriction
+from distgraph.engine.search.search_space import pools_of
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
-from distgraph.runtime.launch import launch
-from distgraph.runtime.profile import Request, profile
-from distgraph.runtime.rank import current_transport
+from distgraph.runtime.launch.launch import launch
+from distgraph.runtime.launch.mpi_rank import current_transport
+from distgraph.runtime.profile.profiler import Request, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = dict.fromkeys(

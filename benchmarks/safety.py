@@ -75,7 +75,7 @@ def measure_step(name: str, pairs: int) -> list[float]:
     """Pairs of training steps with and without the check, on every rank of this job."""
     from benchmarks.ours_step import engine_of
     from benchmarks.peers import MlpSizes
-    from distgraph.runtime.rank import current_transport
+    from distgraph.runtime.launch.mpi_rank import current_transport
 
     transport = current_transport()
     barrier = (lambda: None) if transport is None else transport.barrier
@@ -114,7 +114,7 @@ def measure_files(pairs: int) -> dict[str, list[float]]:
     from benchmarks.ours_step import engine_of
     from benchmarks.peers import MlpSizes
     from distgraph.engine import engine as engine_module
-    from distgraph.runtime.checkpoint import files
+    from distgraph.runtime.execute.checkpoint import files
 
     engine, batch = engine_of("gpt_serial", MlpSizes())
     engine.prepare(batch)
@@ -182,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = max(8, arguments.pairs // 4) if arguments.quick else arguments.pairs
     if arguments.one is not None:
-        from distgraph.runtime.rank import current_transport
+        from distgraph.runtime.launch.mpi_rank import current_transport
 
         found = (
             measure_files(pairs) if arguments.one == "files" else {"step": measure_step(arguments.one, pairs)}

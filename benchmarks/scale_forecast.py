@@ -51,14 +51,14 @@ def run(devices: int, micro_batches: int) -> dict[str, Any]:
 
     import yaml
 
-    from distgraph.engine.graphs import train_graph
+    from distgraph.engine.compile.train_graph import train_graph
     from distgraph.ir.mesh import ProcessMesh
     from distgraph.models import GPT, GPT_PRESETS, stages
     from distgraph.passes.complete import complete
-    from distgraph.resources.build import build_cluster
+    from distgraph.resources.cluster_builder import build_cluster
     from distgraph.resources.schema import check
-    from distgraph.runtime.build import build
-    from distgraph.runtime.forecast import forecast
+    from distgraph.runtime.forecast.forecast import forecast
+    from distgraph.runtime.program.build import build
 
     lap("import")
     file = Path(__file__).parent.parent / "resources" / "files" / "dgx_a100_pod.yaml"

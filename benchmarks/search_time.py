@@ -132,7 +132,7 @@ def pod(name: str, devices: int) -> Any:
     """A cluster of resources/files with as many machines as it takes."""
     import yaml
 
-    from distgraph.resources.build import build_cluster
+    from distgraph.resources.cluster_builder import build_cluster
     from distgraph.resources.schema import check
 
     file = Path(__file__).parent.parent / "resources" / "files" / f"{name}.yaml"
@@ -145,8 +145,8 @@ def pod(name: str, devices: int) -> Any:
 def training(model: Any, batch: int, sequence: int) -> Any:
     """A training step on `batch` sequences of tokens."""
     from distgraph import nn, optim
-    from distgraph.engine.program import Recipe
-    from distgraph.engine.training import Training
+    from distgraph.engine.compile.compile_request import Training
+    from distgraph.engine.compile.training_spec import Recipe
     from distgraph.plan.strategy import Strategy
 
     tokens = ((sequence,), "i32")
@@ -176,7 +176,7 @@ def _cpu_seconds() -> float:
 
 def searched(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     """A search of everything."""
-    from distgraph.engine.planning import SearchOptions, search
+    from distgraph.engine.commands.plan_search import SearchOptions, search
 
     program, cluster = problem(case)
     lines: list[str] = []
@@ -206,10 +206,10 @@ def layouts(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     """The layouts of everything on one mesh of 8 x 8."""
     from distgraph.ir.mesh import ProcessMesh
     from distgraph.models import Llama
-    from distgraph.passes.search.cache import solve_cached
-    from distgraph.passes.search.formulate import formulate
-    from distgraph.passes.search.layers import cluster_layers, layering
-    from distgraph.passes.search.prices import Prices
+    from distgraph.passes.search.intra_op.cost_model import Prices
+    from distgraph.passes.search.intra_op.formulate import formulate
+    from distgraph.passes.search.intra_op.solution_cache import solve_cached
+    from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 
     model = Llama.preset("3-8B")
     program, cluster = training(model, 64, model.config.sequence), pod("dgx_h100_pod", case.devices)

@@ -33,12 +33,16 @@ _HOMES = {
     "Strategy": "distgraph.plan.strategy",
 }
 _MODULES = {
-    **{
-        name: f"distgraph.{name}"
-        for name in ("errors", "models", "nn", "ops", "optim", "passes", "resources", "runtime")
-    },
-    "callbacks": "distgraph.callbacks",
-    "data": "distgraph.data",
+    "errors": "distgraph.errors",
+    "models": "distgraph.models",
+    "nn": "distgraph.nn",
+    "ops": "distgraph.ops",
+    "optim": "distgraph.optim",
+    "passes": "distgraph.passes",
+    "resources": "distgraph.resources",
+    "runtime": "distgraph.runtime",
+    "callbacks": "distgraph.engine.callbacks",
+    "data": "distgraph.engine.data",
     "numpy": "distgraph.array_api.namespace",
     "schedules": "distgraph.optim.lr_schedules",
 }

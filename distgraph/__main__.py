@@ -1,6 +1,6 @@
 """`python -m distgraph` is the command line."""
 
-from distgraph.command import main
+from distgraph.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -28,12 +28,12 @@ from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.claims import Settled, op_layout, propagate, value_spec
+from distgraph.passes.assign_meshes import place
 from distgraph.passes.decompose import decompose
-from distgraph.passes.defer import Kept, deferred, passing_group
-from distgraph.passes.place import place
-from distgraph.passes.postpone import postpone
-from distgraph.passes.tiles import without_unit_axes
+from distgraph.passes.defer_cross_mesh_sums import postpone
+from distgraph.passes.defer_partials import Kept, deferred, passing_group
+from distgraph.passes.propagate_shardings import Settled, op_layout, propagate, value_spec
+from distgraph.passes.redistribution.tiles import without_unit_axes
 
 _ROUNDS = 4  # a decomposition may bring a fused op of its own whose dim is split
 

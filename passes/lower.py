@@ -19,8 +19,8 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
-from distgraph.passes.redistribute import Price, Step, redistribute, wire_price
-from distgraph.passes.transfer import transfer
+from distgraph.passes.redistribution.cross_mesh import transfer
+from distgraph.passes.redistribution.planner import Price, Step, redistribute, wire_price
 
 
 def lower(graph: Graph, price: Price = wire_price) -> Graph:

@@ -20,9 +20,9 @@ from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import local_attrs, window_bounds
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.passes.halo import halo_tiles, inside_window
-from distgraph.passes.phases import Part, Parts
-from distgraph.passes.tiles import Tile, crossing_by_rank, exchange_by_rank
+from distgraph.passes.redistribution.halo import halo_tiles, inside_window
+from distgraph.passes.redistribution.tiles import Tile, crossing_by_rank, exchange_by_rank
+from distgraph.passes.split_tasks import Part, Parts
 
 LocalType = tuple[tuple[int, ...], str]
 Slices = tuple[slice, ...]

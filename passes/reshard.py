@@ -29,9 +29,9 @@ from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import Windows, operand_layout, operand_windows, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin
-from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.tiles import without_unit_axes
-from distgraph.passes.transfer import transfer_cost
+from distgraph.passes.redistribution.cross_mesh import transfer_cost
+from distgraph.passes.redistribution.planner import redistribute_cost
+from distgraph.passes.redistribution.tiles import without_unit_axes
 
 Key = tuple[str, DistAttr] | tuple[str, DistAttr, Windows]
 Landings = dict[tuple[str, ProcessMesh], DistAttr]

@@ -12,8 +12,8 @@ from distgraph.resources.cluster import (
     Network,
     Switch,
 )
-from distgraph.resources.collective import CollectiveCost, Estimate, shared_cost, wire_bytes
-from distgraph.resources.compute import ComputeCost
+from distgraph.resources.collective_cost import CollectiveCost, Estimate, shared_cost, wire_bytes
+from distgraph.resources.compute_cost import ComputeCost
 from distgraph.resources.describe import describe
 from distgraph.resources.load import load_cluster, local_cluster, shipped_clusters
 from distgraph.resources.mapping import RankMapping, Requirement, map_ranks

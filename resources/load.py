@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import ResourceError
-from distgraph.resources.build import build_cluster
 from distgraph.resources.cluster import Cluster
+from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.paddle import load_paddle
-from distgraph.resources.parse_yaml import MOST_BYTES, parse_yaml
 from distgraph.resources.schema import check
+from distgraph.resources.yaml_reader import MOST_BYTES, parse_yaml
 from distgraph.serialization.documents import read_text, shown_path
 
 

@@ -25,7 +25,7 @@ from scipy.sparse.csgraph import connected_components
 
 from distgraph.errors import InfeasibleError, ResourceError
 from distgraph.resources.cluster import Cluster, Device
-from distgraph.resources.placement import Problem, descend, distances, kernighan_lin
+from distgraph.resources.mapping_local_search import Problem, descend, distances, kernighan_lin
 from distgraph.resources.units import format_bytes, format_si
 
 Objective = Literal["bytes", "seconds"]

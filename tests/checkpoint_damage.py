@@ -18,9 +18,9 @@ import numpy as np
 import distgraph as dg
 from distgraph.errors import DistGraphError
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
-from distgraph.runtime.checkpoint.index import INDEX, seal
-from distgraph.runtime.world import InProcessWorld
+from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, write_checkpoint
+from distgraph.runtime.execute.checkpoint.index import INDEX, seal
+from distgraph.runtime.execute.process_group import InProcessWorld
 
 MESH = dg.ProcessMesh.grid(x=2)
 SPECS = {"w": ["x", None], "v": [None, "x"], "b": [None], "s": [], "m": ["x"]}

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from distgraph.resources.build import build_cluster
 from distgraph.resources.cluster import Cluster
+from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.schema import check
 
 GB = 1e9

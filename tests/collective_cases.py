@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime import collectives
-from distgraph.runtime.transport import Group, Transport
+from distgraph.runtime.transport import collectives
+from distgraph.runtime.transport.transport import Group, Transport
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "bool")
 OPS = ("sum", "max", "min", "prod")

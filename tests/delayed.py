@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.runtime.transport import Request, Transport
+from distgraph.runtime.transport.transport import Request, Transport
 
 
 class Delayed:
-    """See `distgraph.runtime.transport.Transport`.
+    """See `distgraph.runtime.transport.transport.Transport`.
 
     Args:
         transport: that does the work in the end.

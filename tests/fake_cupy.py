@@ -23,7 +23,7 @@ import pytest
 import scipy.special
 
 from distgraph.kernels._cupy_elementwise import elementwise
-from distgraph.runtime import nccl as nccl_transport
+from distgraph.runtime.transport import nccl as nccl_transport
 
 DTYPES = {
     0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64,

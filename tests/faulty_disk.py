@@ -17,7 +17,7 @@ class Crash(BaseException):
 
 
 class FaultyOs:
-    """`os` for one folder, in the place of `distgraph.runtime.checkpoint.files.os`.
+    """`os` for one folder, in the place of `distgraph.runtime.execute.checkpoint.files.os`.
 
     Operations that fail do nothing, but a write that fails writes half. A file whose content was not flushed
     is empty after the power went; names that were not flushed are there or not, in any combination.

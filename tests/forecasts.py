@@ -9,11 +9,11 @@ from typing import Any
 from clusters import cluster_of
 
 from distgraph import nn, ops, optim
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.resources.cluster import Cluster
-from distgraph.runtime.build import Build, build
+from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.annotations import on, shard_tensor
 
 LAUNCH, BANDWIDTH, RATE = 2e-6, 0.5e12, 5e12

@@ -11,10 +11,10 @@ import distgraph.ops  # noqa: F401  registers every op
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.runtime.build import Build, build
-from distgraph.runtime.inprocess import run_ranks
-from distgraph.runtime.transport import Transport
-from distgraph.runtime.worker import Worker
+from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.program.build import Build, build
+from distgraph.runtime.transport.inprocess import run_ranks
+from distgraph.runtime.transport.transport import Transport
 
 Array = Any
 Feeds = Sequence[Mapping[str, Array]]

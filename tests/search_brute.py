@@ -21,10 +21,10 @@ from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.move_cost import multiplicity
-from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.search.prices import Prices
-from distgraph.passes.search.problem import Problem
+from distgraph.passes.analysis.redistribution_cost import multiplicity
+from distgraph.passes.redistribution.planner import redistribute_cost
+from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.solver.problem import Problem
 
 Array = Any
 

@@ -13,14 +13,14 @@ from equivalence import CHANNELS, CLASSES, IMAGE, LENGTH, VOCABULARY, Layout, co
 from partitioned import run_partitioned
 
 from distgraph import nn, ops, optim
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
-from distgraph.passes.search.prices import Prices
+from distgraph.passes.search.intra_op.cost_model import Prices
 from distgraph.resources import Cluster
-from distgraph.resources.build import build_cluster
+from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.schema import check
 
 SEED = 5

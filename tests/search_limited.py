@@ -24,7 +24,7 @@ from distgraph.ir.index_rule import operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.search.prices import Prices
+from distgraph.passes.search.intra_op.cost_model import Prices
 
 Array = Any
 Way = tuple[float, float]  # seconds and bytes

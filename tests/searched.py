@@ -12,10 +12,10 @@ from forecasts import document
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.data import Batch, whole
-from distgraph.engine.inspection import check_step
-from distgraph.engine.planning import SearchOptions, search
-from distgraph.engine.training import Training
+from distgraph.engine.commands.inspection import check_step
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.data import Batch, whole
 from distgraph.models import GPT, GPTConfig
 from distgraph.nn.moe import MoE
 from distgraph.plan.plan import Plan

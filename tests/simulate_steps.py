@@ -9,8 +9,8 @@ import numpy as np
 
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
-from distgraph.passes.redistribute import Step
-from distgraph.passes.tiles import Tile, exchange_tiles
+from distgraph.passes.redistribution.planner import Step
+from distgraph.passes.redistribution.tiles import Tile, exchange_tiles
 
 Blocks = dict[int, np.ndarray]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import distgraph.runtime.actor
+import distgraph.runtime.schedule.actor
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.actor import (
+from distgraph.runtime.schedule.actor import (
     GPIPE,
     ONE_F_ONE_B,
     Actor,
@@ -27,7 +27,7 @@ from distgraph.runtime.actor import (
     bounded,
     resolve,
 )
-from distgraph.runtime.task import Edge, Task, TaskGraph, barriers, phases, pipeline, verify
+from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, barriers, phases, pipeline, verify
 
 
 def test_a_middle_stage_runs_when_it_has_data_and_a_buffer() -> None:
@@ -119,7 +119,7 @@ def test_events_that_cannot_happen_are_refused() -> None:
 
 
 def test_the_actor_has_no_clock_no_thread_and_no_io() -> None:
-    tree = ast.parse(Path(distgraph.runtime.actor.__file__).read_text())
+    tree = ast.parse(Path(distgraph.runtime.schedule.actor.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     assert imported == {
@@ -127,7 +127,7 @@ def test_the_actor_has_no_clock_no_thread_and_no_io() -> None:
         "collections.abc",
         "dataclasses",
         "distgraph.errors",
-        "distgraph.runtime.task",
+        "distgraph.runtime.schedule.task",
     }
 
 

@@ -10,10 +10,10 @@ from forecasts import chain, machines
 
 from distgraph import optim
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.runtime.alike import Forms
-from distgraph.runtime.build import Build
-from distgraph.runtime.forecast import Forecast, forecast
-from distgraph.runtime.rings import _swept, window
+from distgraph.runtime.forecast.forecast import Forecast, forecast
+from distgraph.runtime.forecast.rank_equivalence import Forms
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.ring_sizes import _swept, window
 
 grid = ProcessMesh.grid
 WEIGHTS = [None, "tp"]

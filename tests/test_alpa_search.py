@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distgraph.engine.searching.searcher import Searcher
+from distgraph.engine.search.searcher import Searcher
 from distgraph.models import GPTConfig
 from distgraph.resources import Cluster
 

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from distgraph import optim
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops, lookup
 from distgraph.models import GPT_PRESETS, GPTConfig, MoEConfig, WideResNetConfig, published
 from distgraph.resources import CollectiveCost
 from distgraph.resources.load import load_cluster
-from distgraph.runtime.forecast import forecast
+from distgraph.runtime.forecast.forecast import forecast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -24,9 +24,9 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.callbacks import Callback, ModelCheckpoint
+from distgraph.engine.callbacks import Callback, ModelCheckpoint
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault, ShardingError
-from distgraph.runtime.checkpoint import Checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint
 
 HANGS = 60  # seconds until a test that hangs fails; a launch takes about 3
 X = np.random.default_rng(0).normal(size=(20, 6)).astype("f4")
@@ -387,8 +387,8 @@ import os, resource, signal, sys
 import numpy as np
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.callbacks import Callback
-from distgraph.runtime.launch import current_transport
+from distgraph.engine.callbacks import Callback
+from distgraph.runtime.launch.launch import current_transport
 
 rank = current_transport().rank
 print("pid", os.getpid())

@@ -14,12 +14,13 @@ from training import data, engine
 
 from distgraph.errors import RuntimeFault
 from distgraph.passes.partition import RankProgram
-from distgraph.runtime import rings, storage, worker
-from distgraph.runtime.buffer_check import checksum
-from distgraph.runtime.packing import Block
-from distgraph.runtime.schedule import Schedule
-from distgraph.runtime.storage import Storage, StoragePlan, plan_storage
-from distgraph.runtime.transport import Transport
+from distgraph.runtime.execute import worker
+from distgraph.runtime.execute.buffer_check import checksum
+from distgraph.runtime.program import memory_plan, ring_sizes
+from distgraph.runtime.program.memory_packing import Block
+from distgraph.runtime.program.memory_plan import Storage, StoragePlan, plan_storage
+from distgraph.runtime.schedule.schedule import Schedule
+from distgraph.runtime.transport.transport import Transport
 
 WHERE = r"rank \d: %\S+ .*(forward|backward|optimize)\.s\d.* of micro-batch \d"
 Mutate = Callable[[Callable[[RankProgram, Schedule], Storage]], None]
@@ -67,7 +68,7 @@ def test_scratch_memory_that_is_used_again_while_it_is_alive(monkeypatch: pytest
             block.offset = 0
         return max((block.nbytes for block in blocks), default=0)
 
-    monkeypatch.setattr(storage, "pack", stacked)
+    monkeypatch.setattr(memory_plan, "pack", stacked)
     with pytest.raises(RuntimeFault, match=r"overwritten before .* read it"):
         trained(2)
 
@@ -75,8 +76,8 @@ def test_scratch_memory_that_is_used_again_while_it_is_alive(monkeypatch: pytest
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
 def test_ring_that_is_one_buffer_too_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rings.window
-    monkeypatch.setattr(storage, "window", lambda starts, ends: max(1, right(starts, ends) - 1))
+    right = ring_sizes.window
+    monkeypatch.setattr(memory_plan, "window", lambda starts, ends: max(1, right(starts, ends) - 1))
     monkeypatch.setattr(StoragePlan, "_under_way", lambda *_: (1, 1))
     monkeypatch.setattr(StoragePlan, "verify", lambda *_: None)  # it finds some of this before the run
     with pytest.raises(RuntimeFault, match=r"rank \d: %"):

@@ -23,7 +23,7 @@ from distgraph.resources.calibrate import (
 )
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.load import load_cluster
-from distgraph.runtime.forecast import forecast
+from distgraph.runtime.forecast.forecast import forecast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

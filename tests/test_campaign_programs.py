@@ -27,7 +27,7 @@ from searched import slow
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime import inprocess
+from distgraph.runtime.transport import inprocess
 
 SEED = 20
 GRID = dg.ProcessMesh.grid

@@ -10,6 +10,7 @@ from small_graphs import MESH, mlp
 
 import distgraph as dg
 from distgraph.array_api.trace import trace
+from distgraph.engine.commands.check import check, join
 from distgraph.errors import GraphError
 from distgraph.ir import op_registry
 from distgraph.ir.graph import Graph, Value
@@ -17,7 +18,6 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import REGISTRY, lookup
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.runtime.check import check, join
 
 
 def arrays(graph: Graph, rng: np.random.Generator):

@@ -20,11 +20,11 @@ from training import Net, data, engine, whole
 
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.callbacks import ModelCheckpoint
+from distgraph.engine.callbacks import ModelCheckpoint
 from distgraph.errors import RuntimeFault
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.checkpoint import Checkpoint, Placed, owned, write_checkpoint
-from distgraph.runtime.world import InProcessWorld
+from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, owned, write_checkpoint
+from distgraph.runtime.execute.process_group import InProcessWorld
 
 P = dg.ProcessMesh.grid
 SPECS = [["x", "y"], ["y", None], [("x", "y"), None], [None, ("y", "x")], [None, None], [None, "x"]]
@@ -253,7 +253,7 @@ def test_a_crash_before_the_index_leaves_the_previous_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("distgraph.runtime.checkpoint.writing._commit", die)
+        patch.setattr("distgraph.runtime.execute.checkpoint.writing._commit", die)
         with pytest.raises(KeyboardInterrupt):
             trained.save(tmp_path)
     np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight"), before)

@@ -17,12 +17,12 @@ from training import data, engine, whole
 from typer.testing import CliRunner
 
 import distgraph as dg
-from distgraph.cli import app
+from distgraph.cli.commands import app
 from distgraph.errors import DistGraphError
-from distgraph.runtime.checkpoint import Checkpoint, retention
-from distgraph.runtime.checkpoint.convert import convert
-from distgraph.runtime.checkpoint.index import seal
-from distgraph.runtime.world import InProcessWorld
+from distgraph.runtime.execute.checkpoint import Checkpoint, retention
+from distgraph.runtime.execute.checkpoint.convert import convert
+from distgraph.runtime.execute.checkpoint.index import seal
+from distgraph.runtime.execute.process_group import InProcessWorld
 
 
 def command(*words: str | Path) -> tuple[int, str]:
@@ -307,7 +307,7 @@ def test_death_while_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         put(folder, 1)
         disk: Any = FaultyOs(folder, at, Crash())
         with monkeypatch.context() as patched:
-            patched.setattr("distgraph.runtime.checkpoint.files.os", disk)
+            patched.setattr("distgraph.runtime.execute.checkpoint.files.os", disk)
             try:
                 retention.delete(folder)
                 break

@@ -12,7 +12,7 @@ from checkpoint_damage import folder_in_memory, values, write
 from faulty_disk import Crash, FaultyOs
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.checkpoint import INDEX, Checkpoint
+from distgraph.runtime.execute.checkpoint import INDEX, Checkpoint
 
 
 class OneByOne:
@@ -57,7 +57,7 @@ def with_fault(
 ) -> tuple[FaultyOs, BaseException | None]:
     disk = FaultyOs(folder, at, error, lasting)
     with monkeypatch.context() as patched:
-        patched.setattr("distgraph.runtime.checkpoint.files.os", disk)
+        patched.setattr("distgraph.runtime.execute.checkpoint.files.os", disk)
         try:
             save(folder, step)
         except (Crash, RuntimeFault) as raised:

@@ -17,9 +17,9 @@ from training import data, engine, whole
 import distgraph as dg
 from distgraph import optim
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.checkpoint import Checkpoint, files
-from distgraph.runtime.checkpoint.index import seal
-from distgraph.runtime.world import InProcessWorld
+from distgraph.runtime.execute.checkpoint import Checkpoint, files
+from distgraph.runtime.execute.checkpoint.index import seal
+from distgraph.runtime.execute.process_group import InProcessWorld
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_a_forged_index_is_refused(
 def test_a_part_is_read_and_verified_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage in a page that a block does not need is not met; in one that it needs, it is."""
     monkeypatch.setattr(files, "PAGE", 32)
-    monkeypatch.setattr("distgraph.runtime.checkpoint.shards._PIECE", 70)
+    monkeypatch.setattr("distgraph.runtime.execute.checkpoint.shards._PIECE", 70)
     world = InProcessWorld(2)
     write(tmp_path, 1, world)
     world.close()

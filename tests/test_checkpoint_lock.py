@@ -20,8 +20,8 @@ import pytest
 from checkpoint_damage import write
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.checkpoint import Checkpoint, lock
-from distgraph.runtime.world import InProcessWorld
+from distgraph.runtime.execute.checkpoint import Checkpoint, lock
+from distgraph.runtime.execute.process_group import InProcessWorld
 
 TESTS = Path(__file__).parent
 

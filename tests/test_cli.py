@@ -12,7 +12,7 @@ from small_graphs import mlp
 from typer.testing import CliRunner
 
 import distgraph
-from distgraph import cli
+from distgraph.cli import commands
 from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.resources import shipped_clusters
 
@@ -61,7 +61,7 @@ if "--idle" not in sys.argv:
 
 def invoke(*args: str, text: str | None = None):
     """Exit code and output, as `main` would give them."""
-    result = RUNNER.invoke(cli.app, list(args), input=text)
+    result = RUNNER.invoke(commands.app, list(args), input=text)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return 1, f"error: {result.exception}"
     return result.exit_code, result.output
@@ -184,7 +184,7 @@ def test_cluster_checks_a_file(tmp_path):
 
 def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "launch", lambda n, argv, env: seen.append((n, argv)) or 7)
+    monkeypatch.setattr(commands, "launch", lambda n, argv, env: seen.append((n, argv)) or 7)
     code, _ = invoke("run", "-n", "3", "train.py", "-n", "9", "--flag")
     assert code == 7
     assert seen == [(3, ["train.py", "-n", "9", "--flag"])]
@@ -193,7 +193,7 @@ def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize("given", [["-n", "2"], ["-n2"], ["-n=2"], ["-v", "-n", "2"]])
 def test_ranks_behind_the_script_are_refused_unless_they_are_the_script_s(given, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "launch", lambda n, argv, env: seen.append((n, argv)) or 0)
+    monkeypatch.setattr(commands, "launch", lambda n, argv, env: seen.append((n, argv)) or 0)
     code, output = invoke("run", "train.py", *given)
     said = " ".join(word for word in given if word != "-v")
     assert code == 1
@@ -262,7 +262,7 @@ def test_mistake_on_the_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["distgraph", *args])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        commands.main()
     assert caught.value.code == 1
     err = capsys.readouterr().err
     assert err.rpartition("error: ")[2].startswith(message) or message in err.splitlines()[-1]

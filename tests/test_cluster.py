@@ -20,7 +20,7 @@ from distgraph.resources import (
     map_ranks,
     shipped_clusters,
 )
-from distgraph.resources.collective import CollectiveCost
+from distgraph.resources.collective_cost import CollectiveCost
 from distgraph.resources.routing import Router
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distgraph.errors import ResourceError
 from distgraph.resources import CollectiveCost, MeasuredTable, load_cluster, wire_bytes
-from distgraph.resources.algorithms import KINDS, packed_rings
+from distgraph.resources.collective_algorithms import KINDS, packed_rings
 
 DATA = Path(__file__).parent / "data"
 GB = 1e9
@@ -192,7 +192,7 @@ def test_counted_all_to_all_equals_every_pair(monkeypatch):
     for cluster in (load_cluster("mixed_a100_v100"), boxes([3, 1, 2]), load_cluster("gpu2_xpu2")):
         group = tuple(range(1, len(cluster.devices)))
         (every,) = CollectiveCost(cluster).lines("all_to_all", group, ((0, len(group)),))
-        monkeypatch.setattr("distgraph.resources.collective._EXACT_PAIRS", 1)
+        monkeypatch.setattr("distgraph.resources.collective_cost._EXACT_PAIRS", 1)
         (counted,) = CollectiveCost(cluster).lines("all_to_all", group, ((0, len(group)),))
         monkeypatch.undo()
         assert counted.beta == pytest.approx(every.beta)

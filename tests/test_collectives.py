@@ -9,8 +9,8 @@ import collective_cases as cases
 import numpy as np
 import pytest
 
-from distgraph.runtime.inprocess import run_ranks
-from distgraph.runtime.transport import even_counts, reduce_in_order
+from distgraph.runtime.transport.inprocess import run_ranks
+from distgraph.runtime.transport.transport import even_counts, reduce_in_order
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

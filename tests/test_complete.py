@@ -21,11 +21,11 @@ from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.passes.assign_meshes import place
 from distgraph.passes.backward import differentiate
-from distgraph.passes.claims import _class_of, propagate
 from distgraph.passes.complete import complete
-from distgraph.passes.place import place
-from distgraph.runtime.build import Build, build
+from distgraph.passes.propagate_shardings import _class_of, propagate
+from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 

@@ -24,7 +24,7 @@ from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.lower import lower
 from distgraph.passes.reshard import reshard
-from distgraph.passes.search.propagation import pins
+from distgraph.passes.search.modes.propagation import pins
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.tracing.tensor import Tensor, emit_one

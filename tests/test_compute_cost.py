@@ -7,7 +7,7 @@ import pytest
 from clusters import DEVICE, cluster_of, machine
 from typer.testing import CliRunner
 
-from distgraph import cli
+from distgraph.cli import commands
 from distgraph.errors import ResourceError
 from distgraph.resources import ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster
@@ -179,6 +179,6 @@ def test_all_numbers_that_computation_lacks_are_told_at_once():
 
 def test_the_quickstart_is_forecast_on_a_shipped_cluster():
     script = Path(__file__).parent.parent / "tutorials" / "01_quickstart.py"
-    result = CliRunner().invoke(cli.app, ["forecast", str(script), "--cluster", "p3_16xlarge_x8"])
+    result = CliRunner().invoke(commands.app, ["forecast", str(script), "--cluster", "p3_16xlarge_x8"])
     assert result.exit_code == 0, result.output
     assert "fits every device" in result.output

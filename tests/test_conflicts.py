@@ -10,9 +10,9 @@ from small_graphs import mlp
 import distgraph as dg
 from distgraph.errors import GraphError
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.passes.analysis.conflicts import conflicts, explain, traffic
 from distgraph.passes.complete import complete
-from distgraph.passes.conflicts import conflicts, explain, traffic
-from distgraph.passes.redistribute import wire_price
+from distgraph.passes.redistribution.planner import wire_price
 from distgraph.tracing.tracer import Trace
 
 MESH = dg.ProcessMesh.grid(dp=2, tp=3)

@@ -12,8 +12,8 @@ from multiprocessing import active_children, get_context
 import pytest
 from searched import PROGRAMS, two_by_two
 
-from distgraph.engine.planning import SearchOptions, search
-from distgraph.engine.searching.crew import cores, spread
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.search.worker_pool import cores, spread
 from distgraph.errors import GraphError, InfeasibleError
 
 HERE = os.getpid()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distgraph.data import ArraySource, Batch, DataLoader, MapSource, as_source, order
+from distgraph.engine.data import ArraySource, Batch, DataLoader, MapSource, as_source, order
 from distgraph.errors import RuntimeFault
 
 

@@ -17,7 +17,7 @@ from training import INPUTS, Net, data
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.errors import ResourceError, RuntimeFault, ShardingError
-from distgraph.runtime import device as devices
+from distgraph.runtime.execute import device as devices
 
 F32 = 1e-5  # sums of tens of terms, 8 steps of Adam: some hundred times the 1.2e-7 of float32
 

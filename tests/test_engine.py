@@ -14,9 +14,9 @@ from training import LAYOUTS, OUTPUTS, Net, by_hand, data, engine, whole
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.callbacks import Callback
-from distgraph.data import order
-from distgraph.engine.price import exchanged
+from distgraph.engine.callbacks import Callback
+from distgraph.engine.compile.rank_placement import exchanged
+from distgraph.engine.data import order
 from distgraph.errors import GraphError, ResourceError, RuntimeFault, ShardingError
 
 TIGHT = 1e-10  # fp64; sums of at most a few hundred terms, so that their order changes the last digits only

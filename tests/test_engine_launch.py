@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distgraph.runtime import launch as launcher
+from distgraph.runtime.launch import launch as launcher
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 
@@ -16,7 +16,7 @@ SCRIPT = """
 import numpy as np
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.launch.launch import current_transport
 
 mesh = dg.ProcessMesh.grid(dp=2)
 RANK = current_transport().rank

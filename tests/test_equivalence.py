@@ -21,7 +21,7 @@ from equivalence import (
     reference,
 )
 
-from distgraph.data import POSITION
+from distgraph.engine.data import POSITION
 from distgraph.ir.dtypes import short
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize

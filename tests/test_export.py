@@ -16,8 +16,9 @@ from exported import CASES, CONFIG, grid, plan_of
 from typer.testing import CliRunner
 
 import distgraph as dg
-from distgraph import cli, nn, ops
-from distgraph.engine.graphs import train_graph
+from distgraph import nn, ops
+from distgraph.cli import commands
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -543,17 +544,17 @@ def test_a_model_without_layers_is_refused() -> None:
 def test_the_command_line_writes_an_export(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "shardings.py"
     plan_of("dp_pp").save(plan)
-    done = CliRunner().invoke(cli.app, ["export", str(plan), "jax", "-o", str(out)])
+    done = CliRunner().invoke(commands.app, ["export", str(plan), "jax", "-o", str(out)])
     assert done.exit_code == 0, done.output
     assert out.read_text() == plan_of("dp_pp").export("jax").source
     assert "not expressed: JAX has no pipeline" in done.stderr
-    shown = CliRunner().invoke(cli.app, ["export", str(plan), "megatron"])
+    shown = CliRunner().invoke(commands.app, ["export", str(plan), "megatron"])
     assert shown.stdout == plan_of("dp_pp").export("megatron").source
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan_of("gpipe").save(plan)
-    done = CliRunner().invoke(cli.app, ["export", str(plan), "megatron"])
+    done = CliRunner().invoke(commands.app, ["export", str(plan), "megatron"])
     assert done.exit_code != 0
     assert isinstance(done.exception, ShardingError)

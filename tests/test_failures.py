@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from training import data, engine
 
-from distgraph.callbacks import Callback
+from distgraph.engine.callbacks import Callback
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.checkpoint import Checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint
 
 
 class Torn:

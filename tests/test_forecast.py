@@ -15,14 +15,14 @@ from distgraph.ir.op_registry import flops, lookup
 from distgraph.passes.partition import LocalOp
 from distgraph.resources import CollectiveCost, ComputeCost
 from distgraph.resources.cluster import Cluster, MeasuredTable
-from distgraph.runtime.build import Build
-from distgraph.runtime.cost import OpCost
-from distgraph.runtime.forecast import Forecast, forecast, out_of_memory
-from distgraph.runtime.simulate import simulate
-from distgraph.runtime.storage import plan_storage
-from distgraph.runtime.streams import Streams, _Run
-from distgraph.runtime.task import pipeline
-from distgraph.runtime.traffic import Message, TrafficCost
+from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
+from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
+from distgraph.runtime.forecast.op_cost import OpCost
+from distgraph.runtime.forecast.stream_model import Streams, _Run
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.schedule.simulate import simulate
+from distgraph.runtime.schedule.task import pipeline
 
 grid = ProcessMesh.grid
 FREE = {"launch": "0 s", "latency": "0 s", "bandwidth": "1000000 TB/s", "cable": "1000000 TB/s"}

@@ -6,7 +6,7 @@ import pytest
 from small_graphs import mlp
 
 from distgraph.ir.parser import parse_graph, print_graph, same_graph
-from distgraph.passes.pipeline import run_passes
+from distgraph.passes.pass_pipeline import run_passes
 
 STAGES = {
     "mlp.1.serial": [],

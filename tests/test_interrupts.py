@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import distgraph as dg
-from distgraph import command
+from distgraph.cli import entry
 from distgraph.engine import engine as engine_module
-from distgraph.engine.interrupt import deferred, remembered
-from distgraph.runtime.world import InProcessWorld
+from distgraph.engine.commands.interrupt import deferred, remembered
+from distgraph.runtime.execute.process_group import InProcessWorld
 
 
 def press() -> None:
@@ -57,9 +57,9 @@ def already_said() -> None:
 def test_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: Any, said: str
 ) -> None:
-    monkeypatch.setattr(command.importlib, "import_module", load)
+    monkeypatch.setattr(entry.importlib, "import_module", load)
     with pytest.raises(SystemExit) as ended:
-        command.main()
+        entry.main()
     assert ended.value.code == 130
     assert capsys.readouterr().err == said
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from distgraph.passes.search.intra import solve
-from distgraph.passes.search.problem import Problem
+from distgraph.passes.search.solver import solve
+from distgraph.passes.search.solver.problem import Problem
 
 Layout = tuple[frozenset[int], frozenset[int]]
 

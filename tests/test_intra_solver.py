@@ -16,15 +16,15 @@ import pytest
 
 from distgraph.errors import GraphError
 from distgraph.passes.search.contest import problem_of, read_contest
-from distgraph.passes.search.intra import solve
-from distgraph.passes.search.intra.dual import Dual
-from distgraph.passes.search.intra.exact import solve_exactly
-from distgraph.passes.search.intra.flat import Flat
-from distgraph.passes.search.intra.network import Network
-from distgraph.passes.search.intra.reductions import reduce_network
-from distgraph.passes.search.intra.restrict import restrict
-from distgraph.passes.search.intra.worker import Job, Worker
-from distgraph.passes.search.problem import Problem, Use, gap_of
+from distgraph.passes.search.solver import solve
+from distgraph.passes.search.solver.flat_problem import Flat
+from distgraph.passes.search.solver.lagrangian_dual import Dual
+from distgraph.passes.search.solver.problem import Problem, Use, gap_of
+from distgraph.passes.search.solver.reduced_problem import Network
+from distgraph.passes.search.solver.reductions import reduce_network
+from distgraph.passes.search.solver.scip_model import solve_exactly
+from distgraph.passes.search.solver.search_process import Job, Worker
+from distgraph.passes.search.solver.subproblem import restrict
 
 DATA = Path(__file__).parent / "data" / "iopddl"
 
@@ -356,8 +356,8 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
             self._process.kill()
             self._process.wait()
 
-    monkeypatch.setattr("distgraph.passes.search.intra.team.Worker", Killed)
-    module = sys.modules["distgraph.passes.search.intra.solve"]
+    monkeypatch.setattr("distgraph.passes.search.solver.parallel_search.Worker", Killed)
+    module = sys.modules["distgraph.passes.search.solver.solve"]
     monkeypatch.setattr(module, "_SHORTEST", 0.05)  # or the tree ends in its first turn
     monkeypatch.setattr(module, "_TURN_SHARE", 0.0)
     found = solve(hard_problem(), seconds=100)

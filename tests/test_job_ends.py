@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime import launch as launcher
-from distgraph.runtime.heartbeat import Silence, heartbeat_limit, interval
-from distgraph.runtime.processes import Process
+from distgraph.runtime.job.heartbeat import Silence, heartbeat_limit, interval
+from distgraph.runtime.job.processes import Process
+from distgraph.runtime.launch import launch as launcher
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 
 PREAMBLE = """
 import os, signal, sys
 import numpy as np
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.launch.launch import current_transport
 t = current_transport()
 rank, everyone = t.rank, tuple(range(t.size))
 t.barrier()
@@ -43,7 +43,8 @@ class Job:
         path = folder / "script.py"
         path.write_text(textwrap.dedent(script))
         code = (
-            f"from distgraph.runtime.launch import launch; raise SystemExit(launch({ranks}, [{str(path)!r}]))"
+            "from distgraph.runtime.launch.launch import launch; "
+            f"raise SystemExit(launch({ranks}, [{str(path)!r}]))"
         )
         (folder / "tmp").mkdir()
         self.directory = folder / "tmp"
@@ -257,7 +258,7 @@ else:
 @needs_mpi
 def test_an_interrupt_behind_the_end_of_the_script_comes_too_late(tmp_path: Path) -> None:
     script = f"""{PREAMBLE}
-from distgraph.runtime.mpi import MpiTransport
+from distgraph.runtime.transport.mpi import MpiTransport
 finalize = MpiTransport.finalize
 def press(transport):
     os.kill(os.getpid(), signal.SIGINT)

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime import launch as launcher
-from distgraph.runtime import rank as rank_process
-from distgraph.runtime.last_words import LastWords, leave, left, told
+from distgraph.runtime.job.failure_report import LastWords, leave, left, told
+from distgraph.runtime.launch import launch as launcher
+from distgraph.runtime.launch import mpi_rank as rank_process
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 
 PREAMBLE = """
 import os, signal, sys
 import numpy as np
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.launch.launch import current_transport
 t = current_transport()
 rank, everyone = t.rank, tuple(range(t.size))
 print("pid", os.getpid())
@@ -93,7 +93,7 @@ def test_ranks_that_share_cores_stay_on_them(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_ranks_that_somebody_placed_on_cores_of_their_own_do_not_share_them(tmp_path: Path) -> None:
     body = """
-    from distgraph.runtime.mpi import MpiTransport
+    from distgraph.runtime.transport.mpi import MpiTransport
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank % 2 :][:1])
     placed = MpiTransport()
     placed.bind()
@@ -174,7 +174,7 @@ def test_a_user_mistake_has_no_traceback(tmp_path: Path) -> None:
 @needs_mpi
 def test_one_rank_needs_no_transport(tmp_path: Path) -> None:
     body = """
-        from distgraph.runtime.launch import current_transport
+        from distgraph.runtime.launch.launch import current_transport
         assert current_transport() is None
         raise KeyError(7)
         """
@@ -188,7 +188,7 @@ def test_one_rank_needs_no_transport(tmp_path: Path) -> None:
 def test_in_process_ranks_of_a_script_that_raise(tmp_path: Path) -> None:
     """The traceback is that of the thread in which it began."""
     body = """
-        from distgraph.runtime.inprocess import run_ranks
+        from distgraph.runtime.transport.inprocess import run_ranks
         def program(t):
             if t.rank == 1:
                 raise ValueError("bad batch")
@@ -311,7 +311,9 @@ def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     """Ctrl-C at a job that hangs."""
     script = tmp_path / "script.py"
     script.write_text(PREAMBLE + "t.recv(np.zeros(1), rank, 4).wait()")
-    command = f"from distgraph.runtime.launch import launch; raise SystemExit(launch(2, [{str(script)!r}]))"
+    command = (
+        f"from distgraph.runtime.launch.launch import launch; raise SystemExit(launch(2, [{str(script)!r}]))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", command],
         stdout=subprocess.PIPE,
@@ -397,7 +399,7 @@ def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_alone_without_a_launcher() -> None:
     """In a process of its own: no MPI is loaded to find out that there is one rank."""
     code = (
-        "import sys; from distgraph.runtime.launch import current_transport;"
+        "import sys; from distgraph.runtime.launch.launch import current_transport;"
         "assert current_transport() is None; assert not [m for m in sys.modules if m.startswith('mpi4py')]"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}

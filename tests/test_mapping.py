@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 
 from distgraph.errors import InfeasibleError, ResourceError
 from distgraph.resources import Cluster, Requirement, load_cluster, map_ranks
-from distgraph.resources.placement import Problem, SearchState
+from distgraph.resources.mapping_local_search import Problem, SearchState
 
 CASES = json.loads((Path(__file__).parent / "data" / "mapper.json").read_text())
 

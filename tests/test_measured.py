@@ -16,20 +16,20 @@ from forecasts import document
 from training import data, engine
 
 import distgraph as dg
-from distgraph.callbacks import Timeline
+from distgraph.engine.callbacks import Timeline
 from distgraph.errors import RuntimeFault
 from distgraph.resources.cluster import Cluster
-from distgraph.runtime import figures, trace_events
-from distgraph.runtime.comparison import comparison
-from distgraph.runtime.measured import (
+from distgraph.runtime.execute.measured_timeline import (
     MeasuredMessage,
     MeasuredRank,
     MeasuredRun,
     MeasuredStep,
     MeasuredTimeline,
 )
-from distgraph.runtime.recording import Recorder
-from distgraph.runtime.simulate import simulate
+from distgraph.runtime.execute.recorder import Recorder
+from distgraph.runtime.report import chrome_trace, plots
+from distgraph.runtime.report.comparison import comparison
+from distgraph.runtime.schedule.simulate import simulate
 
 PLOTLY = pytest.mark.skipif(find_spec("plotly") is None, reason="plotly is not installed")
 
@@ -255,7 +255,7 @@ def test_compared_rows_add_up() -> None:
 def test_both_stand_on_one_axis() -> None:
     trained, timeline = recorded("dp2pp2", 3)
     found = trained.forecast(boxes(4))
-    figure, _ = figures.timeline_figure(found, timeline)
+    figure, _ = plots.timeline_figure(found, timeline)
     rows = figure["layout"]["yaxis"]["ticktext"]
     assert rows == [
         "forecast, ranks 0-1", "measured, rank 0", "measured, rank 1",
@@ -281,7 +281,7 @@ def test_the_trace_has_measured_ranks_after_the_forecast(tmp_path: Path) -> None
         assert [(e["args"]["task"], e["args"]["micro_batch"]) for e in tasks] == [
             (run.task, run.micro) for run in timeline.median.ranks[rank].runs
         ]
-    alone, _ = trace_events.trace_events(found)
+    alone, _ = chrome_trace.trace_events(found)
     assert alone == events[: len(alone)]
 
 

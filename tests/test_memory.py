@@ -11,19 +11,19 @@ from searched import PROGRAMS, two_by_two
 from test_searching import trains_as_one_rank
 
 from distgraph import nn, ops, optim
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.plan.plan import Plan
-from distgraph.runtime import storage as storage_module
-from distgraph.runtime.build import Build, build
-from distgraph.runtime.forecast import forecast, out_of_memory
-from distgraph.runtime.memory import RankMemory, rank_memory
-from distgraph.runtime.occupancy import occupancy
-from distgraph.runtime.scratch import task_workspace
-from distgraph.runtime.storage import plan_storage
-from distgraph.runtime.worker import Worker
+from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.forecast.forecast import forecast, out_of_memory
+from distgraph.runtime.forecast.memory_forecast import RankMemory, rank_memory
+from distgraph.runtime.forecast.memory_timeline import occupancy
+from distgraph.runtime.program import memory_plan as storage_module
+from distgraph.runtime.program.build import Build, build
+from distgraph.runtime.program.kernel_workspace import task_workspace
+from distgraph.runtime.program.memory_plan import plan_storage
 
 grid = ProcessMesh.grid
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from distgraph.resources import local_cluster
-from distgraph.runtime.inprocess import connect
-from distgraph.runtime.messages import (
+from distgraph.runtime.profile.collective_probes import (
     ATTEND,
     KINDS,
     Pattern,
@@ -26,7 +25,8 @@ from distgraph.runtime.messages import (
     measure,
     patterns,
 )
-from distgraph.runtime.profile import evaluate
+from distgraph.runtime.profile.profiler import evaluate
+from distgraph.runtime.transport.inprocess import connect
 
 
 def test_groups_of_every_mesh_axis() -> None:

@@ -20,11 +20,11 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.passes.pipeline import run_passes
+from distgraph.passes.pass_pipeline import run_passes
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
-from distgraph.runtime.codegen import compile_task
-from distgraph.runtime.identifiers import Identifiers, commented, literal
+from distgraph.runtime.program.codegen import compile_task
+from distgraph.runtime.program.identifiers import Identifiers, commented, literal
 from distgraph.tracing.tracer import Trace
 
 BREAKS = ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
@@ -113,7 +113,7 @@ def test_no_comment_ends_at_a_line_break_of_a_user(
         sources.append(task.source)
         return task
 
-    monkeypatch.setattr("distgraph.runtime.worker.compile_task", watched)
+    monkeypatch.setattr("distgraph.runtime.execute.worker.compile_task", watched)
     check(["x"], ["w"], rng, f"train.py{end}raise SystemExit(3){end}:4")
     assert sources
     for source in sources:

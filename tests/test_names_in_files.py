@@ -19,8 +19,8 @@ from test_names import ODD, Odd, losses, texts, weighted_sum
 
 from distgraph import nn, ops, optim
 from distgraph.engine import Engine
-from distgraph.engine.program import metric_names
-from distgraph.engine.view import PlanView
+from distgraph.engine.compile.program_summary import PlanView
+from distgraph.engine.compile.training_spec import metric_names
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.name_ranges import fold, unfold
@@ -29,8 +29,8 @@ from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.plan.export.result import header, quoted
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
-from distgraph.runtime import figures, report
-from distgraph.runtime.forecast import forecast
+from distgraph.runtime.forecast.forecast import forecast
+from distgraph.runtime.report import html_report, plots
 from distgraph.tracing.tracer import Trace
 
 NAMES = tuple(name for name in ODD if name != "lr")
@@ -127,14 +127,14 @@ def test_no_name_is_markup_of_a_report(tmp_path: Path, monkeypatch: pytest.Monke
     build = chain(8, [4, 6, 4], [ProcessMesh.grid(dp=2)] * 2, 2)
     found = forecast(build, machines(2), trace=True)
     rows = [replace(row, name=SCRIPT, origin=SCRIPT) for row in PlanView(build).tensors]
-    report.report(found, tmp_path / "plain.html", report.Subject("a", build, machines(2), rows[:0]))
-    monkeypatch.setattr(figures, "inner_segments", scripted(figures.inner_segments))
-    report.report(found, tmp_path / "odd.html", report.Subject(SCRIPT, build, machines(2), rows))
+    html_report.report(found, tmp_path / "plain.html", html_report.Subject("a", build, machines(2), rows[:0]))
+    monkeypatch.setattr(plots, "inner_segments", scripted(plots.inner_segments))
+    html_report.report(found, tmp_path / "odd.html", html_report.Subject(SCRIPT, build, machines(2), rows))
     plain, odd = ((tmp_path / name).read_text() for name in ("plain.html", "odd.html"))
     assert odd.count("<script") == plain.count("<script")
     assert odd.count("</script") == plain.count("</script")
     assert "taken" in odd
-    drawn, _ = figures.timeline_figure(found)
+    drawn, _ = plots.timeline_figure(found)
     texts = [text for bars in drawn["data"] for text in bars["hovertext"]]
     assert any("taken" in text for text in texts)
     assert not any("<script" in text for text in texts)

@@ -17,8 +17,8 @@ import pytest
 from on_device import OnDevice
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime import nccl
-from distgraph.runtime.inprocess import InProcessTransport, connect, run_ranks
+from distgraph.runtime.transport import nccl
+from distgraph.runtime.transport.inprocess import InProcessTransport, connect, run_ranks
 
 PLAIN = [case for case in cases.PLAIN if case is not cases.refusals_case]
 

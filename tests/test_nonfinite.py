@@ -14,11 +14,11 @@ from training import INPUTS, LAYOUTS, OUTPUTS, Net
 
 import distgraph as dg
 from distgraph import nn, ops, optim
-from distgraph.callbacks import Callback, CSVLogger, ModelCheckpoint
+from distgraph.engine.callbacks import Callback, CSVLogger, ModelCheckpoint
 from distgraph.errors import NonFiniteError, ShardingError
 from distgraph.optim import shard_states
-from distgraph.runtime.checkpoint import Checkpoint
-from distgraph.runtime.finite import all_finite
+from distgraph.runtime.execute.checkpoint import Checkpoint
+from distgraph.runtime.execute.finite_check import all_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning")
 

@@ -5,7 +5,7 @@ from itertools import pairwise, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distgraph.runtime.packing import Block, pack
+from distgraph.runtime.program.memory_packing import Block, pack
 
 BLOCKS = st.lists(
     st.tuples(st.integers(1, 9), st.integers(0, 6), st.integers(0, 4)).map(

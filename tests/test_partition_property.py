@@ -10,7 +10,7 @@ from partitioned import assert_same, run_partitioned, run_serial
 from random_programs import LOOPED, MESHES, OVERLAPPING, PIPELINES, Program, programs
 
 from distgraph.passes.complete import complete
-from distgraph.passes.refine import refine
+from distgraph.passes.layout_local_search import refine
 
 BOUND = 1e-10
 ONE = tuple((mesh,) for mesh in MESHES)

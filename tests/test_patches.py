@@ -10,8 +10,8 @@ import pytest
 from distgraph import ops
 from distgraph.ir.graph import Op
 from distgraph.kernels import conv as kernels
+from distgraph.passes.analysis.op_work import Work, work_of
 from distgraph.passes.backward import differentiate
-from distgraph.passes.work import Work, work_of
 from distgraph.tracing.tracer import Trace
 
 CASES = {

@@ -16,22 +16,22 @@ from plan_cases import CASES, Case, classifier, gpt, replace_spec
 
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.data import whole
-from distgraph.engine.extracting import describe
-from distgraph.engine.fingerprint import program_of
-from distgraph.engine.positions import cut
-from distgraph.engine.program import Recipe
-from distgraph.engine.training import Training
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.fingerprint import program_of
+from distgraph.engine.compile.op_paths import cut
+from distgraph.engine.compile.plan_extract import describe
+from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.data import whole
 from distgraph.errors import DistGraphError, GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.passes.search.assign import assign
-from distgraph.passes.search.formulate import formulate
-from distgraph.passes.search.intra import solve
-from distgraph.passes.search.layers import cluster_layers, layering
-from distgraph.passes.search.prices import Prices
+from distgraph.passes.search.intra_op.apply_layouts import assign
+from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.formulate import formulate
+from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
+from distgraph.passes.search.solver import solve
 from distgraph.plan.plan import Plan, Stored
 from distgraph.verifier import verify
 

@@ -18,14 +18,14 @@ from searched import PROGRAMS, two_by_two
 
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.data import whole
-from distgraph.engine import planning
-from distgraph.engine.interrupt import Interrupt, remembered
-from distgraph.engine.planning import Candidate, Progress, SearchOptions, Step, search, settled
-from distgraph.engine.searching import oracle
-from distgraph.engine.training import Training
+from distgraph.engine.commands import plan_search
+from distgraph.engine.commands.interrupt import Interrupt, remembered
+from distgraph.engine.commands.plan_search import Candidate, Progress, SearchOptions, Step, search, settled
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.data import whole
+from distgraph.engine.search import layout_costs
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, RuntimeFault, ShardingError
-from distgraph.passes.search.problem import Problem, Solution
+from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.plan.plan import Plan
 
 CASE = CASES["narrow"]
@@ -66,7 +66,7 @@ def test_a_mode_that_searches_does_so_at_the_first_program(monkeypatch: pytest.M
         asked.append((training.mode, cluster.name, options.mode))
         return wanted.plan.portable
 
-    monkeypatch.setattr(planning, "search", found)
+    monkeypatch.setattr(plan_search, "search", found)
     strategy = dg.Strategy(mode="auto")
     engine = dg.Engine(
         classifier(dtype="f32")(False), nn.CrossEntropy(), CASE.optimizer, strategy=strategy, cluster=cluster
@@ -130,7 +130,7 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
         yield Step("second", Candidate(0.9, lambda: replace(plan, cluster="better")))
         more.append("went on")
 
-    monkeypatch.setattr(planning, "_improved", improved)
+    monkeypatch.setattr(plan_search, "_improved", improved)
     found = search(training_of(engine), machines(2, 2), SearchOptions())
     assert found.search.status == "interrupted"
     assert found.cluster == ("better" if swallowed else "")
@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_ends_without_a_plan(monkeypatch: pytest.MonkeyPatch) ->
                 signal.pause()
         yield Step("second")
 
-    monkeypatch.setattr(planning, "_improved", improved)
+    monkeypatch.setattr(plan_search, "_improved", improved)
     with pytest.raises(KeyboardInterrupt):
         search(training_of(engine), machines(2, 2), SearchOptions())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -173,7 +173,7 @@ def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch, then: str) -> N
         yield Step("second")
         pytest.fail("went on")
 
-    monkeypatch.setattr(planning, "_improved", improved)
+    monkeypatch.setattr(plan_search, "_improved", improved)
     with pytest.raises(RuntimeFault, match=r"search: interrupted after .* s, before there was any plan; let"):
         search(training_of(CASE.engine()), machines(2, 2), SearchOptions())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -192,7 +192,7 @@ def test_ctrl_c_in_the_first_solve(monkeypatch: pytest.MonkeyPatch) -> None:
                 signal.pause()
         return Solution(None, np.inf, -np.inf, np.inf, "unknown", message="interrupted")
 
-    monkeypatch.setattr(oracle, "solve_cached", solve)
+    monkeypatch.setattr(layout_costs, "solve_cached", solve)
     with pytest.raises(RuntimeFault, match="before there was any plan"):
         PROGRAMS["gpt"].search(two_by_two())  # two samples: no data parallelism before
 
@@ -231,9 +231,9 @@ def test_one_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
             return sent[0]
 
     def on(rank: int, make: Any) -> Plan:
-        monkeypatch.setattr(planning, "ranks_of_job", lambda: 2)
-        monkeypatch.setattr(planning, "current_transport", lambda: Transport(rank))
-        return planning._alike(make)
+        monkeypatch.setattr(plan_search, "ranks_of_job", lambda: 2)
+        monkeypatch.setattr(plan_search, "current_transport", lambda: Transport(rank))
+        return plan_search._alike(make)
 
     assert on(0, lambda: plan) == plan
     assert on(1, lambda: pytest.fail("rank 1 searched")) == plan

@@ -9,10 +9,10 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.models import GPT, GPTConfig, stages
 from distgraph.passes.complete import complete
-from distgraph.runtime.build import build
+from distgraph.runtime.program.build import build
 
 
 class Tied(nn.Module):

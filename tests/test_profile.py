@@ -14,16 +14,20 @@ import yaml
 from clusters import cluster_of
 from typer.testing import CliRunner
 
-from distgraph import cli
+from distgraph.cli import commands
 from distgraph.errors import ResourceError
 from distgraph.ir.op_registry import flops as flops_of
-from distgraph.passes.work import work_of
+from distgraph.passes.analysis.op_work import work_of
 from distgraph.resources import CollectiveCost, ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster, Compute, MatmulRate, MeasuredTable, OpTable
-from distgraph.runtime import probes as probing
-from distgraph.runtime import profile as profiling
-from distgraph.runtime.cost import Work
-from distgraph.runtime.fit import (
+from distgraph.runtime.forecast.op_cost import Work
+from distgraph.runtime.profile import op_probes as probing
+from distgraph.runtime.profile import profiler as profiling
+from distgraph.runtime.profile.collective_probes import (
+    ATTEND,
+    axis_groups,
+)
+from distgraph.runtime.profile.cost_fitting import (
     ComputeFit,
     LinkFit,
     Message,
@@ -35,13 +39,9 @@ from distgraph.runtime.fit import (
     fit_tables,
     robust,
 )
-from distgraph.runtime.measured_file import Measured, write_measured
-from distgraph.runtime.messages import (
-    ATTEND,
-    axis_groups,
-)
-from distgraph.runtime.probes import Timed, probes
-from distgraph.runtime.profile import Request, Store, evaluate, profile
+from distgraph.runtime.profile.op_probes import Timed, probes
+from distgraph.runtime.profile.profiler import Request, Store, evaluate, profile
+from distgraph.runtime.profile.resource_writer import Measured, write_measured
 
 
 def disturbed(seconds: np.ndarray, noise: float = 0.03, every: int = 11) -> np.ndarray:
@@ -462,7 +462,7 @@ def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer(monkeypatch)
     output = tmp_path / "mine.yaml"
-    result = CliRunner().invoke(cli.app, ["profile", "-o", str(output), "--seconds", "2"])
+    result = CliRunner().invoke(commands.app, ["profile", "-o", str(output), "--seconds", "2"])
     assert result.exit_code == 0, result.output
     cost = ComputeCost(load_cluster(output))
     assert cost.time(0, "matmul", 2.0 * 64**3, 3 * 4.0 * 64**2, "f32", (1, 64, 64, 64), "matmul") > 0

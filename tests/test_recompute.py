@@ -8,8 +8,8 @@ import pytest
 import distgraph as dg
 from distgraph import nn
 from distgraph.array_api.trace import trace
-from distgraph.passes.phases import phases
-from distgraph.passes.prune import prune
+from distgraph.passes.dead_code_elimination import prune
+from distgraph.passes.split_tasks import phases
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from simulate_steps import check_layout, every_spec, run_step, scatter
 from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
-from distgraph.passes.redistribute import redistribute, redistribute_cost, step_bytes, wire_price
+from distgraph.passes.redistribution.planner import redistribute, redistribute_cost, step_bytes, wire_price
 
 MESHES = {
     "2": ProcessMesh.grid(x=2),

@@ -19,11 +19,11 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.passes import arrange as arrange_module
+from distgraph.passes import choose_completion as arrange_module
+from distgraph.passes.analysis.redistribution_cost import move_cost, multiplicity
 from distgraph.passes.complete import complete
-from distgraph.passes.move_bound import received
-from distgraph.passes.move_cost import move_cost, multiplicity
-from distgraph.passes.redistribute import (
+from distgraph.passes.layout_local_search import Refined, _Refiner, refine, refined
+from distgraph.passes.redistribution.planner import (
     Price,
     latency_price,
     price_bound,
@@ -32,9 +32,9 @@ from distgraph.passes.redistribute import (
     step_price,
     wire_price,
 )
-from distgraph.passes.refine import Refined, _Refiner, refine, refined
+from distgraph.passes.redistribution.step_bound import received
 from distgraph.plan.strategy import Strategy
-from distgraph.runtime.build import Build, build
+from distgraph.runtime.program.build import Build, build
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(

@@ -21,9 +21,9 @@ from distgraph.ir.parser import parse_graph, print_graph, same_graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
-from distgraph.passes.halo import halo_tiles, inside_window, nearest
-from distgraph.passes.refine import refine
-from distgraph.runtime.build import Build, build
+from distgraph.passes.layout_local_search import refine
+from distgraph.passes.redistribution.halo import halo_tiles, inside_window, nearest
+from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tracer import Trace
 from distgraph.verifier import verify
 

@@ -19,22 +19,22 @@ from forecasts import chain, document, machines
 from typer.testing import CliRunner
 
 import distgraph as dg
-from distgraph import cli
-from distgraph.data import whole
-from distgraph.engine.forecasting import forecast_training
-from distgraph.engine.training import Training
-from distgraph.engine.view import PlanView
+from distgraph.cli import commands
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.program_forecast import forecast_training
+from distgraph.engine.compile.program_summary import PlanView
+from distgraph.engine.data import whole
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources.cluster import Cluster
-from distgraph.runtime import figures, report, trace_events
-from distgraph.runtime.build import Build
-from distgraph.runtime.exchanged import by_machine, exchanged_bytes
-from distgraph.runtime.forecast import Forecast, forecast
-from distgraph.runtime.occupancy import occupancy
-from distgraph.runtime.segments import inner_segments, row_name, task_segments
-from distgraph.runtime.storage import plan_storage
-from distgraph.runtime.traffic import TrafficCost
+from distgraph.runtime.forecast.communication_cost import TrafficCost
+from distgraph.runtime.forecast.forecast import Forecast, forecast
+from distgraph.runtime.forecast.memory_timeline import occupancy
+from distgraph.runtime.forecast.traffic_matrix import by_machine, exchanged_bytes
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.report import chrome_trace, html_report, plots
+from distgraph.runtime.report.timeline_segments import inner_segments, row_name, task_segments
 
 grid = ProcessMesh.grid
 PLOTLY = pytest.mark.skipif(find_spec("plotly") is None, reason="plotly is not installed")
@@ -89,7 +89,7 @@ def test_waiting_and_computing_are_those_of_the_forecast(issue: str | None):
 
 def test_the_timeline_has_every_task_and_says_so_on_hovering():
     found = traced(pipe(), 6, 6)
-    figure, note = figures.timeline_figure(found)
+    figure, note = plots.timeline_figure(found)
     assert not note
     bars = {trace["name"]: trace for trace in figure["data"]}
     runs = found.timeline.intervals
@@ -112,8 +112,8 @@ def test_the_timeline_has_every_task_and_says_so_on_hovering():
 
 def test_without_room_the_timeline_keeps_tasks_and_says_what_is_left_out(monkeypatch):
     found = traced(pipe(), 6, 6)
-    monkeypatch.setattr(figures, "MOST_BARS", 60)
-    figure, note = figures.timeline_figure(found)
+    monkeypatch.setattr(plots, "MOST_BARS", 60)
+    figure, note = plots.timeline_figure(found)
     assert "tasks only" in note
     assert {trace["name"] for trace in figure["data"]} == {
         "load",
@@ -122,26 +122,26 @@ def test_without_room_the_timeline_keeps_tasks_and_says_what_is_left_out(monkeyp
         "optimize",
         "idle",
     }
-    monkeypatch.setattr(figures, "MOST_BARS", 20)
-    figure, note = figures.timeline_figure(found)
+    monkeypatch.setattr(plots, "MOST_BARS", 20)
+    figure, note = plots.timeline_figure(found)
     assert "The first 1 of 2 groups of ranks" in note
     assert figure["layout"]["yaxis"]["ticktext"] == ["ranks 0-5"]
-    drawn = figures.task_figure(found)
+    drawn = plots.task_figure(found)
     assert drawn is not None
     assert "No room for " in drawn[1]
 
 
 def test_without_spans_there_are_tasks():
     found = forecast(pipe(), machines(6, 6))
-    assert figures.task_figure(found) is None
-    figure, _ = figures.timeline_figure(found)
+    assert plots.task_figure(found) is None
+    figure, _ = plots.timeline_figure(found)
     assert "op" not in {trace["name"] for trace in figure["data"]}
 
 
 @pytest.mark.parametrize("issue", [None, "30 us"])
 def test_parts_add_up_to_the_step(issue: str | None):
     found = forecast(pipe(), behind(issue))
-    figure = figures.parts_figure(found)
+    figure = plots.parts_figure(found)
     scale = 1e-3 if "(ms)" in figure["layout"]["xaxis"]["title"]["text"] else 1e-6
     for values in zip(*(trace["x"] for trace in figure["data"]), strict=True):
         assert sum(values) * scale == pytest.approx(found.step_seconds)
@@ -162,7 +162,7 @@ def test_the_matrix_has_what_every_rank_sends(rows: int, inner: int, exact: bool
     machine = by_machine(matrix, cluster, found.devices)
     assert sum(machine.values()) == pytest.approx(sum(matrix.values()))
     assert machine[0, 1] > 0  # activations
-    figure = figures.matrix_figure(matrix, {rank: str(rank) for rank in build.ranks}, [6])
+    figure = plots.matrix_figure(matrix, {rank: str(rank) for rank in build.ranks}, [6])
     (heatmap,) = figure["data"]
     assert heatmap["z"][0][0] is None
     assert heatmap["hovertext"][0][3].startswith("0 to 3: ")
@@ -207,7 +207,7 @@ def test_row_names():
 def test_the_trace_is_in_the_trace_event_format(tmp_path):
     found = traced(pipe(), 6, 6)
     path = tmp_path / "trace.json"
-    trace_events.write_trace(found, path)
+    chrome_trace.write_trace(found, path)
     content = json.loads(path.read_text())
     assert set(content) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert content["displayTimeUnit"] in ("ms", "ns")
@@ -237,8 +237,8 @@ def test_the_trace_is_in_the_trace_event_format(tmp_path):
 
 def test_a_long_trace_leaves_ops_out_and_says_so(monkeypatch):
     found = traced(pipe(), 6, 6)
-    monkeypatch.setattr(trace_events, "MOST_EVENTS", 10)
-    events, complete = trace_events.trace_events(found)
+    monkeypatch.setattr(chrome_trace, "MOST_EVENTS", 10)
+    events, complete = chrome_trace.trace_events(found)
     assert not complete
     assert not any(event.get("cat") == "op" for event in events)
     assert any(event.get("cat") == "wait" for event in events)
@@ -246,7 +246,7 @@ def test_a_long_trace_leaves_ops_out_and_says_so(monkeypatch):
 
 def test_a_trace_that_cannot_be_written(tmp_path):
     with pytest.raises(RuntimeFault, match=r": cannot be written"):
-        trace_events.write_trace(traced(pipe(1), 6, 6), tmp_path / "none" / "trace.json")
+        chrome_trace.write_trace(traced(pipe(1), 6, 6), tmp_path / "none" / "trace.json")
 
 
 # The page
@@ -277,9 +277,9 @@ def page(tmp_path: Path, **fields) -> str:
     build = pipe()
     cluster = machines(6, 6)
     found = forecast(build, cluster, trace=True)
-    subject = report.Subject("a < b", build, cluster, PlanView(build).tensors, **fields)
+    subject = html_report.Subject("a < b", build, cluster, PlanView(build).tensors, **fields)
     path = tmp_path / "report.html"
-    report.report(found, path, subject)
+    html_report.report(found, path, subject)
     return path.read_text()
 
 
@@ -305,13 +305,15 @@ def test_the_page_loads_nothing(tmp_path):
 @pytest.mark.parametrize("exact", [True, False])
 def test_many_ranks_are_shown_by_machine(tmp_path, monkeypatch, exact):
     """All ranks count, though two of them are looked at."""
-    monkeypatch.setattr(report, "_MANY", 11)
+    monkeypatch.setattr(html_report, "_MANY", 11)
     shown = {}
-    monkeypatch.setattr(report, "matrix_figure", lambda matrix, names: shown.update(matrix) or {"data": []})
+    monkeypatch.setattr(
+        html_report, "matrix_figure", lambda matrix, names: shown.update(matrix) or {"data": []}
+    )
     build, cluster = pipe(3, 12, 60 if exact else 61), machines(6, 6)
     found = forecast(build, cluster)
     assert found.exact is exact
-    report.report(found, tmp_path / "r.html", report.Subject("many", build, cluster))
+    html_report.report(found, tmp_path / "r.html", html_report.Subject("many", build, cluster))
     sent = sum(build.program(rank).bytes_sent() for rank in build.ranks)
     assert sum(shown.values()) == pytest.approx(sent, rel=1e-9 if exact else 0.2)
     assert ("Blocks differ in size" in (tmp_path / "r.html").read_text()) is not exact
@@ -334,12 +336,12 @@ def test_forecasts_stand_side_by_side(tmp_path):
 @PLOTLY
 def test_a_page_of_a_forecast_alone(tmp_path):
     path = tmp_path / "r.html"
-    report.report(forecast(pipe(2), machines(6, 6)), path)
+    html_report.report(forecast(pipe(2), machines(6, 6)), path)
     text = path.read_text()
     assert 'id="timeline"' in text
     assert 'id="communication"' not in text
     with pytest.raises(RuntimeFault, match=r": cannot be written"):
-        report.report(forecast(pipe(2), machines(6, 6)), tmp_path / "none" / "r.html")
+        html_report.report(forecast(pipe(2), machines(6, 6)), tmp_path / "none" / "r.html")
 
 
 def test_without_plotly_the_way_out_is_told(tmp_path, monkeypatch):
@@ -347,13 +349,15 @@ def test_without_plotly_the_way_out_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.io", None)
     line = r"pip install \"distgraph\[report\]\", or in a clone pip install -e \"\.\[report\]\"$"
     with pytest.raises(RuntimeFault, match=f"report needs plotly, which is not installed; {line}"):
-        report.report(forecast(pipe(1), machines(6, 6)), tmp_path / "r.html")
+        html_report.report(forecast(pipe(1), machines(6, 6)), tmp_path / "r.html")
 
 
 def test_what_a_page_needs_is_missed_before_anything_is_forecast(files, tmp_path, monkeypatch, rng):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.io", None)
-    monkeypatch.setattr("distgraph.engine.forecasting.forecast", lambda *args, **how: pytest.fail("forecast"))
+    monkeypatch.setattr(
+        "distgraph.engine.compile.program_forecast.forecast", lambda *args, **how: pytest.fail("forecast")
+    )
     script, cluster = files
     code, output = invoke("forecast", script, "--cluster", cluster, "--html", str(tmp_path / "r.html"))
     assert code == 1
@@ -422,7 +426,7 @@ def files(tmp_path) -> tuple[str, str]:
 
 
 def invoke(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, list(args))
+    result = CliRunner().invoke(commands.app, list(args))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return 1, f"error: {result.exception}"
     return result.exit_code, result.output
@@ -449,7 +453,9 @@ def test_forecast_of_a_script(files, tmp_path, how):
 
 def test_a_forecast_makes_no_parameter(monkeypatch, files):
     """The initial values of a model that fits no laptop are never drawn."""
-    monkeypatch.setattr("distgraph.engine.memory.Memory.block", lambda *args: pytest.fail("made a block"))
+    monkeypatch.setattr(
+        "distgraph.engine.parameter_store.Memory.block", lambda *args: pytest.fail("made a block")
+    )
     code, output = invoke("forecast", files[0], "--cluster", files[1])
     assert code == 0, output
 

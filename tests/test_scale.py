@@ -9,12 +9,12 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn, ops
-from distgraph.engine.program import Recipe
+from distgraph.engine.compile.training_spec import Recipe
 from distgraph.ir.dtypes import to_numpy
 from distgraph.passes.complete import complete
-from distgraph.runtime.build import Build, build
-from distgraph.runtime.inprocess import connect
-from distgraph.runtime.worker import Worker
+from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.program.build import Build, build
+from distgraph.runtime.transport.inprocess import connect
 
 MESH = dg.ProcessMesh.grid(dp=2, tp=2)
 

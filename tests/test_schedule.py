@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_simulate import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.schedule import Schedule, check, parse, schedule
-from distgraph.runtime.task import Edge, Task, TaskGraph, pipeline
+from distgraph.runtime.schedule.schedule import Schedule, check, parse, schedule
+from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, pipeline
 
 FILE = (
     Path(__file__).parent / "data" / "schedules.txt"

@@ -14,12 +14,12 @@ from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
-from distgraph.passes.search.assign import assign
-from distgraph.passes.search.formulate import Formulation, formulate
-from distgraph.passes.search.intra import solve
-from distgraph.passes.search.layers import cluster_layers, layering
-from distgraph.runtime.build import build
-from distgraph.runtime.forecast import Forecast, forecast
+from distgraph.passes.search.intra_op.apply_layouts import assign
+from distgraph.passes.search.intra_op.formulate import Formulation, formulate
+from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
+from distgraph.passes.search.solver import solve
+from distgraph.runtime.forecast.forecast import Forecast, forecast
+from distgraph.runtime.program.build import build
 from distgraph.verifier import verify
 
 OPTIMIZER = optim.Adam(lr=0.01, eps=1e-6)

@@ -11,12 +11,12 @@ from clusters import cluster_of
 from searched import CHAIN, PROGRAMS, Program, mixed, slow, two_by_two
 from test_searching_mixed import proposals
 
-from distgraph.engine.searching.bound import _divided, least_seconds
-from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.proposal import realize
-from distgraph.engine.searching.searcher import Searcher
-from distgraph.engine.searching.space import pools_of
-from distgraph.engine.searching.uniform import uniform_rows
+from distgraph.engine.search.baselines import uniform_rows
+from distgraph.engine.search.candidate import realize
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.lower_bound import _divided, least_seconds
+from distgraph.engine.search.search_space import pools_of
+from distgraph.engine.search.searcher import Searcher
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import OpTable

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distgraph.passes.search import cache as module
-from distgraph.passes.search.cache import Cache, cache_directory, digest, solve_cached
-from distgraph.passes.search.problem import Problem, Solution, Use
+from distgraph.passes.search.intra_op import solution_cache as module
+from distgraph.passes.search.intra_op.solution_cache import Cache, cache_directory, digest, solve_cached
+from distgraph.passes.search.solver.problem import Problem, Solution, Use
 from distgraph.serialization.documents import Record
 
 

@@ -11,8 +11,8 @@ from random_programs import Program, programs
 from search_cases import MESHES, SLOW, prices
 from search_limited import Everything, Limited
 
-from distgraph.passes.search.formulate import Formulation, formulate
-from distgraph.passes.search.intra import solve
+from distgraph.passes.search.intra_op.formulate import Formulation, formulate
+from distgraph.passes.search.solver import solve
 
 SLACK = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 SPEEDS = (SLOW, 1e-3, 1.0)

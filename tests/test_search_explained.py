@@ -9,9 +9,9 @@ import pytest
 from searched import PROGRAMS, Net, Program, two_by_two
 
 import distgraph as dg
-from distgraph.engine.searching.judged import Judged
-from distgraph.engine.searching.proposal import plan_of
-from distgraph.engine.searching.searcher import Searcher
+from distgraph.engine.search.candidate import plan_of
+from distgraph.engine.search.evaluation import Judged
+from distgraph.engine.search.searcher import Searcher
 from distgraph.errors import GraphError
 from distgraph.ir.name_ranges import unfold
 from distgraph.plan.plan import Plan

@@ -15,10 +15,10 @@ from test_searching_schedules import WIDE, far
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.engine.searching.explaining import Explainer
-from distgraph.engine.searching.judged import judge, judged
-from distgraph.engine.searching.proposal import Proposal, Realized, realize
-from distgraph.engine.searching.searcher import Searcher
+from distgraph.engine.search.candidate import Proposal, Realized, realize
+from distgraph.engine.search.evaluation import judge, judged
+from distgraph.engine.search.runners_up import Explainer
+from distgraph.engine.search.searcher import Searcher
 from distgraph.ir.name_ranges import parse_spans, unfold
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Decision, Plan
@@ -246,11 +246,11 @@ def test_programs_of_many_ops_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert searcher.best is not None
     best: Realized = searcher.best.again(searcher.oracle)
     monkeypatch.setattr(
-        "distgraph.engine.searching.explaining._TOLD_OF_LAYERS", int(1.5 * len(best.build.lowered.ops))
+        "distgraph.engine.search.runners_up._TOLD_OF_LAYERS", int(1.5 * len(best.build.lowered.ops))
     )
     told = []
     for together in (1, 3):
-        monkeypatch.setattr("distgraph.engine.searching.book.Book.together", together)
+        monkeypatch.setattr("distgraph.engine.search.evaluations.Book.together", together)
         searcher.book.best = judged(best, rechosen=True)
         explainer = Explainer(searcher.oracle, searcher.book, lambda: False)
         assert all(isinstance(found, str) for found in explainer.run())

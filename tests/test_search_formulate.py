@@ -15,7 +15,7 @@ from search_brute import Brute, eliminate, every_spec
 from search_cases import MESHES, SLOW, cluster, prices, task
 
 from distgraph import nn, ops, optim
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph, Value
 from distgraph.ir.mesh import ProcessMesh
@@ -23,12 +23,12 @@ from distgraph.ir.op_registry import operand_layout, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.complete import complete
-from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.refine import refine
-from distgraph.passes.search.formulate import Formulation, Layouts, formulate
-from distgraph.passes.search.intra import solve
-from distgraph.passes.search.layers import cluster_layers, layering
-from distgraph.passes.search.prices import Prices
+from distgraph.passes.layout_local_search import refine
+from distgraph.passes.redistribution.planner import redistribute_cost
+from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.formulate import Formulation, Layouts, formulate
+from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
+from distgraph.passes.search.solver import solve
 from distgraph.tracing.tracer import Trace
 
 ONE = tuple((mesh,) for mesh in MESHES)

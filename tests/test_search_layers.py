@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distgraph import nn, ops
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import GraphError
 from distgraph.ir.graph import SOURCES, Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -29,8 +29,8 @@ from distgraph.models import (
     stages,
 )
 from distgraph.optim import Adafactor, AdamW
-from distgraph.passes.search.clustering import balanced_cuts
-from distgraph.passes.search.layers import REST, Layer, Layering, cluster_layers, layering
+from distgraph.passes.search.layering.layer_clustering import balanced_cuts
+from distgraph.passes.search.layering.layer_sequence import REST, Layer, Layering, cluster_layers, layering
 
 TOKENS = (((4, 8), "i32"), ((4, 8), "i32"))
 

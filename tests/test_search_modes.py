@@ -10,7 +10,7 @@ from search_cases import SEED, task, train
 
 from distgraph import ops, optim
 from distgraph.array_api.trace import trace
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.index_rule import OpLayout
@@ -21,12 +21,12 @@ from distgraph.kernels.random import random_key
 from distgraph.models import GPT, GPTConfig, annotate
 from distgraph.nn.initializers import materialize
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.passes.move_cost import multiplicity
-from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.search.assign import assign
-from distgraph.passes.search.layouts import Layouts
-from distgraph.passes.search.propagation import propagate
-from distgraph.passes.search.recursive import cut_costs, prime_factors, prime_mesh, recursive
+from distgraph.passes.analysis.redistribution_cost import multiplicity
+from distgraph.passes.redistribution.planner import redistribute_cost
+from distgraph.passes.search.intra_op.apply_layouts import assign
+from distgraph.passes.search.intra_op.chosen_layouts import Layouts
+from distgraph.passes.search.modes.propagation import propagate
+from distgraph.passes.search.modes.recursive import cut_costs, prime_factors, prime_mesh, recursive
 from distgraph.verifier import verify
 
 TOKENS = (((4, 8), "i32"), ((4, 8), "i32"))

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 OPTIONS = """
-from distgraph.engine.graphs import train_graph
+from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig
-from distgraph.passes.search.formulate import formulate
-from distgraph.passes.search.nodes import ValueNode
-from distgraph.passes.search.prices import Prices
+from distgraph.passes.search.intra_op.formulate import formulate
+from distgraph.passes.search.intra_op.decision_nodes import ValueNode
+from distgraph.passes.search.intra_op.cost_model import Prices
 from distgraph.resources import load_cluster
 
 config = GPTConfig(layers=1, hidden=64, heads=4, vocabulary=64, sequence=8)

@@ -16,8 +16,8 @@ from distgraph import ops
 from distgraph.ir.graph import Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.redistribute import redistribute_cost
-from distgraph.passes.search.strategies import strategies_of
+from distgraph.passes.redistribution.planner import redistribute_cost
+from distgraph.passes.search.intra_op.strategies import strategies_of
 from distgraph.tracing.tracer import Trace
 
 MESHES = [(2, 2), (4, 2), (2, 8), (3, 2)]

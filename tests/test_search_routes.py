@@ -11,10 +11,10 @@ import pytest
 
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.moves import Space, moves
-from distgraph.passes.redistribute import redistribute_cost, step_bytes, wire_price
-from distgraph.passes.search.route_steps import Layouts, copies_of, permutes, steps
-from distgraph.passes.search.routes import Floats, routes
+from distgraph.passes.redistribution.planner import redistribute_cost, step_bytes, wire_price
+from distgraph.passes.redistribution.steps import Space, moves
+from distgraph.passes.search.intra_op.redistribution_costs import Floats, routes
+from distgraph.passes.search.intra_op.redistribution_steps import Layouts, copies_of, permutes, steps
 
 MESHES = [ProcessMesh.grid(a=a, b=b) for a, b in ((2, 3), (3, 2), (2, 8), (8, 2), (4, 4), (1, 6), (4, 6))]
 ITEM = 4

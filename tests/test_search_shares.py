@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distgraph.errors import InfeasibleError
-from distgraph.passes.search.shares import Member, shares
+from distgraph.passes.search.inter_op.uneven_shares import Member, shares
 
 
 def brute_force(batch: int, members: list[Member]) -> float:

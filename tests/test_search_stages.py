@@ -14,10 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgraph.engine.searching.pipelines import Bordered
+from distgraph.engine.search.stage_search import Bordered
 from distgraph.errors import GraphError, InfeasibleError, ResourceError
-from distgraph.passes.search.candidates import Candidates
-from distgraph.passes.search.costs import (
+from distgraph.passes.search.inter_op.schedule_costs import (
+    GPipe,
+    OneForwardOneBackward,
+    makespan,
+    schedule_policy,
+)
+from distgraph.passes.search.inter_op.stage_candidates import Candidates
+from distgraph.passes.search.inter_op.stage_costs import (
     Config,
     DenseCosts,
     IntervalCosts,
@@ -26,10 +32,16 @@ from distgraph.passes.search.costs import (
     StageCosts,
     stage_numbers,
 )
-from distgraph.passes.search.layouts import Profile
-from distgraph.passes.search.placing import Pool, SubMesh, chains, place, pool_sizes, submeshes
-from distgraph.passes.search.schedules import GPipe, OneForwardOneBackward, makespan, schedule_policy
-from distgraph.passes.search.stages import Stage, StageProblem, find_stages
+from distgraph.passes.search.inter_op.stages import Stage, StageProblem, find_stages
+from distgraph.passes.search.inter_op.submesh_placement import (
+    Pool,
+    SubMesh,
+    chains,
+    place,
+    pool_sizes,
+    submeshes,
+)
+from distgraph.passes.search.intra_op.chosen_layouts import Profile
 
 DATA = Path(__file__).parent / "data"
 SCHEDULES = (GPipe(), OneForwardOneBackward())

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from searched import Program, gpt, two_by_two
 
-from distgraph.engine.searching.oracle import Oracle, Traced
-from distgraph.engine.searching.space import Shape, pools_of
-from distgraph.passes.search.cache import VARIABLE
-from distgraph.passes.search.formulate import Formulation
-from distgraph.passes.search.intra import solve
-from distgraph.passes.search.transfer import transferred, twins
+from distgraph.engine.search.layout_costs import Oracle, Traced
+from distgraph.engine.search.search_space import Shape, pools_of
+from distgraph.passes.search.intra_op.formulate import Formulation
+from distgraph.passes.search.intra_op.solution_cache import VARIABLE
+from distgraph.passes.search.intra_op.warm_start import transferred, twins
+from distgraph.passes.search.solver import solve
 
 DEVICES = (0, 1, 2, 3)
 SHAPES = [Shape((("dp", 2), ("tp", 2))), Shape((("dp", 4),))]

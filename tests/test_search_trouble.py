@@ -11,7 +11,7 @@ from clusters import cluster_of
 from searched import PROGRAMS, mixed, two_by_two
 from test_searching import trains_as_one_rank
 
-from distgraph.engine.searching import searcher
+from distgraph.engine.search import searcher
 from distgraph.errors import InfeasibleError
 from distgraph.ir.name_ranges import parse_spans
 from distgraph.resources import Cluster

@@ -17,12 +17,12 @@ from forecasts import machines
 from searched import PROGRAMS, SECONDS, Net, Program, slow, two_by_two
 
 import distgraph as dg
-from distgraph.engine.inspection import check_step
-from distgraph.engine.planning import SearchOptions, search
-from distgraph.engine.searching.oracle import Oracle
+from distgraph.engine.commands.inspection import check_step
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.search.layout_costs import Oracle
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.gc_pause import collector_paused
-from distgraph.passes.search import cache as solved
+from distgraph.passes.search.intra_op import solution_cache as solved
 from distgraph.plan.plan import Plan
 from distgraph.resources import load_cluster
 

@@ -12,18 +12,18 @@ from searched import CHAIN, Program, mixed, slow
 from test_searching import trains_as_one_rank
 
 from distgraph import nn
-from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.proposal import Proposal, StageChoice, realize
-from distgraph.engine.searching.sharing import rebalanced
-from distgraph.engine.searching.space import (
+from distgraph.engine.search.candidate import Proposal, StageChoice, realize
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.load_balancing import rebalanced
+from distgraph.engine.search.search_space import (
     Shape,
     micro_batch_counts,
     pools_of,
     shapes_of,
     submeshes_of,
 )
-from distgraph.passes.search.cache import VARIABLE
-from distgraph.passes.search.placing import SubMesh, place
+from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.plan.plan import Plan
 
 

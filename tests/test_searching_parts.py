@@ -11,28 +11,28 @@ import pytest
 from clusters import cluster_of
 from searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
-from distgraph.engine.searching import oracle as oracles
-from distgraph.engine.searching.climb import best_count, climb
-from distgraph.engine.searching.decisions import with_problems
-from distgraph.engine.searching.fixed import recursively
-from distgraph.engine.searching.judged import judge
-from distgraph.engine.searching.neighbours import neighbours
-from distgraph.engine.searching.oracle import Oracle
-from distgraph.engine.searching.pipelines import best_row, front, undominated
-from distgraph.engine.searching.proposal import Proposal, StageChoice, laid_out_as, realize
-from distgraph.engine.searching.restrict import Restriction
-from distgraph.engine.searching.searcher import Searcher
-from distgraph.engine.searching.space import (
+from distgraph.engine.search import layout_costs as oracles
+from distgraph.engine.search.baselines import best_uniform, uniform_rows
+from distgraph.engine.search.candidate import Proposal, StageChoice, laid_out_as, realize
+from distgraph.engine.search.decisions import with_problems
+from distgraph.engine.search.evaluation import judge
+from distgraph.engine.search.given_meshes import recursively
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.local_search_moves import neighbours
+from distgraph.engine.search.micro_batch_search import best_count, climb
+from distgraph.engine.search.restrictions import Restriction
+from distgraph.engine.search.search_space import (
     Shape,
     counts_beside,
     micro_batch_counts,
     pools_of,
     submeshes_of,
 )
-from distgraph.engine.searching.uniform import best_uniform, uniform_rows
-from distgraph.passes.search.cache import VARIABLE
-from distgraph.passes.search.layouts import Profile
-from distgraph.passes.search.problem import Problem, Solution
+from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.stage_search import best_row, front, undominated
+from distgraph.passes.search.intra_op.chosen_layouts import Profile
+from distgraph.passes.search.intra_op.solution_cache import VARIABLE
+from distgraph.passes.search.solver.problem import Problem, Solution
 
 ONE, TWO = Shape((("dp", 1),)), Shape((("dp", 2),))
 

@@ -14,7 +14,7 @@ import distgraph
 from distgraph.errors import DistGraphError
 from distgraph.ir.parser import parse_graph
 from distgraph.plan.plan import Plan
-from distgraph.resources.parse_yaml import parse_yaml
+from distgraph.resources.yaml_reader import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(distgraph.__file__).parent
@@ -27,16 +27,21 @@ DANGEROUS = {
 }  # fmt: skip
 HIDDEN = {"load", "loads", "system", "popen", "Popen", "run"}
 ALLOWED = {
-    "runtime/codegen.py": {"exec", "compile"},  # the program of a rank, from the compiled graph
-    "runtime/shared_code.py": {"compile"},  # the same programs, compiled once for ranks with equal ones
-    "runtime/probes.py": {"exec", "compile"},  # the same program, with clocks
-    "runtime/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
-    "runtime/departure.py": {"pickle.loads"},  # the same
-    "passes/search/intra/worker.py": {"pickle.load", "subprocess.Popen"},  # a child process and its parent
-    "runtime/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
-    "runtime/rank.py": {"runpy.run_path"},  # the user's script
-    "engine/script.py": {"runpy.run_path"},  # the user's script
-    "resources/parse_yaml.py": {"yaml.load"},  # with a loader of seven harmless tags
+    "runtime/program/codegen.py": {"exec", "compile"},  # the program of a rank, from the compiled graph
+    "runtime/program/code_cache.py": {
+        "compile"
+    },  # the same programs, compiled once for ranks with equal ones
+    "runtime/profile/op_probes.py": {"exec", "compile"},  # the same program, with clocks
+    "runtime/transport/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
+    "runtime/transport/departure.py": {"pickle.loads"},  # the same
+    "passes/search/solver/search_process.py": {
+        "pickle.load",
+        "subprocess.Popen",
+    },  # a child process and its parent
+    "runtime/launch/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
+    "runtime/launch/mpi_rank.py": {"runpy.run_path"},  # the user's script
+    "engine/commands/script_runner.py": {"runpy.run_path"},  # the user's script
+    "resources/yaml_reader.py": {"yaml.load"},  # with a loader of seven harmless tags
 }
 LAZY = {"import_module", "importlib.import_module"}
 
@@ -89,8 +94,8 @@ def test_modules_that_are_imported_by_name_have_names_in_the_source() -> None:
                     computed.add(f"{name}: {ast.unparse(argument)}")
     assert computed <= {
         "__init__.py: _HOMES[name]",
-        "__init__.py: f'distgraph.{name}'",
-        "callbacks.py: module",
+        "__init__.py: _MODULES[name]",
+        "engine/callbacks.py: module",
         "kernels/_jit.py: f'distgraph.kernels.{module}'",
     }
 
@@ -108,10 +113,10 @@ def test_files_are_read_by_the_modules_that_bound_them() -> None:
         "documents.py",
         "text.py",  # strings of graph text, each a token
         "callbacks.py",  # the head of a CSV file that is gone on with
-        "runtime/profile.py",  # the request of the process that started this one
-        "runtime/last_words.py",  # files of the ranks of the job
-        "runtime/job.py",  # the same
-        "passes/search/intra/worker.py",
+        "runtime/profile/profiler.py",  # the request of the process that started this one
+        "runtime/job/failure_report.py",  # files of the ranks of the job
+        "runtime/job/job_files.py",  # the same
+        "passes/search/solver/search_process.py",
         *(name for name in found if name.startswith("runtime/checkpoint/")),
     }
 
@@ -168,12 +173,11 @@ def test_the_page_names_every_environment_variable() -> None:
 def test_the_limits_on_the_page_are_those_of_the_readers() -> None:
     from distgraph.ir import name_ranges, parser
     from distgraph.plan import schema as plan_schema
-    from distgraph.resources import parse_yaml as yaml_reader
-    from distgraph.resources import schema, units
-    from distgraph.runtime import measured
+    from distgraph.resources import schema, units, yaml_reader
+    from distgraph.runtime.execute import measured_timeline
     from distgraph.serialization import documents
 
-    assert (documents.MOST_BYTES, measured.MOST_BYTES) == (64 << 20, 256 << 20)
+    assert (documents.MOST_BYTES, measured_timeline.MOST_BYTES) == (64 << 20, 256 << 20)
     assert (yaml_reader.MOST_BYTES, yaml_reader.MOST_ITEMS) == (512 << 10, 200_000)
     assert (documents.MOST_DEPTH, documents.MOST_NUMBER) == (64, 10**40)
     assert (schema.MOST_DEVICES, schema.MOST_DIMS, schema.MOST_LEVELS) == (65_536, 8, 16)

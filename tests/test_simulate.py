@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.actor import POLICIES, Policy, bounded
-from distgraph.runtime.simulate import Timeline, seconds_of, simulate, symbols
-from distgraph.runtime.steady import clocked
-from distgraph.runtime.task import Edge, Ring, Task, TaskGraph, pipeline
+from distgraph.runtime.schedule.actor import POLICIES, Policy, bounded
+from distgraph.runtime.schedule.simulate import Timeline, seconds_of, simulate, symbols
+from distgraph.runtime.schedule.steady_state import clocked
+from distgraph.runtime.schedule.task import Edge, Ring, Task, TaskGraph, pipeline
 
 
 def plain(stages: int, micro_batches: int) -> TaskGraph:

@@ -21,7 +21,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.parser import parse_graph, print_graph, same_graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.passes.pipeline import run_passes
+from distgraph.passes.pass_pipeline import run_passes
 
 ALL_MESHES = tuple((mesh,) for mesh in MESHES) + PIPELINES + OVERLAPPING
 NAMES = st.text(min_size=1, max_size=8)

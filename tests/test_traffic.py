@@ -14,12 +14,12 @@ from forecasts import chain
 
 from distgraph.ir.graph import Op
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.tiles import crossing_tiles, exchange_tiles
+from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles
 from distgraph.resources.cluster import Cluster
-from distgraph.resources.collective import CollectiveCost, shared_cost
-from distgraph.resources.patterns import stand_ins
-from distgraph.runtime.build import Build
-from distgraph.runtime.traffic import Message, TrafficCost
+from distgraph.resources.collective_cost import CollectiveCost, shared_cost
+from distgraph.resources.group_symmetry import stand_ins
+from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
+from distgraph.runtime.program.build import Build
 
 FAST = {"kind": "infiniband", "bandwidth": "30 GB/s", "latency": "3 us"}
 ATTACH = {"kind": "pcie", "bandwidth": "20 GB/s", "latency": "2 us"}

@@ -15,8 +15,8 @@ from simulate_steps import check_layout, every_spec, move_tiles, run_step, scatt
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
-from distgraph.passes.tiles import Need, assign, exchange_tiles
-from distgraph.passes.transfer import link_bytes, transfer, transfer_cost, translate
+from distgraph.passes.redistribution.cross_mesh import link_bytes, transfer, transfer_cost, translate
+from distgraph.passes.redistribution.tiles import Need, assign, exchange_tiles
 
 parse = ShardSpec.parse
 

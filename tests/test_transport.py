@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.inprocess import InProcessTransport, connect, format_failure, run_ranks
-from distgraph.runtime.mpi import MpiTransport
-from distgraph.runtime.transport import Transport, time_limit
+from distgraph.runtime.transport.inprocess import InProcessTransport, connect, format_failure, run_ranks
+from distgraph.runtime.transport.mpi import MpiTransport
+from distgraph.runtime.transport.transport import Transport, time_limit
 
 WAITS = {
     "collective": lambda t: t.all_reduce(np.zeros(3), "sum", (0, 1, 2)).wait(),

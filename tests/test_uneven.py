@@ -19,7 +19,7 @@ from distgraph.ir.parser import parse_graph
 from distgraph.ir.printer import print_graph
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.complete import complete
-from distgraph.passes.search.recursive import prime_mesh
+from distgraph.passes.search.modes.recursive import prime_mesh
 from distgraph.plan.plan import Layer, LayerOps, Plan, Stage
 from distgraph.plan.plan import Program as PlanProgram
 

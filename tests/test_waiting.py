@@ -12,9 +12,9 @@ from partitioned import run_rank
 
 from distgraph.errors import RuntimeFault
 from distgraph.passes.complete import complete
-from distgraph.runtime.build import build
-from distgraph.runtime.inprocess import run_ranks
-from distgraph.runtime.storage import StoragePlan, plan_storage
+from distgraph.runtime.program.build import build
+from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
+from distgraph.runtime.transport.inprocess import run_ranks
 
 
 def test_every_rank_says_what_it_waits_for() -> None:

@@ -10,27 +10,27 @@ from typing import Any
 import numpy as np
 
 import distgraph
-from distgraph.callbacks import Callback, ProgressBar
-from distgraph.data import Batch, DataLoader, as_source, stand_ins, whole
-from distgraph.engine.applying import check_batch
-from distgraph.engine.arguments import check_parts, check_training
-from distgraph.engine.compiled import Compiled
-from distgraph.engine.extracting import extract
-from distgraph.engine.forecasting import beforehand, cluster_for, forecast_training
-from distgraph.engine.given import cluster_given, plan_for
-from distgraph.engine.inspection import offer
-from distgraph.engine.interrupt import deferred
-from distgraph.engine.loading import Loaded, blocks_of, check_records, unread_of, verify_files
-from distgraph.engine.memory import Memory
+from distgraph.engine.callback_events import watching
+from distgraph.engine.callbacks import Callback, ProgressBar
+from distgraph.engine.checkpoint_loading import Loaded, blocks_of, check_records, unread_of, verify_files
+from distgraph.engine.checkpoint_retention import Checkpoints
+from distgraph.engine.commands.inspection import offer
+from distgraph.engine.commands.interrupt import deferred
+from distgraph.engine.commands.overrides import cluster_given, plan_for
+from distgraph.engine.commands.propose import propose
+from distgraph.engine.compile.plan_apply import check_batch
+from distgraph.engine.compile.plan_extract import extract
+from distgraph.engine.compile.program_forecast import beforehand, cluster_for, forecast_training
+from distgraph.engine.compile.program_summary import PlanView
+from distgraph.engine.compile.training_spec import Recipe, metric_names
+from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
+from distgraph.engine.executable import Compiled
+from distgraph.engine.history import History, Means
 from distgraph.engine.nonfinite import check_before_saving, described, refuse_step, warn_step
-from distgraph.engine.program import Recipe, metric_names
-from distgraph.engine.proposing import propose
-from distgraph.engine.retaining import Checkpoints
+from distgraph.engine.parameter_store import Memory
 from distgraph.engine.session import Session
-from distgraph.engine.view import PlanView
-from distgraph.engine.watching import watching
+from distgraph.engine.validation import check_parts, check_training
 from distgraph.errors import NonFiniteError, RuntimeFault
-from distgraph.history import History, Means
 from distgraph.ir.dtypes import is_integer
 from distgraph.kernels.random import random_key
 from distgraph.nn import Module
@@ -38,11 +38,11 @@ from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster
-from distgraph.runtime.checkpoint import Checkpoint, Placed, write_checkpoint
-from distgraph.runtime.forecast import Forecast
-from distgraph.runtime.measured import MeasuredTimeline
-from distgraph.runtime.recording import Recording
-from distgraph.runtime.world import enter, is_chief
+from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, write_checkpoint
+from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
+from distgraph.runtime.execute.process_group import enter, is_chief
+from distgraph.runtime.execute.recorder import Recording
+from distgraph.runtime.forecast.forecast import Forecast
 
 
 class Engine:
@@ -140,12 +140,12 @@ class Engine:
         """Train.
 
         Args:
-            train: (x, y), a dict of arrays, or a map-style data set; see `distgraph.data`. Each rank loads
-                the rows that it needs.
+            train: (x, y), a dict of arrays, or a map-style data set; see `distgraph.engine.data`. Each rank
+            loads the rows that it needs.
             epochs: how many more, or with `resume` how many in all.
             batch_size: samples in a batch, over all ranks and micro-batches.
             valid_data: evaluated after each epoch.
-            callbacks: see `distgraph.callbacks`.
+            callbacks: see `distgraph.engine.callbacks`.
             shuffle: draw a new order each epoch, from the seed and the epoch's number.
             drop_last: leave out a short batch at the end.
             resume: after `load`, go on in the middle of the epoch where the checkpoint was written.

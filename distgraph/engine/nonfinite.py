@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.memory import Memory
+from distgraph.engine.parameter_store import Memory
 from distgraph.errors import NonFiniteError
 from distgraph.ir.dtypes import is_float
 from distgraph.nn import Module
-from distgraph.runtime.checkpoint import Placed, owned
-from distgraph.runtime.finite import all_finite
-from distgraph.runtime.world import World, is_chief
+from distgraph.runtime.execute.checkpoint import Placed, owned
+from distgraph.runtime.execute.finite_check import all_finite
+from distgraph.runtime.execute.process_group import World, is_chief
 
 Found = Mapping[int, Mapping[str, tuple[int, int]]]
 """Rank -> name -> (values that are not finite, values in the rank's block)."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from distgraph.engine.memory import Memory, Record
-from distgraph.runtime.world import World
+from distgraph.engine.parameter_store import Memory, Record
+from distgraph.runtime.execute.process_group import World
 
 _MOST_SHOWN = 4
 Bounds = tuple[tuple[int, int], ...]

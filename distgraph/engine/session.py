@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.data import Batch, Field
-from distgraph.engine.applying import check_batch, layouts_of, planned
-from distgraph.engine.compiled import Compiled
-from distgraph.engine.compiler import compile_program
-from distgraph.engine.dump import write
-from distgraph.engine.following import reference_of
-from distgraph.engine.memory import Memory
-from distgraph.engine.planning import settled
-from distgraph.engine.program import Recipe
+from distgraph.engine.commands.plan_search import settled
+from distgraph.engine.compile.compile import compile_program
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.derived_programs import reference_of
+from distgraph.engine.compile.dump import write
+from distgraph.engine.compile.plan_apply import check_batch, layouts_of, planned
+from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.data import Batch, Field
+from distgraph.engine.executable import Compiled
+from distgraph.engine.parameter_store import Memory
 from distgraph.engine.replicas import different_replicas
-from distgraph.engine.training import Training
 from distgraph.errors import RuntimeFault
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
-from distgraph.runtime.device import array_namespace, take_device
-from distgraph.runtime.recording import Recorder, Recording, contents
-from distgraph.runtime.world import World, make_world
+from distgraph.runtime.execute.device import array_namespace, take_device
+from distgraph.runtime.execute.process_group import World, make_world
+from distgraph.runtime.execute.recorder import Recorder, Recording, contents
 
 Key = tuple[str, int, tuple[tuple[str, Field], ...]]
 """Mode, samples of a batch, fields of a sample."""

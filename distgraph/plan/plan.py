@@ -5,7 +5,8 @@ is cut, which layers are computed again in the backward part, and the layout of 
 written as JSON (docs/plan.md) with one item a line and equal layers in one entry, so that the plan of a
 96-layer model stays small and two plans can be compared line by line.
 
-`engine/applying.py` makes a program from a plan, `engine/extracting.py` a plan from a program.
+`engine/compile/plan_apply.py` makes a program from a plan, `engine/compile/plan_extract.py` a plan from a
+program.
 """
 
 from __future__ import annotations

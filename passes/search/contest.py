@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
-from distgraph.passes.search.problem import Problem, Use
+from distgraph.passes.search.solver.problem import Problem, Use
 from distgraph.serialization.documents import decode, parse_json, read_bytes
 
 __all__ = ["problem_of", "read_contest"]

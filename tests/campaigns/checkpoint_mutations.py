@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoint_damage import Trials, folder_in_memory
 
-from distgraph.runtime.checkpoint import files
+from distgraph.runtime.execute.checkpoint import files
 
 _ROUND = 500  # trials of one checkpoint, with pages of one size
 

@@ -47,7 +47,7 @@ from campaigns.kills import (
 from campaigns.machines import Machines, machines, missing
 from campaigns.trained_program import train
 
-from distgraph.runtime.launch import find_mpiexec
+from distgraph.runtime.launch.launch import find_mpiexec
 
 DISK: Final = ("full", "read-only", "removed")
 NETWORK: Final = ("down", "interrupted", "lossy")

@@ -26,21 +26,21 @@ from plan_cases import CASES
 
 from distgraph.errors import DistGraphError
 from distgraph.ir.parser import parse_graph, print_graph
-from distgraph.passes.search.cache import Cache, digest
 from distgraph.passes.search.contest import read_contest
-from distgraph.passes.search.problem import Problem, Solution, Use
+from distgraph.passes.search.intra_op.solution_cache import Cache, digest
+from distgraph.passes.search.solver.problem import Problem, Solution, Use
 from distgraph.plan.plan import Plan
 from distgraph.resources import CollectiveCost, describe, load_cluster
 from distgraph.resources.schema import check
-from distgraph.runtime.measured import (
+from distgraph.runtime.execute.measured_timeline import (
     MeasuredMessage,
     MeasuredRank,
     MeasuredRun,
     MeasuredStep,
     MeasuredTimeline,
 )
-from distgraph.runtime.profile import Request, Store, evaluate
-from distgraph.runtime.trace_events import measured_events
+from distgraph.runtime.profile.profiler import Request, Store, evaluate
+from distgraph.runtime.report.chrome_trace import measured_events
 from distgraph.verifier import verify
 
 ROOT = Path(__file__).parents[2]

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from campaigns.trained_program import train
 
-from distgraph.runtime.launch import find_mpiexec
+from distgraph.runtime.launch.launch import find_mpiexec
 
 PROGRAM: Final = Path(__file__).with_name("trained_program.py")
 TOKEN: Final = "DISTGRAPH_CAMPAIGN"
@@ -53,9 +53,9 @@ TARGETS: Final = {
 LAUNCH: Final = """
 import sys
 try:
-    from distgraph.runtime.launch import launch
+    from distgraph.runtime.launch.launch import launch
 except KeyboardInterrupt:
-    sys.exit(130)  # as distgraph.command does
+    sys.exit(130)  # as distgraph.cli.entry does
 sys.exit(launch({ranks}, sys.argv[1:]))
 """
 

@@ -20,7 +20,7 @@ from equivalence import Case, Layout, grid, layouts, train
 import distgraph as dg
 from distgraph import nn, optim
 from distgraph.errors import DistGraphError
-from distgraph.runtime.launch import find_mpiexec
+from distgraph.runtime.launch.launch import find_mpiexec
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,7 @@ SCRIPT = """
 import json, sys
 from dataclasses import replace
 from equivalence import Case, Layout, grid, train
-from distgraph.runtime.world import is_chief
+from distgraph.runtime.execute.process_group import is_chief
 layout = {"dp2": Layout("dp2", (grid(dp=2),), rows="dp"),
           "pp2": Layout("pp2", (grid(0, one=1), grid(1, one=1)))}[sys.argv[1]]
 losses = train(Case("gpt", layout, micro=2, device="gpu"), int(sys.argv[2])).losses

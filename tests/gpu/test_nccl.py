@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from on_device import OnDevice
 
-from distgraph.runtime import collectives
-from distgraph.runtime.inprocess import InProcessTransport, connect, run_ranks
-from distgraph.runtime.nccl import NcclTransport
+from distgraph.runtime.transport import collectives
+from distgraph.runtime.transport.inprocess import InProcessTransport, connect, run_ranks
+from distgraph.runtime.transport.nccl import NcclTransport
 
 pytestmark = pytest.mark.gpu
 

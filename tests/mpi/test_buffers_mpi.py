@@ -10,9 +10,9 @@ from partitioned import assert_same, joined, run_rank, run_serial
 
 from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
-from distgraph.runtime.build import build
-from distgraph.runtime.launch import current_transport
-from distgraph.runtime.mpi import MpiTransport
+from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.program.build import build
+from distgraph.runtime.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
 BOUND = 1e-12

@@ -6,7 +6,7 @@ import pytest
 from campaigns.program_generator import draw_case
 from campaigns.program_trial import FAILURES, References, run_trial
 
-from distgraph.runtime.rank import ranks_of_job
+from distgraph.runtime.launch.mpi_rank import ranks_of_job
 
 pytestmark = pytest.mark.mpi
 SEED = 20

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from equivalence import Case, Layout, grid, train
 
-from distgraph.runtime import device
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.execute import device
+from distgraph.runtime.launch.launch import current_transport
 
 pytestmark = pytest.mark.mpi
 TWO = (Layout("dp2", (grid(dp=2),), rows="dp"), Layout("pp2", (grid(0, one=1), grid(1, one=1))))

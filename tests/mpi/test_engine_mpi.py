@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from training import LAYOUTS, data, engine
 
-from distgraph.callbacks import ModelCheckpoint, Timeline
-from distgraph.data import whole
+from distgraph.engine.callbacks import ModelCheckpoint, Timeline
+from distgraph.engine.data import whole
 from distgraph.errors import ResourceError, RuntimeFault
-from distgraph.runtime.checkpoint import Checkpoint
-from distgraph.runtime.launch import current_transport
-from distgraph.runtime.measured import MeasuredTimeline
-from distgraph.runtime.mpi import MpiTransport
+from distgraph.runtime.execute.checkpoint import Checkpoint
+from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
+from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
 RANKS = {
@@ -107,7 +107,7 @@ def test_one_rank_cannot_write(
         raise OSError(28, "No space left on device")
 
     if transport.rank == 1:
-        monkeypatch.setattr("distgraph.runtime.checkpoint.writing.write_blocks", full)
+        monkeypatch.setattr("distgraph.runtime.execute.checkpoint.writing.write_blocks", full)
     with pytest.raises(RuntimeFault, match=r"rank 1: step-.*No space left on device"):
         trained.save(shared / "ckpt")
     transport.barrier()

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from equivalence import Case, cases, check
 
-from distgraph.runtime.rank import ranks_of_job
+from distgraph.runtime.launch.mpi_rank import ranks_of_job
 
 pytestmark = pytest.mark.mpi
 

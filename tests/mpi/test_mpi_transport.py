@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.inprocess import run_ranks
-from distgraph.runtime.launch import current_transport
-from distgraph.runtime.mpi import MpiTransport
-from distgraph.runtime.rollcall import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, RollCall
-from distgraph.runtime.transport import Transport
+from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.transport.call_check import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, RollCall
+from distgraph.runtime.transport.inprocess import run_ranks
+from distgraph.runtime.transport.mpi import MpiTransport
+from distgraph.runtime.transport.transport import Transport
 
 pytestmark = pytest.mark.mpi
 

@@ -8,7 +8,7 @@ from training import LAYOUTS
 
 from distgraph.errors import NonFiniteError
 from distgraph.optim import Adam
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.launch.launch import current_transport
 
 pytestmark = [
     pytest.mark.mpi,

@@ -12,10 +12,10 @@ from plan_cases import CASES, classifier, replace_spec
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.engine import planning
+from distgraph.engine.commands import plan_search
 from distgraph.errors import InfeasibleError
 from distgraph.plan.plan import Plan
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.launch.launch import current_transport
 
 pytestmark = pytest.mark.mpi
 
@@ -63,7 +63,7 @@ def test_rank_0_searches_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
             raise InfeasibleError("nothing fits")
         return plan
 
-    monkeypatch.setattr(planning, "search", search)
+    monkeypatch.setattr(plan_search, "search", search)
 
     def engine() -> dg.Engine:
         strategy, cluster = dg.Strategy(mode="auto"), machines(2)

@@ -8,7 +8,7 @@ from training import LAYOUTS, data
 
 from distgraph import ProcessMesh
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.launch import current_transport
+from distgraph.runtime.launch.launch import current_transport
 
 pytestmark = pytest.mark.mpi
 

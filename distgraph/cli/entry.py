@@ -1,0 +1,34 @@
+"""Entry of the command line: Ctrl-C is clean from the first moment, also while modules are still loaded."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+
+
+def main() -> None:
+    """Run a command; Ctrl-C is one line on standard error and exit code 130."""
+    try:
+        importlib.import_module(
+            "distgraph.cli.commands"
+        ).main()  # loads all of distgraph, which takes a second
+    except KeyboardInterrupt:
+        pass
+    except SystemExit as ended:
+        if ended.code != INTERRUPTED or not _interrupted(ended):
+            raise
+    else:
+        return
+    sys.stderr.write("error: interrupted\n")
+    raise SystemExit(INTERRUPTED)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an exception follows from Ctrl-C that nobody has said anything about."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

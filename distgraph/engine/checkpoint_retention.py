@@ -1,0 +1,93 @@
+"""The checkpoints that one training has written under a path template: which is best, which of them go."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.execute.checkpoint import files, reserve
+from distgraph.runtime.execute.checkpoint.retention import Found, delete, find, split
+from distgraph.runtime.execute.process_group import World, enter
+from distgraph.serialization.path_template import PathTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Checkpoints of one training.
+
+    Args:
+        run: of the training and all that it goes on from, as in the index.
+        world: the ranks.
+    """
+
+    run: str
+    world: World
+
+    def reserve(self, path: str | Path, lock: bool = True) -> None:
+        """Find out now what would keep `Engine.save` from writing there. Collective: every process calls it.
+
+        Args:
+            path: of the directory; made, and locked against other jobs, if `lock`.
+            lock: False where it may never be written.
+
+        Raises:
+            RuntimeFault: it cannot be written, or another job writes it.
+        """
+        enter("engine.checkpoints.reserve()")
+        reserve(path, self.world, lock)
+
+    def best(self, path: PathTemplate, name: str, mode: str) -> float | None:
+        """The best number of an epoch with a whole checkpoint; None where there is none. Collective.
+
+        Args:
+            path: under which they were written.
+            name: of the number.
+            mode: "min" or "max", what better means.
+        """
+        best: float | None = None
+        if self.world.is_chief:
+            numbers = [each.measured(name) for each in self._written(path) if each.whole()]
+            known = [number for number in numbers if number is not None]
+            best = (min(known) if mode == "min" else max(known)) if known else None
+        shared: float | None = self.world.share(best, 0)
+        return shared
+
+    def retain(self, path: PathTemplate, newest: Path, keep: int, best: str | None, mode: str) -> None:
+        """Delete all but some; what cannot be deleted is told on standard error. Rank 0 does it.
+
+        Args:
+            path: with `{epoch}` or `{step}`, under which they were written.
+            newest: stays in any case, whatever clocks say.
+            keep: how many of the last whole ones stay.
+            best: name of a number of an epoch; the one with the best stays, too.
+            mode: "min" or "max", what better means.
+        """
+        if not self.world.is_chief:
+            return
+        _, gone = split(self._written(path), keep, best, mode)
+        for each in gone:
+            if each.path == newest:
+                continue
+            try:
+                delete(each.path)
+            except RuntimeFault as error:
+                sys.stderr.write(f"distgraph: {error}\n")
+                continue
+            for parent in each.path.parents:
+                if parent == path.root:
+                    break
+                files.remove_folder(parent)  # one that the template made; only if it is empty
+
+    def _written(self, path: PathTemplate) -> list[Found]:
+        """Those of this training: the template gives a folder's name for what its index says."""
+        if not path.root.is_dir():
+            return []
+        return [each for each in find(path.root, path.depth) if self._is_own(each, path)]
+
+    def _is_own(self, found: Found, path: PathTemplate) -> bool:
+        if found.checkpoint is None or found.checkpoint.contents.run != self.run:
+            return False
+        index = found.checkpoint.contents
+        return path.at(index.epoch, index.step) == found.path

@@ -1,0 +1,1 @@
+"""What the command line does with a user's script: forecast, search a plan, check."""

@@ -1,0 +1,59 @@
+"""The plan and the cluster that an engine is given: by its caller, or by the command that runs the script."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from distgraph.engine.compile.training_spec import Recipe
+from distgraph.plan.plan import Plan
+from distgraph.resources import Cluster, load_cluster
+
+VARIABLE = "DISTGRAPH_PLAN"
+"""Environment variable: path of a plan file for the engine that trains in this process."""
+
+CLUSTER_VARIABLE = "DISTGRAPH_CLUSTER"
+"""Environment variable: resource file or shipped name for the engines of this process."""
+
+_GIVEN: ContextVar[Plan | None] = ContextVar("distgraph_plan", default=None)
+_CLUSTER: ContextVar[Cluster | None] = ContextVar("distgraph_cluster", default=None)
+
+
+def plan_for(recipe: Recipe, own: Plan | str | Path | None) -> Plan | None:
+    """The plan of an engine: that of the command, where the engine trains, before its own.
+
+    Raises:
+        GraphError: as `Plan.load`.
+    """
+    if recipe.optimizer is not None:
+        given = _GIVEN.get()
+        path = os.environ.get(VARIABLE)
+        if given is not None:
+            return given
+        if path:
+            return Plan.load(path)
+    return Plan.load(own) if isinstance(own, (str, Path)) else own
+
+
+def cluster_given(own: Cluster | str | Path | None) -> Cluster | None:
+    """The cluster of an engine: that of the command before its own.
+
+    Raises:
+        ResourceError: as `load_cluster`.
+    """
+    given = _CLUSTER.get() or os.environ.get(CLUSTER_VARIABLE) or own
+    return load_cluster(given) if isinstance(given, (str, Path)) else given
+
+
+@contextmanager
+def giving(plan: Plan | None, cluster: Cluster | None = None) -> Iterator[None]:
+    """Inside, engines that train have this plan, and engines this cluster; None changes nothing."""
+    plans, clusters = _GIVEN.set(plan or _GIVEN.get()), _CLUSTER.set(cluster or _CLUSTER.get())
+    try:
+        yield
+    finally:
+        _CLUSTER.reset(clusters)
+        _GIVEN.reset(plans)

@@ -1,0 +1,235 @@
+"""The search for a plan: candidates, the forecast of each, the best.
+
+plan = search(training, load_cluster("dgx_a100_pod"), SearchOptions(seconds=30))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from distgraph.engine.commands.interrupt import Interrupt, remembered
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.plan_apply import planned
+from distgraph.engine.compile.plan_extract import estimate, extract
+from distgraph.engine.compile.program_forecast import forecast_training
+from distgraph.engine.search.evaluation import Judged
+from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.worker_pool import cores
+from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.plan.plan import Found, Plan
+from distgraph.plan.strategy import MODES, SEARCHED
+from distgraph.resources import Cluster
+from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search stands. Print it.
+
+    Attributes:
+        phase: what it is at.
+        seconds: since it began.
+        incumbent: seconds of a step of the best plan so far, by forecast; None while there is none.
+        bound: seconds of a step that no plan goes below (see `searching.bound`), where that is known.
+    """
+
+    phase: str
+    seconds: float
+    incumbent: float | None = None
+    bound: float | None = None
+
+    def __str__(self) -> str:
+        found = "no plan yet" if self.incumbent is None else f"best {self.incumbent * 1e3:.4g} ms a step"
+        bound = "" if self.bound is None else f", none below {self.bound * 1e3:.4g} ms"
+        return f"{self.phase}: {found}{bound} ({self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What is searched, and for how long.
+
+    Attributes:
+        mode: "semi" and "manual" keep to annotations and completion; "sharding_propagation", "recursive" and
+            "auto" search, see docs/plan.md.
+        seconds: after which the best so far is taken.
+        watch: told where the search stands.
+        processes: that search at the same time, which changes nothing but the time it takes; None for one on
+            each core that this process may use.
+
+    Raises:
+        GraphError: an unknown mode, or seconds are negative.
+    """
+
+    mode: str = "auto"
+    seconds: float = 60.0
+    watch: Callable[[Progress], None] | None = None
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise GraphError(
+                f"mode {self.mode!r} of the search does not exist; the modes are {', '.join(MODES)}"
+            )
+        if not self.seconds >= 0:
+            raise GraphError(f"seconds of the search is {self.seconds} but must be a number from 0 up")
+        if self.processes is not None and self.processes < 1:
+            raise GraphError(
+                f"processes of the search is {self.processes} but must be 1 or more; None takes every core"
+            )
+
+    def settings(self) -> dict[str, str | int | float | bool | None]:
+        """What was asked for, to be kept in the plan."""
+        return {"mode": self.mode, "seconds": self.seconds}
+
+
+@collector_paused()  # what a search makes stays, or is in no cycle
+def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan:
+    """The best plan found; Ctrl-C ends the search with the best so far, a second one without.
+
+    Args:
+        training: the program, with the annotations that a plan keeps to.
+        cluster: what it is to run on.
+        options: see `SearchOptions`.
+
+    Raises:
+        GraphError: the program does not train.
+        ResourceError: the cluster is too small, or lacks a number that a cost needs.
+        InfeasibleError: no plan fits the cluster.
+        RuntimeFault: Ctrl-C before there was any plan.
+    """
+    start = time.monotonic()
+    best: Candidate | None = None
+    with collector_paused(), remembered() as interrupt:
+        try:
+            for event in _improved(training, cluster, options, interrupt):
+                best = event.found or best
+                if options.watch is not None:
+                    now = time.monotonic() - start
+                    incumbent = None if best is None else best.seconds
+                    options.watch(Progress(event.phase, now, incumbent, event.bound))
+                if interrupt.asked:
+                    break
+        except KeyboardInterrupt:
+            if interrupt.again:
+                raise
+            interrupt.asked = True  # also outside of the main thread
+        except DistGraphError:
+            if not interrupt.asked:  # else what broke off has nothing to show
+                raise
+    if interrupt.again:  # something in between has swallowed it
+        raise KeyboardInterrupt
+    seconds = time.monotonic() - start
+    if best is None:
+        assert interrupt.asked  # a search without any plan raises
+        raise RuntimeFault(
+            f"search: interrupted after {seconds:.1f} s, before there was any plan; let it go on, or search "
+            f"with 0 seconds for the first plan that fits"
+        )
+    plan = best.plan()
+    status = "interrupted" if interrupt.asked else plan.search.status
+    return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
+
+
+def settled(training: Training, cluster: Cluster | None) -> Training:
+    """A program with the plan that the mode of its strategy asks for; itself where that asks for none.
+
+    Raises:
+        ResourceError: a search is asked for but there is no cluster.
+        GraphError: a search is asked for by a program that does not train.
+        Others: as `search`.
+    """
+    mode = training.recipe.strategy.mode
+    if training.plan is not None or mode not in SEARCHED:
+        return training
+    if cluster is None:
+        raise ResourceError(
+            f"mode {mode!r} of Strategy searches a plan for a cluster but the engine has none; give it one "
+            f'with Engine(cluster=...), a plan with Engine(plan=...), or take mode "semi"'
+        )
+    if training.mode != "train":
+        raise GraphError(
+            f"mode {mode!r} of Strategy searches a plan for training but the first program is one to "
+            f"{training.mode}; call prepare(batch) or fit before, or give the engine a plan"
+        )
+    plan = _alike(lambda: search(training, cluster, SearchOptions(mode=mode)))
+    return replace(training, recipe=planned(training.recipe, plan), plan=plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A program that was forecast: seconds of a step, and how to write its plan."""
+
+    seconds: float
+    plan: Callable[[], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A phase that began, or a program that is better than those before; `bound` as in `Progress`."""
+
+    phase: str
+    found: Candidate | None = None
+    bound: float | None = None
+
+
+def _improved(
+    training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
+) -> Iterator[Step]:
+    """What the search finds; ends soon after an interrupt."""
+    if options.mode in SEARCHED:
+        yield from _searched(training, cluster, options, interrupt)
+        return
+    forecasted = forecast_training(training, cluster)
+
+    def as_compiled() -> Plan:
+        plan = extract(training, forecasted.build, forecasted.mapping, cluster)
+        baselines = {
+            name: found if isinstance(found, str) else found.step_seconds
+            for name, found in forecasted.beside().items()
+        }
+        search = Found(mode=options.mode, status="not searched", settings=options.settings())
+        return replace(plan, forecast=estimate(plan, forecasted.forecast), baselines=baselines, search=search)
+
+    yield Step("forecast", Candidate(forecasted.forecast.step_seconds, as_compiled))
+
+
+def _searched(
+    training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
+) -> Iterator[Step]:
+    searcher = Searcher(
+        training,
+        cluster,
+        options.mode,
+        options.seconds,
+        lambda: interrupt.asked,
+        processes=options.processes or cores(),
+    )
+    best: Judged | None = None
+    for event in searcher.run():
+        if searcher.best is best or searcher.best is None:
+            yield Step(event.phase, None, searcher.bound)
+            continue
+        best = searcher.best
+        found = Candidate(best.seconds, partial(searcher.plan, options.settings()))
+        yield Step(event.phase, found, searcher.bound)
+
+
+def _alike(make: Callable[[], Plan]) -> Plan:
+    """The same plan on every process of a job: rank 0 makes it. Collective."""
+    transport = current_transport() if ranks_of_job() > 1 else None
+    if transport is None:
+        return make()
+    told: tuple[str, DistGraphError | None] = "", None
+    if transport.rank == 0:
+        try:
+            told = make().text(), None
+        except DistGraphError as error:
+            told = "", error
+    text, failure = transport.broadcast_object(told, 0)
+    if failure is not None:
+        raise failure
+    return Plan.parse(text)

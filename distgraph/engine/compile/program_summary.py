@@ -1,0 +1,335 @@
+"""PlanView: what a compiled program does, for people: which tensor lies where and why, stages, collectives
+and their bytes. The plan as data, apart from the program, is `distgraph.plan.plan`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distgraph.errors import GraphError
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.partition import RankProgram
+from distgraph.plan.export import Export
+from distgraph.plan.plan import Plan
+from distgraph.plan.report import Comparison
+from distgraph.resources import RankMapping
+from distgraph.resources.units import format_bytes
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.memory_plan import nbytes
+
+_MANY = 64  # ranks above which only one of every mesh is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One tensor of the plan. Bytes are of the largest block."""
+
+    name: str
+    kind: str
+    type: str
+    layout: str
+    mesh: str
+    nbytes: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Collectives of one kind over the same axes, in one part of the step.
+
+    Attributes:
+        kind: all_reduce, all_gather, ..., or transfer between two meshes.
+        where: axes of a mesh, or the two meshes.
+        role: forward, backward or optimize.
+        count: how many a step, on the rank that has most of them.
+        nbytes: bytes that a rank sends for them in a step (ring algorithms), the largest over the ranks.
+    """
+
+    kind: str
+    where: str
+    role: str
+    count: int
+    nbytes: float
+
+
+class PlanView:
+    """What lies where and why, and what crosses the network in a step. Print it.
+
+    Args:
+        build: a compiled program.
+        title: what the program is.
+        mapping: device of every rank, where a cluster is given.
+        portable: the plan of the program, made when asked for.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        title: str = "step",
+        mapping: RankMapping | None = None,
+        portable: Callable[[], Plan] | None = None,
+    ) -> None:
+        self.build = build
+        self.mapping = mapping
+        self.title = title
+        self._portable = portable
+        self._programs: dict[int, RankProgram] = {}
+
+    @property
+    def meshes(self) -> tuple[ProcessMesh, ...]:
+        """Distinct meshes in order; those of the same ranks are one stage of the pipeline."""
+        return self.build.lowered.meshes
+
+    @cached_property
+    def tensors(self) -> tuple[Line, ...]:
+        """Inputs, parameters, states and outputs."""
+        graph = self.build.completed
+        lines = [
+            self._line(graph, str(op.attrs["name"]), kind, op.result)
+            for kind in ("input", "param", "state")
+            for op in graph.sources(kind)
+            if op.kind != "input" or op.result.shape
+        ]
+        outputs = (self._line(graph, label, "output", value) for label, value in graph.outputs)
+        return (*lines, *outputs)
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Communication of a step, most bytes first."""
+        totals: dict[tuple[str, str, str], dict[int, tuple[int, float]]] = {}
+        for rank in self._looked_at:
+            program = self.build.program(rank)
+            for task in program.tasks:
+                for local in task.ops:
+                    if not local.op.kind.startswith("comm.") or local.mode in (
+                        "comm.slice",
+                        "comm.mask",
+                        "recv",
+                    ):
+                        continue
+                    times = program.graph.micro_batches if task.per_micro and not local.tail else 1
+                    key = (local.op.kind.removeprefix("comm."), self._where(local.op), local.op.role)
+                    count, wire = totals.setdefault(key, {}).get(rank, (0, 0.0))
+                    totals[key][rank] = count + times, wire + times * float(local.attrs.get("wire", 0.0))
+        found = [
+            Collective(*key, max(c for c, _ in ranks.values()), max(b for _, b in ranks.values()))
+            for key, ranks in totals.items()
+        ]
+        return tuple(sorted(found, key=lambda c: -c.nbytes))
+
+    @cached_property
+    def bytes_per_rank(self) -> dict[int, float]:
+        """Bytes that each rank sends in a step."""
+        return {rank: self.build.program(rank).bytes_sent() for rank in self._looked_at}
+
+    @property
+    def schedule(self) -> str:
+        """The grid of tasks over time, every task as long as the next."""
+        return str(self.build.schedule)
+
+    def explain(self, name: str) -> str:
+        """Where a tensor lies, who decided it, who reads it, and what its readers made of it.
+
+        What a search weighed, and what is decided about layers and stages, `portable` explains.
+
+        Args:
+            name: of an input, parameter, state or output, or of a value such as "%12".
+
+        Raises:
+            GraphError: there is no such tensor.
+        """
+        graph, value = self.build.completed, self._find(name)
+        attr, producer = graph.attrs[value.name], graph.producers[value.name]
+        made = f"{producer.kind} ({producer.source})" if producer.source else producer.kind
+        lines = [f"%{value.name} : {value.type} {attr.spec} on {attr.mesh}", f"  made by {made}"]
+        lines.append(f"  decided by {attr.origin}")
+        for user in graph.users[value.name]:
+            source = f" ({user.source})" if user.source else ""
+            lines.append(f"  read by %{user.name} {user.kind}{source} [{user.role}]")
+        moves = [
+            op
+            for op in self.build.lowered.ops
+            if op.kind.startswith("comm.") and self._origin_of(op) == value.name
+        ]
+        for op in moves:
+            target = self.build.lowered.attrs[op.result.name]
+            lines.append(
+                f"  {op.kind.removeprefix('comm.')} over {self._where(op)} gives {target.spec} on "
+                f"{target.mesh}"
+            )
+        return "\n".join(lines)
+
+    @cached_property
+    def portable(self) -> Plan:
+        """The plan as data: any engine that trains the same program takes it, and other frameworks do.
+
+        Raises:
+            GraphError: the program does not train, or is the short last batch of an epoch.
+        """
+        if self._portable is None:
+            raise GraphError(f"plan of {self.title}: it was not compiled by an engine; use Engine.plan")
+        return self._portable()
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as data (`portable`) to a file that `Engine(plan=path)` takes.
+
+        Raises:
+            GraphError: as `portable`, or the file cannot be written.
+        """
+        self.portable.save(path)
+
+    def compare(self, other: Plan) -> Comparison:
+        """What differs between `portable` and another plan. Raises GraphError, as `portable` does."""
+        return self.portable.compare(other)
+
+    def instead(self, name: str) -> Plan:
+        """`portable` with the runner-up of a decision. Raises GraphError, also as `portable` does."""
+        return self.portable.instead(name)
+
+    def export(self, framework: str) -> Export:
+        """The plan in the terms of "jax", "torch" or "megatron": docs/export.md.
+
+        Raises:
+            GraphError: as `portable`, or the framework is unknown.
+            ShardingError: the framework has no way to do what the plan says.
+        """
+        return self.portable.export(framework)
+
+    def __str__(self) -> str:
+        micro = self.build.lowered.micro_batches
+        ranks = len(self.build.ranks)
+        head = (
+            f"plan of {self.title}: {ranks} rank{'s' * (ranks > 1)}, {micro} micro-batch{'es' * (micro > 1)}"
+        )
+        stages = list(dict.fromkeys(mesh.rank_set for mesh in self.meshes))
+        parts = [head + (f", {self.build.policy}" if len(stages) > 1 else "")]
+        if len(self.meshes) > 1:
+            numbered = [(f"{stages.index(mesh.rank_set)}", str(mesh)) for mesh in self.meshes]
+            parts.append("stages\n" + _table(numbered))
+        shown = [line for line in self.tensors if line.kind != "state" or self._stands_out(line)]
+        parts.append(
+            "tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown]))
+        )
+        hidden = len(self.tensors) - len(shown)
+        if hidden:
+            parts.append(f"  and {hidden} optimiser states, each laid out as its parameter")
+        if self.collectives:
+            rows = [
+                (f"{c.count} x", c.kind, c.where, c.role, format_bytes(c.nbytes)) for c in self.collectives
+            ]
+            parts.append("collectives of a step (bytes sent by a rank)\n" + _table(rows))
+        else:
+            parts.append("no communication")
+        most = max(self.bytes_per_rank.values(), default=0.0)
+        if self.mapping is not None:
+            parts.append(self.mapping.table().rstrip())
+        parts.append(f"a rank sends at most {format_bytes(most)} in a step")
+        return "\n".join(parts)
+
+    def _row(self, line: Line) -> tuple[str, ...]:
+        where = (line.mesh,) if len(self.meshes) > 1 else ()
+        return (line.name, line.type, line.layout, *where, format_bytes(line.nbytes), line.origin)
+
+    def _line(self, graph: Graph, name: str, kind: str, value: Value) -> Line:
+        attr = graph.attrs[value.name]
+        rank = attr.mesh.members[0]
+        size = (
+            nbytes(self._program(rank), value.name)
+            if value.name in self.build.lowered.values
+            else value.nbytes
+        )
+        return Line(name, kind, value.type, str(attr.spec), str(attr.mesh), size, str(attr.origin))
+
+    def _program(self, rank: int) -> RankProgram:
+        if rank not in self._programs:
+            self._programs[rank] = self.build.program(rank)
+        return self._programs[rank]
+
+    def _stands_out(self, line: Line) -> bool:
+        """A state that does not lie like the parameter it belongs to."""
+        owner, _, _ = line.name.rpartition(".")
+        parameter = next((p for p in self.tensors if p.kind == "param" and p.name == owner), None)
+        return parameter is None or (parameter.layout, parameter.mesh) != (line.layout, line.mesh)
+
+    @cached_property
+    def _looked_at(self) -> tuple[int, ...]:
+        ranks = self.build.ranks
+        return ranks if len(ranks) <= _MANY else tuple(dict.fromkeys(mesh.members[0] for mesh in self.meshes))
+
+    def _where(self, op: Op) -> str:
+        attrs = self.build.lowered.attrs
+        source, target = attrs[op.operands[0].name].mesh, attrs[op.result.name].mesh
+        if source != target:
+            return f"{source} -> {target}"
+        axes = tuple(op.attrs.get("axes", ())) or target.axes
+        return "*".join(axes)
+
+    def _origin_of(self, op: Op) -> str:
+        """The value of the completed program that a collective starts from."""
+        name = op.operands[0].name
+        while name not in self.build.completed.values:
+            producer = self.build.lowered.producers[name]
+            if not producer.operands:
+                break
+            name = producer.operands[0].name
+        return name
+
+    def _find(self, name: str) -> Value:
+        graph = self.build.completed
+        for op in graph.sources("input", "param", "state"):
+            if op.attrs["name"] == name:
+                return op.result
+        for label, value in graph.outputs:
+            if label == name:
+                return value
+        try:
+            return graph.value(name)
+        except GraphError:
+            known = ", ".join(line.name for line in self.tensors)
+            raise GraphError(
+                f"plan has no tensor {name!r}; it has {known}, and the values of the graph; of layers, "
+                "stages and what else was decided ask engine.plan.portable.explain"
+            ) from None
+
+
+def _fold(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows of repeated layers in one: names that differ in their numbers only, everything else but those
+    equal."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        pattern = tuple(_NUMBER.sub(".*", f"{cell}.") for cell in row)
+        groups.setdefault(pattern, []).append(row)
+    folded = []
+    for members in groups.values():
+        name = members[0][0]
+        if len(members) > 1:
+            last = _NUMBER.findall(members[-1][0] + ".")
+            pieces = _NUMBER.split(name + ".")
+            spans = map(_range, _NUMBER.findall(name + "."), last)
+            name = "".join(itertools.chain(*itertools.zip_longest(pieces, spans, fillvalue="")))[:-1]
+        folded.append((name, *members[0][1:]))
+    return folded
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def _range(first: str, last: str) -> str:
+    """`.0` and `.3` -> `.{0..3}`."""
+    return first if first == last else f".{{{first[1:]}..{last[1:]}}}"
+
+
+def _table(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows as columns of equal width."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))] if cells else []
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )

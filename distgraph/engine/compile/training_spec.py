@@ -1,0 +1,260 @@
+"""From a model, a loss and an optimiser to the serial graphs of training, evaluation and prediction.
+
+A batch has named fields. Those of a tuple are its positions: the last one is the target, the others are the
+arguments of the model. Those of a dict go to the arguments of the model that have their names; the rest go to
+the loss, after the output, in the order of the dict. Without a loss the model returns it itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgraph.engine.data import POSITION, Field
+from distgraph.engine.validation import check_call
+from distgraph.errors import GraphError
+from distgraph.ir.dtypes import is_float
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.nn import Module
+from distgraph.optim import Optimizer
+from distgraph.passes.backward import differentiate
+from distgraph.passes.dead_code_elimination import prune
+from distgraph.plan.strategy import Strategy
+from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tracer import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the user gave the engine.
+
+    Attributes:
+        model: a Module, or any function of tensors.
+        loss: (output, *targets) -> scalar, the mean over the samples; None where the model returns it.
+        optimizer: None where there is no training.
+        metrics: name -> (output, *targets) -> scalar, a mean over the samples too.
+        strategy: see `Strategy`.
+    """
+
+    model: Callable[..., Any]
+    loss: Callable[..., Any] | None
+    optimizer: Optimizer | None
+    metrics: Mapping[str, Callable[..., Any]]
+    strategy: Strategy
+
+    def trace(
+        self,
+        mode: str,
+        fields: Mapping[str, Field],
+        layouts: Mapping[str, DistAttr],
+        pruned: bool = True,
+        recompute: Sequence[Sequence[str]] = (),
+    ) -> Graph:
+        """The serial graph of one micro-batch.
+
+        Args:
+            mode: "train", "evaluate" or "predict".
+            fields: name -> shape and dtype of one micro-batch.
+            layouts: parameters and states that already lie somewhere.
+            pruned: leave out what nothing needs.
+            recompute: names of forward ops that the backward part computes again, a sequence for each block,
+                as `dg.recompute` does; blocks of the model itself stay.
+
+        Raises:
+            GraphError: shapes or dtypes do not fit; there is no loss or no optimiser but the mode needs it.
+        """
+        self._check(mode)
+        trace = Trace(mode)
+        trace.training = mode == "train"
+        with trace.activate():
+            names = self.names(tuple(fields), mode)
+            inputs = {
+                names[field]: trace.source("input", names[field], shape, dtype)
+                for field, (shape, dtype) in fields.items()
+            }
+            self._place_inputs(trace, inputs)
+            output, targets = self._split(inputs, mode, _is_tuple(tuple(fields)))
+            outputs = _labelled(output) if mode == "predict" else self._measure(trace, output, targets)
+            if mode == "train":
+                assert self.optimizer is not None
+                trace.recompute(recompute)
+                pairs = _gradients(trace, outputs["loss"], layouts)
+                self.optimizer.update(trace, pairs)
+            if mode != "predict":
+                outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
+            _pin(trace, layouts)
+        graph = prune(trace.finish(outputs)) if pruned else trace.finish(outputs)
+        if self.strategy.mode == "manual":
+            _check_manual(graph)
+        return graph
+
+    def _check(self, mode: str) -> None:
+        if mode == "train" and self.optimizer is None:
+            raise GraphError(
+                "Engine has no optimizer but is to train; give it one, such as distgraph.optim.Adam()"
+            )
+
+    def _place_inputs(self, trace: Trace, inputs: Mapping[str, Tensor]) -> None:
+        axes, mesh = self.strategy.batch_axes, self.strategy.mesh
+        if not axes or mesh is None:
+            return
+        for tensor in inputs.values():
+            if tensor.ndim:
+                spec = ShardSpec.of([axes] + [None] * (tensor.ndim - 1))
+                trace.annotate(tensor.value, DistAttr(mesh, spec, Origin("user", "Strategy.batch_axis")))
+
+    def names(self, fields: Sequence[str], mode: str) -> dict[str, str]:
+        """Field of a batch -> name of the graph's input: for a tuple the names of the model's arguments, then
+        "target"."""
+        if not _is_tuple(fields):
+            return {name: name for name in fields}
+        given = len(fields) if mode == "predict" or self.loss is None or len(fields) == 1 else len(fields) - 1
+        known = arguments(self.model)
+        names = known[:given] if known and len(known) >= given else tuple(f"x{i}" for i in range(given))
+        target = "target"
+        while target in names:  # an argument of the model has that name
+            target += "_"
+        return dict(zip(fields, (*names, target), strict=False))
+
+    def _split(self, inputs: Mapping[str, Tensor], mode: str, is_tuple: bool) -> tuple[Any, list[Tensor]]:
+        """Output of the model, and the targets."""
+        if is_tuple:
+            values = list(inputs.values())
+            whole = mode == "predict" or self.loss is None or len(values) == 1
+            return self._call(values if whole else values[:-1], {}), [] if whole else values[-1:]
+        names = arguments(self.model)
+        taken = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
+        if not taken:
+            raise GraphError(
+                f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; "
+                f"rename one"
+            )
+        return self._call([], taken), [tensor for name, tensor in inputs.items() if name not in taken]
+
+    def _call(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:
+        """The model on some inputs. Raises GraphError when it does not take so many, or lacks one."""
+        function = self.model.forward if isinstance(self.model, Module) else self.model
+        try:
+            inspect.signature(function).bind(*values, **named)
+        except TypeError as error:
+            raise GraphError(
+                f"model takes ({', '.join(arguments(self.model) or ())}) but the batch gives it "
+                f"{len(values) + len(named)} "
+                f"inputs: {error}; pass (inputs, target), or a dict with the names of its arguments"
+            ) from None
+        output = self.model(*values, **named)
+        if output is None:
+            name = getattr(self.model, "__name__", type(self.model).__name__)
+            raise GraphError(
+                f"model {name} returned None but must return a tensor, or a tuple or dict of them; its "
+                f"forward may lack a return"
+            )
+        return output
+
+    def _measure(self, trace: Trace, output: Any, targets: Sequence[Tensor]) -> dict[str, Tensor]:
+        if self.loss is None:
+            loss, extra = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
+            output = extra[0] if len(extra) == 1 else extra
+        else:
+            if not targets:
+                raise GraphError(
+                    "batch has no target but the loss needs one; pass (x, y), or an Engine without loss"
+                )
+            check_call("loss", self.loss, 1 + len(targets))
+            loss = self.loss(output, *targets)
+        if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
+            found = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
+            raise GraphError(f"loss is {found} but must be one number of a float dtype; take its mean")
+        measured = {"loss": loss}
+        for name, metric in self.metrics.items():
+            check_call(f"metric {name}", metric, 1 + len(targets))
+            value = metric(output, *targets)
+            number = trace.tensor(value) if isinstance(value, (Tensor, int, float, np.generic)) else None
+            if number is None or number.shape != ():
+                found = type(value).__name__ if number is None else number.value.type
+                raise GraphError(f"metric {name} is {found} but must be one number; take its mean")
+            measured[name] = number
+        return measured
+
+
+def _is_tuple(fields: Sequence[str]) -> bool:
+    """Whether the fields of a batch are positions."""
+    return list(fields) == [f"{POSITION}{i}" for i in range(len(fields))]
+
+
+def _labelled(output: Any) -> dict[str, Tensor]:
+    """What the model returned, by name."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, (tuple, list)):
+        return {f"output{i}": tensor for i, tensor in enumerate(output)}
+    return {"output": output}
+
+
+def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of the arguments of a model; None where it takes any."""
+    function = model.forward if isinstance(model, Module) else model
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
+
+
+def _gradients(trace: Trace, loss: Tensor, layouts: Mapping[str, DistAttr]) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, its gradient over the whole step) of every trainable parameter."""
+    sources = [op for op in trace.ops if op.kind == "param" and op.attrs.get("trainable", True)]
+    if not sources:
+        raise GraphError(
+            "model has no trainable parameter that the loss depends on; there is nothing to train"
+        )
+    parameters = [Tensor(op.result, trace) for op in sources]
+    pairs = []
+    for op, parameter, gradient in zip(
+        sources, parameters, differentiate(trace, loss, parameters), strict=True
+    ):
+        with trace.within(role="backward"), trace.on_behalf_of(op.name, op.scope, op.source):
+            pairs.append((parameter, emit_one("accumulate", gradient)))
+    return pairs
+
+
+def _pin(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
+    """Parameters and states stay where they lie: every program of an engine works on the same blocks."""
+    for op in trace.ops:
+        if op.kind in ("param", "state") and op.name not in trace.attrs:
+            attr = layouts.get(str(op.attrs["name"]))
+            if attr is not None:
+                trace.attrs[op.name] = DistAttr(
+                    attr.mesh, attr.spec, Origin("user", f"where it lies: {attr.origin}")
+                )
+
+
+def _check_manual(graph: Graph) -> None:
+    for op in graph.sources("param"):
+        if op.name not in graph.attrs and len(op.result.shape) > 1:
+            raise GraphError(
+                f"parameter {op.attrs['name']} ({op.result.type}) has no annotation but the mode is "
+                f"manual; annotate it "
+                'with dg.shard_tensor, or use Strategy(mode="semi")'
+            )
+
+
+def metric_names(metrics: Sequence[Any] | Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Metrics by name; those of a sequence have the name of their function."""
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        named = {getattr(m, "__name__", type(m).__name__).lower(): m for m in metrics}
+        if len(named) != len(metrics):
+            raise GraphError("metrics have equal names; pass a dict of name -> metric")
+    for taken in ("loss", *(f"valid_{name}" for name in ("loss", *named))):
+        if taken in named:
+            raise GraphError(
+                f"a metric is named {taken!r} but that is what a history calls another number; rename it: "
+                f"pass a dict of name -> metric"
+            )
+    return named

@@ -1,0 +1,207 @@
+"""A compiled program at work: one worker a rank, fed with its part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.data import Batch
+from distgraph.engine.parameter_store import Memory
+from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import short, to_numpy
+from distgraph.resources import RankMapping
+from distgraph.runtime.execute.device import Device, Inlet
+from distgraph.runtime.execute.finite_check import Guard, checked_values, same_everywhere
+from distgraph.runtime.execute.recorder import Recorder
+from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.transport.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One input of a rank.
+
+    Attributes:
+        name: of the graph's input.
+        field: of the batch.
+        rows: (start, stop) in the batch, one a micro-batch.
+        rest: the rank's block of the other dims.
+        shape: of a block, and dtype.
+    """
+
+    name: str
+    field: str
+    rows: tuple[tuple[int, int], ...]
+    rest: tuple[slice, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def load(self, batch: Batch) -> list[np.ndarray]:
+        """The blocks. Raises RuntimeFault when the batch has no such field, or other shapes or dtypes."""
+        return [self._block(batch.block(start, stop), stop - start) for start, stop in self.rows]
+
+    def _block(self, fields: Mapping[str, Any], count: int) -> np.ndarray:
+        found = fields.get(self.field)
+        if found is None:
+            raise RuntimeFault(f"batch has no field {self.field}; it has {', '.join(fields)}")
+        block = np.ascontiguousarray(np.asarray(found)[(slice(None), *self.rest)])
+        if block.shape != (count, *self.shape[1:]) or short(block.dtype) != self.dtype:
+            raise RuntimeFault(
+                f"field {self.name} of the batch gives {short(block.dtype)}{list(block.shape)} where the "
+                f"program reads "
+                f"{self.dtype}{list(self.shape)}; all samples of a data set must have one shape and dtype"
+            )
+        return block
+
+
+@dataclass(slots=True)
+class Compiled:
+    """One program of an engine.
+
+    Attributes:
+        training: what was compiled.
+        build: the compiled program for all ranks.
+        fields: name of a graph's input -> field of the batch.
+        mapping: device of every rank, where a cluster is given.
+        ready: whether every local rank is prepared.
+        workers: of the local ranks that have run it.
+        feeds: what each of them reads of a batch, with the way of every block to its device.
+        numbers: dtype of every input that is a single number.
+    """
+
+    training: Training
+    build: Build
+    fields: dict[str, str]
+    mapping: RankMapping | None = None
+    ready: bool = False
+    workers: dict[int, Worker] = field(default_factory=dict)
+    feeds: dict[int, list[tuple[Feed, list[Inlet]]]] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
+    _devices: dict[int, Device] = field(default_factory=dict)
+    _checked: dict[str, str] | None = None  # values that are to be finite
+
+    @property
+    def mode(self) -> str:
+        """Train, evaluate or predict."""
+        return self.training.mode
+
+    @property
+    def micro_batches(self) -> int:
+        """How often the part before `accumulate` runs in a step."""
+        return self.build.lowered.micro_batches
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Label of an output -> first rank that has it."""
+        attrs = self.build.lowered.attrs
+        return {label: min(attrs[value.name].mesh.members) for label, value in self.build.lowered.outputs}
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank of the program has every output."""
+        ranks = set(self.build.ranks)
+        attrs = self.build.lowered.attrs
+        return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
+
+    def prepare(self, rank: int, device: Device, memory: Memory, control: Transport | None) -> None:
+        """Compile what a rank runs. Collective: every rank of the world calls it, also one without a part.
+
+        Args:
+            rank: a local rank.
+            device: of the rank.
+            memory: of the engine.
+            control: transport of the rank for host arrays; None where there is one rank.
+        """
+        if rank not in self.build.ranks:
+            device.prepare(None)
+            return
+        program = self.build.program(rank)
+        inputs = self.build.lowered.sources("input")
+        self.numbers = {str(op.attrs["name"]): op.result.dtype for op in inputs if not op.result.shape}
+        device.prepare(program)
+        with device.working():
+            sources = memory.local(program.graph, rank)
+            self.feeds[rank] = [
+                (feed, [device.inlet(feed.shape, to_numpy(feed.dtype)) for _ in feed.rows])
+                for feed in self._plan_feeds(rank)
+            ]
+            self.workers[rank] = Worker(
+                program,
+                self.build.schedule,
+                device.transport,
+                device.xp,
+                sources,
+                self._guard(control),
+                fetch=device.fetch,
+            )
+        self._devices[rank] = device
+
+    def _guard(self, control: Transport | None) -> Guard | None:
+        """What a rank checks before the update of a training step."""
+        if self.mode != "train":
+            return None
+        if self._checked is None:
+            self._checked = checked_values(self.build.parts)
+        values, ranks = self._checked, self.build.ranks
+        alone = same_everywhere(self.build.parts, values, ranks)
+        policy = self.training.recipe.strategy.nonfinite
+        return Guard(values, ranks, None if alone else control, policy != "warn")
+
+    @property
+    def updates(self) -> dict[int, int]:
+        """Local rank -> how often it has updated parameters and states; -1 in the middle of an update."""
+        return {rank: -1 if each.updating else each.updates for rank, each in self.workers.items()}
+
+    def nonfinite(self) -> dict[int, dict[str, tuple[int, int]]] | None:
+        """What of the last step was not finite on the local ranks: rank -> name -> (values that are not
+        finite, values in the block). None where all was finite, on every rank."""
+        checks = {rank: worker.check for rank, worker in sorted(self.workers.items())}
+        if all(check is None or check.passed for check in checks.values()):
+            return None
+        return {rank: check.found for rank, check in checks.items() if check is not None}
+
+    def release(self) -> None:
+        """Forget what is tied to the ranks of a world."""
+        self.ready = False
+        for each in (self.workers, self.feeds, self._devices):
+            each.clear()
+
+    def step(
+        self, rank: int, batch: Batch, scalars: Mapping[str, Any], recorder: Recorder | None = None
+    ) -> dict[str, Any]:
+        """Run the program once on a rank, with a recorder where that is to be taken down; outputs that lie on
+        it, on the host."""
+        worker = self.workers.get(rank)
+        if worker is None:
+            return {}
+        device = self._devices[rank]
+        feeds: dict[str, Any] = {
+            name: to_numpy(dtype).type(scalars[name]) for name, dtype in self.numbers.items()
+        }
+        with device.working():
+            for feed, inlets in self.feeds[rank]:
+                blocks = zip(inlets, feed.load(batch), strict=True)
+                feeds[feed.name] = [inlet(block) for inlet, block in blocks]
+            if recorder is not None:
+                recorder.begin(device.transport, self.build.ranks, device.xp)
+            return worker.step(feeds, recorder)
+
+    def _plan_feeds(self, rank: int) -> list[Feed]:
+        graph, per = self.build.lowered, self.training.size // self.micro_batches
+        planned: dict[str, Feed] = {}
+        for op in graph.sources("input"):
+            value, attr = op.result, graph.attrs[op.name]
+            if not value.shape or rank not in attr.mesh:
+                continue
+            bounds = attr.spec.bounds(value.shape, attr.mesh, rank)
+            (start, stop), rest = bounds[0], tuple(slice(a, b) for a, b in bounds[1:])
+            rows = tuple((m * per + start, m * per + stop) for m in range(self.micro_batches))
+            shape = tuple(b - a for a, b in bounds)
+            name = str(op.attrs["name"])
+            planned[name] = Feed(name, self.fields[name], rows, rest, shape, value.dtype)
+        return list(planned.values())

@@ -1,0 +1,140 @@
+"""Memory of an engine: the blocks of parameters and states that this process holds, whatever program works on
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import GraphError, RuntimeFault
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import Graph
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.nn.initializers import Init, materialize
+from distgraph.runtime.execute.device import Device, Host
+
+Reader = Callable[[str, tuple[int, ...], str, tuple[slice, ...]], np.ndarray | None]
+"""(name, global shape, dtype, block) -> the block from a checkpoint, or None where it has no such tensor."""
+
+
+_HOST = Host(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One parameter or state: what it is and where it lies."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    init: Init
+    attr: DistAttr
+
+
+class Memory:
+    """Blocks by rank and name, in the memory of the rank's device.
+
+    Args:
+        seed: of the initial values.
+
+    Attributes:
+        devices: of the ranks that are at work; blocks of others are made on the host.
+        damaged: why the blocks are of no use; empty while they are.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.records: dict[str, Record] = {}
+        self.reader: Reader | None = None
+        self.devices: dict[int, Device] = {}
+        self.damaged = ""
+        self._blocks: dict[int, dict[str, Any]] = {}
+
+    @property
+    def layouts(self) -> dict[str, DistAttr]:
+        """Where everything lies."""
+        return {name: record.attr for name, record in self.records.items()}
+
+    def adopt(self, graph: Graph) -> None:
+        """Take note of the parameters and states of a completed program.
+
+        Raises:
+            GraphError: one of them has another shape or dtype than in an earlier program.
+        """
+        for op in graph.sources("param", "state"):
+            name, value, attr = str(op.attrs["name"]), op.result, graph.attrs[op.name]
+            known = self.records.get(name)
+            if known is None:
+                init = tuple(op.attrs.get("init", ("zeros",)))
+                attr = DistAttr(attr.mesh, ShardSpec(attr.spec.dims), attr.origin)
+                self.records[name] = Record(op.kind, value.shape, value.dtype, init, attr)
+            elif (known.shape, known.dtype) != (value.shape, value.dtype):
+                raise GraphError(
+                    f"{op.kind} {name} is {value.type} but was {known.dtype}{list(known.shape)} in an "
+                    f"earlier program; "
+                    "shapes of parameters must not depend on the batch"
+                )
+
+    def check_whole(self) -> None:
+        """Raises RuntimeFault when the blocks are damaged."""
+        if self.damaged:
+            raise RuntimeFault(
+                f"parameters and states are damaged: {self.damaged}; load a checkpoint to go on"
+            )
+
+    def local(self, graph: Graph, rank: int) -> dict[str, Any]:
+        """Value name -> block of this rank on its device, for a program; made or read at first use."""
+        blocks = self._blocks.setdefault(rank, {})
+        found = {}
+        for op in graph.sources("param", "state"):
+            name = str(op.attrs["name"])
+            record = self.records[name]
+            if rank in record.attr.mesh:
+                if name not in blocks:
+                    blocks[name] = self._make(name, record, rank)
+                found[op.name] = blocks[name]
+        return found
+
+    def block(self, name: str, rank: int) -> np.ndarray:
+        """Block of a rank that holds one, on the host; made or read at first use."""
+        blocks, device = self._blocks.setdefault(rank, {}), self._device(rank)
+        with device.working():
+            if name not in blocks:
+                blocks[name] = self._make(name, self.records[name], rank)
+            return device.to_host(blocks[name])
+
+    def reload(self, rank: int, reader: Reader) -> None:
+        """Overwrite what the rank holds already with what a checkpoint has."""
+        device = self._device(rank)
+        for name, block in self._blocks.get(rank, {}).items():
+            record = self.records[name]
+            found = self._stored(reader, name, record, rank)
+            with device.working():
+                block[...] = self._initial(name, record, rank) if found is None else device.asarray(found)
+
+    def _device(self, rank: int) -> Device:
+        return self.devices.get(rank, _HOST)
+
+    def _make(self, name: str, record: Record, rank: int) -> Any:
+        if self.reader is not None:
+            found = self._stored(self.reader, name, record, rank)
+            if found is not None:
+                return self._device(rank).asarray(found)
+        return self._initial(name, record, rank)
+
+    def _stored(self, reader: Reader, name: str, record: Record, rank: int) -> np.ndarray | None:
+        """What a checkpoint has; a master copy that it lacks is that of the parameter there."""
+        where = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+        found = reader(name, record.shape, record.dtype, where)
+        if found is None and record.init[0] == "like":
+            found = reader(record.init[1], record.shape, self.records[record.init[1]].dtype, where)
+        return None if found is None else found.astype(to_numpy(record.dtype), copy=False)
+
+    def _initial(self, name: str, record: Record, rank: int) -> Any:
+        bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)
+        starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
+        xp = self._device(rank).xp
+        return materialize(record.init, name, self.seed, record.shape, starts, local, record.dtype, xp)

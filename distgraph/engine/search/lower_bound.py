@@ -1,0 +1,118 @@
+r"""Seconds of a step that no plan goes below: all matrix products, divided over all devices.
+
+*In:* a serial train graph of a whole batch, a cluster. *Out:* seconds. *Invariant:* no forecast of a program
+that computes this graph on this cluster is below it, whatever the layouts, stages, micro-batches or schedule;
+convolutions with windows that lie in their padding alone aside, of which blocks may be nothing.
+
+Let p_do be the seconds of product o on one device of kind d alone, w_o FLOPs at the rate of its whole shape:
+
+    p_do = launch_d + w_o / rate_d(o)
+
+A rank that does the share x of a product takes at least x p_do: the launch is not shared, and rates do not
+rise as matrices get smaller. A convolution of which patches were measured has them in p_do: whoever does the
+share x of its FLOPs copies at least the share x of its patches and rows. The shares of all ranks make the
+product at least once, no rank works longer than the step takes, and there are n_d devices of kind d, so the
+step takes at least
+
+    min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
+
+with one kind of device the sum of p_o over n. Several micro-batches do not do less, computing again does
+more; other ops, all communication, bubbles and memory are left out, which is what makes the gap. So are ops
+that completion may replace by simpler ones, and those of which a resource file has a table by bytes.
+
+Source: the roofline (Williams, Waterman and Patterson, 2009) and the fractional relaxation of scheduling
+unrelated machines (Lenstra, Shmoys and Tardos, 1990).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from distgraph.ir.graph import Op
+from distgraph.ir.op_registry import lookup
+from distgraph.passes.analysis.op_work import Work, work_of
+from distgraph.passes.search.layering.layer_folding import Fold
+from distgraph.resources import Cluster, ComputeCost
+
+Floats = NDArray[np.float64]
+
+
+def least_seconds(fold: Fold, cluster: Cluster) -> float:
+    """No plan takes less for a step.
+
+    Args:
+        fold: of a serial train graph of one micro-batch that is the whole batch.
+        cluster: where it is to run; any of its devices may stay unused.
+
+    Raises:
+        ResourceError: a number that a product costs is not in the resource file.
+    """
+    products = [
+        (len(op.members), work)
+        for op in fold.ops
+        if lookup(op.op.kind).cost == "matmul" and lookup(op.op.kind).decompose is None
+        for work in [_product(op.op)]
+        if work.kind == "matmul"
+    ]
+    kinds: dict[object, list[int]] = {}
+    for device in cluster.devices:
+        kinds.setdefault((device.type, device.model, device.origin), []).append(device.index)
+    cost = ComputeCost(cluster)
+    seconds = np.array(
+        [[count * _alone(cost, devices[0], work) for count, work in products] for devices in kinds.values()]
+    )
+    return _divided(seconds.reshape(len(kinds), len(products)), [len(devices) for devices in kinds.values()])
+
+
+def _product(op: Op) -> Work:
+    """A product, nothing read. Under a window of one element blocks without padding are their own patches."""
+    work = work_of(op, [0] * len(op.operands))
+    single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
+    return replace(work, patches=(0.0, 0.0)) if single else work
+
+
+def _alone(cost: ComputeCost, device: int, work: Work) -> float:
+    """Seconds of a product on one device, at the best rate that a part of it may reach, added up or not."""
+    compute = cost.cluster.devices[device].compute
+    table = compute.ops.get(work.op, {}).get(work.dtype)
+    if table is None or not table.times:
+        return min(
+            cost.time(device, *replace(work, nbytes=0.0, op=op).amounts) for op in (work.op, f"{work.op}+=")
+        )
+    if table.unit != "flops":
+        return 0.0
+    return work.flops * min(t / w for t, w in zip(table.times, table.work, strict=True))
+
+
+def _divided(seconds: Floats, counts: Sequence[int]) -> float:
+    """The programme above.
+
+    Args:
+        seconds: p, [kinds of devices, products].
+        counts: n, devices of each kind.
+    """
+    kinds, products = seconds.shape
+    if not products:
+        return 0.0
+    if kinds == 1:
+        return float(seconds.sum()) / counts[0]
+    scale = float(seconds.max()) or 1.0
+    # x [kinds, products], T; every product at least once; no kind longer than T on each of its devices
+    once = np.hstack([-np.tile(np.eye(products), kinds), np.zeros((products, 1))])
+    busy = np.zeros((kinds, kinds * products + 1))
+    for kind in range(kinds):
+        busy[kind, kind * products : (kind + 1) * products] = seconds[kind] / scale
+        busy[kind, -1] = -counts[kind]
+    found = linprog(
+        np.append(np.zeros(kinds * products), 1.0),
+        A_ub=np.vstack([once, busy]),
+        b_ub=np.append(-np.ones(products), np.zeros(kinds)),
+    )
+    assert found.x is not None, found.message  # x = 1 on one kind is a solution
+    return float(found.x[-1]) * scale

@@ -1,0 +1,167 @@
+"""What may be chosen on a cluster: pools of equal machines, shapes of a stage's mesh, micro-batch counts.
+
+*In:* a cluster, the size of a batch. *Out:* `Pool`s, `Shape`s, numbers. *Invariant:* deterministic; the whole
+cluster is always among the sub-meshes, one device too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import numpy as np
+
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place, spanning, submeshes
+from distgraph.resources import Cluster
+
+_WIDEST = 8
+"""Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
+_MOST_SHARES = 4
+"""Pools of more machines give a stage a divisor of their number."""
+_MOST_DIVISORS = 8
+"""Of more of these, some are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A logical mesh for a stage.
+
+    Attributes:
+        axes: name and size of every axis, major to minor; the minor one lies inside machines where it fits.
+        samples: of a micro-batch, for each position along the major axis; none where all have equally many.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    samples: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return int(np.prod([size for _, size in self.axes]))
+
+    def mesh(self, start: int = 0) -> ProcessMesh:
+        """A mesh of this shape on consecutive ranks; the same object whenever it is asked for."""
+        return _mesh(self, start)
+
+    def __str__(self) -> str:
+        sizes = [f"{name}={size}" for name, size in self.axes]
+        if self.samples:
+            runs = (f"{len(list(run))} of {own}" for own, run in groupby(self.samples))
+            sizes[0] += f" ({', '.join(runs)} samples)"
+        return " x ".join(sizes)
+
+
+@lru_cache(maxsize=4096)
+def _mesh(shape: Shape, start: int) -> ProcessMesh:
+    names = [name for name, _ in shape.axes]
+    ranks = np.arange(start, start + shape.size).reshape([size for _, size in shape.axes])
+    return ProcessMesh(ranks, names, {names[0]: shape.samples} if shape.samples else None)
+
+
+def pools_of(cluster: Cluster) -> tuple[Pool, ...]:
+    """Devices of one type and model in machines that have equally many of them.
+
+    Args:
+        cluster: any, also one whose machines hold devices of different types.
+    """
+    found: dict[tuple[str, str, float, int], list[tuple[int, ...]]] = {}
+    for machine in cluster.machines:
+        kinds: dict[tuple[str, str, float], list[int]] = {}
+        for device in (cluster.devices[number] for number in machine.devices):
+            kinds.setdefault((device.type, device.model, device.memory), []).append(device.index)
+        for kind, devices in kinds.items():
+            found.setdefault((*kind, len(devices)), []).append(tuple(devices))
+    return tuple(Pool(key[1] or key[0], tuple(machines)) for key, machines in found.items())
+
+
+def submeshes_of(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
+    """What a stage may take: divisors of a machine, numbers of machines, and machines of several pools."""
+    counts: set[int] = set()
+    for pool in pools:
+        machines = len(pool.machines)
+        every = range(2, machines + 1)
+        counts |= set(every) if machines <= _MOST_SHARES else set(_shares(machines))
+    return (*submeshes(pools, sorted(counts)), *spanning(pools))
+
+
+def _shares(machines: int) -> tuple[int, ...]:
+    """Divisors of a number of machines from 2 up: all of few, of many those at least twice apart, and it.
+
+    Example:
+        >>> _shares(12), _shares(384)
+        ((2, 3, 4, 6, 12), (2, 4, 8, 16, 32, 64, 128, 384))
+    """
+    divisors = [n for n in range(2, machines + 1) if machines % n == 0]
+    if len(divisors) <= _MOST_DIVISORS:
+        return tuple(divisors)
+    found = [divisors[0]]
+    for number in divisors[1:]:
+        if number >= 2 * found[-1]:
+            found.append(number)
+    return tuple(dict.fromkeys((*found, machines)))
+
+
+def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
+    """Logical meshes of one and two axes for `size` devices of a pool.
+
+    One axis is one that any op may use for anything. Of two, the major one is called dp and the minor one tp,
+    after what they mostly turn out to be; no op is bound by these names.
+
+    Example:
+        >>> [str(shape) for shape in shapes_of(Pool.grid("a", 2, 4), 8)]
+        ['dp=8', 'dp=2 x tp=4', 'dp=4 x tp=2']
+    """
+    inner = min(size, pool.machine)
+    minors = [
+        n for n in range(2, min(inner, max(_WIDEST, 1)) + 1) if size % n == 0 and inner % n == 0 and n < size
+    ]
+    one = Shape((("dp", size),))
+    return (one, *(Shape((("dp", size // n), ("tp", n))) for n in reversed(minors)))
+
+
+def devices_for(pools: Sequence[Pool], submesh: SubMesh) -> tuple[int, ...]:
+    """Devices that a stage of this size would have, were it alone."""
+    found = place(pools, [submesh])
+    assert found is not None  # sub-meshes come from the pools
+    return found[0]
+
+
+def micro_batch_counts(size: int, most: int | None = None) -> tuple[int, ...]:
+    """Numbers of micro-batches that divide a batch: all of few, of many those about twice apart; falling.
+
+    Example:
+        >>> micro_batch_counts(12), micro_batch_counts(1024)[:4]
+        ((12, 6, 4, 3, 2, 1), (1024, 512, 256, 128))
+    """
+    divisors = [n for n in _divisors(size) if most is None or n <= most]
+    if len(divisors) <= _MOST_DIVISORS:
+        return tuple(divisors)
+    return tuple(_spread(divisors))
+
+
+def counts_beside(size: int, count: int) -> tuple[int, ...]:
+    """The next numbers of micro-batches above and below one that divide a batch, where there are any.
+
+    Example:
+        >>> counts_beside(1536, 48), counts_beside(1024, 1024)
+        ((64, 32), (512,))
+    """
+    divisors = _divisors(size)
+    at = divisors.index(count)
+    return divisors[max(0, at - 1) : at] + divisors[at + 1 : at + 2]
+
+
+def _divisors(size: int) -> tuple[int, ...]:
+    """All of them, falling."""
+    return tuple(n for n in range(size, 0, -1) if size % n == 0)
+
+
+def _spread(falling: Iterable[int]) -> Iterable[int]:
+    last = 0
+    for number in falling:
+        if not last or number * 2 <= last or number == 1:
+            last = number
+            yield number

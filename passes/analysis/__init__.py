@@ -1,0 +1,1 @@
+"""What passes and the search ask of a graph: costs of ops and redistributions, conflicts of annotations."""

@@ -1,0 +1,177 @@
+"""The layouts among which `refine` chooses, as numbers: ops with their options, values with their readers.
+
+In:   a completed graph.
+Out:  for every op the layouts it may have, for each of these the layouts in which it makes its results and
+      reads its operands; for every value who makes and who reads it.
+Invariant: option by option no contraction is computed in fewer parts than completion gave it (unless its
+      result itself is annotated), and no parameter or state is stored in fewer; annotations have one option.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import linear_groups, lookup, operand_windows, rule_of
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.analysis.redistribution_cost import TOUCH
+from distgraph.passes.analysis.value_cost import LayoutNumbers, ValueKind
+from distgraph.passes.redistribution.halo import nearest
+
+_OPTIONS = 64  # layouts of one op that are looked at, on its ranks in one order
+_ORDERS = 4  # other orders of the ranks of one mesh that are looked at
+
+
+@dataclass(slots=True)
+class Node:
+    """An op that may move: for every option the layouts (by number) in which it makes its results and reads
+    its operands."""
+
+    name: str
+    options: list[OpLayout]
+    made: list[tuple[int, ...]]
+    need: list[tuple[int, ...]]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    around: tuple[int, ...] = ()
+    neighbours: tuple[int, ...] = ()
+    kind: tuple[object, ...] = ()
+
+
+@dataclass(slots=True)
+class Edge:
+    """A value: who makes it, who reads it, what it costs to move."""
+
+    name: str
+    kind: int  # values of one kind (shape, dtype, pinned layout, leaves the graph) share their costs
+    producer: int
+    position: int
+    readers: list[tuple[int, int]]  # (op, operand)
+    like: int  # value whose made layout this one must end in (update of a parameter), or -1
+    times: int
+    touch: float
+
+
+class LayoutSpace:
+    """Ops, values and layouts of one graph, by number."""
+
+    def __init__(self, graph: Graph, times: dict[str, int]) -> None:
+        self.graph = graph
+        self.layouts = LayoutNumbers()
+        self.orders = _orders(graph)
+        position = {name: i for i, name in enumerate(graph.values)}
+        self.nodes = [self._node(op, position) for op in graph.ops]
+        kinds: dict[ValueKind, int] = {}
+        self.edges = self._edges(position, times, kinds)
+        self.kinds = list(kinds)
+        self._connect()
+
+    def _node(self, op: Op, position: dict[str, int]) -> Node:
+        layout = op.layout
+        assert layout is not None
+        rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
+        fixed = op.kind == "reshard" or (op.kind in SOURCES and self.graph.attrs[op.name].pinned)
+        options = [layout] if fixed else self._options(op, layout)
+        if fixed:
+            made = [tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results)]
+            need = [made[0] * len(op.operands)]
+        else:
+            made = [
+                tuple(
+                    self.layouts.number(DistAttr(o.mesh, result_spec(rule, i, o, reduction)))
+                    for i in range(len(op.results))
+                )
+                for o in options
+            ]
+            need = [
+                tuple(
+                    self.layouts.number(
+                        DistAttr(o.mesh, operand_spec(rule, i, o, linear)), operand_windows(op, i, o)
+                    )
+                    for i in range(len(op.operands))
+                )
+                for o in options
+            ]
+        shapes = tuple(v.shape for v in op.operands)
+        operands = tuple(position[v.name] for v in op.operands)
+        results = tuple(position[v.name] for v in op.results)
+        return Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes))
+
+    def _options(self, op: Op, completed: OpLayout) -> list[OpLayout]:
+        costly = lookup(op.kind).cost == "matmul"
+        groups = () if len(op.results) != 1 or costly or op.role == "optimize" else linear_groups(op)
+        found = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
+        asked = (
+            op.role == "forward" and self.graph.attrs[op.name].pinned
+        )  # the user wants it whole in many places
+        if (costly and not asked) or op.kind in ("param", "state"):
+            found = [o for o in found if _parts(o) >= _parts(completed)]
+        found = [completed, *found[: _OPTIONS - 1]]
+        others = self.orders.get(completed.mesh, ()) if op.operands else ()
+        return found + [replace(option, mesh=mesh) for mesh in others for option in found]
+
+    def _edges(
+        self, position: dict[str, int], times: dict[str, int], kinds: dict[ValueKind, int]
+    ) -> list[Edge]:
+        graph = self.graph
+        replaced = {new.name: position[old] for old, new in graph.updates}
+        leaving = {value.name for _, value in graph.outputs}
+        edges = []
+        for number, op in enumerate(graph.ops):
+            for place, value in enumerate(op.results):
+                attr = graph.attrs[value.name]
+                pinned = attr if attr.pinned else None
+                source = op.kind in SOURCES
+                size = itemsize(value.dtype)
+                kind = ValueKind(value.shape, size, pinned, value.name in leaving, source)
+                number_of_kind = kinds.setdefault(kind, len(kinds))
+                like = replaced.get(value.name, -1)
+                touch = TOUCH * value.nbytes
+                edges.append(
+                    Edge(value.name, number_of_kind, number, place, [], like, times[value.name], touch)
+                )
+        for number, node in enumerate(self.nodes):
+            for place, value_number in enumerate(node.operands):
+                edges[value_number].readers.append((number, place))
+        return edges
+
+    def _connect(self) -> None:
+        updated_by: dict[int, list[int]] = {}
+        for number, edge in enumerate(self.edges):
+            if edge.like >= 0:
+                updated_by.setdefault(edge.like, []).append(number)
+        free = [
+            self.graph.ops[e.producer].kind in SOURCES and self.kinds[e.kind].shape == () for e in self.edges
+        ]
+        for number, node in enumerate(self.nodes):
+            # scalars from outside cost nothing to move and would make neighbours of everything
+            around = dict.fromkeys(v for v in (*node.operands, *node.results) if not free[v])
+            for value in node.results:
+                around.update(dict.fromkeys(updated_by.get(value, ())))
+            node.around = tuple(around)
+            near: dict[int, None] = {}
+            for value in around:
+                near[self.edges[value].producer] = None
+                near.update(dict.fromkeys(reader for reader, _ in self.edges[value].readers))
+                if self.edges[value].like >= 0:
+                    near[self.edges[self.edges[value].like].producer] = None
+            near.pop(number, None)
+            node.neighbours = tuple(near)
+
+
+def _orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
+    """For every mesh those with its ranks in another order under which some op reads less from others."""
+    found: dict[ProcessMesh, dict[ProcessMesh, None]] = {}
+    for op in graph.ops:
+        if op.layout is not None and rule_of(op).sliding:
+            mesh = nearest(op, op.layout)
+            if mesh != op.layout.mesh:
+                found.setdefault(op.layout.mesh, {})[mesh] = None
+    return {mesh: tuple(others)[:_ORDERS] for mesh, others in found.items()}
+
+
+def _parts(layout: OpLayout) -> int:
+    return layout.mesh.count(axis for _, axes in layout.axes for axis in axes)

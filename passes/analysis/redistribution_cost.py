@@ -1,0 +1,81 @@
+"""Prices of moving one value between layouts: one move, and all that is read of it, windows of ops included.
+
+Both are what `lower` will ask for: the price of the cheapest sequence of collectives, or of the transfer.
+"""
+
+from __future__ import annotations
+
+import math
+
+from distgraph.ir.graph import Graph
+from distgraph.ir.op_registry import Windows, lookup
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.redistribution.cross_mesh import transfer_cost
+from distgraph.passes.redistribution.halo import halo_tiles, halo_volume
+from distgraph.passes.redistribution.planner import Price, redistribute_cost
+from distgraph.passes.redistribution.tiles import busiest
+from distgraph.passes.reshard import fetches
+
+TOUCH = 1e-4  # cost of a byte touched locally, in bytes on the wire
+
+Read = tuple[DistAttr, Windows]
+
+
+def multiplicity(graph: Graph) -> dict[str, int]:
+    """Value name -> how often it is made in one step."""
+    phase: dict[str, int] = {}
+    for op in graph.ops:
+        inside = max((phase[v.name] for v in op.operands), default=0)
+        if (op.kind == "input" and op.results[0].shape != ()) or lookup(op.kind).micro:
+            inside = max(inside, 1)
+        if op.kind == "accumulate":
+            inside = 2
+        for value in op.results:
+            phase[value.name] = inside
+    return {name: graph.micro_batches if at == 1 else 1 for name, at in phase.items()}
+
+
+def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistAttr, price: Price) -> float:
+    """Price of a change of layout; by default the bytes that one rank sends."""
+    if source == target:
+        return 0.0
+    if source.mesh == target.mesh:
+        return redistribute_cost(shape, size, source.mesh, source.spec, target.spec, price)
+    return transfer_cost(shape, size, source, target, price=price)
+
+
+def read_cost(shape: tuple[int, ...], size: int, held: DistAttr, reads: list[Read], price: Price) -> float:
+    """Price of all that is read of a value: layouts that it is moved to once each, and windows of them."""
+    total, moved = 0.0, dict[DistAttr, None]()
+    for attr, windows in reads:
+        if not windows:
+            moved[attr] = None
+            continue
+        total += window_cost(shape, size, held, attr, windows, price)
+        if fetches(held, attr):
+            total += copy_cost(shape, size, held, attr)
+        else:
+            moved[attr] = None
+    for attr in moved:
+        total += move_cost(shape, size, held, attr, price) + copy_cost(shape, size, held, attr)
+    return total
+
+
+def window_cost(
+    shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr, windows: Windows, price: Price
+) -> float:
+    """Price of what lies in the windows of a layout and not in its blocks."""
+    mesh, spec = attr.mesh, attr.spec
+    if fetches(held, attr):
+        volume = busiest(halo_tiles(shape, mesh, spec, windows, held))
+    else:
+        volume = halo_volume(shape, mesh, spec, windows)
+    axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
+    return price("permute", float(size * volume), mesh.count(axes), mesh, axes) if volume else 0.0
+
+
+def copy_cost(shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr) -> float:
+    """What a rank copies to itself where a value goes to the same ranks in another order."""
+    if held.mesh == attr.mesh or held.mesh.rank_set != attr.mesh.rank_set:
+        return 0.0
+    return TOUCH * size * math.prod(attr.spec.local_shape(shape, attr.mesh, attr.mesh.members[0]))

@@ -1,0 +1,97 @@
+"""Choose between completions where annotations compete for an axis, and refine when asked to.
+
+In:   an annotated serial graph.
+Out:  a completed graph.
+Invariant: annotations stay; of several completions one that is computed in fewer parts than the first is
+      never taken; ties go to the first policy, so that a program without competing annotations is completed
+      as `complete` does.
+
+    %x : f32[256, 512] [x, _]   # user        policy "data":        w1, w2 gathered, their gradients scattered
+    %w1 : f32[512, 2048] [_, x] # user   ->   policy "parameters":  x gathered, the result scattered
+    %w2 : f32[2048, 512] [x, _] # user
+"""
+
+from __future__ import annotations
+
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import flops
+from distgraph.passes.complete import complete
+from distgraph.passes.layout_local_search import BUDGET, refined
+from distgraph.passes.lower import lower
+from distgraph.passes.partition import partition
+from distgraph.passes.propagate_shardings import POLICIES
+from distgraph.passes.redistribution.planner import Price, wire_price
+from distgraph.passes.reshard import reshard
+from distgraph.passes.split_tasks import phases
+
+_GAIN = 0.5  # bytes
+_SLACK = 1.01  # computation per rank that a completion may have above the first one
+
+
+def arrange(
+    graph: Graph,
+    default: ProcessMesh | None = None,
+    *,
+    price: Price = wire_price,
+    search: bool = True,
+    budget: float = BUDGET,
+) -> Graph:
+    """Complete under every policy where annotations compete for an axis, keep the cheapest.
+
+    Args:
+        graph: annotated graph.
+        default: mesh of a graph that names none.
+        price: cost of one collective, for the search.
+        search: also refine each completion (`refine`); without, they are compared by the bytes that a rank
+        sends.
+        budget: work of all searches together (see `refine`); each gets an equal share of what is left.
+    """
+    first = complete(graph, default)
+    compete = any(lost.reason == "taken" for lost in first.lost)
+    policies = POLICIES[1:] if compete else ()
+    if not (policies or search):
+        return first
+    cost, best, left = _measured(first, price, search, budget, 1 + len(policies))
+    work = operations(first)
+    for number, policy in enumerate(policies, 1):
+        completed = complete(graph, default, policy)
+        if not search and operations(completed) > _SLACK * work:
+            continue
+        other_cost, other, left = _measured(completed, price, search, left, 1 + len(policies) - number)
+        if other_cost < cost - _GAIN:
+            cost, best = other_cost, other
+    return best
+
+
+def _measured(
+    completed: Graph, price: Price, search: bool, budget: float, count: int
+) -> tuple[float, Graph, float]:
+    """Cost of a completion, the graph, refined where that is asked for, and what is left of the budget.
+
+    Args:
+        completed: the graph.
+        price: cost of one collective.
+        search: whether to refine it.
+        budget: work left for this one and those to come.
+        count: how many these are.
+    """
+    if not search:
+        return sent(completed), completed, budget
+    found = refined(completed, price, budget / count)
+    return found.cost, found.graph, budget - found.work
+
+
+def sent(completed: Graph) -> float:
+    """Bytes that the first rank of every mesh sends in a step."""
+    parts = phases(lower(reshard(completed)))
+    return sum(partition(parts, rank).bytes_sent() for rank in {mesh.members[0] for mesh in completed.meshes})
+
+
+def operations(completed: Graph) -> float:
+    """Floating point operations of the largest part of every op, summed."""
+    total = 0.0
+    for op in completed.ops:
+        if op.layout is not None and op.operands:
+            total += flops(op) / op.layout.mesh.count(axis for _, axes in op.layout.axes for axis in axes)
+    return total

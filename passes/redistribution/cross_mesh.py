@@ -1,0 +1,332 @@
+"""Transfer: from a layout on one mesh to a layout on another, each element sent as seldom as can be.
+
+*In:* shape, item size, source and target `DistAttr`; sizes, shapes and ranks of the meshes may differ or
+overlap. *Out:* a `Transfer`: steps on the source mesh, tiles from rank to rank, steps on the target mesh.
+*Invariant:* the tiles of a rank cover its landing block once; no tile carries a value that is still partial.
+
+    [x, _] on x=4 (machine A)  ->  [_, _] on h=2, d=4 (machines B, C)
+    tiles    each of the 8 ranks gets another eighth: landing [h*d, _]
+    after    all_gather(h, d) dim 0: [h*d, _] -> [_, _]
+
+Replicas at the far side would get the same bytes over the same slow links. So the tensor lands spread over
+the axes of the target mesh that replicate it, and an all_gather inside that mesh fills the rest. Which
+spread: the one with the fewest bytes between machines, then the lowest price, then the fewest tiles. The
+all_gather at the far side: Zheng et al., "Alpa", OSDI 2022, cross-mesh resharding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.passes.redistribution.planner import (
+    BYTE_PRICES,
+    Price,
+    price_bound,
+    redistribute,
+    redistribute_cost,
+    wire_price,
+)
+from distgraph.passes.redistribution.step_bound import received
+from distgraph.passes.redistribution.steps import Dims, Step, selections
+from distgraph.passes.redistribution.tiles import (
+    MachineOf,
+    Tile,
+    assign,
+    busiest,
+    crossing_tiles,
+    exchange_tiles,
+    link_bytes,
+    moved,
+    needs,
+    renumbered,
+    volume,
+)
+
+__all__ = ["Tile", "Transfer", "exchange_tiles", "link_bytes", "transfer", "transfer_cost", "translate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How a value goes from mesh to mesh.
+
+    Args:
+        before: steps on the source mesh; they finish pending reductions.
+        source: layout after them, from which the tiles are cut.
+        tiles: who sends what to whom. Where source and target rank are the same it is a local copy.
+        landing: layout on the target mesh once the tiles are there.
+        after: steps on the target mesh, from the landing to the layout that was asked for.
+    """
+
+    before: tuple[Step, ...]
+    source: DistAttr
+    tiles: tuple[Tile, ...]
+    landing: DistAttr
+    after: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        lines = [f"before  {step}" for step in self.before]
+        sent = [str(tile) for tile in self.tiles if not tile.local]
+        lines.append(f"tiles   {self.source} -> {self.landing}: {'; '.join(sent) or 'local copies only'}")
+        return "\n".join(lines + [f"after   {step}" for step in self.after])
+
+
+def transfer(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    *,
+    machine_of: MachineOf | None = None,
+    price: Price = wire_price,
+) -> Transfer:
+    """The cheapest transfer: fewest bytes between machines, then the lowest price, then the fewest messages.
+
+    A rank in both meshes takes from itself what it has, then from its own machine, then from the holder that
+    has least to send. Each element goes to a target machine once.
+
+    Args:
+        shape: global shape.
+        itemsize: bytes of an element.
+        source: mesh and layout now.
+        target: mesh and layout wanted.
+        machine_of: rank -> machine. Without it all links count alike, and what enters the target mesh from
+            ranks outside it is kept lowest.
+        price: as for `redistribute`; the tiles are priced as a permute of what the busiest rank sends or
+            receives.
+
+    Raises:
+        ShardingError: a spec does not fit the shape or its mesh.
+
+    Example:
+        >>> a, b = ProcessMesh.grid(x=2), ProcessMesh.grid(2, y=2)
+        >>> spec = ShardSpec.parse
+        >>> print(transfer((4, 4), 4, DistAttr(a, spec("[x, _]")), DistAttr(b, spec("[_, _]"))))
+        tiles   [x, _] on mesh(x=2) -> [y, _] on mesh(y=2; 2..3): 0->2 [0:2, 0:4]; 1->3 [2:4, 0:4]
+        after   all_gather(y) dim 0: [y, _] -> [_, _]
+    """
+    if machine_of is not None or price not in BYTE_PRICES:
+        return _plan(tuple(shape), itemsize, source, target, machine_of, price)
+    # no price depends on who the ranks are: all pairs of stages of a pipeline share one plan
+    first, second, ranks = renumbered(source.mesh, target.mesh)
+    ends = DistAttr(first, source.spec), DistAttr(second, target.spec)
+    plan = _plan(tuple(shape), itemsize, *ends, None, price)
+    start, landing = DistAttr(source.mesh, plan.source.spec), DistAttr(target.mesh, plan.landing.spec)
+    return Transfer(plan.before, start, moved(plan.tiles, ranks), landing, plan.after)
+
+
+def transfer_cost(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    *,
+    machine_of: MachineOf | None = None,
+    price: Price = wire_price,
+) -> float:
+    """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
+    if machine_of is None and price in BYTE_PRICES:
+        first, second, _ = renumbered(source.mesh, target.mesh)
+        source, target = DistAttr(first, source.spec), DistAttr(second, target.spec)
+    if source.mesh == target.mesh:
+        return redistribute_cost(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
+    return _choose(tuple(shape), itemsize, source, target, machine_of, price)[0]
+
+
+def translate(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
+    """The same layout on another mesh, by axis name; axes it lacks no longer split, nothing stays partial.
+
+    Example:
+        >>> translate(ShardSpec.parse("[dp*tp, _] partial(sp)"), ProcessMesh.grid(2, dp=3, sp=2))
+        [dp, _]
+    """
+    return ShardSpec(tuple(tuple(axis for axis in dim if axis in mesh.sizes) for dim in spec.dims))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Tiles between two layouts in numbers.
+
+    Attributes:
+        crossing: elements between machines, or into the target mesh; with what fills replicas there.
+        busiest: most elements that one rank sends or receives.
+        messages: pieces that are sent.
+    """
+
+    crossing: int
+    busiest: int
+    messages: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+    price: Price,
+) -> Transfer:
+    if source.mesh == target.mesh:
+        return _stay(shape, itemsize, source, target, price)
+    _, start, landing = _choose(shape, itemsize, source, target, machine_of, price)
+    return Transfer(
+        redistribute(shape, itemsize, source.mesh, source.spec, start, price),
+        DistAttr(source.mesh, start),
+        _tiles(shape, source.mesh, start, target.mesh, landing, machine_of),
+        DistAttr(target.mesh, landing),
+        redistribute(shape, itemsize, target.mesh, landing, target.spec, price),
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _choose(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+    price: Price,
+) -> tuple[float, ShardSpec, ShardSpec]:
+    """Price of the cheapest transfer between two meshes, layout that is sent, layout that is received."""
+    source.spec.check(shape, source.mesh, "source of a transfer")
+    target.spec.check(shape, target.mesh, "target of a transfer")
+    ranks = len({*source.mesh.members, *target.mesh.members})
+    # on the same ranks nothing crosses, and a bound of the bytes says which tiles need not be looked at
+    bounded = machine_of is None and price in BYTE_PRICES and source.mesh.rank_set == target.mesh.rank_set
+
+    def least(*layouts: DistAttr) -> float:
+        pairs = itertools.pairwise(layouts) if bounded else ()
+        return sum(price_bound(price, itemsize * received(shape, *pair)) for pair in pairs)
+
+    best: tuple[tuple[int, float, int, int, int], ShardSpec, ShardSpec] | None = None
+    starts = [(DistAttr(source.mesh, spec), i) for i, spec in enumerate(_finished(source))]
+    landings = [(DistAttr(target.mesh, spec), i) for i, spec in enumerate(_landings(target))]
+    for bound, first, (start, _) in sorted((least(source, s[0], target), s[1], s) for s in starts):
+        if best is not None and bounded and bound > best[0][1]:
+            break
+        before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start.spec, price)
+        ranked = sorted((before + least(start, end[0], target), end[1], end) for end in landings)
+        for bound, second, (landing, _) in ranked:
+            if best is not None and bounded and bound > best[0][1]:
+                break
+            way = _way(shape, source.mesh, start.spec, target, landing.spec, machine_of)
+            after = redistribute_cost(shape, itemsize, target.mesh, landing.spec, target.spec, price)
+            most = itemsize * way.busiest
+            hop = price("permute", float(most), ranks, target.mesh, target.mesh.axes) if most else 0.0
+            cost = (way.crossing, before + hop + after, way.messages, first, second)
+            if best is None or cost < best[0]:
+                best = cost, start.spec, landing.spec
+    assert best is not None  # both loops have at least one turn
+    return best[0][1], best[1], best[2]
+
+
+def _tiles(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    start: ShardSpec,
+    target_mesh: ProcessMesh,
+    landing: ShardSpec,
+    machine_of: MachineOf | None,
+) -> tuple[Tile, ...]:
+    if machine_of is None:
+        return crossing_tiles(shape, mesh, start, target_mesh, landing)
+    return assign(needs(shape, mesh, start, target_mesh, landing), machine_of)
+
+
+def _way(
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    start: ShardSpec,
+    target: DistAttr,
+    landing: ShardSpec,
+    machine_of: MachineOf | None,
+) -> _Way:
+    """What tiles between two layouts come to; where no machines are known, found once for all meshes that
+    differ in the numbers of their ranks."""
+    if machine_of is None:
+        first, second, _ = renumbered(mesh, target.mesh)
+        return _numbered_way(shape, first, start, DistAttr(second, target.spec), landing)
+    return _measured(
+        shape, _tiles(shape, mesh, start, target.mesh, landing, machine_of), landing, target, machine_of
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _numbered_way(
+    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target: DistAttr, landing: ShardSpec
+) -> _Way:
+    tiles = assign(needs(shape, mesh, start, target.mesh, landing))
+    return _measured(shape, tiles, landing, target, None)
+
+
+def _measured(
+    shape: tuple[int, ...],
+    tiles: tuple[Tile, ...],
+    landing: ShardSpec,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+) -> _Way:
+    crossing = _crossing(shape, tiles, landing, target, machine_of)
+    return _Way(crossing, busiest(tiles), sum(not tile.local for tile in tiles))
+
+
+def _stay(
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
+) -> Transfer:
+    """On one and the same mesh: a redistribution, and tiles that copy every block to itself."""
+    source.spec.check(shape, source.mesh, "source of a transfer")
+    target.spec.check(shape, target.mesh, "target of a transfer")
+    steps = redistribute(shape, itemsize, source.mesh, source.spec, target.spec, price)
+    tiles = exchange_tiles(shape, source.mesh, target.spec, target.spec)
+    return Transfer(steps, target, tiles, target, ())
+
+
+def _finished(source: DistAttr) -> Iterator[ShardSpec]:
+    """Layouts with nothing pending: reduced in place, or scattered so that more ranks send less each."""
+    pending = tuple(axis for axis, _ in source.spec.partial)
+    return (ShardSpec(dims) for dims in _spreads(source.spec.dims, pending))
+
+
+def _landings(target: DistAttr) -> Iterator[ShardSpec]:
+    """The layout wanted, and finer ones that one dim splits over axes that would hold replicas."""
+    mesh, dims = target.mesh, target.spec.dims
+    idle = tuple(a for a in mesh.axes if mesh.axis_size(a) > 1 and not any(a in dim for dim in dims))
+    return (ShardSpec(finer) for finer in _spreads(dims, idle))
+
+
+def _spreads(dims: Dims, axes: tuple[str, ...]) -> Iterator[Dims]:
+    yield dims
+    for dim, others in enumerate(dims):
+        for more in selections(axes):
+            yield (*dims[:dim], others + more, *dims[dim + 1 :])
+
+
+def _crossing(
+    shape: tuple[int, ...],
+    tiles: Iterable[Tile],
+    landing: ShardSpec,
+    target: DistAttr,
+    machine_of: MachineOf | None,
+) -> int:
+    """Elements sent between machines by the tiles and to fill the replicas; or into the target mesh."""
+    if machine_of is None:
+        return sum(tile.volume for tile in tiles if tile.source_rank not in target.mesh)
+    total = sum(t.volume for t in tiles if machine_of(t.source_rank) != machine_of(t.target_rank))
+    filled = {axis for dim in landing.dims for axis in dim} - {a for dim in target.spec.dims for a in dim}
+    fetched = {
+        (machine_of(need.target_rank), _elsewhere(target.mesh, need.target_rank, filled), need.bounds)
+        for need in needs(shape, target.mesh, landing, target.mesh, target.spec.without_partial())
+        if machine_of(need.target_rank) not in {machine_of(rank) for rank in need.holders}
+    }
+    return total + sum(volume(bounds) for _, _, bounds in fetched)
+
+
+def _elsewhere(mesh: ProcessMesh, rank: int, filled: set[str]) -> tuple[int, ...]:
+    """Coordinates of the group that gathers: groups do not know that others fetch the same."""
+    at = mesh.coordinates(rank)
+    return tuple(at[i] for i, axis in enumerate(mesh.axes) if axis not in filled)

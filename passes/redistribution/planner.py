@@ -1,0 +1,287 @@
+"""Redistribute: the cheapest sequence of collectives from one layout to another on the same mesh.
+
+*In:* shape, item size, mesh, source and target spec. *Out:* a tuple of `Step`, each from one spec to the
+next. *Invariant:* the steps chain; each is exact for these sizes, on blocks that do not divide evenly too.
+
+    [_, _] partial(x) -> [_, y] on x=2, y=2
+    slice(y) dim 1: [_, _] partial(x) -> [_, y] partial(x)
+    all_reduce(x): [_, y] partial(x) -> [_, y]
+
+A shortest path over specs: Dijkstra on the moves of `distgraph.passes.redistribution.steps`, states made as
+they are needed, each step priced at its actual bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from distgraph.errors import InfeasibleError
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.passes.redistribution.layout_equivalence import representative
+from distgraph.passes.redistribution.step_bound import received
+from distgraph.passes.redistribution.steps import Space, Step, moves, with_dim
+from distgraph.passes.redistribution.tiles import without_unit_axes
+
+__all__ = [
+    "BYTE_PRICES",
+    "Price",
+    "Step",
+    "latency_price",
+    "price_bound",
+    "redistribute",
+    "redistribute_cost",
+    "step_bytes",
+    "step_price",
+    "wire_price",
+]
+
+Price = Callable[[str, float, int, ProcessMesh, tuple[str, ...]], float]
+Cost = tuple[float, float, int]
+
+# Fractions of a byte: enough to prefer fewer steps among equals, permute to all_gather then slice, and
+# all_to_all to permute; too little to change which sequence sends least.
+_COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
+_BELOW = 1 - 1e-9  # keeps a bound below what it bounds, whatever is rounded
+STEP_PRICES = {"all_to_all": 1e-3, "permute": 1.25e-3, "all_gather": 1.5e-3}
+
+
+def wire_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
+    """Default price of a collective: the bytes that one rank sends, and a trace for the step."""
+    return sent + STEP_PRICES.get(kind, 1e-3)
+
+
+def latency_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
+    """Bytes on the wire plus a fixed charge a collective, for programs that will really run."""
+    return sent + _COLLECTIVE if sent else 0.0
+
+
+# Prices that count bytes and collectives only, whatever the ranks and axes; with the charge for a collective.
+BYTE_PRICES: Mapping[Price, float] = {wire_price: 0.0, latency_price: _COLLECTIVE}
+
+
+def price_bound(price: Price, nbytes: float) -> float:
+    """At most what it costs to send so many bytes by collectives; 0 for a price that is not of bytes."""
+    charge = BYTE_PRICES.get(price)
+    return 0.0 if charge is None or not nbytes else (nbytes + charge) * _BELOW
+
+
+def redistribute(
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price = wire_price,
+    *,
+    limit: float | None = None,
+    exhaustive: bool = False,
+) -> tuple[Step, ...]:
+    """The cheapest steps from `source` to `target`; among equals those of least memory, then the fewest.
+
+    Args:
+        shape: global shape.
+        itemsize: bytes of an element.
+        mesh: mesh of both specs.
+        source: layout now.
+        target: layout wanted.
+        price: (kind, bytes one rank sends, group size, mesh, axes) -> cost of a collective, never negative,
+            in any one unit. Not asked for slice and mask, which are free.
+        limit: most bytes that a step may hold on a rank, block before and block after together.
+        exhaustive: also walk through layouts that lead away from the target, and split over axes that neither
+            spec names, so that replicas share the work (slice, reduce_scatter, all_gather for the all_reduce
+            that each would do): now and then fewer bytes, in more steps and a longer search.
+
+    Returns:
+        Steps whose specs chain from `source` to `target`; none when both put the same data on every rank.
+
+    Raises:
+        ShardingError: a spec does not fit the shape or the mesh.
+        InfeasibleError: no sequence stays within `limit`.
+
+    Example:
+        >>> mesh = ProcessMesh.grid(x=2, y=2)
+        >>> spec = ShardSpec.parse
+        >>> [str(s) for s in redistribute((8, 8), 4, mesh, spec("[_, _] partial(x)"), spec("[x, _]"))]
+        ['reduce_scatter(x) dim 0: [_, _] partial(x) -> [x, _]']
+        >>> [str(s) for s in redistribute((8, 8), 4, mesh, spec("[x, _]"), spec("[_, x]"))]
+        ['all_to_all(x) dim 0->1: [x, _] -> [_, x]']
+    """
+    return _plan(tuple(shape), itemsize, mesh, source, target, price, limit, exhaustive)[1]
+
+
+def redistribute_cost(
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price = wire_price,
+) -> float:
+    """Price of `redistribute`, cached; 0 when nothing is sent. Raises what `redistribute` raises."""
+    return _cost(shape, itemsize, mesh, source, target, price)
+
+
+def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: ProcessMesh) -> float:
+    """Bytes that one rank sends in a step, by the ring formulas of the module `steps`."""
+    if step.local:
+        return 0.0
+    group = mesh.count(step.axes)
+    before, after = block_volume(shape, mesh, step.source), block_volume(shape, mesh, step.target)
+    if step.kind == "all_reduce":
+        return 2 * itemsize * before * (group - 1) / group
+    if step.kind == "permute":
+        return float(itemsize * max(before, after))
+    if step.kind == "all_gather":
+        return float(itemsize * min(after, (group - 1) * before))
+    cut = after  # of a reduce_scatter: the piece that each of the group gets; of an all_to_all:
+    if step.to_dim is not None:
+        dims = with_dim(step.source.dims, step.to_dim, step.target.dims[step.to_dim])
+        cut = block_volume(shape, mesh, ShardSpec(dims))
+    return float(itemsize * min(before, (group - 1) * cut))
+
+
+def step_price(
+    step: Step, shape: tuple[int, ...], itemsize: int, mesh: ProcessMesh, price: Price = wire_price
+) -> float:
+    """What `price` asks for a step; slice and mask are free."""
+    if step.local:
+        return 0.0
+    return price(step.kind, step_bytes(step, shape, itemsize, mesh), mesh.count(step.axes), mesh, step.axes)
+
+
+@lru_cache(maxsize=1 << 18)
+def block_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec) -> int:
+    """Elements of the largest block."""
+    return math.prod(mesh.longest(size, axes) for size, axes in zip(shape, spec.dims, strict=True))
+
+
+@lru_cache(maxsize=1 << 18)
+def _cost(
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price,
+) -> float:
+    if price not in BYTE_PRICES:
+        return _plan(shape, itemsize, mesh, source, target, price, None, False)[0]
+    source.check(shape, mesh, "source of a redistribution")
+    target.check(shape, mesh, "target of a redistribution")
+    return _cost_of_class(itemsize, *representative(shape, mesh, source, target), price)
+
+
+@lru_cache(maxsize=1 << 16)
+def _cost_of_class(
+    itemsize: int,
+    shape: tuple[int, ...],
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price,
+) -> float:
+    """As `_plan`, without its steps: the search goes first where a lower bound is least (A*)."""
+    start, goal, space = _space(shape, mesh, source, target, False)
+    if start == goal:
+        return 0.0
+    end = DistAttr(mesh, goal)
+
+    def left(spec: ShardSpec) -> float:
+        return price_bound(price, itemsize * received(shape, DistAttr(mesh, spec), end))
+
+    return _search(space, start, itemsize, price, None, left)[0]
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: ProcessMesh,
+    source: ShardSpec,
+    target: ShardSpec,
+    price: Price,
+    limit: float | None,
+    exhaustive: bool,
+) -> tuple[float, tuple[Step, ...]]:
+    source.check(shape, mesh, "source of a redistribution")
+    target.check(shape, mesh, "target of a redistribution")
+    start, goal, space = _space(shape, mesh, source, target, exhaustive)
+    if start == goal:
+        return 0.0, ()
+    cost, steps = _search(space, start, itemsize, price, limit)
+    # the ends carry the specs that were asked for: the same layout, with axes of size 1 named as there
+    steps = (replace(steps[0], source=source), *steps[1:])
+    return cost, (*steps[:-1], replace(steps[-1], target=target))
+
+
+def _space(
+    shape: tuple[int, ...], mesh: ProcessMesh, source: ShardSpec, target: ShardSpec, exhaustive: bool
+) -> tuple[ShardSpec, ShardSpec, Space]:
+    """Start and goal without axes of size 1, and the layouts between them."""
+    start, goal = without_unit_axes(source, mesh), without_unit_axes(target, mesh)
+    used = set(start.axes + goal.axes)
+    working = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and (exhaustive or axis in used))
+    wide = exhaustive or not all(
+        size % mesh.units(tuple({*before, *after})) == 0
+        for size, before, after in zip(shape, start.dims, goal.dims, strict=True)
+    )
+    return start, goal, Space(shape, mesh, working, goal, wide)
+
+
+def _search(
+    space: Space,
+    start: ShardSpec,
+    itemsize: int,
+    price: Price,
+    limit: float | None,
+    left: Callable[[ShardSpec], float] = lambda spec: 0.0,
+) -> tuple[float, tuple[Step, ...]]:
+    """Cost and steps of the cheapest path; `left` is at most the cost from a layout to the goal."""
+    best: dict[ShardSpec, Cost] = {start: (0.0, 0.0, 0)}
+    came: dict[ShardSpec, Step] = {}
+    volumes = {start: block_volume(space.shape, space.mesh, start)}
+    lefts: dict[ShardSpec, float] = {}
+    heap: list[tuple[Cost, int, ShardSpec, Cost]] = [((0.0, 0.0, 0), 0, start, (0.0, 0.0, 0))]
+    order = itertools.count(1)
+    while heap:
+        _, _, spec, cost = heapq.heappop(heap)
+        if spec == space.goal:
+            return cost[0], _path(came, start, spec)
+        if cost > best[spec]:
+            continue
+        for step in moves(space, spec):
+            after = step.target
+            if after not in volumes:
+                volumes[after] = block_volume(space.shape, space.mesh, after)
+                lefts[after] = left(after)
+            memory = itemsize * (volumes[spec] + volumes[after])
+            if limit is not None and memory > limit:
+                continue
+            total = (
+                cost[0] + step_price(step, space.shape, itemsize, space.mesh, price),
+                max(cost[1], memory),
+                cost[2] + 1,
+            )
+            if after not in best or total < best[after]:
+                best[after] = total
+                came[after] = step
+                least = (total[0] + lefts[after], total[1], total[2])
+                heapq.heappush(heap, (least, next(order), after, total))
+    raise InfeasibleError(
+        f"redistribution of shape {space.shape} from {start} to {space.goal} on {space.mesh} has no sequence "
+        f"whose steps stay within {limit:g} bytes a rank; raise the limit or choose a finer layout"
+    )
+
+
+def _path(came: dict[ShardSpec, Step], start: ShardSpec, spec: ShardSpec) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    while spec != start:
+        steps.append(came[spec])
+        spec = came[spec].source
+    return tuple(reversed(steps))

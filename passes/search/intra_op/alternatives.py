@@ -1,0 +1,88 @@
+"""What one decision costs, and what else could have been decided.
+
+*In:* a problem, a choice, one node. *Out:* `Decision`: the terms of what was chosen, and of every other
+option how much more a step would cost. *Invariant:* every figure is the objective of a choice that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.passes.search.solver.problem import Problem
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """One node under a choice; seconds of a step, bytes of a rank.
+
+    Attributes:
+        label: of the node.
+        chosen: number of its option.
+        options: every option as text.
+        compute: seconds of its ops.
+        communication: seconds of the changes of layout to and from its neighbours, and of its own copies.
+        neighbours: label -> seconds of the changes of layout between the two, where there are any.
+        nbytes: bytes that it holds for the whole step.
+        fixed: of every option, objective minus that of the choice when nothing else changes.
+        followed: the same when the neighbours then take their best options, one after the other.
+    """
+
+    label: str
+    chosen: int
+    options: tuple[str, ...]
+    compute: float
+    communication: float
+    neighbours: dict[str, float]
+    nbytes: float
+    fixed: Floats
+    followed: Floats
+
+    @property
+    def runner_up(self) -> int | None:
+        """The best other option once the neighbours have followed; None where there is no other."""
+        others = [i for i in range(len(self.options)) if i != self.chosen]
+        return min(others, key=lambda i: float(self.followed[i]), default=None)
+
+
+class Neighbourhoods:
+    """Edges of a problem by node; makes the figures of `Decision`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.edges: list[list[tuple[int, Floats]]] = [[] for _ in problem.costs]
+        for (u, v), costs in zip(problem.edges, problem.edge_costs, strict=True):
+            self.edges[u].append((v, costs))
+            self.edges[v].append((u, costs.T))
+
+    def fixed(self, choice: Sequence[int], node: int) -> Floats:
+        """Change of the objective [options] when one node takes another option."""
+        total = self._cost(choice, node)
+        change: Floats = total - total[choice[node]]
+        return change
+
+    def followed(self, choice: Sequence[int], node: int) -> Floats:
+        """The same when its neighbours then take their best options, one after the other."""
+        change = self.fixed(choice, node)
+        options = np.arange(len(change))
+        taken: dict[int, NDArray[np.intp]] = {node: options}
+        for other in dict.fromkeys(at for at, _ in self.edges[node]):
+            total = np.tile(self.problem.costs[other], (len(options), 1))
+            for at, costs in self.edges[other]:
+                total += costs[:, taken[at]].T if at in taken else costs[:, choice[at]]
+            taken[other] = total.argmin(axis=1)
+            change = change + total.min(axis=1) - total[:, choice[other]]
+        change[choice[node]] = 0.0
+        return change
+
+    def _cost(self, choice: Sequence[int], node: int) -> Floats:
+        """What the objective has of a node [options] while its neighbours stay."""
+        total = self.problem.costs[node].copy()
+        for other, costs in self.edges[node]:
+            total += costs[:, choice[other]]
+        return total

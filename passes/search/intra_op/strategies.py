@@ -1,0 +1,190 @@
+"""The strategies of an op: every layout that its index rule allows, all axes of the mesh together.
+
+*In:* an op and a mesh. *Out:* `Strategies`: for every option which axes split which index, through which
+operands pending sums pass, and the layouts in which results are made and operands needed. *Invariant:* those
+of `rule.choices`, nothing written by op; ops with equal rules share them, whatever their names and sizes.
+
+Two restrictions, and nothing else, make them fewer. An axis of one rank splits nothing. And a pending sum
+passes through a contraction only where the result is smaller than what is summed: elsewhere the sum is no
+dearer before the contraction, and then the contraction can be split over the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.ir.graph import Op
+from distgraph.ir.index_rule import OpLayout, Rule, choices, operand_spec, result_spec
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import linear_groups, lookup, rule_of
+from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.passes.search.intra_op.redistribution_costs import representative
+
+Ints = NDArray[np.int64]
+Axes = tuple[tuple[str, tuple[str, ...]], ...]
+Specs = tuple[ShardSpec, ...]
+_NO_OPTIONS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Strategies:
+    """Options of an op, as arrays over options.
+
+    Attributes:
+        options: (axes, partial) of the layout of every option (see `OpLayout`).
+        made: for every result its layout under every option.
+        needed: for every operand the layout in which every option reads it.
+    """
+
+    options: tuple[tuple[Axes, tuple[tuple[str, int], ...]], ...]
+    made: tuple[Specs, ...]
+    needed: tuple[Specs, ...]
+
+    def layout(self, mesh: ProcessMesh, option: int) -> OpLayout:
+        """How the op is computed under an option."""
+        return OpLayout(mesh, *self.options[option])
+
+    def layouts(self, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
+        """The same of every option."""
+        return tuple(OpLayout(mesh, *option) for option in self.options)
+
+    def made_parts(self, mesh: ProcessMesh, result: int) -> Ints:
+        """In how many parts [options, dims] a result is cut."""
+        return self.parts(mesh)[len(self.needed) + result]
+
+    def parts(self, mesh: ProcessMesh) -> tuple[Ints, ...]:
+        """In how many parts [options, dims] each operand, then each result, is cut."""
+        if mesh.shape not in self._parts:
+            self._parts[mesh.shape] = tuple(parts_of(specs, mesh) for specs in (*self.needed, *self.made))
+        return self._parts[mesh.shape]
+
+    def reading(self, position: int, spec: ShardSpec) -> Ints:
+        """Options that read an operand in a layout."""
+        if position not in self._reading:
+            found: dict[ShardSpec, list[int]] = {}
+            for option, needed in enumerate(self.needed[position]):
+                found.setdefault(needed, []).append(option)
+            self._reading[position] = {key: np.array(at, dtype=np.int64) for key, at in found.items()}
+        return self._reading[position].get(spec, _NO_OPTIONS)
+
+    @cached_property
+    def _reading(self) -> dict[int, dict[ShardSpec, Ints]]:
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], tuple[Ints, ...]]:
+        return {}
+
+
+def parts_of(specs: Specs, mesh: ProcessMesh) -> Ints:
+    """In how many parts [specs, dims] layouts cut a tensor."""
+    ndim = len(specs[0].dims) if specs else 0
+    found = np.array([_counts(spec.dims, mesh) for spec in specs], dtype=np.int64)
+    return found.reshape(len(specs), ndim)
+
+
+@lru_cache(maxsize=1 << 14)
+def _counts(dims: tuple[tuple[str, ...], ...], mesh: ProcessMesh) -> tuple[int, ...]:
+    return tuple(mesh.count(axes) for axes in dims)
+
+
+def local_bytes(shape: tuple[int, ...], size: int, parts: Ints) -> NDArray[np.float64]:
+    """Bytes [layouts] of the largest block of a tensor.
+
+    Args:
+        shape: of the tensor.
+        size: bytes of an element.
+        parts: [layouts, dims], see `parts_of`.
+    """
+    return block_bytes(even_blocks(shape, parts), size)
+
+
+def block_bytes(blocks: Ints, size: int) -> NDArray[np.float64]:
+    """Bytes [layouts] of blocks of some lengths [layouts, dims], of elements of some size."""
+    found: NDArray[np.float64] = size * blocks.prod(axis=1, dtype=np.float64)
+    return found
+
+
+def even_blocks(shape: tuple[int, ...], parts: Ints) -> Ints:
+    """Lengths [layouts, dims] of the largest block of a tensor; parts as in `local_bytes`."""
+    found: Ints = -(-np.array(shape, dtype=np.int64) // parts)
+    return found
+
+
+def own_blocks(shape: tuple[int, ...], specs: Specs, mesh: ProcessMesh, rank: int) -> Ints:
+    """Lengths [layouts, dims] of the block of a rank of a mesh with weights."""
+    found = [spec.local_shape(shape, mesh, rank) for spec in specs]
+    return np.array(found, dtype=np.int64).reshape(len(specs), len(shape))
+
+
+_KNOWN: dict[Hashable, Strategies] = {}
+
+
+def strategies_of(op: Op, mesh: ProcessMesh) -> Strategies:
+    """Every legal way to compute an op on a mesh."""
+    rule = rule_of(op)
+    linear, reduction = linear_groups(op), lookup(op.kind).reduction
+    passing = tuple(number for number, group in enumerate(linear) if _passes(op, group))
+    key = (
+        rule.operands,
+        rule.results,
+        rule.whole,
+        tuple((i, _size_class(rule, i, mesh)) for i in rule.indices),
+        linear,
+        passing,
+        reduction,
+        mesh.axes,
+        mesh.shape,
+        tuple(mesh.weights.items()),
+    )
+    if key not in _KNOWN:
+        _KNOWN[key] = _enumerate(rule, mesh, linear, passing, reduction)
+    return _KNOWN[key]
+
+
+def _passes(op: Op, group: tuple[int, ...]) -> bool:
+    if lookup(op.kind).cost != "matmul":
+        return True
+    return sum(v.nbytes for v in op.results) < sum(op.operands[i].nbytes for i in group)
+
+
+def _size_class(rule: Rule, index: str, mesh: ProcessMesh) -> int:
+    """What of a size decides which layouts are legal."""
+    size = rule.sizes[index]
+    return size if index in rule.composite or mesh.weights else representative(size, mesh)
+
+
+def _enumerate(
+    rule: Rule,
+    mesh: ProcessMesh,
+    linear: tuple[tuple[int, ...], ...],
+    passing: tuple[int, ...],
+    reduction: str,
+) -> Strategies:
+    layouts = [
+        OpLayout(mesh, layout.axes, tuple((axis, passing[group]) for axis, group in layout.partial))
+        for layout in choices(rule, mesh, [linear[group] for group in passing])
+        if not _idle_axes(layout)
+    ]
+    return Strategies(
+        tuple((layout.axes, layout.partial) for layout in layouts),
+        tuple(
+            tuple(result_spec(rule, i, layout, reduction) for layout in layouts)
+            for i in range(len(rule.results))
+        ),
+        tuple(
+            tuple(operand_spec(rule, i, layout, linear) for layout in layouts)
+            for i in range(len(rule.operands))
+        ),
+    )
+
+
+def _idle_axes(layout: OpLayout) -> bool:
+    """Whether an axis of one rank takes part."""
+    axes = [*(axis for _, split in layout.axes for axis in split), *(axis for axis, _ in layout.partial)]
+    return any(layout.mesh.axis_size(axis) == 1 for axis in axes)

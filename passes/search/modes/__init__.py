@@ -1,0 +1,1 @@
+"""Searches that follow other published methods: sharding propagation and double recursion."""

@@ -1,0 +1,413 @@
+"""Seconds that a collective takes on a group of devices, from what its routes put on the links.
+
+The time is the least over the algorithms that apply (see `algorithms`) of
+
+    launch + sum over stages of steps * latency of the longest route + bytes on the most loaded link / its
+    bandwidth
+
+so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a
+torus are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`;
+their loads add up. Where the cluster has a measured table for the shape (machines, devices per machine), the
+table wins: one for exactly these groups at once; else one for any group, unless another group uses the same
+links at the same time; failing both, one for these groups and others at once.
+
+Devices of one machine that move their messages themselves (`Compute.message`) compute nothing in the
+meantime, whenever the program waits: two ranks on two cores, an all_reduce of 1 MiB, started before 8 ms of
+computation and awaited behind it, lengthen that by 0.80 ms, one right behind the other 0.81 ms, and it is all
+processor time. Between machines others move the bytes, and what processors do for that is not known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain, zip_longest
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.errors import ResourceError
+from distgraph.resources.cluster import Cluster, Link, MeasuredTable
+from distgraph.resources.collective_algorithms import KINDS, UNORDERED, Flow, Group, Stages, algorithms
+from distgraph.resources.routing import Router
+from distgraph.resources.units import format_bytes, format_si
+
+# Groups up to this size list every pair of an all_to_all; larger ones on a tree are counted.
+_EXACT_PAIRS = 64
+
+
+def wire_bytes(kind: str, group_size: int, nbytes: float) -> float:
+    """Bytes that one rank sends under the bandwidth-optimal (ring) algorithm; 0 in a group of one.
+
+    Args:
+        kind: one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, send.
+        nbytes: bytes on one rank; for all_gather of the result, for reduce_scatter of the input.
+    Raises:
+        ResourceError: an unknown kind, or an empty group.
+    Example:
+        >>> wire_bytes("all_reduce", 4, 1000)
+        1500.0
+    """
+    _check_kind(kind)
+    if group_size < 1:
+        raise ResourceError(f"{kind}: a group has at least 1 rank, got {group_size}; name the ranks")
+    if group_size == 1:
+        return 0.0
+    if kind in ("broadcast", "permute", "send"):
+        return float(nbytes)
+    return (2.0 if kind == "all_reduce" else 1.0) * (group_size - 1) / group_size * nbytes
+
+
+def held_bytes(kind: str, group_size: int, sent: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bytes on one rank where it sends `sent`: the inverse of `wire_bytes`.
+
+    Example:
+        >>> held_bytes("all_reduce", 4, np.array([1500.0]))
+        array([1000.])
+    """
+    unit = wire_bytes(kind, group_size, 1.0)
+    return sent / unit if unit else np.zeros_like(sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One algorithm's time as alpha (s) + beta (s/byte) * bytes; bottleneck is the link that decides beta."""
+
+    algorithm: str
+    alpha: float
+    beta: float
+    bottleneck: Link | None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of one collective and where they come from; `busy`: those in which its devices are at work."""
+
+    kind: str
+    group: Group
+    nbytes: float
+    seconds: float
+    algorithm: str
+    bottleneck: Link | None
+    busy: float = 0.0
+
+    def __str__(self) -> str:
+        link = "" if self.bottleneck is None else f", bottleneck {self.bottleneck}"
+        return (
+            f"{self.kind} of {format_bytes(self.nbytes)} on {len(self.group)} devices: "
+            f"{format_si(self.seconds, 's')} ({self.algorithm}{link})"
+        )
+
+
+class CollectiveCost:
+    """Costs of collectives on one cluster; remembers what it worked out per group.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> cost = CollectiveCost(load_cluster("dgx_a100_pod"))
+        >>> inside = cost.time("all_gather", range(8), 2**30)
+        >>> inside < cost.time("all_gather", range(0, 64, 8), 2**30)  # one device in each of 8 machines
+        True
+    """
+
+    def __init__(self, cluster: Cluster, tables: Iterable[MeasuredTable] = ()) -> None:
+        """Args: tables: measured tables beside those of the cluster; the first that fits is used."""
+        self.cluster = cluster
+        self.router = Router(cluster)
+        self._tables = tuple(tables) + cluster.measured
+        self._placed = [
+            (table.collective, _sets(table.collective, table.groups), table)
+            for table in self._tables
+            if table.groups is not None
+        ]
+        self._curves: dict[tuple[int, str], NDArray[np.float64]] = {}
+        self._used: dict[Group, frozenset[int]] = {}
+        self._lines: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
+        self._plain: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
+        self._latencies: dict[tuple[int, int], float] = {}
+
+    def time(
+        self, kind: str, group: Iterable[int], nbytes: float, concurrent: Iterable[Sequence[int]] = ()
+    ) -> float:
+        """Seconds of one collective; see `estimate`."""
+        return self.estimate(kind, group, nbytes, concurrent).seconds
+
+    def estimate(
+        self, kind: str, group: Iterable[int], nbytes: float, concurrent: Iterable[Sequence[int]] = ()
+    ) -> Estimate:
+        """Seconds of one collective, the algorithm and the link that decides.
+
+        Args:
+            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast (from group[0]), permute (each
+                to the next of the group, the last to the first), send (from group[0] to group[1]).
+            group: device numbers. nbytes: as in `wire_bytes`.
+            concurrent: other groups that run the same collective at the same time over the same links.
+        Raises:
+            ResourceError: unknown kind or device, send not between two devices, no route, or a bandwidth,
+                latency or launch time that the resource file does not state.
+        """
+        _check_kind(kind)
+        members = self.cluster.check_group(group)
+        others = tuple(self.cluster.check_group(other) for other in concurrent)
+        if not members or (kind == "send" and len(members) != 2):
+            need = "2 devices, source and target" if kind == "send" else "at least 1 device"
+            raise ResourceError(f"{kind}: needs {need}, got {len(members)}; name the devices")
+        if not nbytes >= 0:
+            raise ResourceError(
+                f"{kind}: a size is not negative, got {nbytes} bytes; check the shape and dtype"
+            )
+        if len(members) == 1:
+            return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
+        table, at_work = self._table(kind, members, others), self.at_work(members)
+        if table is not None:
+            seconds = float(self._measured(table, "times", nbytes))
+            busy = seconds if at_work else 0.0
+            if table.busy is not None:
+                busy = min(seconds, float(self._measured(table, "busy", nbytes)))
+            return Estimate(kind, members, nbytes, seconds, "measured", None, busy)
+        best = min(self.lines(kind, members, others), key=lambda line: line.alpha + line.beta * nbytes)
+        seconds = best.alpha + best.beta * nbytes
+        busy = seconds if at_work else 0.0
+        return Estimate(kind, members, nbytes, seconds, best.algorithm, best.bottleneck, busy)
+
+    def times(
+        self,
+        kind: str,
+        group: Iterable[int],
+        sizes: NDArray[np.float64],
+        concurrent: Iterable[Sequence[int]] = (),
+    ) -> NDArray[np.float64]:
+        """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
+        asked = kind, tuple(group), tuple(map(tuple, concurrent))
+        if asked not in self._plain:
+            found = self.estimate(kind, group, float(np.min(sizes, initial=0.0)), concurrent)
+            members, others = found.group, asked[2]
+            if len(members) == 1 or not sizes.size:
+                return np.zeros(sizes.shape)
+            table = self._table(kind, members, others)
+            if table is not None:
+                return self._measured(table, "times", sizes)
+            self._plain[asked] = self.lines(kind, members, others)
+        lines = self._plain[asked]
+        best: NDArray[np.float64] = np.min([line.alpha + line.beta * sizes for line in lines], axis=0)
+        return best
+
+    def exchange(self, flows: Mapping[tuple[int, int], float]) -> float:
+        """Seconds of messages between pairs of devices that all start together.
+
+        Args:
+            flows: (source device, target device) -> bytes.
+        Raises:
+            ResourceError: no route, or a bandwidth, latency or launch time that the file does not state.
+        """
+        sent = [(source, target, size) for (source, target), size in flows.items() if source != target]
+        if not sent:
+            return 0.0
+        latency = max(self._latency("send", source, target) for source, target, _ in sent)
+        return self._launch("send") + latency + self._slowest("send", self._load(sent))[0]
+
+    def lines(self, kind: str, group: Group, concurrent: tuple[Group, ...] = ()) -> tuple[Line, ...]:
+        """Every algorithm's line; the time is their lower envelope."""
+        if kind in UNORDERED:
+            group, concurrent = tuple(sorted(group)), tuple(tuple(sorted(other)) for other in concurrent)
+        key = (kind, group, concurrent)
+        known = self._lines.get(key)
+        if known is None:
+            known = self._work_out(kind, group, concurrent)
+            self._lines[key] = known
+        return known
+
+    def _work_out(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
+        launch = self._launch(kind)
+        everyone = (group, *concurrent)
+        if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():
+            return (self._counted_all_to_all(group, concurrent, launch),)
+        found = [algorithms(self.router, kind, member) for member in everyone]
+        lines = []
+        for name, stages in found[0].items():
+            # Another group that cannot run this algorithm runs its plain one.
+            chosen = [stages, *(other.get(name) or next(iter(other.values())) for other in found[1:])]
+            lines.append(self._line(kind, name, chosen, launch))
+        return tuple(lines)
+
+    def _launch(self, kind: str) -> float:
+        launch = self.cluster.launch
+        if launch is None:
+            raise ResourceError(
+                f"{self.cluster.source}: launch: missing, needed to price {kind}; add the seconds "
+                'that starting a collective costs, such as "10 us", or run distgraph profile'
+            )
+        return launch
+
+    def _line(self, kind: str, name: str, chosen: Sequence[Stages], launch: float) -> Line:
+        alpha, beta, worst, bottleneck = launch, 0.0, 0.0, None
+        for together in zip_longest(*chosen):
+            own = together[0]
+            if own is None:  # the groups beside this one are still busy; it is not
+                break
+            load = self._load([flow for stage in together if stage is not None for flow in stage.flows])
+            alpha += own.steps * max(self._latency(kind, a, b) for a, b, _ in own.flows)
+            cost, link = self._slowest(kind, load)
+            beta += cost
+            if cost > worst:
+                worst, bottleneck = cost, link
+        return Line(name, alpha, beta, bottleneck)
+
+    def _load(self, flows: Sequence[Flow]) -> dict[int, float]:
+        """Directed link -> what flows put on it, in order of first use."""
+        ways = [self.router.route(source, target).links for source, target, _ in flows]
+        links = np.fromiter(chain.from_iterable(ways), dtype=np.intp)
+        shares = np.repeat([share for _, _, share in flows], [len(way) for way in ways])
+        used, first, place = np.unique(links, return_index=True, return_inverse=True)
+        load, order = np.bincount(place, weights=shares), np.argsort(first)
+        return dict(zip(used[order].tolist(), load[order].tolist(), strict=True))
+
+    def _add_load(self, load: dict[int, float], flows: Iterable[Flow]) -> None:
+        for source, target, share in flows:
+            for directed in self.router.route(source, target).links:
+                load[directed] = load.get(directed, 0.0) + share
+
+    def _slowest(self, kind: str, load: dict[int, float]) -> tuple[float, Link | None]:
+        worst, bottleneck = 0.0, None
+        for directed, share in load.items():
+            link = self.router.link(directed)
+            if link.bandwidth is None:
+                raise self._missing(kind, link, "bandwidth", "25 GB/s")
+            if share / link.bandwidth > worst:
+                worst, bottleneck = share / link.bandwidth, link
+        return worst, bottleneck
+
+    def _latency(self, kind: str, source: int, target: int) -> float:
+        known = self._latencies.get((source, target))
+        if known is not None:
+            return known
+        total = 0.0
+        for directed in self.router.route(source, target).links:
+            link = self.router.link(directed)
+            if link.latency is None:
+                raise self._missing(kind, link, "latency", "2 us")
+            total += link.latency
+        self._latencies[source, target] = total
+        return total
+
+    def _missing(self, kind: str, link: Link, number: str, example: str) -> ResourceError:
+        return ResourceError(
+            f"{self.cluster.source}: {link.origin}.{number}: missing, needed to price {kind} over {link}; "
+            f'add {number} such as "{example}", or run distgraph profile on these machines'
+        )
+
+    def _is_tree(self) -> bool:
+        return self.cluster.network.topology in ("none", "switch", "tree")
+
+    def _counted_all_to_all(self, group: Group, concurrent: tuple[Group, ...], launch: float) -> Line:
+        """The same loads as every pair's route would give, by counting the devices below each link."""
+        load: dict[int, float] = {}
+        for members in (group, *concurrent):
+            self._count_pairs(load, members)
+        latency = max(self._latency("all_to_all", group[0], other) for other in group[1:])
+        beta, bottleneck = self._slowest("all_to_all", load)
+        return Line("pairwise", launch + (len(group) - 1) * latency, beta, bottleneck)
+
+    def _count_pairs(self, load: dict[int, float], members: Group) -> None:
+        size = len(members)
+        below: dict[int, int] = {}
+        by_machine: dict[int, list[int]] = {}
+        for device in members:
+            by_machine.setdefault(self.cluster.devices[device].machine, []).append(device)
+        for part in by_machine.values():
+            self._add_load(load, ((a, b, 1.0 / size) for a in part for b in part if a != b))
+            if len(part) == size:
+                return
+            for device in part:
+                inside, climb = self.router.way_up(device)
+                for directed in inside:
+                    for way in (directed, directed ^ 1):
+                        load[way] = load.get(way, 0.0) + (size - len(part)) / size
+                for directed in climb[:1]:  # the NIC's own link: nothing for devices of the same machine
+                    for way in (directed, directed ^ 1):
+                        load[way] = load.get(way, 0.0) + (size - len(part)) / size
+                for directed in climb[1:]:
+                    below[directed] = below.get(directed, 0) + 1
+        for directed, count in below.items():
+            # Traffic between devices below a switch does not cross its way up.
+            for way in (directed, directed ^ 1):
+                load[way] = load.get(way, 0.0) + count * (size - count) / size
+
+    def _table(self, kind: str, group: Group, others: tuple[Group, ...]) -> MeasuredTable | None:
+        """The measured table for these groups at once, see the module's text."""
+        if not self._tables:
+            return None
+        models = {self.cluster.devices[device].model for device in group}
+        asked = _sets(kind, (group, *others))
+        nearest: tuple[int, MeasuredTable] | None = None
+        for collective, groups, table in self._placed:
+            fits = collective == kind and asked <= groups and (table.model is None or models == {table.model})
+            if fits and (nearest is None or len(groups) < nearest[0]):
+                nearest = len(groups), table
+        if nearest is not None and nearest[0] == len(asked):
+            return nearest[1]
+        held = Counter(self.cluster.devices[device].machine for device in group)
+        if len(set(held.values())) == 1 and self._apart(group, others):
+            shape = (kind, len(held), next(iter(held.values())))
+            for table in self._tables:
+                fits = (table.collective, table.machines, table.devices_per_machine) == shape
+                if fits and table.groups is None and (table.model is None or models == {table.model}):
+                    return table
+        return None if nearest is None else nearest[1]
+
+    def at_work(self, group: Iterable[int]) -> bool:
+        """Whether devices move the messages between them themselves: all do, in one machine."""
+        devices = [self.cluster.devices[device] for device in group]
+        one = len({device.machine for device in devices}) == 1
+        return one and all(device.compute.message is not None for device in devices)
+
+    def _apart(self, group: Group, others: tuple[Group, ...]) -> bool:
+        """Whether no link between neighbours of the group carries bytes of another group."""
+        return all(self._links(group).isdisjoint(self._links(other)) for other in others)
+
+    def _links(self, group: Group) -> frozenset[int]:
+        if group not in self._used:
+            pairs = zip(group, (*group[1:], group[0]), strict=True)
+            self._used[group] = frozenset(
+                link for a, b in pairs for way in ((a, b), (b, a)) for link in self.router.route(*way).links
+            )
+        return self._used[group]
+
+    def _measured(self, table: MeasuredTable, column: str, nbytes: Any) -> NDArray[np.float64]:
+        """Interpolated on the monotone curve nearest to the table; below it its first time, above it its last
+        rate.
+        """
+        sizes = np.array(table.sizes)
+        curve = self._curves.get((id(table), column))
+        if curve is None:
+            optimize = import_module("scipy.optimize")  # slow to load, and few clusters have tables
+            curve = np.asarray(optimize.isotonic_regression(np.array(getattr(table, column))).x)
+            self._curves[id(table), column] = curve
+        beyond = np.maximum(1.0, np.asarray(nbytes) / max(sizes[-1], 1.0))
+        found: NDArray[np.float64] = np.interp(nbytes, sizes, curve) * beyond
+        return found
+
+
+def _sets(kind: str, groups: Iterable[Sequence[int]]) -> set[object]:
+    """Groups in any order, and so their members where that makes no difference."""
+    return {frozenset(group) if kind in UNORDERED else tuple(group) for group in groups}
+
+
+_shared: WeakValueDictionary[int, CollectiveCost] = WeakValueDictionary()
+
+
+def shared_cost(cluster: Cluster) -> CollectiveCost:
+    """The costs of a cluster, one for all who ask while any of them has it: what was worked out is shared."""
+    found = _shared.get(id(cluster))
+    if found is None:
+        found = _shared[id(cluster)] = CollectiveCost(cluster)
+    return found
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ResourceError(f"collective {kind}: unknown; use one of {', '.join(KINDS)}")

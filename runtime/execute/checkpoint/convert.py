@@ -1,0 +1,116 @@
+"""A checkpoint as one safetensors file, and back.
+
+The file holds whole tensors under their names, readable by anything that reads safetensors; kinds and the
+state of training are texts in its metadata. A file from elsewhere, without them, becomes a checkpoint of
+parameters at step 0.
+
+A checkpoint made from a file counts as one of a training of its own: `run` in its index is new. So pruning
+never deletes an original because its copy is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import NAMES
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.runtime.execute.checkpoint import files
+from distgraph.runtime.execute.checkpoint.index import Training, plain
+from distgraph.runtime.execute.checkpoint.reading import Checkpoint
+from distgraph.runtime.execute.checkpoint.shards import write_blocks
+from distgraph.runtime.execute.checkpoint.writing import Placed, write_checkpoint
+from distgraph.runtime.execute.process_group import InProcessWorld
+from distgraph.serialization.atomic_files import check_writable
+from distgraph.serialization.documents import parse_json, validate
+
+_TRAINING: Final = "distgraph training"
+_KINDS: Final = "distgraph kinds"
+
+
+def convert(source: Path, target: Path) -> None:
+    """A checkpoint to one file where `source` is a folder, one file to a checkpoint where it is a file.
+
+    Raises:
+        RuntimeFault: the source is neither or damaged, or the target is there already or cannot be written.
+    """
+    if target.exists() or target.is_symlink():
+        raise RuntimeFault(f"convert: {target} is there already; choose another name, or delete it first")
+    if source.is_dir():
+        _to_file(source, target)
+    elif source.is_file():
+        _to_folder(source, target)
+    else:
+        raise RuntimeFault(f"convert: {source} is no checkpoint and no safetensors file; give one of these")
+
+
+def _to_file(source: Path, target: Path) -> None:
+    checkpoint = Checkpoint.open(source)
+    check_writable(target, RuntimeFault)
+    contents = checkpoint.contents
+    training = {name: getattr(contents, name) for name in Training.model_fields}
+    metadata = {
+        _TRAINING: json.dumps(plain(training)),
+        _KINDS: json.dumps({name: entry.kind for name, entry in contents.tensors.items()}),
+    }
+    shapes = {name: (tuple(entry.shape), entry.dtype) for name, entry in contents.tensors.items()}
+    draft = target.parent / f".{target.name[:32]}.{secrets.token_hex(8)}.tmp"
+    try:
+        write_blocks(draft, shapes, checkpoint.read, metadata)
+        files.replace(draft, target)
+        files.flush_names(target.absolute().parent)
+    except OSError as error:
+        files.remove(draft)
+        raise RuntimeFault(f"convert: {target} cannot be written: {error}; choose another place") from None
+    except BaseException:
+        files.remove(draft)
+        raise
+
+
+def _to_folder(source: Path, target: Path) -> None:
+    try:
+        with safe_open(source, "np") as opened:
+            names = list(opened.keys())
+            placed, training = _described(source, opened, names)
+
+            def block(name: str, rank: int) -> np.ndarray:
+                found: np.ndarray = opened.get_tensor(name)
+                return found
+
+            training["run"] = secrets.token_hex(8)
+            write_checkpoint(target, InProcessWorld(1), placed, block, training)
+    except (OSError, SafetensorError) as error:
+        raise RuntimeFault(
+            f"convert: {source} cannot be read: {error}; give a whole safetensors file"
+        ) from None
+
+
+def _described(source: Path, opened: Any, names: list[str]) -> tuple[dict[str, Placed], dict[str, Any]]:
+    """Tensors of a file, and the state of training in its metadata."""
+    metadata: dict[str, str] = opened.metadata() or {}
+    training: dict[str, Any] = {}
+    if _TRAINING in metadata:
+        where = f"{source}: metadata of training"
+        said = parse_json(metadata[_TRAINING], where, RuntimeFault)
+        training = validate(Training, said, where, RuntimeFault, "docs/checkpoints.md").model_dump()
+    kinds = parse_json(metadata.get(_KINDS, "{}"), f"{source}: metadata of kinds", RuntimeFault)
+    mesh, placed = ProcessMesh.grid(all=1), {}
+    for name in names:
+        part = opened.get_slice(name)
+        shape, dtype = tuple(part.get_shape()), str(part.get_dtype()).lower()
+        if dtype not in NAMES:
+            raise RuntimeFault(
+                f"convert: {source}: tensor {name} is {dtype} but a checkpoint has {', '.join(NAMES)}; "
+                f"convert it first"
+            )
+        kind = kinds.get(name, "param") if isinstance(kinds, dict) else "param"
+        spec = ShardSpec.of([None] * len(shape))
+        placed[name] = Placed("state" if kind == "state" else "param", shape, dtype, DistAttr(mesh, spec))
+    return placed, training

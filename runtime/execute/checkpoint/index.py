@@ -1,0 +1,287 @@
+"""The index of a checkpoint: what it may say, and the house error when it says something else.
+
+In: the text of `index.json`. Out: an `Index`, in which every tensor is tiled by its blocks, every block lies
+in one of the files of the folder, and the files hold blocks and nothing else. So whatever an index says,
+reading it takes no more memory than its text and the files that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field
+from xxhash import xxh3_128_hexdigest
+
+from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import NAMES, itemsize
+from distgraph.runtime.execute.checkpoint import files
+from distgraph.serialization.documents import Entry, check_data, refuse, shown_path, validate
+
+INDEX: Final = "index.json"
+DRAFT: Final = f".{INDEX}."
+"""How the names of indices under way begin."""
+FORMAT: Final = "distgraph checkpoint 2"
+SHARD: Final = re.compile(r"step-\d{8,20}-[0-9a-f]{8,16}\.rank-\d{5,10}\.safetensors", re.ASCII)
+"""Names of the files with blocks; what else lies in the folder is not ours."""
+INDEX_MOST: Final = 1 << 30
+"""Bytes of an index: with 4 MiB a page, those of more than 100 TB of parameters."""
+_SEAL: Final = "checksum"
+_SEE: Final = "docs/checkpoints.md"
+_NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _number(value: object) -> object:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _pair(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(expected)
+        return value
+
+    return AfterValidator(check)
+
+
+def _known(value: str) -> str:
+    if value not in NAMES:
+        raise ValueError(f"one of {', '.join(NAMES)}")
+    return value
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Size = Annotated[int, Field(ge=1, lt=1 << 62)]
+Whole = Annotated[int, Field(gt=-(10**40), lt=10**40)]
+Number = Annotated[Whole | Annotated[float, Field(allow_inf_nan=True)], BeforeValidator(_number)]
+Checksum = Annotated[str, _matching(re.compile("[0-9a-f]{16}"), "a checksum of 16 hexadecimal digits")]
+FileName = Annotated[str, _matching(SHARD, 'a file such as "step-00000120-5f2c....rank-00003.safetensors"')]
+Dtype = Annotated[str, AfterValidator(_known)]
+
+
+class BlockEntry(Entry):
+    """A block of a tensor: where in the tensor, where in which file, and the checksums of its pages."""
+
+    file: FileName
+    start: list[Count]
+    shape: list[Size]
+    begin: Size
+    checksums: Annotated[list[Checksum], Field(min_length=1)]
+
+
+class TensorEntry(Entry):
+    """A tensor and its blocks."""
+
+    kind: str
+    shape: list[Count]
+    dtype: Dtype
+    shards: list[BlockEntry]
+
+
+class FileEntry(Entry):
+    """A file: its bytes, and those of its header with their checksum."""
+
+    bytes: Size
+    header: Size
+    checksum: Checksum
+
+
+class Training(Entry):
+    """Who wrote a checkpoint when, and where training stood.
+
+    Attributes:
+        run: of a training and of all that goes on from its checkpoints; tells them from those of others.
+        skipped: steps whose gradients were not finite, and not applied.
+    """
+
+    distgraph: str
+    run: str
+    written: str
+    step: Count
+    epoch: Count
+    position: Count
+    seed: Whole
+    unused: list[str]
+    losses: list[Number]
+    epochs: list[dict[str, Number]]
+    means: Annotated[tuple[dict[str, list[Number]], Count], BeforeValidator(_pair)]
+    skipped: list[Count]
+
+
+class Index(Training):
+    """All of an index but its own checksum."""
+
+    format: str
+    page: Size
+    fingerprint: str
+    files: dict[FileName, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Kind, shape and dtype of a tensor."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def fingerprint(tensors: Mapping[str, TensorType]) -> str:
+    """Hash of the names, shapes and dtypes of the parameters: equal for equal models."""
+    lines = [f"{n} {t.dtype} {list(t.shape)}" for n, t in sorted(tensors.items()) if t.kind == "param"]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file is an index that was not finished."""
+    return name.startswith(DRAFT) and name.endswith(".tmp")
+
+
+def to_text(document: Mapping[str, Any]) -> str:
+    """The text of an index, with its checksum; a line for each file and tensor."""
+    said = plain(document)
+    lines = [f" {json.dumps(_SEAL)}: {json.dumps(seal(said))}"]
+    for key, value in said.items():
+        if isinstance(value, dict) and value:
+            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def seal(document: Mapping[str, Any]) -> str:
+    """Checksum of what an index says, however it is spaced; its own checksum is left out."""
+    said = {key: value for key, value in document.items() if key != _SEAL}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return xxh3_128_hexdigest(text.encode())
+
+
+def plain(value: Any) -> Any:
+    """Numbers that JSON does not have, as texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        RuntimeFault: there is none, it cannot be read, is damaged, of another format, or contradicts itself.
+    """
+    path = folder / INDEX
+    try:
+        with files.opened(path) as descriptor:
+            length = files.size(descriptor)
+            if length > INDEX_MOST:
+                raise RuntimeFault(
+                    f"checkpoint {path} has {length} bytes but an index has {INDEX_MOST} at most; use "
+                    f"another checkpoint"
+                )
+            text = bytes(files.read(descriptor, 0, length)).decode()
+        document = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        raise RuntimeFault(
+            f"checkpoint {shown_path(folder)} has no {INDEX}; give the directory that engine.save wrote"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RuntimeFault(
+            f"checkpoint {shown_path(path)} cannot be read: {reason}; use another checkpoint"
+        ) from None
+    check_data(document, f"checkpoint {path}", RuntimeFault, INDEX_MOST)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise RuntimeFault(
+            f"checkpoint {path}: expected format {FORMAT!r}, found {str(found)[:60]!r}; load it with the "
+            f"version of distgraph that wrote it"
+        )
+    if document.get(_SEAL) != seal(document):
+        raise RuntimeFault(
+            f"checkpoint {path} is damaged: its content has checksum {seal(document)} but was written with "
+            f"{str(document.get(_SEAL))[:60]}; use another checkpoint"
+        )
+    said = {key: value for key, value in document.items() if key != _SEAL}
+    return check_index(said, f"checkpoint {path}")
+
+
+def check_index(document: Mapping[str, Any], where: str) -> Index:
+    """A document without its checksum as an index. Raises RuntimeFault where it is none."""
+    index = validate(Index, document, where, RuntimeFault, _SEE)
+    _check(index, where)
+    return index
+
+
+def _check(index: Index, where: str) -> None:
+    """What no single field tells. Raises RuntimeFault."""
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in index.files}
+    if index.page != files.PAGE:
+        refuse(RuntimeFault, where, ["page"], str(files.PAGE), index.page)
+    for name, tensor in index.tensors.items():
+        _check_tiling(tensor, where, name)
+        for number, block in enumerate(tensor.shards):
+            path: list[str | int] = ["tensors", name, "shards", number]
+            if block.file not in used:
+                refuse(RuntimeFault, where, [*path, "file"], "one of files", block.file)
+            length = math.prod(block.shape) * itemsize(tensor.dtype)
+            pages = -(-length // index.page)
+            if len(block.checksums) != pages:
+                refuse(RuntimeFault, where, [*path, "checksums"], f"{pages} of them", len(block.checksums))
+            used[block.file].append((block.begin, block.begin + length))
+    for name, entry in index.files.items():
+        ranges = [(0, entry.header), *sorted(used[name]), (entry.bytes, entry.bytes)]
+        if any(stop != start for (_, stop), (start, _) in pairwise(ranges)):
+            refuse(RuntimeFault, where, ["files", name], "a header and blocks without holes or overlaps")
+    types = {n: TensorType(t.kind, tuple(t.shape), t.dtype) for n, t in index.tensors.items()}
+    wanted = fingerprint(types)
+    if index.fingerprint != wanted:
+        refuse(
+            RuntimeFault,
+            where,
+            ["fingerprint"],
+            f"that of its tensors, {wanted}",
+            index.fingerprint,
+        )
+
+
+def _check_tiling(tensor: TensorEntry, where: str, name: str) -> None:
+    """The blocks of a tensor are the cells of a grid, each once."""
+    path: list[str | int] = ["tensors", name, "shards"]
+    rank = len(tensor.shape)
+    for number, block in enumerate(tensor.shards):
+        if len(block.start) != rank or len(block.shape) != rank:
+            refuse(RuntimeFault, where, [*path, number], f"a block of {rank} dims", block.shape)
+    if 0 in tensor.shape:
+        if tensor.shards:
+            refuse(RuntimeFault, where, path, "no blocks, as the tensor is empty", len(tensor.shards))
+        return
+    cells = 1
+    for dim, length in enumerate(tensor.shape):
+        cuts = sorted({(b.start[dim], b.start[dim] + b.shape[dim]) for b in tensor.shards})
+        edges = [(0, 0), *cuts, (length, length)]
+        if any(stop != start for (_, stop), (start, _) in pairwise(edges)):
+            refuse(RuntimeFault, where, path, f"blocks that tile 0 to {length} of dim {dim}", cuts[:4])
+        cells *= len(cuts)
+    distinct = {tuple(block.start) for block in tensor.shards}
+    if cells != len(tensor.shards) or len(distinct) != cells:
+        refuse(RuntimeFault, where, path, f"{cells} blocks, each once", len(tensor.shards))

@@ -1,0 +1,202 @@
+"""Reading a checkpoint: any mesh and any number of ranks, each the block that it wants and no more than that.
+
+What is read is verified: the index by its checksum and against its schema when it is opened, a block page by
+page when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import to_numpy
+from distgraph.runtime.execute.checkpoint import files
+from distgraph.runtime.execute.checkpoint.folder import check_path
+from distgraph.runtime.execute.checkpoint.index import BlockEntry, Index, TensorType, fingerprint, read_index
+from distgraph.runtime.execute.checkpoint.shards import DamagedError, StoredBlock
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint to read from.
+
+    Attributes:
+        path: of the directory.
+        contents: the index as a model.
+        index: the same as plain data.
+    """
+
+    path: Path
+    contents: Index
+    index: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Read the index. Raises RuntimeFault where there is none, it is damaged, or inconsistent."""
+        path = check_path(directory)
+        contents = read_index(path)
+        return cls(path, contents, contents.model_dump())
+
+    @property
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Name -> kind, shape, dtype, shards."""
+        found: dict[str, dict[str, Any]] = self.index["tensors"]
+        return found
+
+    def read(self, name: str, where: Slices | None = None) -> np.ndarray:
+        """A block of a tensor, the whole by default; reads the pages that hold it and no more.
+
+        Raises:
+            RuntimeFault: there is no such tensor, or a file is missing or damaged.
+        """
+        tensor = self.contents.tensors.get(name)
+        if tensor is None:
+            raise RuntimeFault(
+                f"checkpoint {self.path} has no tensor {name}; it has {', '.join(self.tensors) or 'none'}"
+            )
+        where = tuple(slice(0, n) for n in tensor.shape) if where is None else where
+        out = np.empty([s.stop - s.start for s in where], to_numpy(tensor.dtype))
+        for shard in tensor.shards:
+            common = [
+                (max(s.start, begin), min(s.stop, begin + size))
+                for s, begin, size in zip(where, shard.start, shard.shape, strict=True)
+            ]
+            if all(a < b for a, b in common):
+                target = tuple(
+                    slice(a - s.start, b - s.start) for (a, b), s in zip(common, where, strict=True)
+                )
+                source = tuple(
+                    slice(a - begin, b - begin) for (a, b), begin in zip(common, shard.start, strict=True)
+                )
+                self._copy(name, shard, source, out[target] if target else out)
+        return out
+
+    def missing(self) -> list[str]:
+        """What a look at the folder tells of the files, without reading them: missing, or of another size."""
+        wrong: list[str] = []
+        for name in self.contents.files:
+            try:
+                with files.opened(self.path / name) as descriptor:
+                    self._check_size(name, descriptor)
+            except DamagedError as error:
+                wrong.append(f"{self.path / name} is damaged: {error}")
+            except OSError as error:
+                wrong.append(f"{self.path / name} cannot be read: {error}")
+        return wrong
+
+    def verify(self, part: int = 0, parts: int = 1) -> list[str]:
+        """Compare the files with their checksums; returns what is wrong, each with file, tensor and bytes.
+
+        Args:
+            part: which share of the files, where several processes take one each.
+            parts: number of shares.
+        """
+        wrong: list[str] = []
+        blocks: dict[str, list[tuple[str, BlockEntry]]] = {name: [] for name in self.contents.files}
+        for tensor, entry in self.contents.tensors.items():
+            for shard in entry.shards:
+                blocks[shard.file].append((tensor, shard))
+        for number, name in enumerate(self.contents.files):
+            if number % parts == part:
+                wrong += self._verify_file(name, blocks[name])
+        return wrong
+
+    def check(self, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """Compare the parameters with those of a model, name -> (shape, dtype).
+
+        Raises:
+            RuntimeFault: names the first parameter that differs, with both types.
+        """
+        unused = set(self.contents.unused)
+        for name, (shape, dtype) in expected.items():
+            tensor = self.contents.tensors.get(name)
+            wanted = f"{dtype}{list(shape)}"
+            if tensor is None and name not in unused:
+                raise self._other(f"parameter {name} is {wanted} in the model but not in the checkpoint")
+            if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+                found = f"{tensor.dtype}{tensor.shape}"
+                raise self._other(f"parameter {name} is {wanted} in the model but {found} in the checkpoint")
+        for name, tensor in self.contents.tensors.items():
+            if tensor.kind == "param" and name not in expected:
+                found = f"{tensor.dtype}{tensor.shape}"
+                raise self._other(f"parameter {name} is {found} in the checkpoint but not in the model")
+        kinds = {name: entry.kind for name, entry in self.contents.tensors.items()}
+        model = {n: TensorType(kinds[n], tuple(s), d) for n, (s, d) in expected.items() if n in kinds}
+        if fingerprint(model) != self.contents.fingerprint:
+            raise self._other(
+                f"its fingerprint is {self.contents.fingerprint} but that of the model {fingerprint(model)}"
+            )
+
+    def _copy(self, name: str, shard: BlockEntry, source: Slices, out: np.ndarray) -> None:
+        path = self.path / shard.file
+        try:
+            with files.opened(path) as descriptor:
+                self._check_size(shard.file, descriptor)
+                self._block(name, shard).read_into(descriptor, source, out)
+        except DamagedError as error:
+            raise RuntimeFault(
+                f"checkpoint {path} is damaged: tensor {name}: {error}; use another checkpoint"
+            ) from None
+        except OSError as error:
+            raise RuntimeFault(
+                f"checkpoint {path} cannot be read: tensor {name}: {error}; use another checkpoint"
+            ) from None
+
+    def _block(self, name: str, shard: BlockEntry) -> StoredBlock:
+        dtype = self.contents.tensors[name].dtype
+        return StoredBlock(tuple(shard.shape), dtype, shard.begin, tuple(shard.checksums))
+
+    def _check_size(self, file: str, descriptor: int) -> None:
+        found, wanted = files.size(descriptor), self.contents.files[file].bytes
+        if found != wanted:
+            raise DamagedError(f"the file has {found} bytes but was written with {wanted}")
+
+    def _verify_file(self, file: str, blocks: list[tuple[str, BlockEntry]]) -> list[str]:
+        path, entry = self.path / file, self.contents.files[file]
+        wrong: list[str] = []
+        try:
+            with files.opened(path) as descriptor:
+                self._check_size(file, descriptor)
+                header = files.read(descriptor, 0, entry.header)
+                found = files.checksum(header)
+                if found != entry.checksum:
+                    raise DamagedError(
+                        f"header, bytes 0 to {entry.header - 1}, has checksum {found} but was written with "
+                        f"{entry.checksum}"
+                    )
+                for tensor, shard in sorted(blocks, key=lambda block: block[1].begin):
+                    try:
+                        self._block(tensor, shard).verify(descriptor)
+                    except DamagedError as error:
+                        wrong.append(f"{path} is damaged: tensor {tensor}: {error}")
+            self._compare(path, dict(blocks))
+        except DamagedError as error:
+            wrong.append(f"{path} is damaged: {error}")
+        except (OSError, SafetensorError) as error:
+            wrong.append(f"{path} cannot be read: {error}")
+        return wrong
+
+    def _compare(self, path: Path, blocks: Mapping[str, BlockEntry]) -> None:
+        """Whether other readers of safetensors find in a file what the index says. Raises DamagedError."""
+        with safe_open(path, "np") as opened:
+            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            types = {name: (each.get_dtype(), list(each.get_shape())) for name, each in found.items()}
+        wanted = {n: (self.contents.tensors[n].dtype.upper(), list(b.shape)) for n, b in blocks.items()}
+        for name in sorted(types.keys() | wanted.keys()):
+            if types.get(name) != wanted.get(name):
+                raise DamagedError(
+                    f"tensor {name}: header says {types.get(name)} but the index {wanted.get(name)}"
+                )
+
+    def _other(self, difference: str) -> RuntimeFault:
+        return RuntimeFault(
+            f"checkpoint {self.path} is of another model: {difference}; load it into the model that wrote it"
+        )

@@ -1,0 +1,181 @@
+"""Safetensors files of blocks, written with a checksum for each page and read page by page.
+
+The library `safetensors` writes a dict of arrays to a path, and reads parts without a look at the rest. Here
+a block is fetched when it is written, bytes are summed on their way to a file that nobody else can have put
+there, and what is read is what was summed. `Checkpoint.verify` has the library read the files as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from distgraph.ir.dtypes import itemsize, to_numpy
+from distgraph.runtime.execute.checkpoint import files
+
+HEADER_MOST: Final = 100_000_000
+"""Bytes of a header that the library reads."""
+_PIECE: Final = 1 << 26  # bytes of a block that are in memory at a time, besides what is wanted of it
+_ALIGNMENT: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    """What one rank has written.
+
+    Attributes:
+        name: of the file; empty where the rank owns nothing.
+        bytes: of the file.
+        header: bytes before the first block.
+        checksum: of the header.
+        begins: name of a tensor -> first byte of its block.
+        checksums: name of a tensor -> checksums of the pages of its block.
+    """
+
+    name: str = ""
+    bytes: int = 0
+    header: int = 0
+    checksum: str = ""
+    begins: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, list[str]] = field(default_factory=dict)
+
+
+class DamagedError(Exception):
+    """Bytes that differ from their checksum; the text says which."""
+
+
+def write_blocks(
+    path: Path,
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    block: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str],
+) -> BlockFile:
+    """Write one file, which is on disk at the end.
+
+    Args:
+        path: of a file that is not there.
+        shapes: name -> shape and dtype of its block.
+        block: name -> the block.
+        metadata: texts in the header.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = sorted(shapes, key=lambda name: (-itemsize(shapes[name][1]), name))
+    header, begins, end = _header({name: shapes[name] for name in names}, metadata)
+    checksums: dict[str, list[str]] = {}
+    with files.created(path) as descriptor:
+        files.write(descriptor, header)
+        for name in names:
+            array = block(name)
+            if (array.shape, array.dtype) != (shapes[name][0], to_numpy(shapes[name][1])):
+                raise AssertionError(f"block of {name} is {array.dtype}{list(array.shape)}")
+            data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            checksums[name] = []
+            for start in range(0, len(data), files.PAGE):
+                page = data[start : start + files.PAGE]
+                checksums[name].append(files.checksum(page))
+                files.write(descriptor, page)
+    return BlockFile(path.name, end, len(header), files.checksum(header), begins, checksums)
+
+
+def _header(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """Header of a file, first byte of each block, and bytes of the file."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset, offsets = 0, {}
+    for name, (shape, dtype) in shapes.items():
+        offsets[name] = offset
+        end = offset + math.prod(shape) * itemsize(dtype)
+        entries[name] = {"dtype": dtype.upper(), "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in offsets.items()}, len(header) + offset
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block in a file, as the index describes it.
+
+    Attributes:
+        shape: of the block.
+        dtype: short name.
+        begin: its first byte in the file.
+        checksums: of its pages.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    checksums: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the block."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    def read_into(self, descriptor: int, where: tuple[slice, ...], out: np.ndarray) -> None:
+        """Copy a part of the block, whose pages are verified.
+
+        Raises:
+            OSError: the file cannot be read.
+            DamagedError: a page differs from its checksum.
+        """
+        if not self.shape:
+            out[...] = self._elements(self._pages(descriptor, 0, self.bytes), 0, ())
+            return
+        row = itemsize(self.dtype) * math.prod(self.shape[1:])
+        step = max(1, _PIECE // row)
+        first, last = where[0].start, where[0].stop
+        for start in range(first, last, step):
+            stop = min(last, start + step)
+            part = (slice(start, stop), *where[1:])
+            begin, end = self._span(part)
+            page = begin // files.PAGE * files.PAGE
+            data = self._pages(descriptor, page, end)
+            lengths = tuple(each.stop - each.start for each in part)
+            out[start - first : stop - first] = self._elements(data, begin - page, lengths)
+
+    def verify(self, descriptor: int) -> None:
+        """Compare all of the block with its checksums. Raises as `read_into`."""
+        for begin in range(0, self.bytes, files.PAGE):
+            self._pages(descriptor, begin, begin + 1)
+
+    def _strides(self) -> tuple[int, ...]:
+        sizes = [itemsize(self.dtype) * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        return tuple(sizes)
+
+    def _span(self, part: tuple[slice, ...]) -> tuple[int, int]:
+        """First byte of a part, and the first one behind it."""
+        strides = self._strides()
+        begin = sum(each.start * stride for each, stride in zip(part, strides, strict=True))
+        last = sum((each.stop - 1) * stride for each, stride in zip(part, strides, strict=True))
+        return begin, last + itemsize(self.dtype)
+
+    def _pages(self, descriptor: int, begin: int, end: int) -> memoryview:
+        """Bytes of the block from the page boundary `begin` on, up to the end of the page that holds
+        `end - 1`."""
+        end = min(-(-end // files.PAGE) * files.PAGE, self.bytes)
+        data = files.read(descriptor, self.begin + begin, end - begin)
+        for start in range(begin, end, files.PAGE):
+            stop = min(start + files.PAGE, end)
+            found = files.checksum(data[start - begin : stop - begin])
+            wanted = self.checksums[start // files.PAGE]
+            if found != wanted:
+                raise DamagedError(
+                    f"bytes {self.begin + start} to {self.begin + stop - 1} have checksum {found} but were "
+                    f"written with {wanted}"
+                )
+        return data
+
+    def _elements(self, data: memoryview, offset: int, lengths: tuple[int, ...]) -> np.ndarray:
+        return np.ndarray(lengths, to_numpy(self.dtype), data, offset, self._strides())

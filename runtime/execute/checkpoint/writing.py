@@ -1,0 +1,284 @@
+"""Writing a checkpoint: every rank its blocks, then rank 0 the index that makes them count.
+
+Every distinct block is written once, by one of the ranks that hold it. The files of a new checkpoint have new
+names and are on disk before the index is replaced, in one atomic rename; the old files go once that is on
+disk. So a crash, a full disk or a failing rank leaves the previous checkpoint whole. The directory must be
+one that all ranks see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import distgraph
+from distgraph.errors import RuntimeFault
+from distgraph.ir.sharding_spec import DistAttr
+from distgraph.runtime.execute.checkpoint import files
+from distgraph.runtime.execute.checkpoint.folder import check_folder
+from distgraph.runtime.execute.checkpoint.index import (
+    DRAFT,
+    FORMAT,
+    INDEX,
+    SHARD,
+    TensorType,
+    check_index,
+    fingerprint,
+    is_draft,
+    plain,
+    to_text,
+)
+from distgraph.runtime.execute.checkpoint.lock import hold, writing
+from distgraph.runtime.execute.checkpoint.shards import BlockFile, write_blocks
+from distgraph.runtime.execute.process_group import World
+from distgraph.serialization.documents import shown_path
+
+Slices = tuple[slice, ...]
+_RESERVED: Final = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor to be saved: what it is and where it lies."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    attr: DistAttr
+
+
+def owned(tensors: Mapping[str, Placed], rank: int) -> dict[str, Slices]:
+    """Blocks that a rank writes: every distinct block has one owner; the owners take turns among its
+    replicas."""
+    mine: dict[str, Slices] = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        mesh, spec = tensor.attr.mesh, tensor.attr.spec
+        if rank not in mesh:
+            continue
+        bounds = spec.bounds(tensor.shape, mesh, rank)
+        holders = [other for other in mesh.members if spec.bounds(tensor.shape, mesh, other) == bounds]
+        empty = any(stop == start for start, stop in bounds)
+        if holders[number % len(holders)] == rank and not empty:
+            mine[name] = tuple(slice(start, stop) for start, stop in bounds)
+    return mine
+
+
+def write_checkpoint(
+    directory: str | Path,
+    world: World,
+    tensors: Mapping[str, Placed],
+    block: Callable[[str, int], np.ndarray],
+    training: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint. Collective: every process calls it.
+
+    Args:
+        directory: made if need be; a checkpoint that is there is replaced once the new one is complete.
+        world: the ranks.
+        tensors: name -> what it is and where it lies, for everything to be saved.
+        block: (name, local rank) -> its block.
+        training: where training stands: step, epoch, seed, ...; see `index.Index`.
+
+    Raises:
+        RuntimeFault: on every process: the directory cannot be written, another job writes it, or any rank
+            could not write; the previous checkpoint is whole.
+    """
+    if _RESERVED in tensors:
+        raise RuntimeFault(f"checkpoint cannot hold a tensor named {_RESERVED}; give it another name")
+    with contextlib.ExitStack() as stack:
+        path = _together(world, lambda: _prepare(directory, stack))
+        _write(path, world, tensors, block, training)
+
+
+def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
+    """Find out now what would keep a checkpoint from being written later. Collective.
+
+    Args:
+        directory: of the checkpoint; made and locked if `lock`.
+        world: the ranks.
+        lock: whether it is the directory of this job; False where it may never be written.
+
+    Raises:
+        RuntimeFault: on every process: it cannot be written, or another job writes it.
+    """
+
+    def work() -> Path:
+        return _prepare(directory) if lock else check_folder(directory)
+
+    _together(world, work)
+
+
+def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -> Path:
+    """Make and lock a directory, for this process or, given a stack, for the one save under way."""
+    path = check_folder(directory)
+    try:
+        files.make_folder(path)
+    except OSError as error:
+        folder, reason = error.filename or path, error.strerror or str(error)
+        raise RuntimeFault(
+            f"checkpoint {shown_path(path)} cannot be written: the folder {shown_path(folder)} cannot "
+            f"be made: {reason}; choose another directory"
+        ) from None
+    if stack is None:
+        hold(path)
+    else:
+        stack.enter_context(writing(path))
+    return path
+
+
+def _write(
+    path: Path,
+    world: World,
+    tensors: Mapping[str, Placed],
+    block: Callable[[str, int], np.ndarray],
+    training: Mapping[str, Any],
+) -> None:
+    """`write_checkpoint`, into a directory that is there and locked."""
+    tag = world.share(f"step-{int(training.get('step', 0)):08d}-{secrets.token_hex(8)}", 0)
+
+    def work(rank: int) -> _Written:
+        return _write_blocks(path / _file(tag, rank), tensors, block, rank)
+
+    written: dict[int, _Written] = world.gather(world.run(work))
+    failures = [f"rank {rank}: {part.error}" for rank, part in sorted(written.items()) if part.error]
+    unconfirmed = ""
+    if not failures:
+        result = _commit(path, tensors, written, training) if world.is_chief else None
+        error, in_place = world.share(result, 0)
+        failures = [f"rank 0: {error}"] if error and not in_place else []
+        unconfirmed = error if in_place else ""
+    if failures:
+        for rank in world.local:
+            files.remove(path / _file(tag, rank))
+        raise _failed(path, failures[0])
+    if unconfirmed:
+        raise RuntimeFault(
+            f"checkpoint {path} is in place but the disk does not confirm it: {unconfirmed}; save once more"
+        )
+
+
+def _failed(path: Path, why: str) -> RuntimeFault:
+    return RuntimeFault(
+        f"checkpoint {path} could not be written: {why}; the previous one, if there was one, is whole"
+    )
+
+
+def _together(world: World, work: Callable[[], Path]) -> Path:
+    """Have rank 0 do something; its result, or what it raises, comes on every process."""
+    path, error = Path(), ""
+    if world.is_chief:
+        try:
+            path = work()
+        except RuntimeFault as reason:
+            error = str(reason)
+    shared: tuple[Path, str] = world.share((path, error), 0)
+    if shared[1]:
+        raise RuntimeFault(shared[1])
+    return shared[0]
+
+
+def _file(tag: str, rank: int) -> str:
+    return f"{tag}.rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What one rank has written, or why it has not."""
+
+    blocks: dict[str, Slices]
+    file: BlockFile = field(default_factory=BlockFile)
+    error: str = ""
+
+
+def _write_blocks(
+    path: Path, tensors: Mapping[str, Placed], block: Callable[[str, int], np.ndarray], rank: int
+) -> _Written:
+    mine = owned(tensors, rank)
+    if not mine:
+        return _Written({})
+    shapes = {n: (tuple(s.stop - s.start for s in where), tensors[n].dtype) for n, where in mine.items()}
+    try:
+        metadata = {"format": FORMAT, "rank": str(rank), "file": path.name}
+        found = write_blocks(path, shapes, lambda name: block(name, rank), metadata)
+        files.flush_names(path.parent)
+    except (OSError, RuntimeFault) as error:
+        files.remove(path)
+        return _Written({}, error=f"{path.name}: {error}")
+    except BaseException:
+        files.remove(path)
+        raise
+    return _Written(mine, found)
+
+
+def _commit(
+    path: Path, tensors: Mapping[str, Placed], written: Mapping[int, _Written], training: Mapping[str, Any]
+) -> tuple[str, bool]:
+    """Write the index and put it in place; then remove files that it does not name. Returns what went wrong,
+    and whether the new index is in place."""
+    parts = [part for _, part in sorted(written.items()) if part.file.name]
+    document = plain(_document(tensors, parts, training))
+    try:
+        check_index(document, INDEX)  # what is written can be read
+    except RuntimeFault as error:
+        return str(error), False
+    draft, in_place = path / f"{DRAFT}{secrets.token_hex(8)}.tmp", False
+    try:
+        with files.created(draft) as descriptor:
+            files.write(descriptor, to_text(document).encode())
+        files.flush_names(path)  # the blocks' names before the one that makes them count
+        files.replace(draft, path / INDEX)
+        in_place = True
+        files.flush_names(path)
+    except OSError as error:
+        if not in_place:
+            files.remove(draft)
+        return f"{INDEX}: {error}", in_place
+    keep = {part.file.name for part in parts}
+    for old in path.iterdir():
+        shard = SHARD.fullmatch(old.name) and old.name not in keep
+        if shard or is_draft(old.name):
+            files.remove(old)
+    return "", True
+
+
+def _document(
+    tensors: Mapping[str, Placed], parts: Sequence[_Written], training: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The index as data, see `index.Index`."""
+    types = {n: TensorType(t.kind, t.shape, t.dtype) for n, t in sorted(tensors.items())}
+    entries: dict[str, Any] = {
+        name: {"kind": each.kind, "shape": list(each.shape), "dtype": each.dtype, "shards": []}
+        for name, each in types.items()
+    }
+    for part in parts:
+        for name, where in part.blocks.items():
+            shard = {
+                "file": part.file.name,
+                "start": [s.start for s in where],
+                "shape": [s.stop - s.start for s in where],
+                "begin": part.file.begins[name],
+                "checksums": part.file.checksums[name],
+            }
+            entries[name]["shards"].append(shard)
+    return {
+        "format": FORMAT,
+        "distgraph": distgraph.__version__,
+        "run": "", "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": 0, "epoch": 0, "position": 0, "seed": 0,
+        "unused": [], "losses": [], "epochs": [], "means": [{}, 0], "skipped": [],
+        **training,
+        "page": files.PAGE,
+        "fingerprint": fingerprint(types),
+        "files": {
+            p.file.name: {"bytes": p.file.bytes, "header": p.file.header, "checksum": p.file.checksum}
+            for p in parts
+        },
+        "tensors": entries,
+    }  # fmt: skip

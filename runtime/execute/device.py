@@ -1,0 +1,294 @@
+"""Where a rank computes: NumPy arrays of the host, or CuPy arrays of a GPU.
+
+A `Device` is one rank's: the array namespace of its program, its transport, and the ways between the
+host and the memory it computes in. The engine and its memory speak to it alone, so nothing else asks
+whether there is a GPU.
+
+On a GPU every rank computes on a stream of its own. Feeds are copied to it from pinned memory behind the
+host's back; collectives overlap it (NCCL on a stream of its own); outputs are copied back at the end of
+the step, where the host waits once. The stream is one that the CUDA default stream is ordered with, so
+that what a library puts there cannot overtake the program.
+
+Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs;
+it stages through the host what ranks exchange that share a GPU. Threads that have one GPU between them
+copy from device to device by the in-process transport.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from distgraph.errors import ResourceError, RuntimeFault
+from distgraph.passes.partition import RankProgram
+from distgraph.runtime.program.memory_plan import is_started
+from distgraph.runtime.transport.inprocess import InProcessTransport
+from distgraph.runtime.transport.mpi import MpiTransport
+from distgraph.runtime.transport.nccl import NcclTransport
+from distgraph.runtime.transport.transport import Array, Group, Transport
+
+Inlet = Callable[[np.ndarray], Array]
+"""Host block -> the same in the memory of the device; valid until the next call."""
+
+_BF16_MAJOR = 14  # the CuPy that came with bfloat16
+
+
+class Device(Protocol):
+    """The device of one rank.
+
+    Attributes:
+        xp: array namespace, NumPy or CuPy.
+        transport: to the other ranks, for arrays of `xp`; None where there is one rank.
+    """
+
+    @property
+    def xp(self) -> Any: ...
+
+    @property
+    def transport(self) -> Transport | None: ...
+
+    def working(self) -> AbstractContextManager[None]:
+        """Whatever the rank computes happens inside, on the rank's own thread."""
+
+    def prepare(self, program: RankProgram | None) -> None:
+        """Make ready what a program needs; collective over all ranks, None where a rank has no part in it.
+
+        Raises:
+            RuntimeFault: the program has a dtype that the device lacks.
+        """
+
+    def asarray(self, block: np.ndarray) -> Array:
+        """A host array in the memory of the device."""
+
+    def to_host(self, block: Array) -> np.ndarray:
+        """An array of the device in host memory, when it has been computed."""
+
+    def inlet(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Inlet:
+        """A way for blocks of one shape and dtype, for one block a step."""
+
+    def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """End a step: outputs (arrays, or lists of them) in host memory, with one wait for all of them.
+
+        Raises:
+            RuntimeFault: another rank failed, or the step made no progress for the transport's time limit.
+        """
+
+    def close(self) -> None:
+        """Release what the rank's device holds; called by every rank of a world that ends."""
+
+
+class Host:
+    """The processor; see `Device`."""
+
+    xp: Any = np
+
+    def __init__(self, transport: Transport | None) -> None:
+        self._transport = transport
+
+    @property
+    def transport(self) -> Transport | None:
+        return self._transport
+
+    def working(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self, program: RankProgram | None) -> None:
+        return None
+
+    def asarray(self, block: np.ndarray) -> Array:
+        return block
+
+    def to_host(self, block: Array) -> np.ndarray:
+        return np.asarray(block)
+
+    def inlet(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Inlet:
+        return _as_it_is
+
+    def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(outputs)
+
+    def close(self) -> None:
+        return None
+
+
+def _as_it_is(block: np.ndarray) -> Array:
+    return block
+
+
+class Gpu:
+    """A GPU, or a share of one; see `Device`. Making one is collective over the ranks of `control`.
+
+    Args:
+        control: transport of the ranks for host arrays; None where there is one rank.
+
+    Raises:
+        ResourceError: CuPy is missing, or finds no GPU.
+        RuntimeFault: there is no NCCL.
+    """
+
+    def __init__(self, control: Transport | None) -> None:
+        self.xp: Any = array_namespace("gpu")
+        self._cuda = self.xp.cuda
+        self._pinned: Any = import_module("cupyx").empty_pinned
+        self.number, self._transport = 0, control  # several threads on one GPU copy from device to device
+        if control is not None and not (isinstance(control, InProcessTransport) and _count(self.xp) == 1):
+            nccl = _nccl_of_process(control) if isinstance(control, MpiTransport) else NcclTransport(control)
+            self.number, self._transport = nccl.device, nccl
+        with self._cuda.Device(self.number):
+            self.stream = self._cuda.Stream()
+        if isinstance(self._transport, InProcessTransport):
+            self._transport.order_by(self)
+
+    @property
+    def transport(self) -> Transport | None:
+        return self._transport
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._cuda.Device(self.number), self.stream:
+            try:
+                yield
+            except BaseException:
+                if isinstance(self._transport, NcclTransport):
+                    self._transport.stop()  # kernels of a collective that nobody joins would spin for ever
+                raise
+
+    def prepare(self, program: RankProgram | None) -> None:
+        dtypes = set() if program is None else {dtype for _, dtype in program.types.values()}
+        if "bf16" in dtypes and int(self.xp.__version__.partition(".")[0]) < _BF16_MAJOR:
+            raise RuntimeFault(
+                f"cupy {self.xp.__version__} has no bfloat16 but the program uses it; install cupy "
+                f"{_BF16_MAJOR} or newer, or use float16"
+            )
+        if isinstance(self._transport, NcclTransport):
+            self._transport.prepare(*meetings(program))
+
+    def asarray(self, block: np.ndarray) -> Array:
+        return self.xp.asarray(block)
+
+    def to_host(self, block: Array) -> np.ndarray:
+        host: np.ndarray = self.xp.asnumpy(block)
+        return host
+
+    def inlet(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Inlet:
+        array = self.xp.empty(tuple(shape), dtype)
+        if not array.size:
+            return lambda block: array
+        staged = self._pinned(tuple(shape), dtype)
+
+        def put(block: np.ndarray) -> Array:
+            np.copyto(staged, block)  # `fetch` of the step before has waited for the copy out of it
+            array.set(staged, stream=self.stream)
+            return array
+
+        return put
+
+    def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        start = self._start_copy
+        found = {
+            label: [start(block) for block in got] if isinstance(got, list) else start(got)
+            for label, got in outputs.items()
+        }
+        end = self.mark()
+        if isinstance(self._transport, NcclTransport):  # a rank that has died must not hold this one for ever
+            self._transport.poll(lambda: bool(end.done), "step on the device")
+        else:
+            end.synchronize()
+        return found
+
+    def _start_copy(self, block: Any) -> np.ndarray:
+        if not isinstance(block, self.xp.ndarray):  # a number that went in and comes out again
+            return np.asarray(block)
+        if not block.size:
+            return np.empty(block.shape, block.dtype)
+        host: np.ndarray = self._pinned(block.shape, block.dtype)
+        self.xp.asnumpy(block, stream=self.stream, out=host, blocking=False)
+        return host
+
+    def mark(self) -> Any:
+        """An event at the present end of the calling thread's stream."""
+        event = self._cuda.Event(disable_timing=True)
+        event.record(self._cuda.get_current_stream())
+        return event
+
+    def after(self, mark: Any) -> None:
+        """What the calling thread's stream is given from now on happens after the mark."""
+        self._cuda.get_current_stream().wait_event(mark)
+
+    def close(self) -> None:
+        if isinstance(self._transport, NcclTransport) and not self._transport.serves_process:
+            self._transport.close()
+
+
+def take_device(device: str, control: Transport | None) -> Device:
+    """The device of a rank. Collective over the ranks of `control`.
+
+    Args:
+        device: "cpu" or "gpu".
+        control: transport of the ranks for host arrays; None where there is one rank.
+
+    Raises:
+        ResourceError: CuPy is missing, or finds no GPU.
+        RuntimeFault: there is no NCCL, or it fails.
+    """
+    return Host(control) if device == "cpu" else Gpu(control)
+
+
+def array_namespace(device: str) -> Any:
+    """NumPy for "cpu", CuPy for "gpu".
+
+    Raises:
+        ResourceError: CuPy is missing, or finds no GPU.
+    """
+    if device == "cpu":
+        return np
+    try:
+        cupy = import_module("cupy")
+    except ImportError as error:
+        raise ResourceError(
+            f'device "gpu" needs CuPy but it cannot be imported ({error}); install it with: pip install '
+            'distgraph[cuda12] (or cuda13), or use Strategy(device="cpu")'
+        ) from error
+    try:
+        found = _count(cupy)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ResourceError(
+            f'device "gpu" needs a CUDA device but CuPy finds none ({error}); look at nvidia-smi and '
+            'CUDA_VISIBLE_DEVICES, or use Strategy(device="cpu")'
+        ) from error
+    if not found:
+        raise ResourceError(
+            'device "gpu" needs a CUDA device but none is visible; look at CUDA_VISIBLE_DEVICES, or use '
+            'Strategy(device="cpu")'
+        )
+    return cupy
+
+
+def meetings(program: RankProgram | None) -> tuple[set[Group], set[tuple[int, int]]]:
+    """Groups of a rank's collectives, and (source, destination) of the messages that it sends or receives."""
+    groups: set[Group] = set()
+    pairs: set[tuple[int, int]] = set()
+    if program is None:
+        return groups, pairs
+    for local in (local for task in program.tasks for local in task.ops):
+        if local.mode in ("send", "recv", "exchange"):
+            pairs |= {(program.rank, peer) for peer, _ in local.attrs.get("sends", ())}
+            pairs |= {(peer, program.rank) for peer, _ in local.attrs.get("recvs", ())}
+        elif is_started(local):
+            groups.add(tuple(local.attrs["group"]))
+    return groups, {(source, dest) for source, dest in pairs if source != dest}
+
+
+def _count(cupy: Any) -> int:
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+@functools.cache
+def _nccl_of_process(control: MpiTransport) -> NcclTransport:
+    """One for all engines of a process: two on one control transport would take each other's messages."""
+    return NcclTransport(control, serves_process=True)

@@ -1,0 +1,294 @@
+"""One rank at work: its memory, its compiled tasks, one step after the other.
+
+The worker runs tasks in the order that the schedule recorded (all ranks of a mesh in the same one), starts
+the receives of the next task before it runs the present one, and waits for a collective only where its
+result is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import lookup
+from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_wanted
+from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
+from distgraph.runtime.execute.recorder import Recorder
+from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer, WriterType, compile_task
+from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.schedule.schedule import Schedule
+from distgraph.runtime.schedule.task import UPDATES
+from distgraph.runtime.transport.collectives import finish
+from distgraph.runtime.transport.transport import Transport
+from distgraph.runtime.transport.watchdog import Place, noted
+
+_VERDICT = "\0finite"  # no output has this label: names hold no NUL
+_NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
+
+
+_Order = tuple[tuple[str, int], ...]
+"""(task, micro-batch), first to last."""
+
+_Runner = Callable[[str, int, Callable[[int], None]], None]
+"""Runs a function of a task for one micro-batch."""
+
+
+def _run(name: str, micro: int, function: Callable[[int], None]) -> None:
+    function(micro)
+
+
+class Worker:
+    """Runs the program of one rank.
+
+    Args:
+        program: what the rank runs.
+        schedule: recorded order of all tasks.
+        transport: connection to the other ranks; None for a program of one rank.
+        xp: array namespace, NumPy or CuPy.
+        sources: local blocks of parameters and states by value name; they are updated in place.
+        guard: what is checked to be finite before the update; None for no check.
+        fetch: brings outputs to the host, with one wait for all of them; see `Device.fetch`.
+        checked: compare checksums (see `buffer_check`), all ranks alike; None: where DISTGRAPH_CHECK is 1.
+
+    Attributes:
+        check: that of `guard`; its verdict is that of the last step.
+        updates: how often parameters and states have been updated.
+        updating: whether that is under way; True after a step that failed in the middle of it.
+
+    Raises:
+        RuntimeFault: a parameter or state of the program is missing or has the wrong local shape;
+            DISTGRAPH_CHECK is neither 0 nor 1.
+    """
+
+    @collector_paused()
+    def __init__(
+        self,
+        program: RankProgram,
+        schedule: Schedule,
+        transport: Transport | None,
+        xp: Any,
+        sources: Mapping[str, Any],
+        guard: Guard | None = None,
+        *,
+        fetch: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+        checked: bool | None = None,
+    ) -> None:
+        self.program, self.xp = program, xp
+        self._transport, self._fetch = transport, fetch
+        order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
+        self._order: _Order = order
+        self._updates: _Order = ()
+        if guard is not None:  # nothing waits for an optimize task but another one
+            updates = {task.name for task in program.tasks if task.kind == UPDATES}
+            self._order = tuple(step for step in order if step[0] not in updates)
+            self._updates = tuple(step for step in order if step[0] in updates)
+            assert (*self._order, *self._updates) == order, "memory is planned for another order"
+        self.storage = plan_storage(program, schedule)
+        self.arena = Arena({}, {}, {}, {}, {})
+        self._allocate(sources)
+        self.updates, self.updating = 0, False
+        self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
+        writer: WriterType = Writer
+        self._buffers: BufferCheck | None = None
+        if check_wanted() if checked is None else checked:
+            steps = (*self._order, *self._updates)
+            self._buffers = BufferCheck(program, self.storage, self.arena, steps)
+            writer = functools.partial(CheckedWriter, self._buffers)
+        self.tasks: dict[str, CompiledTask] = {
+            task.name: compile_task(task, program, self.storage, self.arena, transport, xp, writer)
+            for task in program.tasks
+        }
+        if self._buffers is not None:
+            self.tasks = {name: self._buffers.watched(task) for name, task in self.tasks.items()}
+        self._transfers = {number: name for name, number in program.parts.numbers.items()}
+        self._once = {task.name for task in program.tasks if not task.per_micro}
+        self._outputs = [
+            (label, value) for label, value in program.graph.outputs if value.name in program.types
+        ]
+        self._per_micro = [
+            (label, value)
+            for label, value in self._outputs
+            if program.parts.phase[value.name] == 1 and program.graph.micro_batches > 1
+        ]
+        self._home = {
+            v.name: t.name for t in program.tasks for o in t.ops if o.mode != "send" for v in o.op.results
+        }
+
+    def _allocate(self, sources: Mapping[str, Any]) -> None:
+        program, xp = self.program, self.xp
+        for op in program.graph.sources("param", "state"):
+            name = op.result.name
+            if name not in program.types:
+                continue
+            shape, dtype = program.types[name]
+            block = sources.get(name)
+            if block is None or tuple(block.shape) != shape or block.dtype != to_numpy(dtype):
+                found = "nothing" if block is None else f"{block.dtype}{tuple(block.shape)}"
+                raise RuntimeFault(
+                    f"rank {program.rank} needs %{name} as {dtype}{shape} but was given {found}; "
+                    "initialise or load it"
+                )
+            self.arena.fixed[name] = block
+        scratch = xp.empty(self.storage.scratch, xp.uint8)
+        fills = self._fills()
+        for name, slot in self.storage.slots.items():
+            if slot.root != name or slot.kind not in ("kept", "ring", "scratch"):
+                continue
+            shape, dtype = program.types[name]
+            array_type = to_numpy(dtype)
+            if slot.kind == "scratch":
+                size = math.prod(shape) * array_type.itemsize
+                block = scratch[slot.offset : slot.offset + size]
+                self.arena.fixed[name] = block.view(array_type).reshape(shape)
+            elif slot.kind == "kept":
+                block = xp.zeros(shape, array_type)  # costs nothing before it is touched
+                if name in fills:
+                    block[...] = fills[name]
+                self.arena.fixed[name] = block
+            else:
+                count = self.storage.rings[name]
+                self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
+
+    def _fills(self) -> dict[str, float]:
+        """Values that are the neutral element of a reduction on this rank."""
+        return {
+            local.op.result.name: _neutral(local)
+            for task in self.program.tasks
+            for local in task.ops
+            if local.mode == "comm.mask" and not local.attrs["keep"]
+        }
+
+    def step(self, feeds: Mapping[str, Any], recorder: Recorder | None = None) -> dict[str, Any]:
+        """Run one step.
+
+        Args:
+            feeds: for every input of the rank its local blocks, one a micro-batch, or its number if it is a
+                scalar.
+            recorder: takes down what runs when.
+
+        Returns:
+            label -> local block of every output on this rank as `fetch` gives it; a list, one a micro-batch,
+            where the output is not accumulated. Valid until the next step. Parameters and states are those
+            of before the step where `check` did not pass and blocks the update.
+
+        Raises:
+            RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
+        """
+        if self._buffers is not None:
+            self._buffers.begin()
+        place = Place() if self._transport is None else self._transport.place
+        place.transfers, place.micro_batches = self._transfers, self.program.graph.micro_batches
+        if recorder is None:
+            outputs = self._step(feeds, noted(place, _run), _run)
+        else:
+            with recorder.watching(self.tasks.values(), self._transport):
+                outputs = self._step(feeds, noted(place, recorder.run), recorder.post)
+        place.task = ""
+        if self._buffers is not None:
+            self._buffers.end()
+        return outputs
+
+    def _step(self, feeds: Mapping[str, Any], run: _Runner, post: _Runner) -> dict[str, Any]:
+        arena = self.arena
+        arena.feeds.clear()
+        arena.feeds.update(feeds)
+        arena.pending.clear()
+        last = self.program.graph.micro_batches - 1
+        collected: dict[str, list[Any]] = {
+            # an output that is an input itself is made by no task
+            label: [] if value.name in self._home else [self._block(value, m).copy() for m in range(last + 1)]
+            for label, value in self._per_micro
+        }
+        self._run_tasks(self._order, collected, run, post)
+        outputs, counts = self._before_update(collected)
+        self.updating = counts
+        if counts:
+            self._run_tasks(self._updates, collected, run, post)
+        self._finish_pending()
+        for buffers in arena.sends.values():
+            for under_way in buffers:
+                finish(under_way)
+        if counts:
+            self._commit()
+            self.updates += 1
+            self.updating = False
+        rest = {label: block for label, block in self._results(collected).items() if label not in outputs}
+        return {**outputs, **self._fetch(rest)} if rest or self.check is None else outputs
+
+    def _before_update(self, collected: Mapping[str, list[Any]]) -> tuple[dict[str, Any], bool]:
+        """Outputs that no update makes, and whether the update is to happen. The host waits once."""
+        if self.check is None:
+            return {}, True
+        self._finish_pending()
+        updates = {name for name, _ in self._updates}
+        made = {label for label, value in self._outputs if self._home.get(value.name) in updates}
+        ready = {label: block for label, block in self._results(collected).items() if label not in made}
+        for label, value in self._outputs:
+            if self.program.graph.producers[value.name].kind in ("param", "state"):
+                ready[label] = ready[label].copy()  # the update is about to write over it
+        outputs = self._fetch({**ready, _VERDICT: self.check.look()})
+        return outputs, self.check.conclude(bool(outputs.pop(_VERDICT))) or not self.check.guard.blocks
+
+    def _finish_pending(self) -> None:
+        for handle in self.arena.pending.values():
+            handle.wait()
+        self.arena.pending.clear()
+
+    def _results(self, collected: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """Blocks of all outputs, on the device."""
+        whole = {label: self._block(value, 0) for label, value in self._outputs if label not in collected}
+        return {**whole, **collected}
+
+    def _run_tasks(
+        self, order: _Order, collected: Mapping[str, list[Any]], run: _Runner, post: _Runner
+    ) -> None:
+        arena, last = self.arena, self.program.graph.micro_batches - 1
+        if order:
+            post(*order[0], self.tasks[order[0][0]].post)
+        for position, (name, m) in enumerate(order):
+            if position + 1 < len(order):
+                following, at = order[position + 1]
+                post(following, at, self.tasks[following].post)
+            task = self.tasks[name]
+            run(name, m, task.last if m == last or name in self._once else task.body)
+            for label, value in self._per_micro:
+                if self._home.get(value.name) == name:
+                    if (value.name, m) in arena.pending:  # a collective leaves it
+                        arena.pending[value.name, m].wait()
+                    collected[label].append(self._block(value, m).copy())
+
+    def _block(self, value: Value, m: int) -> Any:
+        if value.name in self.arena.fixed:
+            return self.arena.fixed[value.name]
+        if value.name in self.arena.rings:
+            ring = self.arena.rings[value.name]
+            return ring[m % len(ring)]
+        op = self.program.graph.producers[value.name]
+        if op.kind == "constant":
+            return self.xp.asarray(self.program.constant(value.name), to_numpy(value.dtype))
+        feed = self.arena.feeds[op.attrs["name"]]
+        return feed if value.shape == () else feed[m]
+
+    def _commit(self) -> None:
+        """Parameters and states that were not updated in place take their new values."""
+        for old, new in self.program.graph.updates:
+            if old in self.arena.fixed and old not in self.storage.in_place:
+                self.xp.copyto(self.arena.fixed[old], self._block(new, 0))
+
+    @property
+    def source(self) -> str:
+        """Python text of all tasks."""
+        return "\n\n".join(task.source for task in self.tasks.values())
+
+
+def _neutral(local: LocalOp) -> float:
+    declared = lookup(local.op.kind)
+    assert declared.cost == "comm"
+    return _NEUTRAL[local.attrs["reduction"]]

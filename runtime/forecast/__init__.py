@@ -1,0 +1,1 @@
+"""The forecast of a step: seconds and bytes of memory of every rank, before anything runs."""

@@ -1,0 +1,341 @@
+"""The forecast: seconds of a training step and bytes of memory of every rank, before anything runs.
+
+*In:* a `Build`, a cluster, a device for every rank.
+*Out:* a `Forecast`.
+*Invariant:* what is timed is what runs: the tasks of the rank programs, op by op on their streams (see
+`streams`), in the order of the build's schedule, under the actors of the runtime (see `simulate`).
+
+Ranks that run the same tasks are represented by one of them where all their blocks have one size; where
+they have not, the ranks at the corners of their mesh are timed and the slowest decides (`Forecast.exact`
+says which).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from distgraph.errors import ResourceError
+from distgraph.passes.partition import RankProgram
+from distgraph.resources import Cluster, ComputeCost, RankMapping
+from distgraph.resources.units import format_bytes, format_si
+from distgraph.runtime.forecast.communication_cost import TrafficCost
+from distgraph.runtime.forecast.memory_forecast import RankMemory, Shortage, rank_memory, shortages
+from distgraph.runtime.forecast.op_cost import OpCost, Work
+from distgraph.runtime.forecast.rank_equivalence import Form, Forms
+from distgraph.runtime.forecast.representatives import representatives, uneven_meshes
+from distgraph.runtime.forecast.stream_model import Streams, TaskTime
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.kernel_workspace import task_workspace
+from distgraph.runtime.program.memory_plan import StoragePlan, planned
+from distgraph.runtime.program.ring_sizes import rank_clocks
+from distgraph.runtime.schedule.simulate import Timeline, simulate
+from distgraph.runtime.schedule.task import Ring
+
+
+@dataclass(frozen=True, slots=True)
+class TaskForecast:
+    """One task: its slowest rank with any micro-batch, and with the last one."""
+
+    name: str
+    kind: str
+    stage: int
+    rank: int
+    body: TaskTime
+    last: TaskTime
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step will take.
+
+    Attributes:
+        step_seconds: of a whole step: the timeline, and what the slowest host does before and after it.
+        tasks: by name.
+        timeline: of all ranks.
+        transfers: (source task, target task) -> seconds from the end of the one to its data being there.
+        memory: representative rank -> its peak by category.
+        ranks: representative rank -> the ranks it stands for.
+        devices: device number of every rank.
+        exact: False where ranks differ and the slowest corner of a mesh stands for the others.
+        traffic: kind of link -> bytes that all ranks send in a step over it (the link that decides).
+        workspaces: representative rank -> task -> bytes that its kernels allocate while they run.
+    """
+
+    step_seconds: float
+    tasks: Mapping[str, TaskForecast]
+    timeline: Timeline
+    transfers: Mapping[tuple[str, str], float]
+    memory: Mapping[int, RankMemory]
+    ranks: Mapping[int, tuple[int, ...]]
+    devices: tuple[int, ...]
+    exact: bool
+    traffic: Mapping[str, float]
+    workspaces: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def _per_rank(self, field: str) -> dict[int, float]:
+        """Sum of a field of `TaskTime` over a step, by first rank of a column."""
+        found = {}
+        micro = self.timeline.graph.micro_batches
+        for ranks in self.timeline.columns:
+            total = 0.0
+            for task in self.timeline.graph.tasks:
+                if ranks[0] in task.ranks:
+                    times = self.tasks[task.name]
+                    total += getattr(times.last, field)
+                    total += (micro - 1) * getattr(times.body, field) if task.per_micro else 0.0
+            found[ranks[0]] = total
+        return found
+
+    @property
+    def compute_seconds(self) -> dict[int, float]:
+        """First rank of every column of the timeline -> seconds at work."""
+        return self._per_rank("compute")
+
+    @property
+    def exposed_seconds(self) -> dict[int, float]:
+        """First rank of every column of the timeline -> seconds waiting for collectives inside its tasks."""
+        return self._per_rank("exposed")
+
+    @property
+    def flops(self) -> dict[int, float]:
+        """First rank of every column of the timeline -> FLOP of its contractions in a step."""
+        return self._per_rank("flops")
+
+    @property
+    def total_flops(self) -> float:
+        """Floating point operations of all contractions on all ranks in a step."""
+        sizes = {ranks[0]: len(ranks) for ranks in self.timeline.columns}
+        return sum(sizes[rank] * count for rank, count in self.flops.items())
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the step in which the mean rank runs no task."""
+        busy = self.timeline.busy()
+        return 1.0 - sum(busy.values()) / (len(busy) * self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes of the rank that needs most."""
+        return max(memory.total for memory in self.memory.values())
+
+    def __str__(self) -> str:
+        kind = "all ranks alike" if self.exact else "ranks differ: the slowest corner of every mesh decides"
+        head = f"step {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}"
+        lines = [
+            f"{head}, peak memory {format_bytes(self.peak_memory)} ({kind})",
+            f"{'task':<18}{'stage':>6}{'seconds':>12}{'last':>12}{'compute':>12}{'exposed':>12}",
+        ]
+        for task in self.tasks.values():
+            numbers = (task.body.seconds, task.last.seconds, task.body.compute, task.body.exposed)
+            cells = "".join(f"{format_si(number, 's'):>12}" for number in numbers)
+            lines.append(f"{task.name:<18}{task.stage:>6}{cells}")
+        for (source, target), seconds in self.transfers.items():
+            lines.append(f"{source} -> {target}: {format_si(seconds, 's')}")
+        lines += [f"over {link}: {format_bytes(size)} a step" for link, size in self.traffic.items()]
+        return "\n".join([*lines, *(str(memory) for memory in self.memory.values())])
+
+
+def forecast(
+    build: Build,
+    cluster: Cluster,
+    mapping: RankMapping | Sequence[int] | None = None,
+    *,
+    overlap: bool = True,
+    trace: bool = False,
+) -> Forecast:
+    """Forecast one step.
+
+    Args:
+        build: the compiled program.
+        cluster: what it is to run on.
+        mapping: device of every rank; rank i on device i by default.
+        overlap: False for a runtime that waits for every collective where it starts it.
+        trace: also list what runs on which stream inside every task, for pictures (`TaskTime.spans`).
+
+    Raises:
+        ResourceError: too few devices, or a number that a cost needs is not in the resource file.
+    """
+    devices = _devices(build, cluster, mapping)
+    return _Forecaster(build, cluster, devices, overlap, trace).run()
+
+
+def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int] | None) -> tuple[int, ...]:
+    count = max(build.ranks) + 1
+    if isinstance(mapping, RankMapping):
+        mapping = mapping.devices
+    devices = tuple(range(count)) if mapping is None else tuple(mapping)
+    available = len(cluster.devices)
+    if len(devices) < count or max(devices) >= available or len(set(devices)) < len(devices):
+        raise ResourceError(
+            f"the program has {count} ranks but cluster {cluster.name} has {available} devices and the map "
+            f"names {len(set(devices))} different ones; use smaller meshes, another resource file or mapping"
+        )
+    return devices
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A rank that stands for all that do the same under other names; workspaces (by task) on CPUs only."""
+
+    form: Form
+    program: RankProgram
+    plan: StoragePlan
+    streams: Streams
+    workspace: Mapping[str, int] | None
+
+
+class _Forecaster:
+    def __init__(
+        self, build: Build, cluster: Cluster, devices: tuple[int, ...], overlap: bool, trace: bool
+    ) -> None:
+        self.build, self.cluster, self.devices = build, cluster, devices
+        self.overlap, self.trace = overlap, trace
+        self.traffic = TrafficCost(build.lowered, cluster, devices)
+        self.compute = ComputeCost(cluster)
+        self.known: dict[object, tuple[Work, float]] = {}
+        self.forms = Forms(build.parts)
+        self.models: dict[Hashable, _Model] = {}
+        self.times: dict[str, list[TaskForecast]] = {}
+        self.memory: dict[int, RankMemory] = {}
+        self.workspaces: dict[int, dict[str, int]] = {}
+        self.ranks: dict[int, tuple[int, ...]] = {}
+        self.rings: set[Ring] = set()
+
+    def run(self) -> Forecast:
+        exact, uneven = True, uneven_meshes(self.build)
+        for column in self.build.schedule.columns:
+            chosen, even = representatives(self.build, column.ranks, uneven, self.cluster, self.devices)
+            exact = exact and even
+            for rank in chosen:
+                self.time_rank(rank)
+                self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
+        tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
+        transfers = self.transfers()
+        graph = self.build.task_graph
+        timeline = simulate(
+            graph,
+            {n: t.body.seconds for n, t in tasks.items()},
+            policy=self.build.policy,
+            order=self.build.schedule.orders(),
+            transfer=transfers,
+            last={n: t.last.seconds for n, t in tasks.items()},
+            rings=self.rings,
+        )
+        sent: dict[str, float] = {}
+        for part in self.build.parts.tasks:
+            time, micro = tasks[part.name], graph.micro_batches if part.per_micro else 1
+            for link in {**time.body.wire, **time.last.wire}:
+                total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
+                sent[link] = sent.get(link, 0.0) + total
+        used = (self.cluster.devices[device] for device in self.devices)
+        return Forecast(
+            timeline.makespan + max(device.compute.step or 0.0 for device in used),
+            tasks,
+            timeline,
+            transfers,
+            self.memory,
+            self.ranks,
+            self.devices,
+            exact,
+            sent,
+            self.workspaces,
+        )
+
+    def slowest(self, name: str) -> TaskForecast:
+        """The task on the rank that takes longest with the last micro-batch, and the longest body of all."""
+        found = max(self.times[name], key=lambda time: time.last.seconds)
+        return replace(found, body=max((t.body for t in self.times[name]), key=lambda body: body.seconds))
+
+    def time_rank(self, rank: int) -> None:
+        """Time every task of one rank: as on one that does the same, but for messages and order."""
+        form, order = self.forms.of(rank), self.build.schedule.order(rank)
+        model = self.model(rank, form)
+        theirs = {part.name: like.name for part, like in zip(form.tasks, model.form.tasks, strict=True)}
+        if model.workspace is not None:
+            self.workspaces[rank] = {name: model.workspace[like] for name, like in theirs.items()}
+        names = dict(zip(form.names, model.form.names, strict=True))
+        clocks = rank_clocks(self.build.schedule, self.build.parts, rank).renamed(theirs, names)
+        storage = model.plan.under(clocks)
+        tasks_here = {like: name for name, like in theirs.items()}
+        values_here = {like: name for name, like in names.items()}
+        for writer, transfer, depth, posting in model.plan.sent_rings(storage):
+            receiver = self.build.parts.transfers[values_here[transfer]][1]
+            self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
+        self.memory[rank] = replace(rank_memory(model.program, storage, model.workspace), rank=rank)
+        streams = model.streams if rank == model.program.rank else self.elsewhere(model, rank, form)
+        tasks = {task.name: task for task in model.program.tasks}
+        bodies = {
+            name: streams.run(tasks[like], last=False, trace=self.trace)
+            for name, like in theirs.items()
+            if tasks[like].per_micro
+        }
+        newest = model.program.graph.micro_batches - 1
+        pending: dict[str, float] = {}
+        for name, micro in order:
+            if name in bodies and micro != newest:
+                pending = _later(pending, bodies[name].seconds) if pending else pending
+                continue
+            task = tasks[theirs[name]]
+            after = None if task.per_micro else pending
+            last = streams.run(task, last=True, pending=after, trace=self.trace)
+            pending = {} if not task.per_micro else {**_later(pending, last.seconds), **last.late}
+            body, last = (_renamed(time, values_here) for time in (bodies.get(name, last), last))
+            found = TaskForecast(name, task.kind, self.build.parts.stages[name], rank, body, last)
+            self.times.setdefault(name, []).append(found)
+
+    def model(self, rank: int, form: Form) -> _Model:
+        """The first rank on such a device that does the same; with `trace`, always this one."""
+        device = self.cluster.devices[self.devices[rank]]
+        key = (form.number, device.type, device.model, device.origin, rank if self.trace else None)
+        if key not in self.models:
+            program = self.build.program(rank)
+            plan = planned(program)
+            ops = OpCost(program, plan.storage, self.compute, self.devices[rank], self.known)
+            streams = Streams(program, plan.storage, ops, self.traffic, overlap=self.overlap)
+            workspace = task_workspace(program, plan.storage) if device.type == "cpu" else None
+            self.models[key] = _Model(form, program, plan, streams, workspace)
+        return self.models[key]
+
+    def elsewhere(self, model: _Model, rank: int, form: Form) -> Streams:
+        """The streams of a rank that does the same as another one."""
+        names = zip(model.form.names, form.names, strict=True)
+        types = {own: model.program.types[name] for name, own in names if name in model.program.types}
+        bodies = ((like.body, part.body) for like, part in zip(model.form.tasks, form.tasks, strict=True))
+        ops = {op.name: own for like, body in bodies for op, own in zip(like, body, strict=True)}
+        return model.streams.elsewhere(RankProgram(rank, (), types, self.build.parts), ops)
+
+    def transfers(self) -> dict[tuple[str, str], float]:
+        """Seconds that data takes to its readers beyond the end of the task that sends it."""
+        ends: dict[str, list[str]] = {}
+        for part in self.build.parts.tasks:
+            for op in part.body:
+                if op.kind == "comm.transfer":
+                    ends.setdefault(op.name, []).append(part.name)
+        found: dict[tuple[str, str], float] = {}
+        per_micro = {part.name: part.per_micro for part in self.build.parts.tasks}
+        sender = {sent: name for name, times in self.times.items() for t in times for sent in t.last.sends}
+        for sent, names in ends.items():
+            for target in names:
+                source = sender.get(sent)
+                if source is None or target == source:
+                    continue
+                for task in self.times[source]:
+                    time = task.body if per_micro[target] and sent in task.body.sends else task.last
+                    delay = max(0.0, time.sends[sent] - time.seconds)
+                    found[source, target] = max(found.get((source, target), 0.0), delay)
+        return found
+
+
+def _renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
+    sends = {names[sent]: end for sent, end in time.sends.items()}
+    return replace(time, sends=sends, late={names[value]: end for value, end in time.late.items()})
+
+
+def _later(pending: Mapping[str, float], seconds: float) -> dict[str, float]:
+    return {value: end - seconds for value, end in pending.items() if end > seconds}
+
+
+def out_of_memory(forecast: Forecast, cluster: Cluster) -> tuple[Shortage, ...]:
+    """Ranks that need more memory than their device has, the worst first; empty when the program fits."""
+    return shortages(forecast.memory, cluster, forecast.devices)

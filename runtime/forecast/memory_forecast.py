@@ -1,0 +1,140 @@
+"""Bytes of memory that a rank needs, by category, from the storage plan of its program.
+
+*In:* a rank program and its storage.
+*Out:* `RankMemory`.
+*Invariant:* a category holds exactly the blocks
+that the worker allocates for it: sources, kept buffers, rings with one buffer for each micro-batch in
+flight, scratch memory that values share. They live for the whole step, so the peak is their sum and the
+largest workspace that a kernel takes while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from distgraph.passes.partition import RankProgram
+from distgraph.resources import Cluster
+from distgraph.resources.units import format_bytes
+from distgraph.runtime.program.memory_plan import Storage, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: blocks of parameters.
+        gradients: sums over micro-batches and what is made of them for the update.
+        states: of the optimiser.
+        activations: what the forward tasks keep for the backward tasks, times the micro-batches in flight.
+        temporary: scratch memory, shared by all tasks, what the load tasks make once a step, and the largest
+            workspace of a kernel (see `scratch`).
+        communication: what arrives from other meshes.
+        inputs: of all micro-batches of a step, and constants.
+    """
+
+    rank: int
+    parameters: int = 0
+    gradients: int = 0
+    states: int = 0
+    activations: int = 0
+    temporary: int = 0
+    communication: int = 0
+    inputs: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.categories.values())
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Category -> bytes."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.categories.items() if size)
+        return f"rank {self.rank}: {format_bytes(self.total)} ({parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A rank that does not fit its device; bytes."""
+
+    rank: int
+    device: int
+    node: str
+    needed: int
+    available: float
+
+    @property
+    def missing(self) -> float:
+        """Bytes that lack."""
+        return self.needed - self.available
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} needs {format_bytes(self.needed)} but device {self.device} ({self.node}) has "
+            f"{format_bytes(self.available)}: {format_bytes(self.missing)} are missing"
+        )
+
+
+def rank_memory(
+    program: RankProgram, storage: Storage, workspaces: Mapping[str, int] | None = None
+) -> RankMemory:
+    """Bytes of one rank by category.
+
+    Args:
+        program, storage: of the rank.
+        workspaces: task -> bytes that its kernels allocate (`scratch.task_workspace`); none where not given.
+    """
+    found = {f.name: 0 for f in fields(RankMemory) if f.name != "rank"}
+    found["temporary"] = storage.scratch + max((workspaces or {}).values(), default=0)
+    producers, micro = program.graph.producers, program.graph.micro_batches
+    for name, category in categories(program, storage).items():
+        copies = micro if producers[name].kind == "input" else storage.rings.get(name, 1)
+        found[category] += nbytes(program, name) * copies
+    return RankMemory(program.rank, **found)
+
+
+def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
+    """Value -> category, of every value with memory of its own outside the scratch memory."""
+    producers, phase = program.graph.producers, program.parts.phase
+    received = {local.op.result.name for task in program.tasks for local in task.ops if local.mode == "recv"}
+    kind = {"param": "parameters", "state": "states"}
+    late = {slot.root for name, slot in storage.slots.items() if phase[name] == 2}
+    found = {}
+    for name, slot in storage.slots.items():
+        if slot.root != name or slot.kind not in ("source", "kept", "ring"):
+            continue
+        op = producers[name]
+        if slot.kind == "source":
+            found[name] = kind.get(op.kind, "inputs")
+        elif name in received:
+            found[name] = "communication"
+        elif phase[name] == 0:
+            found[name] = "temporary"
+        elif name in late:
+            found[name] = "states" if op.role == "optimize" else "gradients"
+        else:
+            found[name] = "activations"
+    return found
+
+
+def shortages(
+    memory: Mapping[int, RankMemory], cluster: Cluster, devices: tuple[int, ...]
+) -> tuple[Shortage, ...]:
+    """The ranks that need more than their device has, the worst first.
+
+    Args:
+        memory: of every rank that is looked at.
+        cluster: its devices.
+        devices: device number of every rank.
+    """
+    found = []
+    for rank, need in memory.items():
+        device = cluster.devices[devices[rank]]
+        if need.total > device.memory:
+            found.append(Shortage(rank, device.index, device.node, need.total, device.memory))
+    return tuple(sorted(found, key=lambda shortage: -shortage.missing))

@@ -1,0 +1,314 @@
+"""One task on one rank: a stream that computes, and one for each group that it communicates with.
+
+*In:* a rank program, its storage, the costs of its ops.
+*Out:* `TaskTime`: seconds of one run of a task.
+*Invariant:* a collective starts where the generated program starts it, once those of its group before it
+are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
+the computing stream stand still, but a task ends no earlier than the host has issued its ops
+(`Compute.issue`) and gone on to the next task (`Compute.task`), and a device that moves its messages to other
+meshes itself stands still for `Compute.message` at each end of one. Collectives of two groups over one kind
+of link at the same time get half of it each.
+
+A device that is at work for its collectives itself (`Message.busy`) does that work while it waits: for any of
+them, the oldest first. What is left of it when it comes to wait for a collective, or at the end of the task,
+it does then.
+
+    compute  | matmul | matmul |  wait  | add |            exposed = wait
+    communicate       | all_reduce      |
+
+What the last micro-batch leaves under way for the optimize task (`late`) goes on beside whatever comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+from distgraph.ir.graph import Op
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
+from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
+from distgraph.runtime.program.memory_plan import Storage, is_started
+
+Channel = tuple[str, tuple[int, ...]]  # kind of the link that decides, ranks of the group
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op on a stream: compute, communicate or send; start and seconds from the start of its task."""
+
+    stream: str
+    op: str
+    kind: str
+    scope: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTime:
+    """One run of a task on one rank, in seconds.
+
+    Attributes:
+        seconds: from start to end.
+        compute: of those, at work; what is neither this nor `exposed`, the device waits for the host.
+        exposed: of those, waiting for communication, or at work for it.
+        communication: of all its collectives, hidden or not.
+        flops: floating point operations of its contractions.
+        wire: kind of link -> bytes that all ranks of the task send over it.
+        sends: transfer op -> when its bytes are with the receiver, from the start of the task.
+        late: value -> seconds after the end of the task until the collective that makes it is done.
+        spans: what ran on which stream; only where it was asked for.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    communication: float
+    flops: float
+    wire: Mapping[str, float] = field(default_factory=dict)
+    sends: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A local op with what it costs and waits for; no message where it only computes."""
+
+    local: LocalOp
+    waits: tuple[str, ...]
+    work: Work = NOTHING
+    seconds: float = 0.0
+    message: Message | None = None
+
+
+class Streams:
+    """Runs tasks of one rank under a clock of its own.
+
+    Args:
+        program, storage: the rank's.
+        ops: costs of its computations.
+        traffic: costs of the communication of all ranks.
+        overlap: False where a device cannot compute while it communicates; then every collective is exposed.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        storage: Storage,
+        ops: OpCost,
+        traffic: TrafficCost,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self.program, self.storage, self.ops, self.traffic, self.overlap = (
+            program,
+            storage,
+            ops,
+            traffic,
+            overlap,
+        )
+        compute = ops.cost.cluster.devices[ops.device].compute
+        self.issue, self.message = compute.issue or 0.0, compute.message or 0.0
+        self.task = compute.task or 0.0
+        self._steps: dict[str, list[_Step]] = {}
+
+    def run(
+        self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
+    ) -> TaskTime:
+        """One run of a task.
+
+        Args:
+            task: a task of the program.
+            last: with the last micro-batch; a task that runs once a step always is.
+            pending: value -> seconds until the collective of another task that makes it is done.
+            trace: also list the spans.
+        """
+        return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time()
+
+    def steps(self, task: LocalTask) -> list[_Step]:
+        """The ops of a task, priced once for all of its runs."""
+        if task.name not in self._steps:
+            waits = self.storage.waits
+            self._steps[task.name] = [
+                self._step(local, waits.get((task.name, number), ())) for number, local in enumerate(task.ops)
+            ]
+        return self._steps[task.name]
+
+    def _step(self, local: LocalOp, waits: tuple[str, ...]) -> _Step:
+        if local.mode == "send" or (is_started(local) and local.mode != "recv"):
+            work, seconds = self.ops.of(local)
+            return _Step(local, waits, work, seconds, self._message(self.program, local))
+        return _Step(local, waits, *self.ops.of(local))
+
+    def _message(self, program: RankProgram, local: LocalOp) -> Message:
+        if local.mode in ("send", "exchange"):
+            return self.traffic.exchange(local.op)
+        return self.traffic.collective(program, local)
+
+    def elsewhere(self, program: RankProgram, ops: Mapping[str, Op]) -> Streams:
+        """The same tasks on ranks that do the same elsewhere (see `alike`): messages cost something else.
+
+        Args:
+            program: types of the values there.
+            ops: name of an op here -> the op there.
+        """
+        found = copy(self)
+        found._steps = {}
+        for task in self.program.tasks:
+            found._steps[task.name] = [
+                step
+                if step.message is None
+                else replace(
+                    step, message=self._message(program, replace(step.local, op=ops[step.local.op.name]))
+                )
+                for step in self.steps(task)
+            ]
+        return found
+
+
+class _Run:
+    def __init__(
+        self, streams: Streams, task: LocalTask, last: bool, pending: dict[str, float], trace: bool
+    ) -> None:
+        self.streams, self.task, self.last, self.trace = streams, task, last, trace
+        self.storage = streams.storage
+        self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
+        self.issued = 0  # ops and collectives that the host has handed to the device
+        self.channels: dict[Channel, float] = {}  # until when each is busy
+        self.outgoing = 0.0  # the same for messages to other meshes
+        self.ends: dict[str, float] = {}
+        self.busy: dict[str, float] = {}  # seconds that the device works for what is not awaited yet
+        self.carrier: dict[str, Channel] = {}  # value -> channel of the collective that makes it
+        self.pending = {self.storage.slots[name].root: end for name, end in pending.items()}
+        self.sends: dict[str, float] = {}
+        self.wire: dict[str, float] = {}
+        self.spans: list[Span] = []
+
+    def time(self) -> TaskTime:
+        for step in self.streams.steps(self.task):
+            local = step.local
+            if local.tail and not self.last:
+                continue
+            self._wait_for(step.waits)
+            for value in local.op.operands if self.pending and local.mode != "recv" else ():
+                if value.name in self.storage.slots:
+                    self._wait(self.pending.pop(self.storage.slots[value.name].root, 0.0))
+            self._take(step)
+        self._wait_for(self.storage.waits.get((self.task.name, len(self.task.ops)), ()))
+        phase = self.streams.program.parts.phase
+        late: dict[str, float] = {}
+        for name in self.storage.late[self.task.name]:
+            if name in self.ends:
+                if phase[name] == 2 and self.task.per_micro:
+                    work = self.busy.pop(name)
+                    self._wait(self.clock + work, work)
+                    late[name] = self.ends[name]
+                else:
+                    self._receive(name)
+        self.clock = max(self.clock, self.issued * self.streams.issue) + self.streams.task
+        remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
+        return TaskTime(
+            self.clock,
+            self.compute,
+            self.exposed,
+            self.communication,
+            self.flops,
+            self.wire,
+            self.sends,
+            remaining,
+            tuple(self.spans),
+        )
+
+    def _wait_for(self, values: tuple[str, ...]) -> None:
+        for value in values:
+            if value in self.ends:
+                self._receive(value)
+
+    def _receive(self, name: str) -> None:
+        work = self.busy.pop(name)
+        self._wait(max(self.ends.pop(name), self.clock + work), work)
+
+    def _wait(self, end: float, work: float = 0.0) -> None:
+        """Stand still until `end`; so many of these seconds the device works for what it waits for."""
+        if end <= self.clock:
+            return
+        idle = end - self.clock - work
+        for name, left in self.busy.items():
+            done = min(left, max(0.0, idle))
+            self.busy[name] -= done
+            idle -= done
+        self.exposed += end - self.clock
+        self.clock = end
+
+    def _take(self, step: _Step) -> None:
+        local = step.local
+        if step.message is not None:
+            if step.seconds:
+                self._note("compute", local, self.clock, step.seconds)
+                self.clock += step.seconds
+                self.compute += step.seconds
+            send = self._send if local.mode == "send" else self._communicate
+            send(local, step.message)
+            return
+        if local.mode == "recv":
+            self._attend(len(local.attrs["recvs"]))
+        seconds = step.seconds
+        self.issued += step.work.kind != "none"
+        if local.mode == "accumulate" and self.last:
+            scaling, more = self.streams.ops.scaling(local)
+            seconds += more
+            self.issued += scaling.kind != "none"
+        if seconds:
+            self._note("compute", local, self.clock, seconds)
+        self.clock += seconds
+        self.compute += seconds
+        self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
+
+    def _send(self, local: LocalOp, message: Message) -> None:
+        self._count(message)
+        start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
+        self.outgoing = self.sends[local.op.name] = start + message.seconds
+        self._note("send", local, start, message.seconds)
+        self._attend(len(local.attrs["sends"]))
+
+    def _attend(self, messages: int) -> None:
+        """A device that moves its messages itself computes nothing meanwhile."""
+        seconds = messages * self.streams.message
+        self._wait(self.clock + seconds, seconds)
+
+    def _communicate(self, local: LocalOp, message: Message) -> None:
+        self._count(message)
+        self.issued += bool(message.link)
+        name, channel = local.op.result.name, (message.link, local.attrs.get("group", ()))
+        start = max(self.clock, self.channels.get(channel, 0.0))
+        end = start + message.seconds
+        for other, busy in self.channels.items():
+            if other != channel and other[0] == channel[0] and busy > start:
+                shared = min(message.seconds, (busy - start) / 2)
+                end += shared
+                self._delay(other, start, shared)
+        self.communication += message.seconds
+        self.channels[channel] = end
+        self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
+        self._note("communicate", local, start, end - start)
+        if not self.streams.overlap:
+            self.busy[name] = 0.0
+            self._wait(end)
+
+    def _delay(self, channel: Channel, after: float, seconds: float) -> None:
+        """Another group takes part of the link: what is under way ends later."""
+        self.channels[channel] += seconds
+        for name, end in self.ends.items():
+            if end > after and self.carrier[name] == channel:
+                self.ends[name] = end + seconds
+
+    def _count(self, message: Message) -> None:
+        if message.link:
+            self.wire[message.link] = self.wire.get(message.link, 0.0) + message.wire
+
+    def _note(self, stream: str, local: LocalOp, start: float, seconds: float) -> None:
+        if self.trace:
+            self.spans.append(Span(stream, local.op.name, local.op.kind, local.op.scope, start, seconds))

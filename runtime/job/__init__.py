@@ -1,0 +1,1 @@
+"""What the processes of a launched job share: files, heartbeats, time limits, reports of failures."""

@@ -1,0 +1,139 @@
+"""What the processes of one launched job leave for each other in a directory; standard library only.
+
+`launcher`: process number and start time of the launcher. `supervisor.R`: those of the supervisor of rank R
+and of its parent. Both files are touched regularly, see `distgraph.runtime.job.heartbeat`. `rank.R`: process
+number and start time of rank R. `shared.R`: shared memory files that its MPI has made. `failed`: the first
+failure. `left.R`: rank R has said its last words after a failure. `stopping`: the launcher ends the job.
+`ended.R`: rank R has ended since. `closed.R`: the supervisor of rank R ends because it has nothing left to
+do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from distgraph.errors import RuntimeFault
+
+JOB_DIRECTORY: Final = "DISTGRAPH_JOB_DIRECTORY"
+"""Environment variable by which the launcher tells the directory."""
+LAST_WORDS_SECONDS: Final = 5.0
+"""How long a failing rank waits for the others to say why they stop."""
+_SIZE_VARIABLES: Final = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANK_VARIABLES: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+LAUNCHER: Final = "launcher"
+STOPPING: Final = "stopping"
+CLOSED: Final = "closed"
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+TIMEOUT: Final = "DISTGRAPH_TIMEOUT"
+"""Environment variable: seconds that a rank waits without progress."""
+DEFAULT_TIME_LIMIT: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of a job.
+
+    Attributes:
+        code: exit code of the job.
+        text: what happened.
+        observed: the launcher or a supervisor saw it; else a rank reported it and says it itself.
+    """
+
+    code: int
+    text: str
+    observed: bool = False
+
+
+def ranks_of_job() -> int:
+    """Number of MPI ranks that the launcher started; 1 without a launcher. Does not load MPI."""
+    return _first_number(_SIZE_VARIABLES) or 1
+
+
+def rank_in_job() -> int | None:
+    """This process's rank as its launcher numbers it; None without a launcher."""
+    return _first_number(_RANK_VARIABLES)
+
+
+def job_directory() -> Path | None:
+    """The job's directory; None where no launcher of distgraph started this process."""
+    given = os.environ.get(JOB_DIRECTORY)
+    return Path(given) if given else None
+
+
+def setting_in_seconds(name: str, default: float, environ: Mapping[str, str] | None = None) -> float:
+    """Value of a variable of the environment, by default that of this process, that holds seconds.
+
+    Raises:
+        RuntimeFault: not a positive number.
+    """
+    given = (os.environ if environ is None else environ).get(name, str(default))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < math.inf:
+        raise RuntimeFault(f"{name}: expected a positive number of seconds, got {given!r}")
+    return seconds
+
+
+def record_failure(code: int, text: str, *, observed: bool = False) -> None:
+    """Write the first failure of the job where the launcher and the other ranks find it."""
+    job = job_directory()
+    if job is not None:
+        with contextlib.suppress(OSError):  # a full disk, or the launcher has removed the directory
+            record_failure_in(job, Failure(code, text, observed))
+
+
+def record_failure_in(job: Path, failure: Failure) -> None:
+    """As `record_failure`, in the directory of a job."""
+    draft = job / f"draft.{os.getpid()}"
+    draft.write_text(json.dumps(asdict(failure)))
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, job / "failed")  # appears whole, and only if it is the first
+
+
+def exit_code(error: BaseException) -> int:
+    """Exit code of a process that ends because of an exception."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def record_death(rank: int, signal_name: str, code: int) -> None:
+    """Write that a rank was killed, if it is the first failure."""
+    record_failure(code, f"rank {rank} was killed by {signal_name}", observed=True)
+
+
+def recorded_failure(job: Path) -> Failure | None:
+    """The first failure; None if there is none."""
+    try:
+        return Failure(**json.loads((job / "failed").read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def observed_failure(job: Path) -> str | None:
+    """Text of the first failure if the launcher or a supervisor saw it, such as a rank that was killed."""
+    failure = recorded_failure(job)
+    return failure.text if failure is not None and failure.observed else None
+
+
+def remove_shared_memory(job: Path) -> None:
+    """Remove the shared memory files of ranks of a job that MPI has not removed because they were killed."""
+    for listed in job.glob("shared.*"):
+        for name in listed.read_text().splitlines():
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+
+
+def _first_number(variables: Sequence[str]) -> int | None:
+    """The first of the environment variables that is a number."""
+    return next((int(os.environ[name]) for name in variables if os.environ.get(name, "").isdigit()), None)

@@ -1,0 +1,1 @@
+"""Starting ranks as processes, and watching them until they end."""

@@ -1,0 +1,180 @@
+"""What the launcher of a job watches while it runs: signals to the launcher, mpiexec, and the supervisors.
+
+A process that does not run can say nothing, so it is heard by its silence: supervisors by their heartbeats,
+mpiexec and its proxies, which know none, by their state.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, interval, last_beat
+from distgraph.runtime.job.job_files import CLOSED, DEFAULT_TIME_LIMIT, LAUNCHER, TIMEOUT, setting_in_seconds
+from distgraph.runtime.job.processes import Process, descendants, held, read_processes
+
+_STARTING: Final = 0.05  # seconds between looks for supervisors, until all of them are known
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """Inside, SIGINT, SIGTERM and SIGHUP are noted and do nothing else (where this is the main thread).
+
+    Attributes:
+        received: in order.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._wake, self._note = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDING:
+                if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
+                    continue
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+        os.close(self._wake)
+        os.close(self._note)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        with suppress(BlockingIOError):
+            os.write(self._note, b".")
+
+    def sleep(self, seconds: float, *watched: int) -> None:
+        """Until one of the descriptors is readable, a signal comes, or the seconds are over."""
+        poll = select.poll()  # select() takes no descriptors above 1023
+        for descriptor in (self._wake, *watched):
+            poll.register(descriptor, select.POLLIN)
+        if self._wake in dict(poll.poll(seconds * 1000)):
+            os.read(self._wake, 1 << 10)
+
+
+class Monitor:
+    """The processes of a job, seen by its launcher.
+
+    Args:
+        mpiexec: its process number.
+        job: directory of the job.
+        ranks: how many.
+        environ: of the job.
+
+    Attributes:
+        lost: ranks whose supervisor has ended without having said so, in order.
+    """
+
+    def __init__(self, mpiexec: int, job: Path, ranks: int, environ: Mapping[str, str]) -> None:
+        self.mpiexec, self.job, self.ranks = mpiexec, job, ranks
+        self.limit = heartbeat_limit(environ)
+        self.interval = interval(self.limit)
+        self.start_limit = max(self.limit, setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT, environ))
+        self.started = Silence(lambda: None, self.interval)
+        self.supervisors: dict[int, Process] = {}
+        self.silences: dict[int, Silence] = {}
+        self.watched: dict[int, int] = {}  # rank -> descriptor of its supervisor, until that ends
+        self.lost: list[int] = []
+        self.others: dict[int, Silence] = {mpiexec: self._running(mpiexec)}
+
+    def watch(self, signals: Signals) -> str | None:
+        """Wait until mpiexec ends, a signal comes, or something is wrong: returns what, else None."""
+        watch = os.pidfd_open(self.mpiexec)
+        beaten = 0.0
+        try:
+            while not signals.received:
+                complete = len(self.silences) == self.ranks
+                signals.sleep(
+                    self.interval if complete else min(self.interval, _STARTING),
+                    watch,
+                    *self.watched.values(),
+                )
+                self._note_lost()
+                self._find()
+                if ended(watch):
+                    return None
+                if time.monotonic() - beaten < self.interval:
+                    continue
+                beaten = time.monotonic()
+                beat(self.job / LAUNCHER)
+                wrong = self._look()
+                if wrong is not None:
+                    return wrong
+        finally:
+            for descriptor in (watch, *self.watched.values()):
+                os.close(descriptor)
+            self.watched.clear()
+        return None
+
+    def _note_lost(self) -> None:
+        for rank, descriptor in list(self.watched.items()):
+            if ended(descriptor):
+                os.close(self.watched.pop(rank))
+                if not (self.job / f"{CLOSED}.{rank}").exists():
+                    self.lost.append(rank)
+
+    def _look(self) -> str | None:
+        for pid, silence in self.others.items():
+            if silence.seconds() > self.limit:
+                return f"{_name(pid)} (process {pid}) is stopped since {silence.seconds():.0f} s"
+        for rank, silence in self.silences.items():
+            if silence.seconds() > self.limit:
+                found = self.supervisors[rank]
+                if not found.state:
+                    continue  # mpiexec is about to end for it
+                how = "is stopped" if found.stopped else "does not answer"
+                return (
+                    f"supervisor of rank {rank} (process {found.pid}) {how} since {silence.seconds():.0f} s"
+                )
+        if len(self.silences) < self.ranks and self.started.seconds() > self.start_limit:
+            return self._not_started()
+        return None
+
+    def _find(self) -> None:
+        """Take note of supervisors, and of proxies that started them."""
+        for rank in range(self.ranks):
+            path = self.job / f"supervisor.{rank}"
+            if rank in self.silences or not (found := read_processes(path)):
+                continue
+            self.supervisors[rank] = found[0]
+            self.silences[rank] = Silence(lambda path=path: last_beat(path), self.interval)  # type: ignore[misc]
+            with suppress(OSError):
+                self.watched[rank] = os.pidfd_open(found[0].pid)
+            for proxy in found[1:]:
+                self.others.setdefault(proxy.pid, self._running(proxy.pid))
+
+    def _not_started(self) -> str:
+        absent = ", ".join(str(rank) for rank in range(self.ranks) if rank not in self.silences)
+        stopped = [process.pid for process in descendants(self.mpiexec) if process.stopped]
+        because = f"; {_name(stopped[0])} (process {stopped[0]}) is stopped" if stopped else ""
+        return f"rank {absent} has not started in {self.start_limit:.0f} s{because}"
+
+    def _running(self, pid: int) -> Silence:
+        """Silence of a process that sends no heartbeats: for how long it is stopped."""
+        return Silence(lambda: None if held(pid) else time.monotonic(), self.interval)
+
+
+def ended(descriptor: int) -> bool:
+    """Whether the process of a pidfd has ended."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _name(pid: int) -> str:
+    """Name of the program that a process runs."""
+    found = Process.of(pid)
+    return (found and found.name) or "a process"

@@ -1,0 +1,416 @@
+"""From measured seconds to the numbers of a resource file: convex, non-negative, robust.
+
+*In:* works with their seconds; collectives with theirs.
+*Out:* `Compute` of a device with the relative error of every number; launch time, latencies and bandwidths of
+links likewise.
+
+Every fit minimises a sum of Huber losses of relative errors, x >= 0:
+
+    minimise   sum_i huber((a_i . x - t_i) / s_i)
+
+so that a run that was disturbed counts little, and a microsecond counts as much as a second. Links have
+s_i = t_i: what spreads there are disturbances, and the fit is near the median. Ops have s_i = a_i . x of the
+turn before: after the mean over rounds, what spreads is that the same op takes longer in one place than in
+another (the first of its kind finds no cache warm). A step is the sum of all, so that the fit has to be near
+the mean; relative to what was measured, long ones would count less than short ones and all sums be too small.
+
+The efficiency of matmuls by shape is such a problem in each of its three lengths when the other two are held,
+which is done in turns. A table of one kind of op is a rising line through knots, fitted likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Final
+
+import numpy as np
+
+from distgraph.errors import ResourceError
+from distgraph.resources import Cluster, CollectiveCost
+from distgraph.resources.cluster import Compute, MatmulRate, OpTable
+from distgraph.runtime.forecast.op_cost import Work
+
+Vector = np.ndarray
+_HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
+_SPREAD: Final = 0.5  # the same where places differ, after the mean over rounds
+_SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
+_CONTRACTIONS: Final = ("matmul", "einsum", "einsum+=", "linear")  # priced by shape; others have tables
+_SPACING: Final = 3.0  # least factor between two knots of a table
+_TURNS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeFit:
+    """Numbers of one device.
+
+    Attributes:
+        compute: efficiencies, launch time, tables, with their errors.
+        memory_bandwidth: bytes/s that the efficiencies refer to.
+        measured: FLOP/s of large matmuls by dtype, where the file states no peak.
+    """
+
+    compute: Compute
+    memory_bandwidth: float
+    measured: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A measured collective: devices of one group, of those beside it, bytes, seconds."""
+
+    kind: str
+    group: tuple[int, ...]
+    concurrent: tuple[tuple[int, ...], ...]
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """Numbers of the links.
+
+    Attributes:
+        launch: seconds that starting a collective costs.
+        latency, bandwidth: by origin of the link in the resource file; only of links that were used.
+        error: mean relative error of small messages (launch, latency) and of large ones (bandwidth).
+    """
+
+    launch: float
+    latency: Mapping[str, float]
+    bandwidth: Mapping[str, float]
+    error: Mapping[str, float]
+
+
+def robust(
+    rows: Vector,
+    seconds: Vector,
+    prior: Vector | None = None,
+    like: Vector | None = None,
+    far: float = _HUBER,
+) -> Vector:
+    """x >= 0 with rows @ x close to seconds, relatively.
+
+    Args:
+        rows: [measurements, unknowns].
+        seconds: [measurements]; positive without `like`.
+        prior: [unknowns], nan where there is none; decides only what the measurements leave open.
+        like: [measurements], positive: what errors are relative to; the seconds themselves by default.
+        far: relative error from which a measurement counts less.
+
+    Raises:
+        ResourceError: no measurement, or the solver found nothing.
+    """
+    if not len(rows):
+        raise ResourceError("fit: there is no measurement; give the profile more seconds")
+    cp: Any = import_module("cvxpy")  # a second of start-up time: only for those who fit
+    unit = seconds if like is None else like
+    relative = rows / unit[:, None]
+    scale = np.abs(relative).max(axis=0)
+    scale[scale == 0] = 1.0
+    x = cp.Variable(rows.shape[1], nonneg=True)
+    loss = cp.sum(cp.huber(relative / scale @ x - seconds / unit, far)) / len(rows)
+    if prior is not None:
+        known = np.flatnonzero(np.isfinite(prior) & (prior > 0))
+        if known.size:
+            loss += 1e-5 * cp.sum_squares(x[known] / (prior[known] * scale[known]) - 1)
+    problem = cp.Problem(cp.Minimize(loss))
+    problem.solve(solver=cp.CLARABEL)
+    if x.value is None:
+        raise ResourceError(f"fit: the solver ended with {problem.status}; measure again")
+    found: Vector = np.maximum(np.asarray(x.value), 0.0) / scale
+    return found
+
+
+def expected(rows: Vector, seconds: Vector, start: float | Vector = 0.0) -> Vector:
+    """x >= 0 with start + rows @ x near the mean of the seconds that have the same row."""
+    like, x = seconds, np.zeros(rows.shape[1])
+    for _ in range(_TURNS):
+        x = robust(rows, seconds - start, like=like, far=_SPREAD)
+        before, like = like, np.maximum(start + rows @ x, 1e-9)
+        if np.allclose(before, like, rtol=1e-3):
+            break
+    return x
+
+
+def mean_error(predicted: Vector, seconds: Vector) -> float:
+    """Mean of |predicted / measured - 1|; 0 without measurements."""
+    return float(np.mean(np.abs(predicted / seconds - 1))) if len(seconds) else 0.0
+
+
+def fit_compute(
+    samples: Sequence[tuple[Work, float]], peak: Mapping[str, float], memory_bandwidth: float | None
+) -> ComputeFit:
+    """Numbers of a device from works and their seconds.
+
+    Args:
+        samples: of all classes.
+        peak: FLOP/s by dtype that the resource file states.
+        memory_bandwidth: bytes/s that it states; raised where streams are faster.
+
+    Raises:
+        ResourceError: no small or no large op that streams through memory was measured.
+    """
+    error: dict[str, float] = {}
+    small = _of(samples, "memory", most=_SMALL)
+    launch = float(robust(_columns(small, 1.0, "nbytes"), _seconds(small))[0])
+    per_byte, error["memory_efficiency"] = _slope(_of(samples, "memory", least=_LARGE), launch)
+    near = [(work, s) for work, s in small if work.nbytes <= _SMALL // 16]
+    error["launch"] = mean_error(launch + per_byte * _columns(near, "nbytes")[:, 0], _seconds(near))
+    bandwidth = max(memory_bandwidth or 0.0, 1 / per_byte)
+    lookups = _of(samples, "lookup")
+    lookup_efficiency = None
+    if lookups:
+        slope, error["lookup_efficiency"] = _slope(lookups, launch)
+        lookup_efficiency = _fraction(1 / (slope * bandwidth))
+    measured, rates, launches = {}, {}, dict[str, dict[str, OpTable]]()
+    per_flop: dict[str, float] = {}
+    for dtype in dict.fromkeys(work.dtype for work, _ in samples):
+        products = [s for s in _of(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
+        if products:
+            rate, half, starts, wrong = fit_matmul(products, per_byte)
+            for op, start in starts.items():
+                launches.setdefault(op, {})[dtype] = OpTable("", (), (), launch=start)
+            if dtype not in peak:
+                measured[dtype] = rate
+            efficiency = _fraction(rate / peak.get(dtype, rate))
+            per_flop[dtype] = 1 / rate
+            rates[dtype] = MatmulRate(efficiency, half, {"efficiency": wrong})
+    ops = {**fit_tables(samples, per_byte, per_flop), **launches}
+    compute = Compute(launch, _fraction(1 / (per_byte * bandwidth)), lookup_efficiency, rates, ops, error)
+    return ComputeFit(compute, bandwidth, measured)
+
+
+def _fraction(number: float) -> float:
+    return min(1.0, max(number, 1e-6))
+
+
+def _of(
+    samples: Sequence[tuple[Work, float]], kind: str, least: float = 0, most: float = math.inf
+) -> list[tuple[Work, float]]:
+    return [(work, s) for work, s in samples if work.kind == kind and least <= work.nbytes <= most]
+
+
+def _seconds(samples: Sequence[tuple[Work, float]]) -> Vector:
+    return np.array([seconds for _, seconds in samples])
+
+
+def _columns(samples: Sequence[tuple[Work, float]], *columns: str | float) -> Vector:
+    """A column for each field of the works, or of a number."""
+    rows = [[getattr(work, c) if isinstance(c, str) else c for c in columns] for work, _ in samples]
+    return np.array(rows, float).reshape(len(samples), len(columns))
+
+
+def _slope(samples: Sequence[tuple[Work, float]], launch: float) -> tuple[float, float]:
+    """Seconds per byte beside the launch time, and the mean relative error."""
+    rows, seconds = _columns(samples, "nbytes"), _seconds(samples)
+    slope = max(float(expected(rows, seconds, launch)[0]), 1e-15)
+    return slope, mean_error(launch + slope * rows[:, 0], seconds)
+
+
+def fit_matmul(
+    samples: Sequence[tuple[Work, float]], per_byte: float
+) -> tuple[float, tuple[float, float, float], dict[str, float], float]:
+    """Rate of large matmuls, lengths of m, n and k at which it halves, launch time by op, mean error.
+
+    Args:
+        samples: contractions of one dtype.
+        per_byte: seconds of moving a byte; contractions that it decides say nothing of the rate.
+    """
+    seconds, moving = _seconds(samples), per_byte * _columns(samples, "nbytes")[:, 0]
+    ops = list(dict.fromkeys(work.op for work, _ in samples))
+    starting = np.array([[float(work.op == op) for op in ops] for work, _ in samples])
+    flops = _columns(samples, "flops")[:, 0]
+    sizes = np.array([work.dims[1:] for work, _ in samples], float)
+    bound = moving < 0.9 * seconds
+    bound |= not bound.any()
+    half, per_flop, starts, like = np.zeros(3), 1.0, np.zeros(len(ops)), None
+    for _ in range(_TURNS):
+        for axis in range(3):
+            others = [other for other in range(3) if other != axis]
+            shared = flops * np.prod(1 + half[others] / sizes[:, others], axis=1)
+            rows = np.column_stack([shared, shared / sizes[:, axis], starting])[bound]
+            found = robust(rows, seconds[bound], like=like)
+            like = np.maximum(rows @ found, 1e-9)
+            per_flop, starts = max(float(found[0]), 1e-18), found[2:]
+            half[axis] = min(float(found[1]) / per_flop, 1e4)
+    model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
+    lengths = (float(half[0]), float(half[1]), float(half[2]))
+    launches = dict(zip(ops, map(float, starts), strict=True))
+    return 1 / per_flop, lengths, launches, mean_error(model, seconds)
+
+
+def fit_tables(
+    samples: Sequence[tuple[Work, float]], per_byte: float, per_flop: Mapping[str, float]
+) -> dict[str, dict[str, OpTable]]:
+    """Kind of op -> dtype -> seconds by bytes, or by FLOPs of contractions that are no plain matmul.
+
+    A kind that was met on few bytes only says how long it takes to start, and nothing of what moving bytes
+    costs: above that it costs what its class costs.
+    """
+    kinds: dict[tuple[str, str], list[tuple[Work, float]]] = {}
+    for work, seconds in samples:
+        if work.op and work.op not in _CONTRACTIONS:
+            kinds.setdefault((work.op, work.dtype), []).append((work, seconds))
+    found: dict[str, dict[str, OpTable]] = {}
+    for (op, dtype), own in sorted(kinds.items()):
+        if own[0][0].kind == "matmul" and any(any(work.patches) for work, _ in own):
+            found.setdefault(op, {})[dtype] = fit_rates(own, per_flop.get(dtype, 0.0))
+            continue
+        unit = "flops" if own[0][0].kind == "matmul" else "bytes"
+        amounts = _columns(own, "flops" if unit == "flops" else "nbytes")[:, 0]
+        if unit == "bytes" and amounts.max() <= _SMALL:
+            start = max(float(np.mean(_seconds(own) - per_byte * amounts)), 1e-9)
+            wrong = mean_error(start + per_byte * amounts, _seconds(own))
+            found.setdefault(op, {})[dtype] = OpTable("", (), (), wrong, start)
+        elif amounts.min() > 0:
+            found.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(own))
+    return found
+
+
+def fit_rates(samples: Sequence[tuple[Work, float]], least: float = 0.0) -> OpTable:
+    """Seconds to start a convolution, for a FLOP, for an element and for a row of its patches.
+
+    Args:
+        samples: of one kind, of which not all have as many patches for a FLOP, nor rows as long.
+        least: seconds of a FLOP of large matmuls; patches are not multiplied in less.
+    """
+    rows, seconds = np.array([(1.0, w.flops, *w.patches) for w, _ in samples]), _seconds(samples)
+    start, *rates = map(float, expected(rows, seconds, least * rows[:, 1]))
+    per_flop, per_patch, per_row = rates[0] + least, rates[1], rates[2]
+    wrong = mean_error(rows @ (start, per_flop, per_patch, per_row), seconds)
+    return OpTable("", (), (), wrong, max(start, 1e-9), (per_flop, per_patch, per_row))
+
+
+def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
+    """A rising line through knots, the largest amount among them; less than the first knot takes as long.
+
+    Args:
+        unit: "bytes" or "flops".
+        amounts: positive; of what was measured. seconds: of each.
+    """
+    knots = [float(amounts.max())]
+    for amount in sorted(set(amounts.tolist()), reverse=True):
+        if amount * _SPACING <= knots[0]:
+            knots.insert(0, amount)
+    places, weights = np.array([0.0, *knots]), np.zeros((len(amounts), len(knots) + 1))
+    right = np.clip(np.searchsorted(places, amounts), 1, len(knots))
+    share = (amounts - places[right - 1]) / (places[right] - places[right - 1])
+    weights[np.arange(len(amounts)), right - 1] = 1 - share
+    weights[np.arange(len(amounts)), right] = share
+    weights = np.column_stack(
+        [weights[:, 0] + weights[:, 1], weights[:, 2:]]
+    )  # the same up to the first knot
+    # Rising: the unknowns are the steps from knot to knot.
+    steps = np.tril(np.ones((len(knots), len(knots))))
+    times = np.maximum(np.cumsum(expected(weights @ steps, seconds)), 1e-9)
+    start = float(times[0])
+    return OpTable(unit, tuple(knots), tuple(map(float, times)), mean_error(weights @ times, seconds), start)
+
+
+def fit_host(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of the host beside the tasks of a step: once a step, and for each task.
+
+    Args:
+        steps: tasks of a step, and its seconds outside them; of steps with different numbers of tasks.
+    """
+    rows = np.array([[1.0, tasks] for tasks, _ in steps])
+    step, task = expected(rows, np.array([seconds for _, seconds in steps]))
+    return float(step), float(task)
+
+
+def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
+    """Launch time of collectives, latencies and bandwidths of all links that the messages use.
+
+    The time of a collective is linear in these where its algorithm and its bottleneck are known; they are
+    those of the last turn's numbers.
+
+    Raises:
+        ResourceError: no message was measured.
+    """
+    present, origins = _with_start(cluster), list(dict.fromkeys(link.origin for link in cluster.links))
+    prior = _stated(cluster, origins)
+    seconds = np.array([m.seconds for m in messages])
+    x, rows = np.zeros(1 + 2 * len(origins)), np.zeros((len(messages), 1 + 2 * len(origins)))
+    for turn in range(_TURNS):
+        # First every class of links counts where it may decide, then where it does with the numbers found.
+        rows = _link_rows(present, origins, messages, 1.0 if turn < _TURNS // 2 else 1e-12)
+        x = robust(rows, seconds, prior)
+        present = _with_numbers(present, origins, x)
+    used = [bool(column.any()) for column in rows.T]
+    predicted, small = rows @ x, np.array([m.nbytes for m in messages]) <= _SMALL
+    error = {
+        "latency": mean_error(predicted[small], seconds[small]),
+        "bandwidth": mean_error(predicted[~small], seconds[~small]),
+    }
+    count = len(origins)
+    return LinkFit(
+        float(x[0]),
+        {o: float(x[1 + i]) for i, o in enumerate(origins) if used[1 + i]},
+        {
+            o: 1 / float(x[1 + count + i])
+            for i, o in enumerate(origins)
+            if used[1 + count + i] and x[1 + count + i]
+        },
+        error,
+    )
+
+
+def _with_start(cluster: Cluster) -> Cluster:
+    """The cluster with some number wherever it states none, for the first turn."""
+    links = tuple(
+        replace(link, bandwidth=link.bandwidth or 1e9, latency=1e-6 if link.latency is None else link.latency)
+        for link in cluster.links
+    )
+    return replace(cluster, links=links, launch=cluster.launch or 0.0, measured=())
+
+
+def _stated(cluster: Cluster, origins: Sequence[str]) -> Vector:
+    """What the file states already; nan where it does not."""
+    found = np.full(1 + 2 * len(origins), np.nan)
+    for link in cluster.links:
+        at = origins.index(link.origin)
+        if link.latency is not None:
+            found[1 + at] = max(link.latency, 1e-7)  # of nothing at all no multiple would be far
+        if link.bandwidth:
+            found[1 + len(origins) + at] = 1 / link.bandwidth
+    return found
+
+
+def _with_numbers(cluster: Cluster, origins: Sequence[str], x: Vector) -> Cluster:
+    links = []
+    for link in cluster.links:
+        at = origins.index(link.origin)
+        inverse = max(float(x[1 + len(origins) + at]), 1e-14)
+        links.append(replace(link, latency=float(x[1 + at]), bandwidth=1 / inverse))
+    return replace(cluster, links=tuple(links), launch=float(x[0]))
+
+
+def _link_rows(cluster: Cluster, origins: Sequence[str], messages: Sequence[Message], more: float) -> Vector:
+    """Coefficients of launch, latencies and inverse bandwidths in the seconds of every message.
+
+    Args:
+        more: seconds that are added to a latency to see what changes.
+    """
+    cost, count = CollectiveCost(cluster), len(origins)
+    steps = []
+    for origin in origins:
+        links = tuple(
+            replace(k, latency=(k.latency or 0.0) + more) if k.origin == origin else k for k in cluster.links
+        )
+        steps.append(CollectiveCost(replace(cluster, links=links)))
+    rows = np.zeros((len(messages), 1 + 2 * count))
+    for row, message in zip(rows, messages, strict=True):
+        pattern = (message.kind, message.group, message.concurrent)
+        lines: Any = cost.lines(*pattern)
+        best = min(lines, key=lambda line: line.alpha + line.beta * message.nbytes)
+        row[0] = 1.0
+        for at, unit in enumerate(steps):
+            same = [line.alpha for line in unit.lines(*pattern) if line.algorithm == best.algorithm]
+            row[1 + at] = (same[0] - best.alpha) / more if same else 0.0
+        if best.bottleneck is not None:
+            at = origins.index(best.bottleneck.origin)
+            row[1 + count + at] = best.beta * best.bottleneck.bandwidth * message.nbytes
+    return rows

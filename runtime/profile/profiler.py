@@ -1,0 +1,469 @@
+"""`distgraph profile`: what the machines of a job can do, measured, as a resource file.
+
+*In:* a resource file (or none: this machine), ranks, seconds.
+*Out:* the same file with measured numbers and the error of the fit beside each.
+*Invariant:* rank i measures device i, and all ranks measure the same thing at the same time: in training they
+share caches, memory and links as well. Rounds go over everything once and then again, so that a slow minute
+of the machine touches every number a little and none completely. Of ops means over the rounds are fitted, as
+a step is their sum; of messages, whose times have long tails, medians. In every round the slowest rank of a
+kind of device counts, as in a step, whose ranks wait for each other. What was measured lies in a JSON file
+beside the output from the first second on, and a later run goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from threadpoolctl import threadpool_limits
+
+from distgraph.errors import ResourceError, RuntimeFault
+from distgraph.resources import Cluster, load_cluster, local_cluster
+from distgraph.resources.cluster import MeasuredTable
+from distgraph.runtime.forecast.op_cost import Work
+from distgraph.runtime.launch.launch import launch
+from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
+from distgraph.runtime.profile import collective_probes
+from distgraph.runtime.profile.cost_fitting import (
+    ComputeFit,
+    LinkFit,
+    Message,
+    fit_compute,
+    fit_host,
+    fit_links,
+)
+from distgraph.runtime.profile.measurements import read_measurements
+from distgraph.runtime.profile.op_probes import Timed, probes
+from distgraph.runtime.profile.resource_writer import Measured, write_measured
+from distgraph.runtime.transport.mpi import MpiTransport
+from distgraph.serialization.atomic_files import write_atomically
+from distgraph.serialization.documents import refuse, shown
+
+_REPEATS: Final = 15
+_SAVE_SECONDS: Final = 1.0
+_FORMAT: Final = 3  # of the store
+_KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
+_SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main
+from {module} import {name}
+rank_main({name})
+"""
+_TERMINAL: Final = "DISTGRAPH_PROFILE_TERMINAL"
+
+
+class HostProbe(Protocol):
+    """A step whose tasks take next to no time, made by whoever drives the ranks.
+
+    Attributes:
+        name: unique among all that is measured.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self) -> tuple[int, float]:
+        """Tasks that a rank runs in a step, and seconds of the step outside them. All ranks call it."""
+
+
+HostProbes = Callable[[], Sequence[HostProbe]]
+"""A function of a module, as every rank imports it anew."""
+
+
+def no_host() -> tuple[HostProbe, ...]:
+    """Nobody drives the ranks: what a step costs beside its tasks is not measured."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be measured.
+
+    Attributes:
+        output: resource file to write; the measurements lie beside it, see `store_path`.
+        source: resource file or shipped name that is kept but for the numbers; "" for this machine.
+        ranks: of the job.
+        seconds: how long to measure at most.
+        repeats: rounds.
+        fresh: forget earlier measurements.
+    """
+
+    output: str
+    source: str = ""
+    ranks: int = 1
+    seconds: float = 120.0
+    repeats: int = _REPEATS
+    fresh: bool = False
+
+    @property
+    def store_path(self) -> Path:
+        """Where the measurements are kept."""
+        return Path(self.output).with_suffix(".measurements.json")
+
+    def cluster(self) -> Cluster:
+        """The cluster without measured numbers.
+
+        Raises:
+            ResourceError: fewer devices than ranks, or a device that NumPy does not run on.
+        """
+        found = load_cluster(self.source) if self.source else local_cluster(self.ranks)
+        if self.ranks > len(found.devices):
+            raise ResourceError(
+                f"profile: {self.ranks} ranks but cluster {found.name} has {len(found.devices)} devices; "
+                "start one rank a device, or describe more devices"
+            )
+        for device in found.devices[: self.ranks]:
+            if device.type != "cpu":
+                raise ResourceError(
+                    f"profile: {found.source}: {device.origin} is a {device.type}, but programs run on CPUs "
+                    "here; give a file that describes this machine's CPUs, or leave --cluster out"
+                )
+        return found
+
+
+def profile(request: Request, host: HostProbes = no_host) -> int:
+    """Measure, fit and write; starts the ranks where there are several and a launcher has not done so.
+
+    Args:
+        request: what is to be measured.
+        host: makes the probes of what a step costs beside its tasks.
+
+    Returns: exit code of the ranks.
+
+    Raises:
+        ResourceError: the file does not fit the ranks, or the seconds did not suffice for a fit.
+        RuntimeFault: no MPI for several ranks.
+    """
+    given = ranks_of_job()
+    if given > 1:
+        if request.ranks not in (1, given):
+            raise RuntimeFault(f"profile: -n {request.ranks} inside a job of {given} ranks; leave -n out")
+        return _rank(Request(**(asdict(request) | {"ranks": given})), host)
+    request.cluster()  # its mistakes are told here, once
+    if request.ranks == 1:
+        return _rank(request, host)
+    with tempfile.TemporaryDirectory(prefix="distgraph-profile-") as folder:
+        script = Path(folder) / "profile.py"
+        text = _SCRIPT.format(module=host.__module__, name=host.__name__)
+        script.write_text(text, encoding="utf-8")
+        seen = {_TERMINAL: "1"} if sys.stderr.isatty() else {}
+        code = launch(
+            request.ranks,
+            [str(script), json.dumps(asdict(request))],
+            env={**_one_thread(), **os.environ, **seen},
+        )
+    if code == 130 and request.store_path.is_file():
+        Console(stderr=True).print(
+            f"profile: kept in {request.store_path}; the same command goes on from there",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return code
+
+
+def _one_thread() -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def rank_main(host: HostProbes) -> None:
+    """One rank of a job that `profile` started."""
+    _rank(Request(**json.loads(sys.argv[1])), host)
+
+
+def _rank(request: Request, host: HostProbes) -> int:
+    cluster, transport = request.cluster(), current_transport()
+    leads = transport is None or transport.rank == 0
+    store = Store.open(request, _places(transport)) if leads else Store({}, None)
+    if transport is not None:
+        store.runs = transport.broadcast_object(store.runs, 0)
+    with threadpool_limits(1):
+        _Profile(request, cluster, transport, store, host()).run()
+    if leads:
+        found = evaluate(cluster, store.runs, request.ranks)
+        write_measured(request.output, request.source, request.ranks, found)
+        Console(stderr=True).print(
+            f"profile: {request.output} written; {found.summary()}", highlight=False, soft_wrap=True
+        )
+    return 0
+
+
+def _places(transport: MpiTransport | None) -> str:
+    """How ranks share the cores of the first one's machine."""
+    if transport is None:
+        return ""
+    return f"{transport.share:g} ranks a core" + ", each on one" * transport.bound
+
+
+def _listed(header: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {shown(value)}" for name, value in header.items())
+
+
+@dataclass(slots=True)
+class Store:
+    """Measurements so far: key -> what it is (works, tasks or message), and seconds of every round (runs)."""
+
+    runs: dict[str, dict[str, Any]]
+    path: Path | None
+    header: Mapping[str, Any] | None = None
+    saved: float = 0.0
+
+    @classmethod
+    def open(cls, request: Request, places: str = "") -> Store:
+        """Those of an earlier run of the same request, if there are any.
+
+        Args:
+            request: what is to be measured.
+            places: how ranks share cores, as that decides what they pay for messages.
+
+        Raises:
+            ResourceError: the file holds something else.
+        """
+        header = {"source": request.source, "ranks": request.ranks, "places": places, "format": _FORMAT}
+        if request.fresh or not request.store_path.is_file():
+            return cls({}, request.store_path, header)
+        given, runs = read_measurements(request.store_path, _FORMAT)
+        if given != header:
+            raise ResourceError(
+                f"{request.store_path}: measurements of {_listed(given)} but this is {_listed(header)}; use "
+                "another output, or --fresh"
+            )
+        origins = {device.origin for device in request.cluster().devices[: request.ranks]}
+        for key, entry in runs.items():
+            if "message" not in entry and key.partition("|")[0] not in origins:
+                told = f"devices of {request.source or 'this machine'}, {', '.join(sorted(origins))}"
+                refuse(ResourceError, str(request.store_path), ["runs", key], told)
+        return cls(runs, request.store_path, header)
+
+    def add(self, key: str, about: Mapping[str, Any], seconds: Sequence[float]) -> None:
+        """One more round of one key."""
+        self.runs.setdefault(key, {**about, "runs": []})["runs"].append(list(seconds))
+        if time.monotonic() - self.saved > _SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, whole or not at all."""
+        if self.path is None:
+            return
+        text = json.dumps({"header": self.header, "runs": self.runs})
+        write_atomically(self.path, text, ResourceError, durable=False)
+        self.saved = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something to measure: `run` is collective and gives what to add to the store under each key."""
+
+    name: str
+    run: Callable[[], dict[str, tuple[dict[str, Any], list[float]]]]
+
+
+class _Profile:
+    def __init__(
+        self,
+        request: Request,
+        cluster: Cluster,
+        transport: MpiTransport | None,
+        store: Store,
+        host: Sequence[HostProbe] = (),
+    ) -> None:
+        self.request, self.cluster, self.transport, self.store = request, cluster, transport, store
+        self.host = host
+        self.timed: dict[str, Timed] = {}
+        self.took: dict[str, float] = {}
+        self.begin = time.monotonic()
+        # Ranks that a core computes in turns, here and for every rank.
+        self.share, self.shares = 1.0, [1.0]
+        if transport is not None:
+            self.share = transport.share
+            self.shares = transport.broadcast_object(transport.gather_objects(self.share, 0), 0)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.transport is None else self.transport.rank
+
+    def run(self) -> None:
+        """Measure until everything has its repeats or the time is over."""
+        items = [Item(p.name, partial(self.beside, p)) for p in self.host]
+        items += [Item(p.name, partial(self.compute, p)) for p in probes()]
+        if self.transport is not None:
+            limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
+            found = collective_probes.patterns(self.transport.size, limit, shared=max(self.shares) > 1)
+            items += [Item(pattern.name, partial(self.message, pattern)) for pattern in found]
+        done = {item.name: self.rounds(item.name) for item in items}
+        with self.bar() as bar:
+            task = bar.add_task("profile", total=len(items) * self.request.repeats)
+            bar.update(task, completed=sum(min(n, self.request.repeats) for n in done.values()))
+            try:
+                for round_ in range(self.request.repeats):
+                    for item in items:
+                        if done[item.name] <= round_ and self.go(item):
+                            self.measure(item)
+                            bar.update(task, advance=1, description=item.name.split("/")[0].split(" ")[0])
+            finally:
+                self.store.save()
+
+    def rounds(self, name: str) -> int:
+        """How often an item has been measured."""
+        counts = [
+            len(entry["runs"]) for key, entry in self.store.runs.items() if key.partition("|")[2] == name
+        ]
+        return min(counts, default=0)
+
+    def go(self, item: Item) -> bool:
+        """Whether there is time for an item; the first rank decides for all."""
+        left = self.request.seconds - (time.monotonic() - self.begin)
+        goes = left > 1.2 * self.took.get(item.name, self.guess(item.name))
+        return goes if self.transport is None else bool(self.transport.broadcast_object(goes, 0))
+
+    def guess(self, name: str) -> float:
+        """Seconds of a message from those of one a quarter of its size."""
+        head, _, size = name.rpartition("/")
+        return 4 * self.took.get(f"{head}/{int(size) // 4}", 0.0) if size.isdigit() else 0.0
+
+    def measure(self, item: Item) -> None:
+        begin = time.monotonic()
+        for key, (about, seconds) in item.run().items():
+            self.store.add(f"{key}|{item.name}", about, seconds)
+        self.took[item.name] = time.monotonic() - begin
+
+    def compute(self, probe: Any) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """One probe on all ranks; of one kind of device the slowest counts."""
+        timed = self.timed.get(probe.name)
+        if timed is None:
+            timed = Timed(probe, self.cluster)
+            if timed.nbytes <= _KEPT_BYTES:
+                self.timed[probe.name] = timed
+        if self.transport is not None:
+            self.transport.barrier()
+        works = {"works": [asdict(work) for work in timed.works]}
+        return self.by_device(works, [seconds * self.share for seconds in timed.run()])
+
+    def beside(self, probe: HostProbe) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """What a step costs beside its tasks; the slowest rank counts as in `compute`."""
+        tasks, seconds = probe.run()
+        return self.by_device({"tasks": tasks}, [seconds])
+
+    def by_device(
+        self, about: dict[str, Any], own: list[float]
+    ) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """Seconds of the rank that took longest in all, of every kind of device."""
+        found = [own] if self.transport is None else self.transport.gather_objects(own, 0)
+        if found is None:
+            return {}
+        by_origin: dict[str, list[list[float]]] = {}
+        for device, seconds in zip(self.cluster.devices, found, strict=False):
+            by_origin.setdefault(device.origin, []).append(seconds)
+        return {origin: (about, max(ranks, key=sum)) for origin, ranks in by_origin.items()}
+
+    def message(self, pattern: collective_probes.Pattern) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """One collective; the slowest rank counts."""
+        assert self.transport is not None
+        repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
+        own = collective_probes.measure(self.transport, pattern, repeats, shared=max(self.shares) > 1)
+        found = self.transport.gather_objects(own, 0)
+        if found is None:
+            return {}
+        return {"": ({"message": asdict(pattern)}, [collective_probes.lengthened(found, self.shares)])}
+
+    def bar(self) -> Progress:
+        """Of the first rank; nothing where it is no terminal."""
+        seen = bool(os.environ.get(_TERMINAL)) or None
+        columns = (
+            TextColumn("{task.description:>14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        console = Console(stderr=True, force_terminal=seen)
+        return Progress(
+            *columns, console=console, transient=True, disable=self.rank > 0 or not console.is_terminal
+        )
+
+
+def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1) -> Measured:
+    """Fit what was measured.
+
+    Args:
+        cluster: whose numbers are to be replaced.
+        runs: of a `Store`.
+        ranks: that measured; of several the links between them must have been.
+
+    Raises:
+        ResourceError: too little was measured.
+    """
+    samples: dict[str, list[tuple[Work, float]]] = {}
+    beside: dict[str, list[tuple[int, float]]] = {}
+    timed: list[tuple[collective_probes.Pattern, float]] = []
+    for key, entry in runs.items():
+        average = statistics.median if "message" in entry else statistics.fmean
+        seconds = [average(column) for column in zip(*entry["runs"], strict=True)]
+        if "works" in entry:
+            works = [
+                Work(**(work | {n: tuple(work[n]) for n in ("dims", "patches")})) for work in entry["works"]
+            ]
+            samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
+            continue
+        if "tasks" in entry:
+            beside.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
+            continue
+        about = entry["message"]
+        groups = tuple(tuple(group) for group in about["groups"])
+        timed.append((collective_probes.Pattern(**about | {"groups": groups}), seconds[0]))
+    attend = next((seconds for pattern, seconds in timed if pattern.kind == collective_probes.ATTEND), None)
+    timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != collective_probes.ATTEND]
+    shared = max((pattern.work for pattern, _ in timed), default=0.0)
+    sent = [
+        Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
+        for pattern, seconds in timed
+        if pattern.work == shared
+    ]
+    if ranks > 1 and not sent:
+        raise ResourceError(
+            f"profile: the seconds sufficed for computation but not for the links between {ranks} ranks; run "
+            f"the same command again, which goes on from there, or give more --seconds"
+        )
+    compute: dict[str, ComputeFit] = {}
+    for origin, own in samples.items():
+        device = next(device for device in cluster.devices if device.origin == origin)
+        found = fit_compute(own, device.peak, device.memory_bandwidth)
+        numbers = replace(found.compute, message=attend)
+        if origin in beside:
+            step, task = fit_host(beside[origin])
+            numbers = replace(numbers, step=step, task=task)
+        compute[origin] = replace(found, compute=numbers)
+    links: LinkFit | None = fit_links(cluster, sent) if sent else None
+    return Measured(compute, links, tuple(_tables(cluster, timed, shared)))
+
+
+def _tables(
+    cluster: Cluster, timed: Iterable[tuple[collective_probes.Pattern, float]], work: float
+) -> list[MeasuredTable]:
+    """Tables of the collectives by their groups: the seconds behind so much work, those of collectives that
+    were also measured without as `busy`. Only sizes with both, where time was over before all were measured.
+    """
+    found: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[float, dict[float, float]]] = {}
+    for pattern, seconds in timed:
+        by_work = found.setdefault((pattern.kind, pattern.groups), {})
+        by_work.setdefault(pattern.work, {})[pattern.nbytes] = seconds
+    made = []
+    for (kind, groups), by_work in found.items():
+        held = [Counter(cluster.devices[device].machine for device in group) for group in groups]
+        shapes = {(len(on), count) for on in held for count in on.values()}
+        behind, plain = by_work.get(work, {}), by_work.get(0.0)
+        sizes = sorted(behind if plain is None else behind.keys() & plain.keys())
+        if len(shapes) > 1 or not sizes:
+            continue
+        times = tuple(behind[size] for size in sizes)
+        busy = None if plain is None or not work else tuple(plain[size] for size in sizes)
+        made.append(MeasuredTable(kind, *shapes.pop(), tuple(sizes), times, None, groups, busy))
+    return made

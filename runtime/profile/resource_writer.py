@@ -1,0 +1,216 @@
+"""Measured numbers into a resource file: all else in it stays, errors stand beside the numbers.
+
+*In:* the file that was profiled (or the shipped `local`), what was measured.
+*Out:* YAML that `load_cluster` reads.
+*Invariant:* only numbers that were measured change; comments at the head of the file stay, others do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from distgraph.errors import ResourceError
+from distgraph.resources import load_cluster
+from distgraph.resources.cluster import Compute, MeasuredTable, OpTable
+from distgraph.resources.load import parse_cluster, read_document
+from distgraph.resources.units import SIZE, format_bytes, parse
+from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit
+from distgraph.serialization.atomic_files import write_atomically
+
+_NOTE = re.compile(r"^(\s*(?:- )?[\w.]+: )'?(.+?) ~~(.+?)~~'?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Results of a profile.
+
+    Attributes:
+        compute: by origin of the devices in the resource file.
+        links: None where there was one rank.
+        tables: of collectives on patterns of groups.
+    """
+
+    compute: Mapping[str, ComputeFit]
+    links: LinkFit | None
+    tables: tuple[MeasuredTable, ...]
+
+    def summary(self) -> str:
+        """One line on the errors of the fits."""
+        parts = []
+        for fitted in self.compute.values():
+            rates = fitted.compute.matmul.items()
+            parts += [f"matmul {dtype} within {rate.error['efficiency']:.1%}" for dtype, rate in rates]
+            tables = [
+                t.error for by in fitted.compute.ops.values() for t in by.values() if t.error is not None
+            ]
+            if tables:
+                parts.append(f"{len(tables)} kinds of ops within {sum(tables) / len(tables):.1%}")
+        if self.links is not None:
+            parts += [f"{name} of links within {error:.1%}" for name, error in self.links.error.items()]
+        return "mean errors of the fits: " + ", ".join(parts)
+
+
+class _Writer(yaml.SafeDumper):
+    """Lists of numbers on one line, everything else on lines of its own."""
+
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        plain = all(not isinstance(item, (dict, list)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=plain)
+
+
+def write_measured(output: str, source: str, ranks: int, measured: Measured) -> None:
+    """Write the resource file.
+
+    Args:
+        output: its path.
+        source: the file or shipped name that was profiled; "" for this machine.
+        ranks: devices of this machine, where that is what was profiled.
+        measured: the new numbers.
+
+    Raises:
+        ResourceError: the source cannot be read, or the output not be written.
+    """
+    document, head = read_document(source or "local")
+    if not source:
+        _resize(document, ranks)
+        head = "# This machine, measured by distgraph profile.\n"
+    _apply(document, measured)
+    text = yaml.dump(document, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
+    whole = head + _NOTE.sub(r"\1\2  # \3", text)
+    parse_cluster(whole, output)  # what cannot be loaded is not written
+    write_atomically(output, whole, ResourceError)
+
+
+def _resize(document: dict[str, Any], ranks: int) -> None:
+    """The shipped local machine with another number of devices."""
+    document["about"] = "this machine, one device per core, measured by distgraph profile"
+    device = document["machines"][0]["devices"]
+    total = load_cluster("local").devices[0].memory * device["count"]
+    device["count"], device["memory"] = ranks, f"{total / ranks / 2**20:.6g} MiB"
+    device.pop("measured", None)
+    device.pop("memory_bandwidth", None)
+
+
+def _apply(document: dict[str, Any], measured: Measured) -> None:
+    for origin, fitted in measured.compute.items():
+        entry = _at(document, origin)
+        if fitted.memory_bandwidth:
+            entry["memory_bandwidth"] = _rate(fitted.memory_bandwidth)
+        if fitted.measured:
+            rates = entry.setdefault("measured", {})
+            rates.update({dtype: f"{rate / 1e9:.5g} GFLOP/s" for dtype, rate in fitted.measured.items()})
+        entry["compute"] = _compute(fitted.compute)
+    if measured.links is not None:
+        _apply_links(document, measured.links)
+    if measured.tables:
+        new = [_table(table) for table in measured.tables]
+        document["measured"] = [
+            entry
+            for entry in document.get("measured", [])
+            if not any(_replaces(other, entry) for other in new)
+        ] + new
+
+
+def _apply_links(document: dict[str, Any], links: LinkFit) -> None:
+    small, large = (f"fit error {links.error[name]:.1%}" for name in ("latency", "bandwidth"))
+    document["launch"] = f"{_time(links.launch)} ~~{small}~~"
+    for origin, latency in links.latency.items():
+        if "[]" not in origin:
+            _at(document, origin)["latency"] = f"{_time(latency)} ~~{small}~~"
+    for origin, bandwidth in links.bandwidth.items():
+        if "[]" not in origin:
+            _at(document, origin)["bandwidth"] = f"{_rate(bandwidth)} ~~{large}~~"
+
+
+def _at(document: Any, origin: str) -> Any:
+    """The mapping at a path such as machines[0].devices[1] or machines[0].nics.attach."""
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", origin):
+        document = document[name] if name else document[int(index)]
+    return document[0] if isinstance(document, list) else document
+
+
+def _compute(compute: Compute) -> dict[str, Any]:
+    found: dict[str, Any] = {"launch": _time(compute.launch or 0.0)}
+    for name in ("message", "step", "task"):
+        if getattr(compute, name) is not None:
+            found[name] = _time(getattr(compute, name))
+    for name in ("memory_efficiency", "lookup_efficiency"):
+        if getattr(compute, name) is not None:
+            found[name] = _short(getattr(compute, name))
+    found["matmul"] = {
+        dtype: {
+            "efficiency": _short(rate.efficiency),
+            "half": [_short(half) for half in rate.half],
+            "error": {name: _short(error) for name, error in rate.error.items()},
+        }
+        for dtype, rate in compute.matmul.items()
+    }
+    found["ops"] = {kind: {d: _op(t) for d, t in by.items()} for kind, by in compute.ops.items()}
+    found["error"] = {name: _short(error) for name, error in compute.error.items()}
+    return found
+
+
+def _op(table: OpTable) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if table.launch is not None:
+        found["launch"] = _time(table.launch)
+    if table.times:
+        unit = "B" if table.unit == "bytes" else "FLOP"
+        found[table.unit] = [_size(work) if unit == "B" else f"{work:.12g} FLOP" for work in table.work]
+        found["times"] = [_time(seconds) for seconds in table.times]
+    if table.rates is not None:
+        found["rates"] = [f"{rate * 1e9:.5g} ns" for rate in table.rates]
+    if table.error is not None:
+        found["error"] = _short(table.error)
+    return found
+
+
+def _table(table: MeasuredTable) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "collective": table.collective,
+        "machines": table.machines,
+        "devices_per_machine": table.devices_per_machine,
+        "sizes": [_size(size) for size in table.sizes],
+        "times": [_time(seconds) for seconds in table.times],
+    }
+    if table.groups is not None:
+        found["groups"] = [list(group) for group in table.groups]
+    if table.busy is not None:
+        found["busy"] = [_time(seconds) for seconds in table.busy]
+    return found
+
+
+def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Whether a measured table is for what another one is for, or for a part of it."""
+    names = ("collective", "machines", "devices_per_machine", "model")
+    if any(new.get(name) != old.get(name) for name in names):
+        return False
+    first, second = (
+        None if entry.get("groups") is None else {frozenset(group) for group in entry["groups"]}
+        for entry in (new, old)
+    )
+    return second is None or first == second
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.5g} us"
+
+
+def _size(nbytes: float) -> str:
+    text = format_bytes(nbytes)
+    return text if parse(text, SIZE) == nbytes else f"{nbytes:.12g} B"
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.5g} GB/s"
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")

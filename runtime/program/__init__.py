@@ -1,0 +1,1 @@
+"""Rank programs: tasks as generated Python source, and the memory of every value."""

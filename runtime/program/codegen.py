@@ -1,0 +1,501 @@
+"""Each task as straight-line Python over one array namespace, with every buffer bound beforehand.
+
+    def backward_s0_last(m):                         # mesh(dp=2, tp=2) rank 3
+        einsum_12(x_3, g_9, out=dw_14)               # %14 : f32[128, 256] partial(dp)       mlp.py:31
+        work_14 = all_reduce_start(comm, dw_14, group_dp, 'sum', dw_14)
+        ...
+        work_14.wait()
+
+The source is kept on the compiled task (`CompiledTask.source`), so that it can be read, dumped and stepped
+through.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import SOURCES, Op
+from distgraph.ir.op_registry import lookup
+from distgraph.ir.printer import name_text
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.program.code_cache import shared_code
+from distgraph.runtime.program.identifiers import Identifiers, commented, literal
+from distgraph.runtime.program.memory_plan import Storage, is_started
+from distgraph.runtime.transport import collectives
+from distgraph.runtime.transport.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTask:
+    """A task ready to run.
+
+    Attributes:
+        name: of the task.
+        post: starts the receives of micro-batch m; may be called before the task runs.
+        body: runs micro-batch m; `last` when it is the last one.
+        last: the same with what happens once a step.
+        source: Python text of all three.
+        scope: their globals; "comm" in it is the transport that they use.
+    """
+
+    name: str
+    post: Callable[[int], None]
+    body: Callable[[int], None]
+    last: Callable[[int], None]
+    source: str
+    scope: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Arena:
+    """Memory of one rank: arrays by value name, and what runs are fed and leave behind.
+
+    Attributes:
+        fixed: value name -> array that never moves (sources in memory, kept and scratch buffers, views of
+        them). rings: root name -> buffers, one a micro-batch in flight.
+        feeds: input name -> one array a micro-batch, or a scalar.
+        pending: results of collectives that another task waits for: (value, micro-batch) -> handle.
+        sends: root name -> for each of its buffers the sends under way from it.
+    """
+
+    fixed: dict[str, Any]
+    rings: dict[str, list[Any]]
+    feeds: dict[str, Any]
+    pending: dict[tuple[str, int], Any]
+    sends: dict[str, list[list[collectives.Handle]]]
+
+
+class Writer:
+    """Writes the tasks of a rank as Python."""
+
+    def __init__(
+        self, program: RankProgram, storage: Storage, arena: Arena, transport: Transport | None, xp: Any
+    ) -> None:
+        self.program, self.storage, self.arena, self.xp = program, storage, arena, xp
+        self.transport = transport
+        self.makers: dict[str, LocalOp] = {}
+        for local in (local for task in program.tasks for local in task.ops if local.mode != "send"):
+            for value in local.op.results:
+                self.makers.setdefault(value.name, local)
+        self.bound: dict[str, Any] = {
+            "comm": transport,
+            "xp": xp,
+            "feeds": arena.feeds,
+            "pending": arena.pending,
+        }
+        self.bound["copyto"] = xp.copyto
+        self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the thing) -> name
+        self.identifiers = Identifiers([*self.bound, "m", "work"])
+        self.ready: set[str] = set()
+        self.foreign: dict[str, list[str]] = {}
+        self.lines: list[str] = []
+        self.micro = program.graph.micro_batches
+        self.task = ""
+
+    def name(self, value: str) -> str:
+        """Python name of a value."""
+        return self.identifiers.of(("value", value), value)
+
+    def work(self, value: str) -> str:
+        """Python name of the collective under way that makes a value."""
+        return self.identifiers.of(("work", value), f"work_{value}")
+
+    def bind(self, hint: str, thing: Any) -> str:
+        """A global of the task for a Python object."""
+        known = self.bindings.get((hint, id(thing)))
+        if known is not None and self.bound.get(known) is thing:
+            return known
+        name = self.identifiers.once(hint)
+        self.bound[name] = thing
+        self.bindings[hint, id(thing)] = name
+        return name
+
+    def line(self, text: str, op: Op | None = None) -> None:
+        if op is not None:
+            described = ", ".join(f"%{name_text(v.name)}" for v in op.results)
+            text = f"{text:<70}  # {described} {commented(op.kind)} {commented(op.source)}".rstrip()
+        self.lines.append("    " + text)
+
+    # ------------------------------------------------------------------ operands and results
+
+    def read(self, value: str) -> str:
+        """Name under which a value can be read now; fetches it or makes its view again if need be."""
+        name = self.name(value)
+        if value in self.ready:
+            return name
+        self.ready.add(value)
+        slot = self.storage.slots[value]
+        if value in self.arena.fixed:
+            self.bound[name] = self.arena.fixed[value]
+        elif slot.kind == "source":
+            self.fetch_source(value, name)
+        elif slot.kind == "ring":
+            rings = self.bind(f"ring_{name}", self.arena.rings[slot.root])
+            self.line(f"{name} = {rings}[m % {len(self.arena.rings[slot.root])}]")
+        elif slot.kind == "view":
+            local = self.maker(value)
+            self.view(local, self.read(self.view_source(local)), name)
+        else:
+            raise AssertionError(f"%{value} has no memory in this task")
+        return name
+
+    def fetch_source(self, value: str, name: str) -> None:
+        op = self.program.graph.producers[value]
+        if op.kind == "constant":
+            payload = self.program.constant(value)
+            dtype = to_numpy(op.result.dtype)
+            self.bound[name] = (
+                self.xp.asarray(payload, dtype) if isinstance(payload, np.ndarray) else dtype.type(payload)
+            )
+        elif op.result.shape == ():
+            self.line(f"{name} = feeds[{literal(op.attrs['name'])}]")
+        else:
+            self.line(f"{name} = feeds[{literal(op.attrs['name'])}][m]")
+
+    def maker(self, value: str) -> LocalOp:
+        return self.makers[value]
+
+    def view_source(self, local: LocalOp) -> str:
+        """The value whose memory a view or an in-place op shows."""
+        root = self.storage.slots[local.op.results[0].name].root
+        for operand in local.op.operands:
+            if operand.name in self.storage.slots and self.storage.slots[operand.name].root == root:
+                return operand.name
+        return root
+
+    def view(self, local: LocalOp, source: str, name: str) -> None:
+        """Bind or compute a view."""
+        op = local.op
+        if local.mode == "comm.slice":
+            where = local.attrs["slices"]
+            expression = f"{source}[{self.bind(f'slices_{name}', where)}]"
+            apply: Callable[[Any], Any] = operator.itemgetter(where)
+        elif local.mode == "compute" and lookup(op.kind).view:
+            kernel = functools.partial(lookup(op.kind).kernel, self.xp, **local.attrs)
+            expression, apply = f"{self.bind(op.kind, kernel)}({source})", kernel
+        else:
+            expression, apply = source, lambda x: x
+        if source in self.bound:  # the memory never moves: neither does its view
+            self.bound[name] = apply(self.bound[source])
+        else:
+            self.line(f"{name} = {expression}", op)
+
+    def target(self, value: str) -> str:
+        """Name of the buffer that a result is written to, when all that is sent from it has left."""
+        name = self.name(value)
+        slot = self.storage.slots[value]
+        self.ready.add(value)
+        if slot.root in self.storage.sent:
+            self.line(f"{self.bind('finish', collectives.finish)}({self.sends_of(slot.root)})")
+        if value in self.arena.fixed:
+            self.bound[name] = self.arena.fixed[value]
+        elif slot.kind == "ring":
+            rings = self.bind(f"ring_{name}", self.arena.rings[slot.root])
+            self.line(f"{name} = {rings}[m % {len(self.arena.rings[slot.root])}]")
+        elif slot.root != value and slot.root in self.arena.fixed:
+            self.bound[name] = self.arena.fixed[slot.root]  # computed in the memory of what it replaces
+        else:
+            raise AssertionError(f"%{value} has no buffer")
+        return name
+
+    # ------------------------------------------------------------------ ops
+
+    def emit(self, local: LocalOp, *, last: bool) -> None:
+        """One op."""
+        op, mode = local.op, local.mode
+        if mode == "accumulate":
+            self.accumulate(op, last)
+        elif mode == "compute":
+            self.compute(local)
+        elif mode in ("comm.slice", "comm.mask"):
+            self.local_move(local)
+        elif mode == "send":
+            self.send(local)
+        elif mode == "recv":
+            self.receive(local)
+        else:
+            self.collective(local)
+
+    def compute(self, local: LocalOp) -> None:
+        op, declared = local.op, lookup(local.op.kind)
+        first = op.results[0].name
+        slot = self.storage.slots[first]
+        if declared.view and slot.kind == "view" and slot.root != first:
+            self.read(first)
+            return
+        operands = [self.read(v.name) for v in op.operands]
+        total = self.storage.into.get(first)
+        if total is not None and declared.adds is not None:
+            self.add_to_total(local, operands, self.target(total))
+            return
+        targets = [self.target(v.name) for v in op.results]
+        if declared.view and op.kind != "reshape":  # leaves the graph, so it needs memory of its own
+            kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
+            source = operands[0]
+            if op.operands[0].shape == () and self.storage.slots[op.operands[0].name].kind == "source":
+                source = (
+                    f"{self.bind('asarray', self.xp.asarray)}({source})"  # a number of the host is no array
+                )
+            self.line(f"copyto({targets[0]}, {kernel}({source}))", op)
+            return
+        outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
+        if total is not None:
+            outs = f"{self.target(total)} if m == 0 else {outs}"
+        if op.kind == "reshape":
+            self.line(f"copyto(({outs}).reshape({operands[0]}.shape), {operands[0]})", op)
+            return
+        if declared.ufunc:
+            function = self.bind(declared.ufunc, getattr(self.xp, declared.ufunc))
+        else:
+            function = self.bind(
+                op.kind.replace(".", "_"), functools.partial(declared.kernel, self.xp, **local.attrs)
+            )
+        extra = ", micro=m" if declared.micro else ""
+        self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
+
+    def add_to_total(self, local: LocalOp, operands: list[str], total: str) -> None:
+        """Compute right into the mean over the micro-batches."""
+        op, adds = local.op, lookup(local.op.kind).adds
+        assert adds is not None
+        kernel = functools.partial(adds, self.xp, scale=1.0 / self.micro, **local.attrs)
+        function = self.bind(f"{op.kind.replace('.', '_')}_add", kernel)
+        self.line(f"{function}({', '.join(operands)}, out={total}, fresh=m == 0)", op)
+        self.ready.add(op.result.name)
+
+    def accumulate(self, op: Op, last: bool) -> None:
+        if self.storage.slots[op.result.name].kind == "view":
+            self.read(op.result.name)
+            return
+        value, target = op.operands[0].name, self.target(op.result.name)
+        if value in self.storage.into and self.storage.slots[value].kind == "view":
+            return  # the op before has added to it
+        source = self.read(value)
+        add = self.bind("add", self.xp.add)
+        first = "None" if value in self.storage.into else f"copyto({target}, {source})"
+        self.line(f"{first} if m == 0 else {add}({target}, {source}, out={target})", op)
+        if last and self.micro > 1:
+            multiply = self.bind("multiply", self.xp.multiply)
+            share = self.bind(f"share_{op.result.dtype}", to_numpy(op.result.dtype).type(1.0 / self.micro))
+            self.line(f"{multiply}({target}, {share}, out={target})")
+
+    def local_move(self, local: LocalOp) -> None:
+        name = local.op.result.name
+        if self.storage.slots[name].kind == "view":
+            self.read(name)
+        elif local.mode == "comm.slice" or local.attrs["keep"]:
+            source, target = self.read(local.op.operands[0].name), self.target(name)
+            slices = self.bind("slices", local.attrs.get("slices", ...))
+            self.line(f"copyto({target}, {source}[{slices}])", local.op)
+        else:
+            self.read(name)  # a buffer of the neutral element, filled once when it was made
+
+    def collective(self, local: LocalOp) -> None:
+        op, attrs = local.op, local.attrs
+        source = self.read(op.operands[0].name)
+        slots = self.storage.slots
+        in_place = slots[op.result.name].root == slots[op.operands[0].name].root
+        if in_place:
+            target = self.name(op.result.name)
+            self.ready.add(op.result.name)
+        else:
+            target = self.target(op.result.name)
+        if local.mode == "exchange":
+            rank = self.program.rank
+            sends = (*attrs["sends"], *((rank, s) for s, _ in attrs["copies"]))
+            recvs = (*attrs["recvs"], *((rank, t) for _, t in attrs["copies"]))
+            arguments = (
+                f"{self.bind('sends', sends)}, {self.bind('recvs', recvs)}, {target}, {self.tag(attrs)}"
+            )
+            function = "exchange"
+        else:
+            function = local.mode.removeprefix("comm.")
+            axes = "_".join(op.attrs.get("axes", ()))
+            group = self.bind(f"group_{axes}", attrs["group"])  # by name: ranks share the compiled code
+            arguments = {
+                "all_reduce": lambda: (
+                    f"{group}, {literal(attrs['reduction'])}, {source if in_place else target}"
+                ),
+                "all_gather": lambda: f"{attrs['dim']}, {attrs['sizes']!r}, {group}, {target}",
+                "reduce_scatter": lambda: (
+                    f"{attrs['dim']}, {attrs['sizes']!r}, {literal(attrs['reduction'])}, {group}, {target}"
+                ),
+                "all_to_all": lambda: (
+                    f"{attrs['split_dim']}, {attrs['split_sizes']!r}, {attrs['concat_dim']}, "
+                    f"{attrs['concat_sizes']!r}, {group}, {target}"
+                ),
+            }[function]()
+        start = self.bind(f"{function}_start", getattr(collectives, f"{function}_start"))
+        comm = self.comm(op.result.name)
+        self.line(f"{self.work(op.result.name)} = {start}({comm}, {source}, {arguments})", op)
+        if in_place:
+            self.line(f"{target} = {source}")
+            if source in self.bound:
+                self.lines.pop()
+                self.bound[target] = self.bound[source]
+
+    def tag(self, attrs: Mapping[str, Any]) -> str:
+        """Messages of different micro-batches and transfers never meet."""
+        return f"{attrs['tag'] * self.micro} + m" if attrs["per_micro"] else str(attrs["tag"] * self.micro)
+
+    def send(self, local: LocalOp) -> None:
+        op, attrs = local.op, local.attrs
+        if not attrs["sends"]:
+            return
+        source, sends = self.read(op.operands[0].name), self.bind("sends", attrs["sends"])
+        start = self.bind("exchange_start", collectives.exchange_start)
+        call = f"{start}({self.comm(op.result.name)}, {source}, {sends}, (), None, {self.tag(attrs)})"
+        under_way = self.sends_of(self.storage.slots[op.operands[0].name].root)
+        self.line(f"{under_way}.append({call})", op)
+
+    def sends_of(self, root: str) -> str:
+        """The sends under way from the present buffer of some memory, under whatever names."""
+        depth = self.storage.rings.get(root, 1)
+        under_way = self.arena.sends.setdefault(root, [[] for _ in range(depth)])
+        return f"{self.bind('under_way', under_way)}[{'0' if depth == 1 else f'm % {depth}'}]"
+
+    def receive(self, local: LocalOp) -> None:
+        op, attrs = local.op, local.attrs
+        target = self.read(op.result.name) if attrs["recvs"] else self.target(op.result.name)
+        if attrs["copies"]:
+            source = self.read(op.operands[0].name)
+            for have, want in attrs["copies"]:
+                self.line(f"{target}[{self.bind('want', want)}] = {source}[{self.bind('have', have)}]", op)
+        if attrs["recvs"]:
+            self.line(f"{self.work(op.result.name)} = pending.pop(({literal(op.result.name)}, m))", op)
+
+    def wait(self, value: str) -> None:
+        self.line(f"{self.work(value)}.wait()")
+        self.arrived(value)
+
+    def comm(self, value: str) -> str:
+        """The transport over which the messages of a value go."""
+        return "comm"
+
+    def arrived(self, value: str, condition: str = "") -> None:
+        """Note that the result of a collective or a message is there now, on a condition of the program."""
+
+    # ------------------------------------------------------------------ whole functions
+
+    def function(self, task: LocalTask, *, last: bool) -> list[str]:
+        """Lines of the body."""
+        self.lines, self.ready, self.task = [], set(), task.name
+        self.foreign = self.late_elsewhere(task)
+        started: set[str] = set()
+        ops = [(number, local) for number, local in enumerate(task.ops) if last or not local.tail]
+        for number, local in ops:
+            for value in self.storage.waits.get((task.name, number), ()):
+                if value in started:
+                    self.wait(value)
+                    started.discard(value)
+            for value in self.elsewhere(local, task):
+                self.line(f"work = pending.pop(({literal(value)}, {self.at(value)}), None)")
+                self.line("if work is not None: work.wait()")
+                self.arrived(value, "if work is not None: ")
+            self.emit(local, last=last)
+            if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
+                started.add(local.op.result.name)
+        self.hand_over(task, started)
+        return self.lines or ["    pass"]
+
+    def hand_over(self, task: LocalTask, started: set[str]) -> None:
+        """At the end of a task: wait for what nobody reads, leave the rest to the tasks that read it."""
+        for value in self.storage.waits.get((task.name, len(task.ops)), ()):
+            if value in started:
+                self.wait(value)
+        for value in self.storage.late[task.name]:
+            if value in started:
+                self.line(f"pending[{literal(value)}, {self.at(value)}] = {self.work(value)}")
+
+    def at(self, value: str) -> str:
+        """The micro-batch of a value: the present one, or 0 for what there is one of in a step."""
+        return "m" if self.program.parts.phase[value] == 1 else "0"
+
+    def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
+        """Results of other tasks' collectives that this op reads (directly or through a view) for the first
+        time."""
+        found = []
+        roots = dict.fromkeys(
+            self.storage.slots[v.name].root
+            for v in local.op.operands
+            if local.mode != "recv" and v.name in self.storage.slots
+        )
+        for root in roots:
+            found += [n for n in self.foreign.get(root, ()) if n not in self.ready]
+        for name in found:
+            self.ready_elsewhere(name)
+        return found
+
+    def late_elsewhere(self, task: LocalTask) -> dict[str, list[str]]:
+        """Memory -> results of the collectives of other tasks that lie in it and are waited for late."""
+        found: dict[str, list[str]] = {}
+        for other, names in self.storage.late.items():
+            for name in names if other != task.name else ():
+                found.setdefault(self.storage.slots[name].root, []).append(name)
+        return found
+
+    def ready_elsewhere(self, name: str) -> None:
+        """Note that a wait for another task's collective has been written."""
+        self.read(name)
+
+    def post(self, task: LocalTask) -> list[str]:
+        """Lines that start the receives."""
+        self.lines, self.ready, self.task = [], set(), task.name
+        start = self.bind("exchange_start", collectives.exchange_start)
+        for local in task.ops:
+            if local.mode == "recv" and local.attrs["recvs"]:
+                name, recvs = local.op.result.name, self.bind("recvs", local.attrs["recvs"])
+                target = self.target(name)
+                comm = self.comm(name)
+                call = f"{start}({comm}, None, (), {recvs}, {target}, {self.tag(local.attrs)})"
+                self.line(f"pending[{literal(name)}, m] = {call}")
+        return self.lines or ["    pass"]
+
+
+WriterType = Callable[[RankProgram, Storage, Arena, Transport | None, Any], Writer]
+
+
+def compile_task(
+    task: LocalTask,
+    program: RankProgram,
+    storage: Storage,
+    arena: Arena,
+    transport: Transport | None,
+    xp: Any,
+    writer_type: WriterType = Writer,
+) -> CompiledTask:
+    """Generate and compile the three functions of a task."""
+    writer = writer_type(program, storage, arena, transport, xp)
+    names = {suffix: writer.identifiers.once(f"{task.name}_{suffix}") for suffix in ("post", "body", "last")}
+    parts = [f"# task {commented(task.name)} of rank {program.rank}"]
+    often = task.per_micro and program.graph.micro_batches > 1  # else every run is the last one
+    for suffix, lines in (
+        ("post", writer.post(task)),
+        *([("body", writer.function(task, last=False))] if often else []),
+        ("last", writer.function(task, last=True)),
+    ):
+        parts.append(f"def {names[suffix]}(m):\n" + "\n".join(lines))
+    source = "\n\n\n".join(parts) + "\n"
+    filename = f"<distgraph rank {program.rank} {commented(task.name)}>"
+    linecache.cache[filename] = (
+        len(source),
+        None,
+        source.splitlines(True),
+        filename,
+    )  # tracebacks show the line
+    exec(shared_code(program.parts, source, filename), writer.bound)
+    last = writer.bound[names["last"]]
+    post, body = writer.bound[names["post"]], writer.bound.get(names["body"], last)
+    return CompiledTask(task.name, post, body, last, source, writer.bound)
+
+
+def sources_of(program: RankProgram) -> tuple[Op, ...]:
+    """Ops of the rank that bring data in."""
+    return tuple(op for op in program.graph.ops if op.kind in SOURCES and op.results[0].name in program.types)

@@ -1,0 +1,102 @@
+"""What the kernels of a rank program allocate while they run, on a device that runs the NumPy kernels.
+
+*In:* a rank program and its storage.
+*Out:* bytes, task by task: most that one op of the task allocates beside the planned buffers.
+*Invariant:* an op is asked with the layouts in which the program hands over its operands: views have
+the strides of the views that `codegen` makes. Nothing is allocated to find that out.
+
+On GPUs these kernels stand for those of vendor libraries, whose workspaces are not known before they run;
+nothing is counted there.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import Value
+from distgraph.ir.op_registry import freeze, lookup, workspace
+from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.runtime.program.memory_plan import Storage
+
+Shell = np.ndarray[Any, Any]
+"""An array with shape, dtype and strides but no memory of its own."""
+
+
+def task_workspace(program: RankProgram, storage: Storage) -> dict[str, int]:
+    """Task -> bytes that the op of it that allocates most allocates, 0 where none does."""
+    shells = _Shells(program, storage)
+    known: dict[object, int] = {}
+    return {
+        task.name: max((_op_workspace(local, shells, known) for local in task.ops), default=0)
+        for task in program.tasks
+    }
+
+
+def _op_workspace(local: LocalOp, shells: _Shells, known: dict[object, int]) -> int:
+    declared = lookup(local.op.kind)
+    if local.mode != "compute" or declared.view:
+        return 0
+    adds = local.op.results[0].name in shells.storage.into and declared.adds is not None
+    operands = [shells.of(value.name) for value in local.op.operands]
+    layouts = tuple((x.shape, x.strides, x.dtype.str) for x in operands)
+    key = (local.op.kind, layouts, freeze(local.attrs), adds)
+    if key not in known:
+        results = [shells.local(value) for value in local.op.results]
+        known[key] = workspace(local.op.kind, operands, local.attrs, results, adds=adds)
+    return known[key]
+
+
+class _Shells:
+    """Operands of one rank as shells.
+
+    Args:
+        program, storage: of the rank.
+    """
+
+    def __init__(self, program: RankProgram, storage: Storage) -> None:
+        self.program, self.storage = program, storage
+        self._made: dict[str, Shell] = {}
+        self._makers = {
+            value.name: local
+            for task in program.tasks
+            for local in task.ops
+            if local.mode != "send"
+            for value in local.op.results
+        }
+
+    def local(self, value: Value) -> Value:
+        """A value with the shape of its block."""
+        return Value(value.name, *self.program.types[value.name])
+
+    def of(self, name: str) -> Shell:
+        """How a value lies in memory where it is read."""
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> Shell:
+        slot, local = self.storage.slots.get(name), self._makers.get(name)
+        if slot is None or local is None or slot.root == name:
+            return self._block(name)
+        first = local.op.operands[0].name
+        if local.mode == "comm.slice":
+            apply: Callable[[Any], Any] = operator.itemgetter(local.attrs["slices"])
+        elif local.mode == "compute" and lookup(local.op.kind).view:
+            apply = partial(lookup(local.op.kind).kernel, np, **local.attrs)
+        else:  # takes the memory of another value over: a block, as all that has memory of its own
+            return self._block(name)
+        shell: Shell = apply(self.of(first))
+        return shell
+
+    def _block(self, name: str) -> Shell:
+        shape, dtype = self.program.types[name]
+        kind = to_numpy(dtype)
+        strides = [kind.itemsize * math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        return np.lib.stride_tricks.as_strided(np.empty(1, kind), shape, strides, writeable=False)

@@ -1,0 +1,509 @@
+"""Where every value of a rank program lives: liveness, aliases, reuse of buffers.
+
+Kinds of storage:
+    source    parameters, states, inputs and constants: they exist before the step.
+    kept      one buffer for the whole step: read by another task, or an output.
+    ring      as kept, but one buffer for each micro-batch in flight.
+    scratch   dead when its task ends; its memory is reused as soon as the value is dead (`packing`).
+    view      the memory of another value (its root) seen in another shape; made again where it is needed.
+
+Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op
+that reads it last, or they are scratch values that are never alive together. What a collective reads or
+writes is alive until it has been waited for. Memory that a message is sent from, under whatever name, is
+written again only when that message has been taken (`Storage.sent`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import itemsize
+from distgraph.ir.op_registry import lookup
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.runtime.program.memory_packing import Block, pack
+from distgraph.runtime.program.ring_sizes import RankClocks, outstanding, rank_clocks, window
+from distgraph.runtime.schedule.schedule import Schedule
+
+_ALIGN = 64
+_WORTH_COPYING = 2**20  # bytes that are freed by a copy, from which it is worth its time
+Place = tuple[str, int]  # task name, number of the op in it
+
+
+@dataclass(slots=True)
+class Slot:
+    """Storage of one value.
+
+    Attributes:
+        kind: source, kept, ring, scratch or view.
+        root: name of the value whose memory it is (itself, unless a view or taken over).
+        contiguous: C-contiguous.
+        offset: where its scratch memory begins in that of the rank.
+    """
+
+    kind: str
+    root: str
+    contiguous: bool = True
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Storage:
+    """Plan for one rank.
+
+    Attributes:
+        slots: value name -> slot.
+        scratch: bytes of the scratch memory, which all tasks share.
+        rings: root name of a ring value -> number of buffers.
+        waits: (task, op) -> names of collectives' results to wait for right before it.
+        late: task -> results of its collectives that another task waits for, or the end of the step.
+        in_place: update target (param or state) -> value that is computed right in its memory.
+        into: value that only an `accumulate` reads -> result of that, to which it is added as it is computed.
+        sent: roots of the memory that messages are sent from: before it is written, those must have left.
+        lives: root of a kept or ring value -> tasks from whose first to whose last it is alive.
+    """
+
+    slots: dict[str, Slot]
+    scratch: int = 0
+    rings: dict[str, int] = field(default_factory=dict)
+    waits: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    late: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    in_place: dict[str, str] = field(default_factory=dict)
+    into: dict[str, str] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
+    lives: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+def nbytes(program: RankProgram, name: str) -> int:
+    """Bytes of a value's local block."""
+    return _block_bytes(*program.types[name])
+
+
+@lru_cache(maxsize=4096)
+def _block_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * itemsize(dtype)
+
+
+def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
+    """Decide the storage of every value.
+
+    Args:
+        program: what the rank runs.
+        schedule: order of all tasks on all ranks.
+
+    Raises:
+        RuntimeFault: under this order the rank might wait for ever to write a buffer that is still sent.
+    """
+    plan, clocks = planned(program), rank_clocks(schedule, program.parts, program.rank)
+    storage = plan.under(clocks)
+    plan.verify(storage, clocks)
+    return storage
+
+
+def planned(program: RankProgram) -> StoragePlan:
+    """The storage of every value, but for the number of buffers in a ring."""
+    plan = StoragePlan(program)
+    plan.visit()
+    copied = plan.outliving()
+    if copied:
+        plan = StoragePlan(program, copied)
+        plan.visit()
+    plan.join_accumulates()
+    plan.find_waits()
+    plan.classify()
+    plan.place_updates()
+    plan.assign_scratch()
+    plan.storage.lives = {
+        name: frozenset(task for task, _ in plan.uses[name])
+        for name, slot in plan.slots.items()
+        if slot.root == name and slot.kind in ("kept", "ring")
+    }
+    plan.storage.sent = frozenset(root for root in plan.aliases if plan.messages(root))
+    return plan
+
+
+class StoragePlan:
+    """What there is to know of a program for its storage, whatever the order of its tasks; see `planned`."""
+
+    def __init__(self, program: RankProgram, copied: frozenset[str] = frozenset()) -> None:
+        self.program = program
+        self.tasks = {task.name: task for task in program.tasks}
+        self.copied = copied  # slices that are no views
+        self.viewed: dict[str, LocalOp] = {}  # view -> what makes it
+        self.slots: dict[str, Slot] = {}
+        self.aliases: dict[str, list[str]] = {}  # root -> values in its memory
+        self.storage = Storage(self.slots)
+        self.made: dict[str, Place] = {}  # value -> where it is made
+        self.uses: dict[str, list[Place]] = {}  # root -> places that read or write its memory
+        self.readers: dict[str, list[Place]] = {}  # value -> places that read it
+        self.copies: dict[str, list[Place]] = {}  # value -> places that copy a part of it to another mesh
+        self.reader_count: dict[str, int] = {}
+        self.sending: set[Place] = set()
+        for task in program.tasks:
+            for number, local in enumerate(task.ops):
+                if local.mode in ("send", "exchange"):
+                    self.sending.add((task.name, number))
+                if local.mode != "recv" or local.attrs["copies"]:
+                    for name in {v.name for v in local.op.operands}:
+                        self.reader_count[name] = self.reader_count.get(name, 0) + 1
+        for name in program.parts.sources_of(program.rank):
+            self.put(name, Slot("source", name))
+
+    def put(self, name: str, slot: Slot) -> None:
+        """Give a value its slot."""
+        if name in self.slots:
+            self.aliases[self.slots[name].root].remove(name)
+        self.slots[name] = slot
+        self.aliases.setdefault(slot.root, []).append(name)
+
+    def visit(self) -> None:
+        """Find aliases and uses."""
+        for task in self.program.tasks:
+            self._visit(task)
+
+    def _visit(self, task: LocalTask) -> None:
+        for number, local in enumerate(task.ops):
+            place = (task.name, number)
+            for value in local.op.operands:
+                if value.name in self.slots and local.mode != "recv":
+                    self.uses.setdefault(self.slots[value.name].root, []).append(place)
+                    self.readers.setdefault(value.name, []).append(place)
+            if local.mode == "send":
+                continue
+            if local.mode == "recv" and local.attrs["copies"]:
+                name = local.op.operands[0].name
+                self.uses.setdefault(self.slots[name].root, []).append(place)
+                self.copies.setdefault(name, []).append(place)
+            for position, value in enumerate(local.op.results):
+                self.made[value.name] = place
+                alias = self.alias(local) if position == 0 else None
+                if alias is None:
+                    self.put(value.name, Slot("scratch", value.name))
+                else:
+                    root, contiguous = alias
+                    self.put(value.name, Slot("view", root, contiguous))
+                    self.viewed[value.name] = local
+                self.uses.setdefault(self.slots[value.name].root, []).append(place)
+
+    def alias(self, local: LocalOp) -> tuple[str, bool] | None:
+        """Root and contiguity when the result is the operand's memory."""
+        op = local.op
+        if op.results[0].name in self.program.graph.kept or op.results[0].name in self.copied:
+            return None  # what leaves the graph has memory of its own
+        if local.mode == "comm.all_reduce":
+            operand = op.operands[0].name
+            return (self.slots[operand].root, True) if self.is_only_reader(operand) else None
+        if local.mode == "accumulate":
+            if self.program.graph.micro_batches > 1:
+                return None
+        elif local.mode == "comm.mask":
+            if not (local.attrs["keep"] or local.attrs["reduction"] in ("max", "min")):
+                return None
+        elif local.mode != "comm.slice" and not (local.mode == "compute" and lookup(op.kind).view):
+            return None
+        source = self.slots[op.operands[0].name]
+        same = op.kind in ("identity", "stop_gradient", "accumulate", "comm.mask", "reshard")
+        if op.kind == "reshape":
+            return (source.root, True) if source.contiguous else None
+        if source.kind == "source" and self.program.types[source.root][0] == () and not same:
+            return None  # a scalar is a number, not memory
+        return source.root, same and source.contiguous
+
+    def outliving(self) -> frozenset[str]:
+        """Slices to copy, because all of what they are cut from would have to outlive its task for them."""
+        found: set[str] = set()
+        for root, names in self.aliases.items():
+            if self.slots[root].kind == "source" or root not in self.made:
+                continue
+            late = [name for name in names if self._leaves(name, self.made[root][0])]
+            cut = {self._slice_of(name) for name in late}
+            copies = sum(nbytes(self.program, name) for name in cut if name)
+            if "" not in cut and nbytes(self.program, root) - copies >= _WORTH_COPYING:
+                found |= cut
+        return frozenset(found)
+
+    def _leaves(self, name: str, task: str) -> bool:
+        """Whether a value is read in another task, or sent."""
+        return any(
+            place[0] != task or place in self.sending
+            for place in (*self.readers.get(name, ()), *self.copies.get(name, ()))
+        )
+
+    def _slice_of(self, name: str) -> str:
+        """The slice that a view is seen through; "" where there is none."""
+        while name in self.viewed and self.viewed[name].mode != "comm.slice":
+            name = self.viewed[name].op.operands[0].name
+        return name if name in self.viewed else ""
+
+    def is_only_reader(self, operand: str) -> bool:
+        """True when nothing else reads the memory of an operand, so that a collective may work in place."""
+        root = self.slots[operand].root
+        if self.slots[root].kind == "source" or not self.slots[operand].contiguous:
+            return False
+        maker = self.made[root]
+        if self.tasks[maker[0]].ops[maker[1]].mode == "comm.mask":
+            return False  # filled once, for all steps
+        kept = self.program.graph.kept
+        return all(self.reader_count.get(name, 0) == 1 and name not in kept for name in self.aliases[root])
+
+    def join_accumulates(self) -> None:
+        """What is computed for an `accumulate` alone is computed into its buffer."""
+        if self.program.graph.micro_batches == 1:
+            return
+        for task in self.program.tasks:
+            for local in task.ops:
+                if local.mode != "accumulate":
+                    continue
+                value, total = local.op.operands[0].name, local.op.result.name
+                place = self.made.get(value, ("", 0))
+                fits = (
+                    place[0] == task.name
+                    and self.slots[value].root == value
+                    and self._same_type(value, total)
+                )
+                if not fits or self.slots[value].kind != "scratch" or not self.is_only_reader(value):
+                    continue
+                maker = task.ops[place[1]]
+                if maker.mode == "compute" and len(maker.op.results) == 1 and not lookup(maker.op.kind).view:
+                    self.storage.into[value] = total
+                    if lookup(maker.op.kind).adds is not None:  # then it needs no buffer of its own
+                        self.put(value, Slot("view", total))
+                        self.uses[total] += self.uses.pop(value)
+
+    def find_waits(self) -> None:
+        """A collective is waited for right before the first op that reads its result."""
+        waits: dict[Place, list[str]] = {}
+        position = {task.name: i for i, task in enumerate(self.program.tasks)}
+        for task in self.program.tasks:
+            late = []
+            for number, local in enumerate(task.ops):
+                if not is_started(local):
+                    continue
+                result = local.op.result.name
+                aliases = self.aliases[self.slots[result].root]
+                found = [p for n in aliases for p in self.readers.get(n, ())]
+                readers = [
+                    p for p in found if p[0] != task.name or p[1] > number
+                ]  # not the collective itself
+                here = [p for p in readers if p[0] == task.name]
+                if here:
+                    at = min(here)
+                    waits.setdefault(at, []).append(result)
+                elif readers:
+                    late.append(result)
+                    at = min(readers, key=lambda p: (position[p[0]], p[1]))
+                else:  # nobody reads it here: it ends with the task, before another one uses the same scratch
+                    at = (task.name, len(task.ops))
+                    waits.setdefault(at, []).append(result)
+                    self.uses[self.slots[result].root].append(at)
+                for value in local.op.operands if local.mode != "recv" else ():
+                    self.uses[self.slots[value.name].root].append(at)
+            self.storage.late[task.name] = tuple(late)
+        self.storage.waits = {place: tuple(names) for place, names in waits.items()}
+
+    def classify(self) -> None:
+        """Roots that another task touches are kept; per micro-batch ones get a ring."""
+        graph = self.program.graph
+        per_micro = {task.name: task.per_micro for task in self.program.tasks}
+        kept = {slot.root for name, slot in self.slots.items() if name in graph.kept}
+        for name, slot in self.slots.items():
+            if slot.root != name or slot.kind != "scratch":
+                continue
+            task, number = self.made[name]
+            local = self.tasks[task].ops[number]
+            crosses = any(place[0] != task for place in self.uses.get(name, ())) or name in kept
+            sent = bool(self._sends(name))
+            accumulated = local.mode == "accumulate"
+            zeros = local.mode == "comm.mask"
+            received = local.mode == "recv"  # may arrive while the task before is still at work
+            if not (crosses or sent or accumulated or zeros or received):
+                continue
+            once = not per_micro[task] or local.tail or accumulated or zeros
+            slot.kind = "kept" if once or graph.micro_batches == 1 else "ring"
+
+    def _sends(self, root: str) -> list[tuple[str, LocalOp]]:
+        """Sends of what lies in some memory, each with its task."""
+        sends = [place for place in self.uses.get(root, ()) if place in self.sending]
+        return [(task, self.tasks[task].ops[number]) for task, number in sends]
+
+    def messages(self, root: str) -> list[LocalOp]:
+        """Those of the sends that are started in one task and may be under way in the next."""
+        return [local for _, local in self._sends(root) if local.mode == "send" and local.attrs["sends"]]
+
+    def place_updates(self) -> None:
+        """Compute updates in the memory of what they replace, where nothing reads the old value any more."""
+        updates = self.program.parts.updates
+        here = sorted((*updates[old], old) for old in self.slots if old in updates)
+        targets = {new: old for _, new, old in here}
+        for name, old in targets.items():
+            if name not in self.made or self.slots[name].root != name:
+                continue
+            task, number = self.made[name]
+            if self.tasks[task].kind != "optimize":  # a step that fails its check writes nothing
+                continue
+            local = self.tasks[task].ops[number]
+            declared = lookup(local.op.kind)
+            readable = [local.op.operands[i].name for i in declared.inplace if i < len(local.op.operands)]
+            later = [p for p in self.uses.get(old, ()) if not self._precedes(p, (task, number))]
+            computed = local.mode == "compute" and old in readable
+            gathered = (  # the shards of a new value come together where the old one was
+                local.mode == "comm.all_gather"
+                and self.slots[local.op.operands[0].name].root != old
+                and not self._sends(old)
+            )
+            written = (  # such as a narrow parameter, cast from its master copy
+                local.mode == "compute"
+                and not declared.view
+                and old not in {self.slots[v.name].root for v in local.op.operands if v.name in self.slots}
+                and not self._sends(old)
+            )
+            # the update waits for what is sent of the old value, which must not wait for the update
+            taken = all(self._taken_before(local, task) for local in self.messages(old))
+            fits = not later and taken and self._same_type(name, old)
+            if (computed or gathered or written) and fits:
+                self.storage.in_place[old] = name
+                self.slots[name].kind, self.slots[name].root = "view", old
+
+    def _precedes(self, place: Place, other: Place) -> bool:
+        """Whether an op has run for all micro-batches before another one runs, whatever the schedule."""
+        if place[0] == other[0]:
+            return place[1] <= other[1]
+        return place[0] in self.program.parts.before[other[0]]
+
+    def _taken_before(self, sent: LocalOp, task: str) -> bool:
+        """Whether what is sent has been received before a task begins, whatever the schedule."""
+        _, target = self.program.parts.transfers[sent.op.name]
+        return target in self.program.parts.before[task]
+
+    def _same_type(self, first: str, second: str) -> bool:
+        return self.program.types[first] == self.program.types[second]
+
+    def assign_scratch(self) -> None:
+        """Pack what is dead at the end of its task; a value may take over the memory of one that dies."""
+        blocks: list[Block] = []
+        owner: dict[str, int] = {}  # scratch root -> number of its block
+        begin = 0  # of the task: they run one after the other
+        last_uses = self._last_uses()
+        for task in self.program.tasks:
+            last = last_uses[task.name]
+            for number, local in enumerate(task.ops):
+                for value in local.op.results if local.mode != "send" else ():
+                    if value.name not in last or self.made[value.name] != (task.name, number):
+                        continue
+                    donor = self._donor(local, value.name, number, last)
+                    if donor is None:
+                        owner[value.name] = len(blocks)
+                        size = -(-max(nbytes(self.program, value.name), 1) // _ALIGN) * _ALIGN
+                        blocks.append(Block(size, begin + number, begin + last[value.name]))
+                    else:
+                        owner[value.name] = owner[donor]
+                        blocks[owner[donor]].stop = begin + last[value.name]
+            begin += len(task.ops) + 1
+        self.storage.scratch = pack(blocks)
+        for name, block in owner.items():
+            self.slots[name].offset = blocks[block].offset
+
+    def _last_uses(self) -> dict[str, dict[str, int]]:
+        """Task -> scratch root that it touches -> number of the op that touches it last."""
+        found: dict[str, dict[str, int]] = {task.name: {} for task in self.program.tasks}
+        for root, places in self.uses.items():
+            if root in self.slots and self.slots[root].kind == "scratch":
+                for task, number in places:
+                    found[task][root] = max(number, found[task].get(root, 0))
+        return found
+
+    def _donor(self, local: LocalOp, name: str, number: int, last: Mapping[str, int]) -> str | None:
+        """Root of an operand whose buffer the first result may take over, because this op reads it last."""
+        if local.mode != "compute" or local.op.results[0].name != name:
+            return None
+        roots = [self.slots[v.name].root for v in local.op.operands]
+        names = {v.name for v in local.op.operands}
+        for position in lookup(local.op.kind).inplace:
+            if position >= len(roots):
+                continue
+            operand, root = local.op.operands[position].name, roots[position]
+            slot = self.slots[root]
+            shared = len({n for n in names if self.slots[n].root == root}) > 1
+            fits = self._same_type(operand, name) and nbytes(self.program, root) == nbytes(self.program, name)
+            ends = slot.kind == "scratch" and last.get(root) == number
+            if ends and fits and not shared and self.slots[operand].contiguous:
+                return root
+        return None
+
+    def under(self, clocks: RankClocks) -> Storage:
+        """Storage under a schedule: as many buffers in a ring as micro-batches are ever alive together."""
+        rings = dict[str, int]()
+        micro = self.program.graph.micro_batches
+        count = 1 + max((int(at.max()) for at in clocks.places.values()), default=0)
+        received = {
+            local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
+        }
+        depths: dict[tuple[frozenset[str], bool], int] = {}  # most values live between the same few tasks
+        for root, slot in self.slots.items():
+            if slot.kind != "ring" or slot.root != root:
+                continue
+            tasks, early = frozenset(task for task, _ in self.uses[root]), root in received
+            if (tasks, early) not in depths:
+                touched = np.stack([clocks.places[task] for task in tasks if task in clocks.places])
+                first = np.where(touched < 0, count, touched).min(axis=0)
+                depths[tasks, early] = window(first - early, touched.max(axis=0))
+            rings[root] = depths[tasks, early]
+            if self._sends(root):
+                rings[root] = min(micro, max(rings[root], *self._under_way(root, clocks, early)))
+        return replace(self.storage, rings=rings)
+
+    def verify(self, storage: Storage, clocks: RankClocks) -> None:
+        """Compare the rings with the posts of all receives; see `rings` for what that proves.
+
+        Raises:
+            RuntimeFault: a buffer is written when the receive of what is sent from it is not posted yet.
+        """
+        for task, transfer, depth, posting in self.sent_rings(storage):
+            written = (clocks.posts if posting else clocks.starts)[task]
+            late = np.flatnonzero(clocks.taken[transfer][:-depth] + posting > written[depth:])
+            if late.size:
+                m, target = int(late[0]), self.program.parts.transfers[transfer][1]
+                raise RuntimeFault(
+                    f"rank {self.program.rank}: {task} of micro-batch {m + depth} writes again what it sends "
+                    f"before {target} is to receive %{transfer} of micro-batch {m}; {depth} buffers are too "
+                    "few, report it with the program and its schedule"
+                )
+
+    def sent_rings(self, storage: Storage) -> list[tuple[str, str, int, bool]]:
+        """Of every ring and send from it: task that writes it, transfer, buffers, whether by a receive."""
+        found = []
+        for root in sorted(storage.sent & storage.rings.keys()):
+            task, number = self.made[root]
+            posting = self.tasks[task].ops[number].mode == "recv"
+            found += [(task, m.op.name, storage.rings[root], posting) for m in self.messages(root)]
+        return found
+
+    def _under_way(self, root: str, clocks: RankClocks, early: bool) -> tuple[int, int]:
+        """Buffers for what is sent from some memory: to be ahead of the receiver, and never to wait in vain.
+
+        A stage may begin a micro-batch as many places of the schedule before the receiver does as it is
+        stages away; a buffer that is itself received into is needed a place earlier.
+        """
+        parts, attrs = self.program.parts, self.program.graph.attrs
+        reach = (
+            abs(parts.at[attrs[local.op.result.name].mesh.rank_set] - parts.stages[task])
+            for task, local in self._sends(root)
+        )
+        task = self.made[root][0]
+        written = (clocks.posts if early else clocks.starts)[task]
+        needed = (
+            outstanding(written, clocks.taken[local.op.name], posting=early) for local in self.messages(root)
+        )
+        return 1 + early + max(1, *reach), max(needed, default=1)
+
+
+def is_started(local: LocalOp) -> bool:
+    """True for what is begun here and waited for later."""
+    return local.mode in ("recv", "exchange") or (
+        local.mode.startswith("comm.") and local.mode not in ("comm.slice", "comm.mask")
+    )

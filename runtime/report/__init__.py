@@ -1,0 +1,1 @@
+"""Forecasts and measured timelines for people: an HTML page, a Chrome trace, figures."""

@@ -1,0 +1,1 @@
+"""Task graphs, actors and the order in which every rank runs its tasks."""

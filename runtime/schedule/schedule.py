@@ -1,0 +1,311 @@
+"""Schedules: the order in which each rank runs its tasks, decided once, printed, parsed and followed.
+
+`schedule` runs the actors under the simulated clock and keeps the order that comes out. Every rank then
+follows its recorded order, so that ranks which share a task (and the collectives inside it) always agree,
+whatever the real durations turn out to be. A recorded order cannot deadlock: it has been executed once.
+
+Text form: a line of facts, the columns where they are not the plain pipeline's, then one line per clock and
+one column per group of ranks with the same order; F0 = forward of micro-batch 0, - = idle. Every task counts
+one clock.
+
+    1f1b n=2 m=2                                1f1b n=2 m=2
+    F0 -                                        0: F=forward.s0 B=backward.s0
+    F1 F0                                       1,2: F=forward.s1 B=backward.s1
+    -  B0                                       F0 -
+    ...                                         ...
+
+Invariant: `parse(str(schedule)) == schedule`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.errors import GraphError, RuntimeFault
+from distgraph.runtime.schedule.actor import Policy, resolve
+from distgraph.runtime.schedule.simulate import Timeline, simulate, symbols
+from distgraph.runtime.schedule.steady_state import clocked
+from distgraph.runtime.schedule.task import UPDATES, TaskGraph
+
+__all__ = ["Column", "Schedule", "Step", "check", "parse", "schedule"]
+
+_HEADER = re.compile(r"(?P<policy>\S+) n=(?P<columns>\d+) m=(?P<micro>\d+)")
+_LEGEND = re.compile(r"(?P<ranks>\d+(?:,\d+)*):(?P<names>(?: [A-Z][a-z]*=\S+)*)")
+_CELL = re.compile(r"(?P<symbol>[A-Z][a-z]*)(?P<micro>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One task instance in a rank's order; the clock is its line in the grid."""
+
+    clock: int
+    task: str
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Ranks with one and the same order.
+
+    Args:
+        ranks: the ranks, ascending.
+        names: (symbol in the grid, task) of each task they run.
+        steps: the order.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[tuple[str, str], ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of task instances on every rank; prints as a grid and parses back."""
+
+    policy: str
+    micro_batches: int
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def posts(self) -> dict[str, NDArray[np.int64]]:
+        """Task -> for each micro-batch the clock at which all its ranks have posted their receives.
+
+        The worker posts those of place p of its order when place p - 2 is done.
+        """
+        found: dict[str, NDArray[np.int64]] = {}
+        for column in self.columns:
+            for place, step in enumerate(column.steps):
+                clocks = found.setdefault(step.task, np.zeros(self.micro_batches, np.int64))
+                if place > 1:
+                    clocks[step.micro] = max(clocks[step.micro], column.steps[place - 2].clock + 1)
+        return found
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for column in self.columns for rank in column.ranks))
+
+    @property
+    def clocks(self) -> int:
+        """Number of lines of the grid."""
+        return 1 + max((column.steps[-1].clock for column in self.columns if column.steps), default=-1)
+
+    def order(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """The (task, micro-batch) pairs of one rank, first to last.
+
+        Raises:
+            GraphError: the rank runs nothing in this schedule.
+        """
+        for column in self.columns:
+            if rank in column.ranks:
+                return tuple((step.task, step.micro) for step in column.steps)
+        raise GraphError(
+            f"rank {rank} is not in the schedule, which has ranks {', '.join(map(str, self.ranks))}"
+        )
+
+    def orders(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        """The order of every rank."""
+        result: dict[int, tuple[tuple[str, int], ...]] = {}
+        for column in self.columns:
+            result.update(
+                dict.fromkeys(column.ranks, tuple((step.task, step.micro) for step in column.steps))
+            )
+        return dict(sorted(result.items()))
+
+    def grid(self) -> str:
+        """One line per clock, one column per group of ranks."""
+        table = [["-"] * len(self.columns) for _ in range(self.clocks)]
+        for index, column in enumerate(self.columns):
+            symbol = {task: name for name, task in column.names}
+            for step in column.steps:
+                table[step.clock][index] = f"{symbol[step.task]}{step.micro}"
+        widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+        return "\n".join(
+            " ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.policy} n={len(self.columns)} m={self.micro_batches}"]
+        plain = all(
+            column.ranks == (index,)
+            and column.names == _plain_names(index, {name for name, _ in column.names})
+            for index, column in enumerate(self.columns)
+        )
+        if not plain:
+            for column in self.columns:
+                names = "".join(f" {symbol}={task}" for symbol, task in column.names)
+                lines.append(f"{','.join(map(str, column.ranks))}:{names}")
+        return "\n".join([*lines, self.grid()])
+
+
+def _plain_names(stage: int, letters: set[str]) -> tuple[tuple[str, str], ...]:
+    """Symbols of the plain pipeline of one rank per stage, as far as they are used."""
+    kinds = (("F", "forward"), ("B", "backward"), ("O", "optimize"))
+    return tuple((letter, f"{kind}.s{stage}") for letter, kind in kinds if letter in letters)
+
+
+def schedule(
+    graph: TaskGraph,
+    policy: str | Policy = "1f1b",
+    durations: Mapping[str, float] | None = None,
+    *,
+    transfer: float = 0.0,
+) -> Schedule:
+    """Decide the order of every rank by running the actors under the simulated clock.
+
+    Tasks that update parameters come last on every rank: a step is checked before them (see `finite`).
+
+    Args:
+        graph: the task graph of one step.
+        policy: "1f1b", "gpipe" or a `Policy`.
+        durations: seconds by task name or kind; None: one second each. They decide the order; the printed
+            grid always gives each task one clock.
+        transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
+
+    Returns:
+        The schedule, which has been run once and so cannot deadlock.
+
+    Raises:
+        GraphError: the graph or a duration makes no sense.
+        RuntimeFault: the graph's own buffer limits deadlock under this policy; the message draws the grid.
+
+    Example:
+        >>> from distgraph.runtime.schedule.task import pipeline
+        >>> print(schedule(pipeline([(0,), (1,)], 2, optimize=False), "gpipe"))
+        gpipe n=2 m=2
+        F0 -
+        F1 F0
+        -  F1
+        -  B0
+        B0 B1
+        B1 -
+    """
+    chosen = resolve(policy)
+    if durations is None and not transfer:
+        found = clocked(graph, chosen)
+    else:
+        orders = simulate(graph, durations, policy=chosen, transfer=transfer).orders()
+        found = simulate(graph, None, policy=chosen, order=orders)
+    orders = found.orders()
+    last = _updates_last(graph, orders)
+    if last != orders:
+        found = simulate(graph, None, policy=chosen, order=last)
+    # columns by rank that differ only in time, not in tasks, would have been one resource already
+    columns = []
+    for ranks in found.columns:
+        names = symbols([task for task in graph.tasks if ranks[0] in task.ranks])
+        steps = tuple(Step(round(run.start), run.task, run.micro) for run in found.of_rank(ranks[0]))
+        columns.append(Column(ranks, tuple((symbol, task) for task, symbol in names.items()), steps))
+    return Schedule(chosen.name, graph.micro_batches, tuple(columns))
+
+
+def _updates_last(
+    graph: TaskGraph, orders: Mapping[int, tuple[tuple[str, int], ...]]
+) -> dict[int, tuple[tuple[str, int], ...]]:
+    """The orders with updates behind all other tasks. Nothing but an update reads what one makes, so the
+    others keep their order."""
+    updates = {task.name for task in graph.tasks if task.kind == UPDATES}
+    return {rank: tuple(sorted(order, key=lambda step: step[0] in updates)) for rank, order in orders.items()}
+
+
+def parse(text: str) -> Schedule:
+    """Read the text form back. Lines that start with # and empty lines are skipped.
+
+    Raises:
+        GraphError: a line that does not fit the form; the message gives the line.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    header = _HEADER.fullmatch(lines[0]) if lines else None
+    if header is None:
+        raise GraphError(
+            f'schedule: expected a first line such as "1f1b n=3 m=4", got {lines[0] if lines else ""!r}'
+        )
+    count = int(header["columns"])
+    legend = [match for line in lines[1 : 1 + count] if (match := _LEGEND.fullmatch(line))]
+    if legend and len(legend) != count:
+        raise GraphError(f"schedule: n={count} but {len(legend)} lines that name the ranks of a column")
+    steps: list[list[tuple[int, str, int]]] = [[] for _ in range(count)]
+    for clock, line in enumerate(lines[1 + len(legend) :]):
+        cells = line.split()
+        if len(cells) != count:
+            raise GraphError(f"schedule: expected {count} columns, got {len(cells)} in {line!r}")
+        for column, text_of_cell in zip(steps, cells, strict=True):
+            if text_of_cell == "-":
+                continue
+            cell = _CELL.fullmatch(text_of_cell)
+            if cell is None:
+                raise GraphError(
+                    f'schedule: expected a cell such as "F0" or "-", got {text_of_cell!r} in {line!r}'
+                )
+            column.append((clock, cell["symbol"], int(cell["micro"])))
+    columns = []
+    for index, found in enumerate(steps):
+        ranks, names = (
+            _columns_head(legend[index]) if legend else ((index,), _plain_names(index, {c[1] for c in found}))
+        )
+        task = dict(names)
+        unknown = next((symbol for _, symbol, _ in found if symbol not in task), None)
+        if unknown is not None:
+            raise GraphError(
+                f"schedule: {unknown} in column {index} has no name; the column has {', '.join(task)}"
+            )
+        columns.append(
+            Column(ranks, names, tuple(Step(clock, task[symbol], micro) for clock, symbol, micro in found))
+        )
+    return Schedule(header["policy"], int(header["micro"]), tuple(columns))
+
+
+def _columns_head(match: re.Match[str]) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
+    names = [pair.split("=", 1) for pair in match["names"].split()]
+    return tuple(map(int, match["ranks"].split(","))), tuple((symbol, task) for symbol, task in names)
+
+
+def check(
+    planned: Schedule,
+    graph: TaskGraph,
+    durations: Mapping[str, float] | None = None,
+    *,
+    policy: str | Policy | None = None,
+    transfer: float = 0.0,
+) -> Timeline:
+    """Run a schedule against a task graph under the simulated clock, before it is run for real.
+
+    Args:
+        planned: the schedule.
+        graph: the task graph.
+        durations: seconds by task name or kind; None: one second each.
+        policy: whose credits hold; None: those of the policy that the schedule names.
+        transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
+
+    Returns:
+        The timeline of the step.
+
+    Raises:
+        GraphError: the schedule is for another number of micro-batches, or names a rank or task that is not
+            there.
+        RuntimeFault: the schedule deadlocks, leaves a task out or repeats one; the message draws the grid.
+    """
+    if planned.micro_batches != graph.micro_batches:
+        raise GraphError(
+            f"schedule has m={planned.micro_batches} but the task graph has {graph.micro_batches} "
+            "micro-batches; make the schedule anew"
+        )
+    if planned.ranks != graph.ranks:
+        raise GraphError(
+            f"schedule has ranks {planned.ranks} but the task graph has {graph.ranks}; make it anew"
+        )
+    chosen = resolve(planned.policy if policy is None else policy)
+    timeline = simulate(graph, durations, policy=chosen, order=planned.orders(), transfer=transfer)
+    for rank, order in timeline.orders().items():
+        if order != planned.order(rank):
+            task, micro = planned.order(rank)[len(order)]
+            raise RuntimeFault(
+                f"rank {rank} has {task} {micro} in its order after all its work is done; remove it"
+            )
+    return timeline

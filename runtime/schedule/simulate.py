@@ -1,0 +1,380 @@
+"""The simulated clock: the actors of the runtime, driven by virtual time.
+
+*In:* a task graph, a duration in seconds for each task, and a policy or a recorded order.
+*Out:* a `Timeline`: when each task instance ran on each rank.
+*Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted.
+
+Where a policy decides, a plain event queue over the ranks; a recorded order is a longest path (`recorded`).
+Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
+the size of a mesh. (A process-based simulation library was no fit: who gets a device is not a queue but a
+choice among requests that each want several devices.)
+
+Example, one forward and one backward at a time (rows are time, columns are ranks):
+
+    >>> from distgraph.runtime.schedule.task import pipeline
+    >>> print(simulate(pipeline([(0,), (1,)], 2, optimize=False)).grid())
+    F0 -
+    F1 F0
+    -  B0
+    B0 F1
+    -  B1
+    B1 -
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from distgraph.errors import GraphError, RuntimeFault
+from distgraph.ir.gc_pause import collector_paused
+from distgraph.runtime.schedule.actor import (
+    Actor,
+    BufferFreed,
+    DataReady,
+    DeviceFree,
+    Finished,
+    Instruction,
+    Policy,
+    Request,
+    Run,
+    Send,
+    actors,
+    bounded,
+    resolve,
+)
+from distgraph.runtime.schedule.event_graph import followed
+from distgraph.runtime.schedule.task import Ring, TaskGraph, phases, topological_order, verify
+from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Record, Timeline, symbols
+
+__all__ = ["Interval", "Record", "Timeline", "seconds_of", "simulate", "symbols"]
+
+_DEVICE_FREE = DeviceFree()
+_ROWS_SHOWN = 24
+_COLUMNS_SHOWN = 16
+
+
+def seconds_of(graph: TaskGraph, durations: Mapping[str, float] | None) -> dict[str, float]:
+    """Duration of each task in seconds: the entry of its name, else of its kind; None gives every task one
+    second.
+
+    Raises:
+        GraphError: no entry for a task, or a duration that is negative or not finite.
+    """
+    result = {}
+    for task in graph.tasks:
+        if durations is None:
+            result[task.name] = 1.0
+            continue
+        if task.name not in durations and task.kind not in durations:
+            raise GraphError(
+                f"durations have no entry for task {task.name!r} nor for kind {task.kind!r}; add one"
+            )
+        seconds = durations[task.name] if task.name in durations else durations[task.kind]
+        if not 0 <= seconds < float("inf"):
+            raise GraphError(
+                f"duration of task {task.name!r} is {seconds} s, expected a finite number from 0 up"
+            )
+        result[task.name] = float(seconds)
+    return result
+
+
+@collector_paused()
+def simulate(
+    graph: TaskGraph,
+    durations: Mapping[str, float] | None = None,
+    *,
+    policy: str | Policy = "1f1b",
+    order: Mapping[int, Sequence[tuple[str, int]]] | None = None,
+    transfer: float | Mapping[tuple[str, str], float] = 0.0,
+    last: Mapping[str, float] | None = None,
+    rings: Collection[Ring] = (),
+) -> Timeline:
+    """Run one step of the task graph under a virtual clock.
+
+    Args:
+        graph: the task graph.
+        durations: seconds by task name or by kind (a name goes first); None: one second each.
+        policy: "1f1b", "gpipe" or a `Policy`. It sets the credits, and without `order` also who goes first.
+        order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
+        transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or
+            those of each edge (source, target), 0 where it is not named.
+        last: seconds of tasks with the last micro-batch, by name, where those differ.
+        rings: buffers that messages are sent from, of the programs that follow `order`.
+
+    Returns:
+        The timeline of the step.
+
+    Raises:
+        GraphError: the graph is malformed (see `verify`), or a duration is missing or makes no sense.
+        RuntimeFault: deadlock: the run stopped with work left. The message draws the grid up to there and
+            says for each rank what it waits for.
+    """
+    verify(graph)
+    chosen = resolve(policy)
+    delays = _delays(graph, transfer)
+    seconds = seconds_of(graph, durations)
+    ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
+    clock = _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays)
+    if clock.order is not None:
+        runs = followed(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings)
+        if runs is not None:
+            return Timeline(clock.graph, runs, clock.columns)
+    found = clock.run()  # with an order that leads nowhere it tells what waits for what
+    if rings:
+        raise RuntimeFault(
+            "deadlock: the order can be run, but not with rings of "
+            f"{min(ring.depth for ring in rings)} buffers: a task waits for a receive that is posted later; "
+            "give the senders more buffers"
+        )
+    return found
+
+
+def _delays(
+    graph: TaskGraph, transfer: float | Mapping[tuple[str, str], float]
+) -> dict[tuple[str, str], float]:
+    """Seconds of every edge whose target has ranks that its source has not."""
+    for seconds in transfer.values() if isinstance(transfer, Mapping) else (transfer,):
+        if not 0 <= seconds < float("inf"):
+            raise GraphError(f"transfer time is {seconds} s, expected a finite number from 0 up")
+    if not isinstance(transfer, Mapping):
+        ranks = {task.name: frozenset(task.ranks) for task in graph.tasks}
+        pairs = ((edge.source, edge.target) for edge in graph.edges)
+        transfer = {(a, b): transfer for a, b in pairs if not ranks[b] <= ranks[a]}
+    return {edge: seconds for edge, seconds in transfer.items() if seconds}
+
+
+class _Clock:
+    """Virtual time, the actors, and who holds which device. A device is a group of ranks that all do the
+    same."""
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        policy: Policy,
+        seconds: Mapping[str, float],
+        last: Mapping[str, float],
+        order: Mapping[int, Sequence[tuple[str, int]]] | None,
+        delays: Mapping[tuple[str, str], float],
+    ) -> None:
+        self.graph, self.policy, self.seconds, self.last, self.delays = graph, policy, seconds, last, delays
+        self.per_micro = {task.name: task.per_micro for task in graph.tasks}
+        self.actors = actors(graph)
+        self.columns = _columns(graph, order)
+        column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
+        self.devices = {
+            task.name: [column[rank] for rank in task.ranks if rank in column] for task in graph.tasks
+        }
+        self.order = None if order is None else [tuple(order.get(ranks[0], ())) for ranks in self.columns]
+        self.head = [0] * len(self.columns)  # position of each device in its recorded order
+        self.phase = phases(graph)
+        self.depth = {name: -index for index, name in enumerate(topological_order(graph))}
+        self.busy: list[str | None] = [None] * len(self.columns)
+        self.wanted: list[dict[str, tuple[int, ...]]] = [{} for _ in self.columns]  # requests and their keys
+        self.forwards = [0] * len(self.columns)  # forward instances not yet begun
+        for task in graph.tasks:
+            if self.phase[task.name] == "forward":
+                for device in self.devices[task.name]:
+                    self.forwards[device] += graph.instances(task)
+        self.instant = order is None and any(value == 0 for value in seconds.values())
+        self.requests = 0
+        self.pushed = 0
+        self.now = 0.0
+        # (time, place of the task in the graph, order of entry, task, event): simultaneous events go down the
+        # graph
+        self.queue: list[tuple[float, int, int, str, Finished | DataReady]] = []
+        self.dirty: set[int] = set()
+        self.intervals: list[Interval] = []
+
+    def run(self) -> Timeline:
+        for name, actor in self.actors.items():
+            self._obey(name, actor.start())
+        self._dispatch()
+        while self.queue:
+            horizon = self.queue[0][0] * (1 + SAME_TIME)
+            while self.queue and self.queue[0][0] <= horizon:
+                time, _, _, name, event = heapq.heappop(self.queue)
+                self.now = max(self.now, time)
+                if type(event) is Finished:
+                    for device in self.devices[name]:
+                        self.busy[device] = None
+                    self.dirty.update(self.devices[name])
+                self._obey(name, self.actors[name].handle(event))
+            self._dispatch()
+        timeline = Timeline(self.graph, tuple(self.intervals), self.columns)
+        if not all(actor.done for actor in self.actors.values()):
+            raise RuntimeFault(self._deadlock(timeline))
+        return timeline
+
+    def _obey(self, name: str, instructions: tuple[Instruction, ...]) -> None:
+        for instruction in instructions:
+            kind = type(instruction)
+            if kind is Send:
+                self._deliver(name, instruction.target, instruction.micro)  # type: ignore[union-attr]
+            elif kind is Request:
+                self._want(name, instruction.micro)
+            elif kind is Run:
+                final = self.per_micro[name] and instruction.micro == self.graph.micro_batches - 1
+                seconds = (self.last if final else self.seconds)[name]
+                self.intervals.append(Interval(name, instruction.micro, self.now, self.now + seconds))
+                self._push(self.now + seconds, name, Finished(instruction.micro))
+            else:
+                source = instruction.source  # type: ignore[union-attr]
+                self._obey(source, self.actors[source].handle(BufferFreed(name, instruction.micro)))
+
+    def _deliver(self, source: str, target: str, micro: int) -> None:
+        event = DataReady(source, micro)
+        delay = self.delays.get((source, target), 0.0)
+        if delay:
+            self._push(self.now + delay, target, event)
+        else:
+            self._obey(target, self.actors[target].handle(event))
+
+    def _push(self, time: float, name: str, event: Finished | DataReady) -> None:
+        heapq.heappush(self.queue, (time, -self.depth[name], self.pushed, name, event))
+        self.pushed += 1
+
+    def _want(self, name: str, micro: int) -> None:
+        key = (*self.policy.order(self.phase[name], micro, self.requests), self.depth[name])
+        self.requests += 1
+        for device in self.devices[name]:
+            self.wanted[device][name] = key
+        self.dirty.update(self.devices[name])
+
+    def _dispatch(self) -> None:
+        dirty, self.dirty = self.dirty, set()
+        if self.order is not None:
+            self._follow(dirty)
+            return
+        if self.instant:
+            # what takes no time goes first and its news is heard before a device is given away for longer
+            self._grant(dirty, instant_only=True)
+            if self.queue and self.queue[0][0] <= self.now * (1 + SAME_TIME):
+                self.dirty |= dirty
+                return
+        self._grant(dirty, instant_only=False)
+
+    def _grant(self, dirty: set[int], *, instant_only: bool) -> None:
+        """Give free devices to the first request by the policy's order.
+
+        A request that must wait for one device keeps the others it needs from lesser requests, so that a task
+        on many ranks is not starved.
+        """
+        keys = {
+            name: key
+            for device in dirty
+            if self.busy[device] is None
+            for name, key in self.wanted[device].items()
+        }
+        hold_backward = self.policy.forward_is_done_first
+        held: set[int] = set()
+        for name in sorted(keys, key=keys.__getitem__):
+            devices = self.devices[name]
+            if hold_backward and self.phase[name] == "backward" and any(self.forwards[d] for d in devices):
+                continue
+            free = all(self.busy[device] is None and device not in held for device in devices)
+            if free and not (instant_only and self.seconds[name] > 0):
+                self._start(name)
+            else:
+                held.update(devices)
+
+    def _follow(self, dirty: set[int]) -> None:
+        """Give each device to the next task of its order once all ranks of that task have come to it."""
+        for device in dirty:
+            step = self._recorded(device)
+            if step is None or self.busy[device] is not None:
+                continue
+            name, micro = step
+            actor = self.actors.get(name)
+            if actor is None or not actor.requested or actor.next_micro != micro:
+                continue
+            devices = self.devices[name]
+            if all(self._recorded(other) == step and self.busy[other] is None for other in devices):
+                for other in devices:
+                    self.head[other] += 1
+                self._start(name)
+
+    def _recorded(self, device: int) -> tuple[str, int] | None:
+        assert self.order is not None
+        position = self.head[device]
+        return self.order[device][position] if position < len(self.order[device]) else None
+
+    def _start(self, name: str) -> None:
+        for device in self.devices[name]:
+            self.busy[device] = name
+            del self.wanted[device][name]
+            if self.phase[name] == "forward":
+                self.forwards[device] -= 1
+        self._obey(name, self.actors[name].handle(_DEVICE_FREE))
+
+    def _deadlock(self, timeline: Timeline) -> str:
+        total = sum(self.graph.instances(task) for task in self.graph.tasks)
+        lines = [
+            f"deadlock: the run stopped with {total - len(self.intervals)} of {total} task instances not run"
+        ]
+        lines += [timeline.grid(rows=_ROWS_SHOWN)]
+        waiting = [line for device in range(len(self.columns)) for line in self._waits(device)]
+        lines += waiting[:_COLUMNS_SHOWN]
+        if len(waiting) > _COLUMNS_SHOWN:
+            lines.append(f"and {len(waiting) - _COLUMNS_SHOWN} more")
+        lines.append("make the order of the ranks agree, or give the edges named above more buffers")
+        return "\n".join(lines)
+
+    def _waits(self, device: int) -> Iterator[str]:
+        who = _ranks_text(self.columns[device])
+        waits = f"{who} waits in" if len(self.columns[device]) == 1 else f"{who} wait in"
+        if self.order is None:
+            for name, devices in self.devices.items():
+                if device in devices and not self.actors[name].done:
+                    actor = self.actors[name]
+                    yield f"{waits} {name} {actor.next_micro} for {self._reason(actor, device)}"
+            return
+        step = self._recorded(device)
+        if step is None:
+            left = [
+                name for name in self.devices if device in self.devices[name] and not self.actors[name].done
+            ]
+            if left:
+                yield f"{who}: the order ends but leaves out {', '.join(left)}"
+            return
+        name, micro = step
+        known = self.actors.get(name)
+        if known is None or device not in self.devices[name]:
+            yield f"{waits} {name} {micro}, which is no task of its own"
+        elif known.next_micro != micro:
+            mine = f"{name} {known.next_micro}"
+            yield f"{waits} {name} {micro} for its own {mine}, which comes later or never"
+        else:
+            yield f"{waits} {name} {micro} for {self._reason(known, device)}"
+
+    def _reason(self, actor: Actor, device: int) -> str:
+        lacks = list(actor.waits())
+        if self.order is not None:
+            for other in self.devices[actor.task.name]:
+                step = self._recorded(other)
+                if other != device and step != (actor.task.name, actor.next_micro):
+                    at = "the end of its order" if step is None else f"{step[0]} {step[1]}"
+                    lacks.append(f"{_ranks_text(self.columns[other])}, which is at {at}")
+        return " and ".join(lacks) or "all forwards of its ranks"
+
+
+def _columns(
+    graph: TaskGraph, order: Mapping[int, Sequence[tuple[str, int]]] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Ranks that run the same tasks (in the same recorded order), grouped; ascending by first rank."""
+    tasks_of: dict[int, list[str]] = {}
+    for task in graph.tasks:
+        for rank in task.ranks:
+            tasks_of.setdefault(rank, []).append(task.name)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank in sorted(tasks_of):
+        key = (tuple(tasks_of[rank]), None if order is None else tuple(order.get(rank, ())))
+        groups.setdefault(key, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}"

@@ -1,0 +1,210 @@
+"""What ran when: the timeline of a step, as intervals, as a record per rank, as a picture.
+
+*In:* intervals of tasks and the ranks that did the same. *Out:* who was busy when, what was alive, the grid.
+*Invariant:* intervals stand in the order in which they were started; two of one rank do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distgraph.runtime.schedule.task import Task, TaskGraph
+
+__all__ = ["Interval", "Record", "Timeline", "symbols"]
+
+SAME_TIME = 1e-12  # relative; sums of the same durations in another order differ by a few ulp
+_LETTERS = {
+    "load": "L",
+    "forward": "F",
+    "backward": "B",
+    "send": "S",
+    "recv": "R",
+    "sync": "G",
+    "optimize": "O",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One task instance, on all its ranks; start and end in seconds."""
+
+    task: str
+    micro: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One task instance on one rank; start and end in seconds."""
+
+    rank: int
+    task: str
+    micro: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When everything ran.
+
+    Args:
+        graph: the task graph, with the buffer limits that held.
+        intervals: every task instance in the order in which they were started.
+        columns: ranks that did the same at the same time, as groups; ascending by first rank.
+    """
+
+    graph: TaskGraph
+    intervals: tuple[Interval, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """End of the last task, seconds."""
+        return max((interval.end for interval in self.intervals), default=0.0)
+
+    def records(self) -> Iterator[Record]:
+        """One record per rank and task instance, in the order in which they were started."""
+        ranks = {task.name: task.ranks for task in self.graph.tasks}
+        for run in self.intervals:
+            for rank in ranks[run.task]:
+                yield Record(rank, run.task, run.micro, run.start, run.end)
+
+    def of_rank(self, rank: int) -> tuple[Interval, ...]:
+        """What one rank ran, in order."""
+        names = {task.name for task in self.graph.tasks if rank in task.ranks}
+        return tuple(run for run in self.intervals if run.task in names)
+
+    def orders(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        """For each rank the (task, micro-batch) pairs it ran, in order. Ranks of one column share one
+        tuple."""
+        result: dict[int, tuple[tuple[str, int], ...]] = {}
+        for ranks, runs in zip(self.columns, self._by_column(), strict=True):
+            result.update(dict.fromkeys(ranks, tuple((run.task, run.micro) for run in runs)))
+        return dict(sorted(result.items()))
+
+    def busy(self) -> dict[int, float]:
+        """Seconds that each rank was at work; the makespan less this is its bubble."""
+        result: dict[int, float] = {}
+        for ranks, runs in zip(self.columns, self._by_column(), strict=True):
+            result.update(dict.fromkeys(ranks, sum(run.end - run.start for run in runs)))
+        return dict(sorted(result.items()))
+
+    def peak_live(self) -> tuple[int, ...]:
+        """For each stage, how many micro-batches were alive there at once.
+
+        A micro-batch lives on a stage from the start of its first forward task there to the end of its last
+        backward task there; to the end of its last task there when the stage has no backward task.
+        """
+        tasks = {task.name: task for task in self.graph.tasks}
+        trained = {task.stage for task in self.graph.tasks if task.kind == "backward"}
+        born: dict[tuple[int, int], float] = {}
+        died: dict[tuple[int, int], float] = {}
+        for run in self.intervals:
+            task = tasks[run.task]
+            key = (task.stage, run.micro)
+            if task.kind == "forward":
+                born[key] = min(born.get(key, run.start), run.start)
+            if task.kind == "backward" or (task.per_micro and task.stage not in trained):
+                died[key] = max(died.get(key, run.end), run.end)
+        peaks = [0] * self.graph.stages
+        alive = [0] * self.graph.stages
+        # at one moment a buffer is freed before it is taken again
+        steps = [(time, 1, key[0]) for key, time in born.items()]
+        steps += [(time, -1, key[0]) for key, time in died.items() if key in born]
+        for _, change, stage in sorted(steps):
+            alive[stage] += change
+            peaks[stage] = max(peaks[stage], alive[stage])
+        return tuple(peaks)
+
+    def grid(self, rows: int | None = None) -> str:
+        """The rank x time picture: a line for each interval in which nothing starts or ends, a column for
+        each group of ranks that do the same; F0 = forward of micro-batch 0 (see `symbols`), | = still at it,
+        - = idle.
+
+        Args:
+            rows: only the last so many lines; None: all.
+        """
+        table = _table(self, self._by_column())
+        return _align(table if rows is None else table[max(0, len(table) - rows) :])
+
+    def _by_column(self) -> list[list[Interval]]:
+        column = {ranks[0]: index for index, ranks in enumerate(self.columns)}
+        where = {
+            task.name: [column[rank] for rank in task.ranks if rank in column] for task in self.graph.tasks
+        }
+        result: list[list[Interval]] = [[] for _ in self.columns]
+        for run in self.intervals:
+            for index in where[run.task]:
+                result[index].append(run)
+        return result
+
+
+def symbols(tasks: Sequence[Task]) -> dict[str, str]:
+    """A short symbol for each task of one rank: the letter of its kind, Fa, Fb, ... for further ones of that
+    kind.
+
+    Letters: L load, F forward, B backward, S send, R recv, G sync (of gradients), O optimize.
+    """
+    seen: dict[str, int] = {}
+    result = {}
+    for task in tasks:
+        letter = _LETTERS[task.kind]
+        count = seen.get(letter, 0)
+        seen[letter] = count + 1
+        suffix = ""
+        while count:
+            count, digit = divmod(count - 1, 26)
+            suffix = chr(ord("a") + digit) + suffix
+        result[task.name] = letter + suffix
+    return result
+
+
+def _table(timeline: Timeline, columns: list[list[Interval]]) -> list[list[str]]:
+    """Cells by (line, column). A task without duration gets a line of its own, just before what starts with
+    it."""
+    tasks = timeline.graph.tasks
+    moment: dict[float, float] = {}  # times that differ by rounding only are one line
+    latest = 0.0
+    for time in sorted({time for run in timeline.intervals for time in (run.start, run.end)}):
+        latest = latest if time <= latest * (1 + 2 * SAME_TIME) else time
+        moment[time] = latest
+    times = sorted(set(moment.values()))
+    levels = dict.fromkeys(times, 0)
+    placed: list[tuple[float, int, int, str]] = []  # time, level, column, cell
+    spans: list[tuple[float, float, int, str]] = []
+    for index, runs in enumerate(columns):
+        named = symbols([task for task in tasks if timeline.columns[index][0] in task.ranks])
+        level, last = 0, -1.0
+        for run in runs:
+            cell = f"{named[run.task]}{run.micro}"
+            start, end = moment[run.start], moment[run.end]
+            if end > start:
+                spans.append((start, end, index, cell))
+                continue
+            level = level + 1 if start == last else 0
+            last = start
+            levels[start] = max(levels[start], level + 1)
+            placed.append((start, level, index, cell))
+    line: dict[float, int] = {}
+    count = 0
+    for time in times:
+        count += levels[time]
+        line[time] = count  # the line of the interval that starts here
+        count += 1
+    table = [["-"] * len(columns) for _ in range(max(0, count - 1) if times else 0)]
+    for time, level, index, cell in placed:
+        table[line[time] - levels[time] + level][index] = cell
+    for start, end, index, cell in spans:
+        for row in range(line[start], line[end] - levels[end]):
+            table[row][index] = cell if row == line[start] else "|"
+    return table
+
+
+def _align(table: list[list[str]]) -> str:
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    return "\n".join(
+        " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
+    )

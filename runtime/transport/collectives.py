@@ -1,0 +1,425 @@
+"""Collectives on tensors: what generated rank programs call.
+
+They know dims and uneven shards; transports move flat buffers.
+
+Every collective has a `*_start` form that returns a `Handle`; `handle.wait()` gives the array. Start early,
+wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length of the dim in question
+on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out` must be C-contiguous
+and is returned.
+
+Data is packed only where the layout asks for it: with the dim in front (or only dims of length 1 before it)
+the shards are stretches of memory already, and `x` and `out` are the transport's buffers themselves.
+
+Invariant: the input is not changed, except by `all_reduce(x, out=x)`, and must not be written before `wait`
+returned.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.transport.transport import Array, Group, Request, Transport, position_in, stretches
+from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
+
+Slices = tuple[slice, ...]
+
+
+class Handle:
+    """A collective under way."""
+
+    __slots__ = ("_finish", "_kept", "_out", "_requests")
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        out: Array,
+        finish: Callable[[], None] | None = None,
+        kept: Sequence[Array] = (),
+    ) -> None:
+        self._requests, self._out, self._finish = list(requests), out, finish
+        self._kept = kept  # packed buffers that are still being sent
+
+    def wait(self) -> Array:
+        """Return the result when it is there.
+
+        Raises:
+            RuntimeFault: another rank failed, or the transport's time limit passed without progress.
+        """
+        while self._requests:
+            self._requests[-1].wait()
+            self._requests.pop()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        self._kept = ()
+        return self._out
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once; drives the operation on."""
+        open_requests = [request for request in self._requests if not request.done()]
+        return not open_requests
+
+
+def finish(handles: list[Handle]) -> None:
+    """Wait for all of them, then forget them."""
+    for handle in handles:
+        handle.wait()
+    handles.clear()
+
+
+def all_reduce_start(
+    transport: Transport, x: Array, group: Group, op: str, out: Array | None = None
+) -> Handle:
+    """Start `all_reduce`."""
+    out = _result(out, x, x.shape, "all_reduce")
+    if out is not x:
+        out[...] = x
+    return Handle([transport.all_reduce(out, op, group)], out)
+
+
+def all_reduce(transport: Transport, x: Array, group: Group, op: str, out: Array | None = None) -> Array:
+    """Reduction of `x` over the members, on each of them. `out=x` works in place.
+
+    Args:
+        op: "sum" | "max" | "min" | "prod".
+    """
+    return all_reduce_start(transport, x, group, op, out).wait()
+
+
+def all_gather_start(
+    transport: Transport, x: Array, dim: int, sizes: Sequence[int], group: Group, out: Array | None = None
+) -> Handle:
+    """Start `all_gather`."""
+    _check_dim("all_gather", transport, x, dim, sizes, group)
+    out = _result(out, x, _with_length(x.shape, dim, sum(sizes)), "all_gather")
+    counts = _counts(x.shape, dim, sizes)
+    send = _contiguous(x)
+    if _leads(x.shape, dim):
+        return Handle([transport.all_gather(send, out, counts, group)], out, kept=[send])
+    packed = _empty(x, sum(counts))
+    request = transport.all_gather(send, packed, counts, group)
+    return Handle([request], out, lambda: _unpack(packed, out, dim, sizes), [send])
+
+
+def all_gather(
+    transport: Transport, x: Array, dim: int, sizes: Sequence[int], group: Group, out: Array | None = None
+) -> Array:
+    """Concatenation of the members' shards along `dim`.
+
+    Returns: array of x's shape but with length sum(sizes) in `dim`.
+    """
+    return all_gather_start(transport, x, dim, sizes, group, out).wait()
+
+
+def reduce_scatter_start(
+    transport: Transport,
+    x: Array,
+    dim: int,
+    sizes: Sequence[int],
+    op: str,
+    group: Group,
+    out: Array | None = None,
+) -> Handle:
+    """Start `reduce_scatter`."""
+    _check_whole("reduce_scatter", x, dim, sizes, group)
+    own = sizes[position_in(group, transport.rank, "reduce_scatter")]
+    out = _result(out, x, _with_length(x.shape, dim, own), "reduce_scatter")
+    counts = _counts(x.shape, dim, sizes)
+    send = _pack(x, dim, sizes)
+    return Handle([transport.reduce_scatter(send, out, counts, op, group)], out, kept=[send])
+
+
+def reduce_scatter(
+    transport: Transport,
+    x: Array,
+    dim: int,
+    sizes: Sequence[int],
+    op: str,
+    group: Group,
+    out: Array | None = None,
+) -> Array:
+    """This member's stretch of `dim` of the reduction of `x` over the members.
+
+    Returns: array of x's shape but with this member's length of `sizes` in `dim`.
+    """
+    return reduce_scatter_start(transport, x, dim, sizes, op, group, out).wait()
+
+
+def all_to_all_start(
+    transport: Transport,
+    x: Array,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: Group,
+    out: Array | None = None,
+) -> Handle:
+    """Start `all_to_all`."""
+    if split_dim == concat_dim:
+        raise RuntimeFault(
+            f"all_to_all: split and concat dim are both {split_dim}; use exchange to move tiles in one dim"
+        )
+    _check_whole("all_to_all", x, split_dim, split_sizes, group)
+    _check_dim("all_to_all", transport, x, concat_dim, concat_sizes, group)
+    own = split_sizes[position_in(group, transport.rank, "all_to_all")]
+    landed = _with_length(x.shape, split_dim, own)
+    out = _result(out, x, _with_length(landed, concat_dim, sum(concat_sizes)), "all_to_all")
+    send = _pack(x, split_dim, split_sizes)
+    send_counts, recv_counts = (
+        _counts(x.shape, split_dim, split_sizes),
+        _counts(landed, concat_dim, concat_sizes),
+    )
+    if _leads(landed, concat_dim):
+        return Handle([transport.all_to_all(send, out, send_counts, recv_counts, group)], out, kept=[send])
+    packed = _empty(x, sum(recv_counts))
+    request = transport.all_to_all(send, packed, send_counts, recv_counts, group)
+    return Handle([request], out, lambda: _unpack(packed, out, concat_dim, concat_sizes), [send])
+
+
+def all_to_all(
+    transport: Transport,
+    x: Array,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: Group,
+    out: Array | None = None,
+) -> Array:
+    """Move the sharding of a tensor from `concat_dim` to `split_dim`.
+
+    Args:
+        split_sizes: length of `split_dim` that each member has afterwards; they sum to that of `x`.
+        concat_sizes: length of `concat_dim` that each member had; own one is that of `x`.
+    """
+    handle = all_to_all_start(transport, x, split_dim, split_sizes, concat_dim, concat_sizes, group, out)
+    return handle.wait()
+
+
+def permute_start(
+    transport: Transport,
+    x: Array,
+    send_to: int | None,
+    recv_from: int | None,
+    recv_shape: Sequence[int] = (),
+    out: Array | None = None,
+    tag: int = 0,
+) -> Handle:
+    """Start `permute`."""
+    out = _result(out, x, tuple(recv_shape) if recv_from is not None else (0,), "permute")
+    if send_to == transport.rank or recv_from == transport.rank:
+        if send_to != recv_from:
+            raise RuntimeFault(
+                f"permute: rank {transport.rank} sends to itself but receives from another, or the reverse"
+            )
+        out[...] = x
+        return Handle([], out)
+    requests = []
+    send = _contiguous(x)
+    if recv_from is not None:
+        requests.append(transport.recv(out, recv_from, MESSAGE_TAGS + tag))
+    if send_to is not None:
+        requests.append(transport.send(send, send_to, MESSAGE_TAGS + tag))
+    return Handle(requests, out, kept=[send])
+
+
+def permute(
+    transport: Transport,
+    x: Array,
+    send_to: int | None,
+    recv_from: int | None,
+    recv_shape: Sequence[int] = (),
+    out: Array | None = None,
+    tag: int = 0,
+) -> Array:
+    """Send `x` to one global rank (or none) and receive an array of `recv_shape` from another (or none).
+
+    Returns: what was received; an empty array where nothing is.
+    """
+    return permute_start(transport, x, send_to, recv_from, recv_shape, out, tag).wait()
+
+
+def exchange_start(
+    transport: Transport | None,
+    x: Array | None,
+    sends: Sequence[tuple[int, Slices]],
+    recvs: Sequence[tuple[int, Slices]],
+    out: Array | None,
+    tag: int = 0,
+) -> Handle:
+    """Start `exchange`. A rank that is alone has no transport: all tiles stay with it."""
+    rank = 0 if transport is None else transport.rank
+    if (x is None and sends) or (out is None and recvs):
+        raise RuntimeFault(
+            f"exchange: rank {rank} has {'no array to send from' if x is None else 'no out to receive in'}"
+        )
+    if transport is None:
+        _exchange_here(rank, x, sends, recvs, out)
+        return Handle([], out)
+    requests: list[Request] = []
+    landing: list[tuple[Array, Array]] = []
+    kept: list[Array] = []
+    for source, tile in recvs:
+        if (
+            source != rank and out is not None and (target := out[(*tile, ...)]).size
+        ):  # with ..., a tile of no dims is a view as well
+            buffer = target if target.flags.c_contiguous else _empty(target, target.size)
+            requests.append(transport.recv(buffer, source, MESSAGE_TAGS + tag))
+            if buffer is not target:
+                landing.append((target, buffer))
+    for dest, tile in sends:
+        if dest != rank and x is not None and (piece := x[(*tile, ...)]).size:
+            kept.append(_contiguous(piece))
+            requests.append(transport.send(kept[-1], dest, MESSAGE_TAGS + tag))
+    _exchange_here(rank, x, sends, recvs, out)
+
+    def finish() -> None:
+        for target, buffer in landing:
+            target[...] = buffer.reshape(target.shape)
+
+    return Handle(requests, out, finish, kept)
+
+
+def _exchange_here(
+    rank: int,
+    x: Array | None,
+    sends: Sequence[tuple[int, Slices]],
+    recvs: Sequence[tuple[int, Slices]],
+    out: Array | None,
+) -> None:
+    """Copy the tiles that stay on their rank."""
+    kept = [tile for dest, tile in sends if dest == rank]
+    taken = [tile for source, tile in recvs if source == rank]
+    if len(kept) != len(taken):
+        raise RuntimeFault(f"exchange: rank {rank} sends itself {len(kept)} tiles but expects {len(taken)}")
+    for have, want in zip(kept, taken, strict=True):
+        if x is not None and out is not None:
+            out[want] = x[have]
+
+
+def exchange(
+    transport: Transport,
+    x: Array | None,
+    sends: Sequence[tuple[int, Slices]],
+    recvs: Sequence[tuple[int, Slices]],
+    out: Array | None,
+    tag: int = 0,
+) -> Array | None:
+    """Move arbitrary tiles: cross-mesh and irregular resharding.
+
+    Args:
+        x: local source; None where this rank only receives.
+        sends: (destination rank, slices of x); tiles for one rank in the order in which it lists them.
+        recvs: (source rank, slices of out), likewise. Tiles of a rank for itself are copied.
+        out: local result, written only where tiles land; None where this rank only sends.
+        tag: 0 <= tag < 2**27; exchanges under way between the same two ranks must differ in it or start in
+        the same
+            order on both.
+    """
+    return exchange_start(transport, x, sends, recvs, out, tag).wait()
+
+
+def _part(array: Array, tile: Slices) -> Array:
+    """A tile as a view, also of an array without dims (which indexing would turn into a number)."""
+    return array[tile] if tile else array
+
+
+def broadcast_start(
+    transport: Transport, x: Array, root: int, group: Group, out: Array | None = None
+) -> Handle:
+    """Start `broadcast`."""
+    out = _result(out, x, x.shape, "broadcast")
+    if transport.rank == root and out is not x:
+        out[...] = x
+    return Handle([transport.broadcast(out, root, group)], out)
+
+
+def broadcast(transport: Transport, x: Array, root: int, group: Group, out: Array | None = None) -> Array:
+    """`x` of the global rank `root`, on every member; elsewhere only the shape and dtype of `x` count."""
+    return broadcast_start(transport, x, root, group, out).wait()
+
+
+def _empty(like: Array, shape: int | Sequence[int]) -> Array:
+    """Uninitialised array of the library and dtype of `like`."""
+    library: Any = np if isinstance(like, np.ndarray | np.generic) else sys.modules["cupy"]
+    return library.empty(shape, like.dtype)
+
+
+def _contiguous(x: Array) -> Array:
+    return x if x.flags.c_contiguous else x.copy(order="C")
+
+
+def _result(out: Array | None, like: Array, shape: Sequence[int], what: str) -> Array:
+    if out is None:
+        return _empty(like, shape)
+    if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype or not out.flags.c_contiguous:
+        raise RuntimeFault(
+            f"{what}: result is {like.dtype}{tuple(shape)} but out is {out.dtype}{tuple(out.shape)}"
+            f"{'' if out.flags.c_contiguous else ', not C-contiguous'}; pass a matching out or none"
+        )
+    return out
+
+
+def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def _counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
+    """Elements of each shard, given the other dims of `shape`."""
+    others = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    return [size * others for size in sizes]
+
+
+def _leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether shards along `dim` are stretches of memory."""
+    return math.prod(shape[:dim]) == 1
+
+
+def _pack(x: Array, dim: int, sizes: Sequence[int]) -> Array:
+    """Shards along `dim`, one after the other in memory."""
+    if _leads(x.shape, dim):
+        return _contiguous(x)
+    packed = _empty(x, x.size)
+    for place, part in zip(stretches(_counts(x.shape, dim, sizes)), stretches(sizes), strict=True):
+        shard = x[(slice(None),) * dim + (part,)]
+        packed[place].reshape(shard.shape)[...] = shard
+    return packed
+
+
+def _unpack(packed: Array, out: Array, dim: int, sizes: Sequence[int]) -> None:
+    """Inverse of `_pack` into `out`."""
+    for place, part in zip(stretches(_counts(out.shape, dim, sizes)), stretches(sizes), strict=True):
+        shard = out[(slice(None),) * dim + (part,)]
+        shard[...] = packed[place].reshape(shard.shape)
+
+
+def _check_whole(what: str, x: Array, dim: int, sizes: Sequence[int], group: Group) -> None:
+    """`x` is whole along `dim`, and `sizes` cut it."""
+    if not 0 <= dim < x.ndim:
+        raise RuntimeFault(f"{what}: dim {dim} but the array has {x.ndim} dims")
+    if len(sizes) != len(group) or sum(sizes) != x.shape[dim]:
+        raise RuntimeFault(
+            f"{what}: dim {dim} has length {x.shape[dim]} but sizes {list(sizes)} over {len(group)} members "
+            f"sum to {sum(sizes)}"
+        )
+
+
+def _check_dim(
+    what: str, transport: Transport, x: Array, dim: int, sizes: Sequence[int], group: Group
+) -> None:
+    """`x` is this member's shard along `dim`."""
+    if not 0 <= dim < x.ndim:
+        raise RuntimeFault(f"{what}: dim {dim} but the array has {x.ndim} dims")
+    position = position_in(group, transport.rank, what)
+    if len(sizes) != len(group) or sizes[position] != x.shape[dim]:
+        raise RuntimeFault(
+            f"{what}: rank {transport.rank} has length {x.shape[dim]} in dim {dim} but sizes {list(sizes)} "
+            f"of group {group} say otherwise"
+        )

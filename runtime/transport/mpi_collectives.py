@@ -1,0 +1,163 @@
+"""How collectives move over non-blocking sends and receives.
+
+Each is a generator of steps: it posts messages and yields their MPI requests, and is resumed when those are
+complete. Steps of operations of one group must be taken in the order of their starts, so that equal tags
+match in order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.transport.transport import (
+    Array,
+    Group,
+    even_counts,
+    position_in,
+    reduce_in_order,
+    stretches,
+)
+
+TAG_BITS: Final = 28
+"""Bits of a message's tag: MPICH has 29, and of ours the lowest is the phase of a collective."""
+_WHOLE_EXCHANGE_BYTES: Final = (
+    1 << 16
+)  # all_reduce: up to here each member sends all of its buffer to all others
+_FLAT_BROADCAST_BYTES: Final = 1 << 16  # broadcast: up to here the root sends everything itself
+
+Steps = Iterator[list[Any]]
+_Message = tuple[int, Array]
+
+
+class Exchange:
+    """The messages of one rank's collectives, on a communicator of their own.
+
+    Args:
+        comm: mpi4py communicator of all ranks, used for nothing else.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._rank = int(comm.Get_rank())
+        self._tags: dict[Group, int] = {}
+        self._groups: dict[int, Group] = {}
+        self._scratch: dict[int, list[np.ndarray[Any, Any]]] = {}
+
+    def all_reduce(self, mine: Array, op: str, group: Group) -> Steps:
+        me, others = self._peers(group)
+        if not others or not mine.size:
+            return
+        tag = self._tag(group)
+        if mine.nbytes * len(others) <= _WHOLE_EXCHANGE_BYTES:
+            pieces = {peer: self._take(mine.size, mine.dtype) for peer in others}
+            yield self._exchange([(p, mine) for p in others], list(pieces.items()), tag)
+            ordered = [mine if rank == self._rank else pieces[rank] for rank in group]
+            reduce_in_order(ordered, op, mine)
+            self._give(pieces.values())
+            return
+        places = stretches(even_counts(mine.size, len(group)))
+        kept = mine[places[me]]
+        pieces = {peer: self._take(kept.size, mine.dtype) for peer in others}
+        by_rank = dict(zip(group, places, strict=True))
+        yield self._exchange([(p, mine[by_rank[p]]) for p in others], list(pieces.items()), tag)
+        reduce_in_order([kept if rank == self._rank else pieces[rank] for rank in group], op, kept)
+        self._give(pieces.values())
+        yield self._exchange([(p, kept) for p in others], [(p, mine[by_rank[p]]) for p in others], tag + 1)
+
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Steps:
+        _, others = self._peers(group)
+        by_rank = dict(zip(group, stretches(counts), strict=True))
+        recv[by_rank[self._rank]] = send
+        if others:
+            receives = [(p, recv[by_rank[p]]) for p in others]
+            yield self._exchange([(p, send) for p in others], receives, self._tag(group))
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group) -> Steps:
+        _, others = self._peers(group)
+        by_rank = dict(zip(group, stretches(counts), strict=True))
+        pieces = {peer: self._take(recv.size, recv.dtype) for peer in others}
+        if others:
+            sends = [(p, send[by_rank[p]]) for p in others]
+            yield self._exchange(sends, list(pieces.items()), self._tag(group))
+        kept = send[by_rank[self._rank]]
+        reduce_in_order([kept if rank == self._rank else pieces[rank] for rank in group], op, recv)
+        self._give(pieces.values())
+
+    def all_to_all(
+        self, send: Array, recv: Array, out_of: list[slice], into: list[slice], group: Group
+    ) -> Steps:
+        me, others = self._peers(group)
+        recv[into[me]] = send[out_of[me]]
+        position = {rank: i for i, rank in enumerate(group)}
+        if others:
+            sends = [(p, send[out_of[position[p]]]) for p in others]
+            yield self._exchange(sends, [(p, recv[into[position[p]]]) for p in others], self._tag(group))
+
+    def broadcast(self, buffer: Array, root: int, group: Group) -> Steps:
+        """From the root to all, or for large buffers a stretch to each member and an all_gather of those."""
+        _, others = self._peers(group)
+        if not others or not buffer.size:
+            return
+        tag = self._tag(group)
+        if len(group) == 2 or buffer.nbytes <= _FLAT_BROADCAST_BYTES:
+            if self._rank == root:
+                yield self._exchange([(p, buffer) for p in others], [], tag)
+            else:
+                yield self._exchange([], [(root, buffer)], tag)
+            return
+        receivers = [rank for rank in group if rank != root]
+        places = stretches(even_counts(buffer.size, len(receivers)))
+        by_rank = {rank: buffer[place] for rank, place in zip(receivers, places, strict=True)}
+        if self._rank == root:
+            yield self._exchange(list(by_rank.items()), [], tag)
+            return
+        mine = by_rank[self._rank]
+        yield self._exchange([], [(root, mine)], tag)
+        peers = [rank for rank in receivers if rank != self._rank]
+        yield self._exchange([(p, mine) for p in peers], [(p, by_rank[p]) for p in peers], tag + 1)
+
+    def _exchange(self, sends: Sequence[_Message], receives: Sequence[_Message], tag: int) -> list[Any]:
+        """Post messages between members of a group; both sides skip the empty ones."""
+        comm = self._comm
+        requests = [comm.Irecv(octets(data), peer, tag) for peer, data in receives if data.size]
+        requests += [comm.Isend(octets(data), peer, tag) for peer, data in sends if data.size]
+        return requests
+
+    def _peers(self, group: Group) -> tuple[int, list[int]]:
+        """Own position, and the other members from the next one round: not all send to the first at once."""
+        me = position_in(group, self._rank, "collective")
+        return me, [*group[me + 1 :], *group[:me]]
+
+    def _tag(self, group: Group) -> int:
+        """An even tag made from the members; the odd one above it is for second phases."""
+        tag = self._tags.get(group)
+        if tag is None:
+            tag = (zlib.crc32(np.asarray(group, np.int64).tobytes()) & ((1 << (TAG_BITS - 1)) - 1)) << 1
+            other = self._groups.setdefault(tag, group)
+            if other != group:
+                raise RuntimeFault(
+                    f"rank {self._rank}: groups {other} and {group} get the same message tag {tag}; "
+                    "number the ranks of the mesh differently"
+                )
+            self._tags[group] = tag
+        return tag
+
+    def _take(self, count: int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Scratch memory; kept for reuse, because fresh pages cost more than the addition done in them."""
+        nbytes = count * np.dtype(dtype).itemsize
+        free = self._scratch.setdefault(nbytes, [])
+        return (free.pop() if free else np.empty(nbytes, np.uint8)).view(dtype)
+
+    def _give(self, pieces: Iterable[Array]) -> None:
+        for piece in pieces:
+            self._scratch[piece.nbytes].append(piece.view(np.uint8))
+
+
+def octets(data: Array) -> Array:
+    """Bytes of a flat array: MPI needs no type of its own for bf16, f16 or bool, for it never computes."""
+    return data.view(np.uint8)

@@ -1,0 +1,66 @@
+"""An operation of the MPI transport that is under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distgraph.runtime.transport.departure import Need
+from distgraph.runtime.transport.mpi_collectives import Steps
+
+if TYPE_CHECKING:
+    from distgraph.runtime.transport.mpi import MpiTransport
+
+
+class WithStatus:
+    """An MPI request whose status is wanted."""
+
+    __slots__ = ("request", "status")
+
+    def __init__(self, request: Any, status: Any) -> None:
+        self.request, self.status = request, status
+
+
+class Operation:
+    """A request: a generator that yields the MPI requests to be complete before its next step.
+
+    Steps of operations of one group are taken in the order of their starts, so that equal tags match in
+    order.
+    """
+
+    __slots__ = ("_need", "_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
+
+    def __init__(
+        self, transport: MpiTransport, what: str, steps: Steps, previous: Operation | None, need: Need
+    ) -> None:
+        self._transport, self.what, self._steps, self.previous = transport, what, steps, previous
+        self._need = need
+        self.requests: list[Any] = []
+        self._taken = 0
+        self.finished = False
+
+    def advance(self) -> bool:
+        """Take every step that can be taken now; True when there is none left."""
+        while not self.finished:
+            if self.requests and not self._transport.test_all(self.requests, self.what):
+                return False
+            if self.previous is not None:
+                if not self.previous.finished and self.previous._taken <= self._taken:
+                    return False
+                if self.previous.finished:
+                    self.previous = None
+            self._taken += 1
+            try:
+                self.requests = next(self._steps)
+            except StopIteration:
+                self.requests = []
+                self.finished = True
+        return True
+
+    def done(self) -> bool:
+        if not self.finished:
+            self._transport.progress()
+        return self.finished
+
+    def wait(self) -> None:
+        if not self.advance():
+            self._transport.poll(self.advance, self.what, self._need)
