@@ -4,7 +4,8 @@
 *Invariant:* the forecast of distgraph without overlap, in closed form: an op costs what `ComputeCost` says,
 a collective what `CollectiveCost` says (the same algorithms on the same links, their loads counted once,
 because only bandwidths and latencies change while calibrating), a task the sum of its ops, a step the last
-task of the schedule one forward, one backward. tests/test_calibrate.py holds both against each other.
+task of the schedule one forward, one backward. tests/benchmarks/test_calibrate.py holds both against each
+other.
 
 What is in a task twice is summed once: all runs together are one sparse matrix (tasks of stages x distinct
 ops), so that one evaluation of some hundred runs takes milliseconds.

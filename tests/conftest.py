@@ -8,13 +8,11 @@ import os
 import signal
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
-
-GOLDEN = Path(__file__).parent / "golden"
+from support.paths import GOLDEN
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # started in the background: programs that the tests start would inherit that Ctrl-C means nothing

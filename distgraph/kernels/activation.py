@@ -39,7 +39,7 @@ def _one_pass(
         variant = name.replace("gelu", "gelu_tanh") if flags and flags[0] else name
         elementwise(variant)(*operands, y)
         return store(xp, y, out)
-    loops = fused_for("_elements", xp, first, np.float32, *([np.float64] if double else []))
+    loops = fused_for("_numba_elementwise", xp, first, np.float32, *([np.float64] if double else []))
     if loops is None:
         return None
     y = empty(xp, out, first.shape, first.dtype)

@@ -175,7 +175,7 @@ def attention(
 def _loops(xp: Namespace, q: Array, keys: int) -> Any:
     """Compiled loops where they pay: float32 on NumPy and enough scores."""
     large = xp is np and q.dtype == np.float32 and (q.size // q.shape[-1]) * keys >= FUSED_MIN_SIZE
-    return fused("_rows") if large else None
+    return fused("_numba_rows") if large else None
 
 
 def _grad_tile(

@@ -52,7 +52,7 @@ def _add_rows(xp: Namespace, table: Array, at: Array, updates: Array) -> None:
         and table.dtype == updates.dtype
         and table.flags.c_contiguous
     ):
-        loops = fused_for("_elements", xp, updates, np.float32, np.float64)
+        loops = fused_for("_numba_elementwise", xp, updates, np.float32, np.float64)
         if loops is not None:
             loops.add_rows(table, np.ascontiguousarray(at), np.ascontiguousarray(updates))
             return

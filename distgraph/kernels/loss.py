@@ -110,7 +110,7 @@ def cross_entropy(
     if size == 0:  # the last shard of an uneven split may hold no class
         nothing = xp.full(labels.shape, -np.inf, logits.dtype)
         return store(xp, nothing, out_loss), store(xp, nothing.copy(), out_lse)
-    loops = fused_for("_rows", xp, logits, np.float32)
+    loops = fused_for("_numba_rows", xp, logits, np.float32)
     if loops is None:
         lse = _logsumexp(xp, logits)
         loss = lse - pick(xp, logits, labels, offset=offset)
@@ -139,7 +139,7 @@ def cross_entropy_grad(
         logits: [..., n], the classes from ``offset``.
         labels, lse, dloss: [...]; lse over all classes, also those of other shards.
     """
-    loops = fused_for("_rows", xp, logits, np.float32)
+    loops = fused_for("_numba_rows", xp, logits, np.float32)
     if loops is None or lse.dtype != logits.dtype or dloss.dtype != logits.dtype:
         dx = empty(xp, out, logits.shape, logits.dtype)
         xp.subtract(logits, lse[..., None], out=dx)

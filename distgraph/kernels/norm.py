@@ -14,7 +14,7 @@ def _loops(xp: Namespace, x: Array, *others: Array) -> Any:
     """Compiled loops where they apply: equal float32 or float64 operands on NumPy."""
     if any(a.dtype != x.dtype for a in others):
         return None
-    return fused_for("_rows", xp, x, np.float32, np.float64)
+    return fused_for("_numba_rows", xp, x, np.float32, np.float64)
 
 
 @computed_in_f32(0, 0, 0)

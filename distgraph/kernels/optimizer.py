@@ -113,7 +113,7 @@ def adam(
         p, m, v, g = _unshared((p, m, v, g), outs)
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
         uniform = all(a.dtype == dtype for a in (g, m, v))
-        loops = fused_for("_elements", xp, p, np.float32, np.float64) if uniform else None
+        loops = fused_for("_numba_elementwise", xp, p, np.float32, np.float64) if uniform else None
         if loops is not None:
             numbers = (beta1, beta2, 1 - beta1, 1 - beta2, size, root, eps, coupled, keep)
             new = tuple(_is_new(a, r) for a, r in zip((p, m, v), results, strict=True))
@@ -174,7 +174,7 @@ def momentum(
     lr = _scalar(xp, lr)
     if xp is np:
         p, buf, g = _unshared((p, buf, g), outs)
-    loops = fused_for("_elements", xp, p, np.float32, np.float64)
+    loops = fused_for("_numba_elementwise", xp, p, np.float32, np.float64)
     if loops is not None and g.dtype == p.dtype == buf.dtype:
         results = tuple(empty(xp, o, p.shape, p.dtype) for o in outs)
         new = tuple(_is_new(a, r) for a, r in zip((p, buf), results, strict=True))

@@ -101,7 +101,7 @@ def _words(xp: Namespace, key: int, offsets: Array, run: int) -> Array:
         if size == 0:
             return xp.empty(0, np.uint64)
         return elementwise("random_bits")(np.uint64(key), offsets, run, size=size)
-    loops = fused("_elements") if size >= FUSED_MIN_SIZE else None
+    loops = fused("_numba_elementwise") if size >= FUSED_MIN_SIZE else None
     if loops is not None:
         words = np.empty(size, np.uint64)
         loops.random_bits(np.uint64(key), offsets, run, words)
@@ -249,7 +249,7 @@ def dropout(
                 contiguous, np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1)
             )
         return store(xp, y, out)
-    loops = fused("_elements") if x.size >= FUSED_MIN_SIZE and x.dtype in (np.float32, np.float64) else None
+    loops = fused("_numba_elementwise") if x.size >= FUSED_MIN_SIZE and x.dtype in (np.float32, np.float64) else None
     if loops is not None:
         loops.dropout(flat(x), np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1))
         return store(xp, y, out)

@@ -17,7 +17,7 @@ def _fused_rows(
     first = operands[0]
     if axis not in (-1, first.ndim - 1):
         return None
-    loops = fused_for("_rows", xp, first, *dtypes)
+    loops = fused_for("_numba_rows", xp, first, *dtypes)
     if loops is None or any(a.dtype != first.dtype for a in operands):
         return None
     y = empty(xp, out, first.shape, first.dtype)

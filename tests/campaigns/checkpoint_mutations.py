@@ -3,7 +3,7 @@
     python tests/campaigns/checkpoint_mutations.py --trials 20000 --seed 0
 
 Prints JSON: trials, how many failed, trials by kind of damage, and the slowest in seconds. Exit code 1 if any
-failed. tests/test_checkpoint_damage.py runs a short form.
+failed. tests/runtime/checkpoint/test_damage.py runs a short form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from checkpoint_damage import Trials, folder_in_memory
+from support.files.checkpoint_damage import Trials, folder_in_memory
 
 from distgraph.runtime.execute.checkpoint import files
 

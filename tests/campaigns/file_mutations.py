@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from plan_cases import CASES
+from support.programs.plan_cases import CASES
 
 from distgraph.errors import DistGraphError
 from distgraph.ir.parser import parse_graph, print_graph
@@ -227,7 +227,7 @@ def _graph(path: Path) -> Any:
     text = path.read_bytes().decode("utf-8", "surrogateescape")
     if "\udcff" in text or any("\udc80" <= sign <= "\udcff" for sign in text):
         raise DistGraphError(
-            f"{path}: is refused by the reader of files, which tests/test_documents.py shows"
+            f"{path}: is refused by the reader of files, which tests/serialization/test_documents.py shows"
         )
     found = parse_graph(text, str(path))
     printed = print_graph(found)

@@ -3,8 +3,8 @@
     nice python tests/campaigns/mutations.py --trials 50000 --seed 0
 
 Prints JSON: trials, how many failed and why, how they ended by kind of file, and the slowest in CPU seconds.
-Every trial has 20 seconds and the process 4 GiB. Exit code 1 if any failed. tests/test_mutations.py runs a
-short form.
+Every trial has 20 seconds and the process 4 GiB. Exit code 1 if any failed. tests/campaigns/test_mutations.py
+runs a short form.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from campaigns.program_generator import Case, Draw, Layout, Program
 from campaigns.program_steps import STEPS, TOKENS, F
-from clusters import cluster_of
-from searched import slow
+from support.files.clusters import cluster_of
+from support.programs.searched import slow
 
 import distgraph as dg
 from distgraph import nn, ops, optim, schedules

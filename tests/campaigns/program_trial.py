@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from campaigns.program_generator import Case, Layout, Program
 from campaigns.program_model import batch_of, make_engine
-from equivalence import gathered
+from support.programs.equivalence import gathered
 
 from distgraph.engine import Engine
 from distgraph.errors import DistGraphError, RuntimeFault

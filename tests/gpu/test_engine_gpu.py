@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from equivalence import Case, Layout, grid, layouts, train
+from support.paths import TESTS
+from support.programs.equivalence import Case, Layout, grid, layouts, train
 
 import distgraph as dg
 from distgraph import nn, optim
@@ -59,7 +60,7 @@ def test_ranks_of_one_process(case: Case) -> None:
 SCRIPT = """
 import json, sys
 from dataclasses import replace
-from equivalence import Case, Layout, grid, train
+from support.programs.equivalence import Case, Layout, grid, train
 from distgraph.runtime.execute.process_group import is_chief
 layout = {"dp2": Layout("dp2", (grid(dp=2),), rows="dp"),
           "pp2": Layout("pp2", (grid(0, one=1), grid(1, one=1)))}[sys.argv[1]]
@@ -75,7 +76,7 @@ def test_two_mpi_ranks(layout: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     script = tmp_path / "train.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{SCRIPT}")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{SCRIPT}")
     command = [find_mpiexec(), "-n", "2", sys.executable, str(script), layout, str(STEPS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr

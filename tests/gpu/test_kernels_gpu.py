@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import KEY, Case, all_cases, as_tuple
+from support.ops.kernel_cases import KEY, Case, all_cases, as_tuple
 
 from distgraph.kernels import optimizer
 from distgraph.kernels import random as rnd

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import collective_cases as cases
 import numpy as np
 import pytest
-from on_device import OnDevice
+from support.devices import collective_cases as cases
+from support.devices.on_device import OnDevice
 
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.inprocess import InProcessTransport, connect, run_ranks

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from delayed import Delayed
-from forwarding import Case, cases, feeds, params, read_in_backward
-from partitioned import assert_same, joined, run_rank, run_serial
+from support.devices.delayed import Delayed
+from support.programs.forwarding import Case, cases, feeds, params, read_in_backward
+from support.programs.partitioned import assert_same, joined, run_rank, run_serial
 
 from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete

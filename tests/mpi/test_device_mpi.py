@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import fake_cupy
 import numpy as np
 import pytest
-from equivalence import Case, Layout, grid, train
+from support.devices import fake_cupy
+from support.programs.equivalence import Case, Layout, grid, train
 
 from distgraph.runtime.execute import device
 from distgraph.runtime.launch.launch import current_transport

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training import LAYOUTS, data, engine
+from support.programs.training import LAYOUTS, data, engine
 
 from distgraph.engine.callbacks import ModelCheckpoint, Timeline
 from distgraph.engine.data import whole

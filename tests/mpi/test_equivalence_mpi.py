@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from equivalence import Case, cases, check
+from support.programs.equivalence import Case, cases, check
 
 from distgraph.runtime.launch.mpi_rank import ranks_of_job
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import collective_cases as cases
 import numpy as np
 import pytest
+from support.devices import collective_cases as cases
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.launch.launch import current_transport

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_nonfinite import batch, engine
-from training import LAYOUTS
+from support.programs.overflowing import batch, engine
+from support.programs.training import LAYOUTS
 
 from distgraph.errors import NonFiniteError
 from distgraph.optim import Adam

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 SIZES = {"layers": 4, "width": 27, "batch": 12, "microbatches": 3}  # an odd width: uneven halves
 SIZE_WORDS = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forecasts import machines
-from plan_cases import CASES, classifier, replace_spec
+from support.programs.forecasts import machines
+from support.programs.plan_cases import CASES, classifier, replace_spec
 
 import distgraph as dg
 from distgraph import nn

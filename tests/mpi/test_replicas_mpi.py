@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_replicas import engine, flip
-from training import LAYOUTS, data
+from support.programs.replicated import engine, flip
+from support.programs.training import LAYOUTS, data
 
 from distgraph import ProcessMesh
 from distgraph.errors import RuntimeFault

@@ -1,0 +1,252 @@
+"""Calibration: known parameters come back, no row has a part in its own forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.paths import BENCHMARKS, ROOT
+
+from distgraph.errors import ResourceError
+from distgraph.resources.calibrate import (
+    Parameter,
+    by_group,
+    by_rows,
+    cross_validate,
+    deviations,
+    fit,
+    regret,
+    splits,
+)
+from distgraph.resources.cluster import Cluster
+from distgraph.resources.load import load_cluster
+from distgraph.runtime.forecast.forecast import forecast
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from megatron import Run, Shape, gpt_build, read_runs
+from megatron_cost import Costs
+
+SIZES = np.array([1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0])
+LINE = (Parameter("start", 1.0, 1e-3, 1e3, 30.0), Parameter("rate", 1.0, 1e-3, 1e3, 30.0))
+
+
+def line(values):
+    """Seconds of SIZES."""
+    return values["start"] + SIZES / values["rate"]
+
+
+def test_known_parameters_come_back():
+    found = fit(LINE, line, line({"start": 0.7, "rate": 12.0}))
+    assert found.values == pytest.approx({"start": 0.7, "rate": 12.0}, rel=5e-3)
+    assert found.deviation < 5e-3
+    assert all(error < 0.01 for error in found.errors.values())
+
+
+def test_a_row_gone_wrong_does_not_bend_the_rest():
+    measured = line({"start": 0.7, "rate": 12.0})
+    measured[4] *= 3.0
+    found = fit(LINE, line, measured)
+    assert found.values == pytest.approx({"start": 0.7, "rate": 12.0}, rel=0.05)
+
+
+def test_a_parameter_without_rows_stays_at_its_guess():
+    parameters = (*LINE, Parameter("unseen", 4.0, 1.0, 9.0))
+    found = fit(parameters, line, line({"start": 0.7, "rate": 12.0}))
+    assert found.values["unseen"] == pytest.approx(4.0)
+    assert found.errors["unseen"] > found.errors["rate"]
+
+
+def test_no_row_has_a_part_in_its_own_forecast():
+    clean = line({"start": 0.7, "rate": 12.0}) * np.linspace(0.9, 1.1, len(SIZES))
+    folds = by_rows(len(SIZES), 4)
+    before = cross_validate(LINE, line, clean, folds)
+    for fold in folds:
+        changed = clean.copy()
+        changed[fold] *= 5.0
+        after = cross_validate(LINE, line, changed, folds)
+        assert after[fold] == pytest.approx(before[fold])
+        others = np.setdiff1d(np.arange(len(SIZES)), fold)
+        assert not np.allclose(after[others], before[others], rtol=1e-6)
+
+
+def test_folds_cover_every_row_once():
+    for folds in (by_rows(11, 4), by_group("abacabadaba")):
+        assert sorted(np.concatenate(folds)) == list(range(11))
+        for fold, outside in splits(11, folds):
+            assert not set(fold) & set(outside)
+            assert len(fold) + len(outside) == 11
+    assert [len(fold) for fold in by_rows(11, 4)] == [3, 3, 3, 2]
+
+
+def test_regret_is_of_the_first_choice_in_groups_of_two_and_more():
+    measured = np.array([3.0, 2.0, 5.0, 4.0, 9.0])
+    forecasts = np.array([1.0, 2.0, 6.0, 5.0, 1.0])
+    assert regret(forecasts, measured, ["a", "a", "b", "b", "c"]) == pytest.approx([0.5, 0.0])
+    assert deviations(forecasts, measured)[2] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fit(LINE, line, SIZES, np.array([], int)), "no rows"),
+        (lambda: fit(LINE, line, -SIZES), "positive"),
+        (lambda: fit((Parameter("x", 5.0, 1.0, 2.0),), line, SIZES), "parameter x: starts at 5.0"),
+        (lambda: cross_validate(LINE, line, SIZES, [np.arange(9)]), "1 folds"),
+        (lambda: cross_validate(LINE, line, SIZES, [np.arange(9), np.arange(2)]), "11 rows for 9"),
+    ],
+)
+def test_what_cannot_be_calibrated_says_so(call, words):
+    with pytest.raises(ResourceError, match=words):
+        call()
+
+
+CLUSTER = "vtrain_a100_pod"
+
+
+def numbers(cluster: Cluster) -> dict[str, float]:
+    """What the closed form takes from a resource file."""
+    device = cluster.devices[0]
+    rate = device.compute.matmul["f16"]
+    links = {link.kind: link for link in cluster.links}
+    return {
+        "peak": device.peak["f16"],
+        "memory_bandwidth": device.memory_bandwidth,
+        "efficiency": rate.efficiency,
+        **dict(zip(("half_m", "half_n", "half_k"), rate.half, strict=True)),
+        "memory_efficiency": device.compute.memory_efficiency,
+        "lookup_efficiency": device.compute.lookup_efficiency,
+        "launch": device.compute.launch,
+        "issue": device.compute.issue,
+        "collective_launch": cluster.launch,
+        "send_launch": cluster.launch,
+        "inside_bandwidth": links["nvlink"].bandwidth,
+        "inside_latency": links["nvlink"].latency,
+        "network_bandwidth": links["infiniband"].bandwidth,
+        "network_latency": links["infiniband"].latency,
+        "update_bytes": 14.0,
+    }
+
+
+def run_of(hidden, heads, sequence, micro, tp, dp, pp, layers, micro_batches) -> Run:
+    """A run that nobody measured."""
+    gpus, batch = tp * dp * pp, micro * dp * micro_batches
+    return Run(gpus, batch, micro, hidden, heads, layers, sequence, tp, dp, pp, 1.0)
+
+
+@pytest.mark.parametrize("issue", [0.0, 40e-6])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (256, 4, 128, 2, 1, 2, 1, 3, 2),
+        (256, 4, 128, 2, 2, 3, 1, 3, 4),  # dp of 3
+        (256, 4, 128, 2, 2, 1, 2, 4, 6),
+        (256, 4, 128, 2, 4, 1, 3, 6, 5),
+        (256, 4, 128, 2, 1, 12, 1, 2, 3),  # across machines, the last one half full
+        (512, 8, 256, 1, 2, 2, 3, 6, 7),
+    ],
+)
+def test_the_closed_form_is_the_forecast(sizes, issue):
+    cluster = load_cluster(CLUSTER)
+    cluster = dataclasses.replace(
+        cluster,
+        devices=tuple(
+            dataclasses.replace(d, compute=dataclasses.replace(d.compute, issue=issue))
+            for d in cluster.devices
+        ),
+    )
+    run = run_of(*sizes)
+    shape = Shape(run.hidden, run.heads, run.sequence, run.micro, run.tp)
+    built = gpt_build(shape, [run.layers // run.pp] * run.pp, run.dp, run.micro_batches)
+    whole = forecast(built, cluster, overlap=False)
+    closed = Costs([run], cluster, plain=True).seconds(numbers(cluster))
+    # Slow hosts: the forecast knows how many ops follow a message, and at which op the host falls behind.
+    assert closed[0] == pytest.approx(whole.step_seconds, rel=5e-3 if issue else 1e-6)
+
+
+@pytest.fixture(scope="module")
+def grid() -> Costs:
+    """Some layouts of two models on 8 and 16 devices."""
+    layouts = [(1, 2, 1), (2, 2, 2), (4, 1, 2), (4, 4, 1), (1, 4, 2), (2, 8, 1)]
+    runs = [
+        run_of(hidden, 8, 256, micro, tp, dp, pp, 4, micro_batches)
+        for hidden in (512, 1024)
+        for micro, micro_batches in ((1, 8), (8, 2))
+        for tp, dp, pp in layouts
+    ]
+    return Costs(runs, load_cluster(CLUSTER))
+
+
+def test_known_numbers_of_a_cluster_come_back_from_steps(grid):
+    known = numbers(load_cluster(CLUSTER)) | {"efficiency": 0.6, "issue": 20e-6, "network_bandwidth": 9e9}
+    parameters = (
+        Parameter("efficiency", 0.8, 0.1, 1.0, 2.0),
+        Parameter("issue", 50e-6, 1e-6, 1e-3, 3.0),
+        Parameter("network_bandwidth", 25e9, 1e9, 1e11, 3.0),
+    )
+    found = fit(
+        parameters, lambda values: grid.seconds(known | dict(values)), grid.seconds(known), scale=0.01
+    )
+    assert found.values == pytest.approx({p.name: known[p.name] for p in parameters}, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "slower"),
+    [
+        ("efficiency", 0.5),
+        ("half_k", 4.0),
+        ("memory_efficiency", 0.5),
+        ("launch", 3.0),
+        ("issue", 3.0),
+        ("collective_launch", 3.0),
+        ("network_bandwidth", 0.1),
+        ("network_latency", 10.0),
+        ("inside_latency", 10.0),
+        ("update_bytes", 3.0),
+        ("send_launch", 100.0),
+    ],
+)
+def test_slower_hardware_is_never_forecast_faster(grid, name, slower):
+    values = numbers(load_cluster(CLUSTER))
+    before = grid.seconds(values)
+    after = grid.seconds(values | {name: values[name] * slower})
+    assert np.all(after >= before * (1 - 1e-12))
+    assert np.any(after > before)
+
+
+def test_both_kinds_of_files_are_read():
+    data = BENCHMARKS / "data" / "vtrain"
+    single, multi = read_runs(data / "measured_single.csv"), read_runs(data / "measured_multi.csv")
+    assert (len(single), len(multi)) == (377, 57)
+    assert single[0] == Run(8, 32, 4, 1024, 16, 24, 1024, 2, 2, 2, 0.219732754)
+    assert multi[0] == Run(64, 512, 8, 3072, 32, 30, 2048, 1, 64, 1, 3.5665)
+    assert all(run.tp * run.dp * run.pp == run.gpus for run in (*single, *multi))
+    assert multi[0].micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("8,32,4,1024,16,24,1024,2,2,2", "line 2: expected 10 numbers and milliseconds"),
+        ("8,32,4,1024,16,24,1024,2,2,x,200", "line 2: expected 10 numbers"),
+        ("8,32,4,1024,16,24,1024,2,3,2,200", "tp 2 x dp 3 x pp 2 on 8 GPUs"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path, row, words):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"# GPUs,...\n{row}\n")
+    with pytest.raises(ResourceError, match=words):
+        read_runs(file)
+
+
+@pytest.mark.parametrize("how", [["benchmarks/vtrain.py"], ["-m", "benchmarks.vtrain"]])
+def test_the_benchmark_starts_as_a_script_and_as_a_module(how):
+    root = ROOT
+    done = subprocess.run(
+        [sys.executable, *how, "--help"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--calibrate" in done.stdout

@@ -1,0 +1,94 @@
+"""Comparison of replicated parameters and states: a flipped bit names rank and tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.programs.replicated import engine, flip
+from support.programs.training import data
+
+import distgraph as dg
+from distgraph.errors import RuntimeFault, ShardingError
+
+
+@pytest.mark.parametrize("layout", ["serial", "dp3", "dp2tp2", "pp1_3", "dp2pp2"])
+def test_sound_ranks_agree(layout: str) -> None:
+    trained, other = engine(layout), engine(layout, None)
+    x, y = data(24)
+    trained.fit((x, y), epochs=2, batch_size=8, progress=False)
+    other.fit((x, y), epochs=2, batch_size=8, progress=False)
+    assert trained.history == other.history
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "rank", "bit", "told"),
+    [
+        ("dp3", "up.weight", 1, 0, "copies of param up.weight .*: rank 1 against ranks 0, 2, the majority"),
+        ("dp3", "down.bias.adam_v", 2, 51, "copies of state down.bias.adam_v .*: rank 2 against ranks 0, 1,"),
+        (
+            "dp2tp2",
+            "up.weight",
+            3,
+            0,
+            "copies of param up.weight .*: rank 1 against rank 3, without a majority",
+        ),
+        (
+            "dp2tp2",
+            "down.bias",
+            0,
+            51,
+            "copies of param down.bias .*: rank 0 against ranks 1, 2, 3, the major",
+        ),
+        (
+            "pp1_3",
+            "down.weight",
+            3,
+            0,
+            "copies of param down.weight .*: rank 3 against ranks 1, 2, the major",
+        ),
+    ],
+)
+def test_a_flipped_bit_names_rank_and_tensor(layout: str, name: str, rank: int, bit: int, told: str) -> None:
+    trained = engine(layout, 2, lr=0.0)  # parameters keep the bits that they have
+    for _ in range(3):
+        trained.run(data(12))
+    flip(trained, name, rank, bit)
+    with pytest.raises(RuntimeFault, match=rf"^after step 4 {told}.*; a device or its memory is faulty"):
+        trained.run(data(12))
+
+
+def test_damaged_parameters_are_not_used_or_saved(tmp_path: Path) -> None:
+    trained = engine("dp3", 100)
+    trained.run(data(12))
+    trained.save(tmp_path)
+    flip(trained, "up.bias", 2)
+    with pytest.raises(RuntimeFault, match=r"after step 1 copies of param up.bias .*: rank 2 against"):
+        trained.save(tmp_path)
+    for use in (lambda: trained.run(data(12)), lambda: trained.predict(data(6)[0])):
+        with pytest.raises(
+            RuntimeFault, match=r"are damaged: after step 1 copies of param up.bias .*; load a checkpoint"
+        ):
+            use()
+    trained.load(tmp_path)
+    assert trained.run(data(12))["loss"] > 0
+
+
+def test_steps_between_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    trained = engine("dp3", 3)
+    monkeypatch.setattr(
+        trained._session.__class__, "verify_replicas", lambda self, step: compared.append(step)
+    )
+    for _ in range(7):
+        trained.run(data(12))
+    assert compared == [3, 6]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "2", True])
+def test_option_is_checked(every: Any) -> None:
+    with pytest.raises(
+        ShardingError, match=r"verify_replicas of Strategy is .* but must be a number of steps"
+    ):
+        dg.Strategy(verify_replicas=every)

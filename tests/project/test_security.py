@@ -1,0 +1,185 @@
+"""The claims of docs/security.md: what a file says is never executed; where code is made of text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+import distgraph
+from distgraph.errors import DistGraphError
+from distgraph.ir.parser import parse_graph
+from distgraph.plan.plan import Plan
+from distgraph.resources.yaml_reader import parse_yaml
+
+PACKAGE = Path(distgraph.__file__).parent
+DANGEROUS = {
+    "eval", "exec", "compile", "__import__", "pickle.load", "pickle.loads", "pickle.Unpickler", "numpy.load",
+    "marshal.load", "marshal.loads", "shelve.open", "os.system", "os.popen", "runpy.run_path", "np.load",
+    "runpy.run_module", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "subprocess.run",
+    "subprocess.Popen", "subprocess.call", "subprocess.check_output",
+    "importlib.util.spec_from_file_location",
+}  # fmt: skip
+HIDDEN = {"load", "loads", "system", "popen", "Popen", "run"}
+ALLOWED = {
+    "runtime/program/codegen.py": {"exec", "compile"},  # the program of a rank, from the compiled graph
+    "runtime/program/code_cache.py": {
+        "compile"
+    },  # the same programs, compiled once for ranks with equal ones
+    "runtime/profile/op_probes.py": {"exec", "compile"},  # the same program, with clocks
+    "runtime/transport/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
+    "runtime/transport/departure.py": {"pickle.loads"},  # the same
+    "passes/search/solver/search_process.py": {
+        "pickle.load",
+        "subprocess.Popen",
+    },  # a child process and its parent
+    "runtime/launch/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
+    "runtime/launch/mpi_rank.py": {"runpy.run_path"},  # the user's script
+    "engine/commands/script_runner.py": {"runpy.run_path"},  # the user's script
+    "resources/yaml_reader.py": {"yaml.load"},  # with a loader of seven harmless tags
+}
+LAZY = {"import_module", "importlib.import_module"}
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Path in the package -> source; its folders that are links too."""
+    paths = {*PACKAGE.rglob("*.py"), *(path for folder in PACKAGE.iterdir() for path in folder.rglob("*.py"))}
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
+
+
+@cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    return tuple((name, ast.parse(text)) for name, text in texts().items())
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def test_what_executes_text_or_bytes_stands_where_the_page_says() -> None:
+    found: dict[str, set[str]] = {}
+    for name, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and called(node) in DANGEROUS:
+                found.setdefault(name, set()).add(called(node))
+    found = {name: calls - ALLOWED.get(name, set()) for name, calls in found.items()}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+def test_no_shell_and_no_name_that_hides_what_is_called() -> None:
+    modules = ("pickle", "marshal", "os", "subprocess", "yaml")
+    for name, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                assert not any(word.arg in ("shell", "allow_pickle") for word in node.keywords), name
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                assert not {alias.name for alias in node.names} & HIDDEN, name
+
+
+def test_modules_that_are_imported_by_name_have_names_in_the_source() -> None:
+    """Or one from a table of the module, or of a module given to the launcher: none comes from a file."""
+    computed = set()
+    for name, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and called(node) in LAZY:
+                argument = node.args[0]
+                texts = (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,)
+                if not all(isinstance(text, ast.Constant) for text in texts):
+                    computed.add(f"{name}: {ast.unparse(argument)}")
+    assert computed <= {
+        "__init__.py: _HOMES[name]",
+        "__init__.py: _MODULES[name]",
+        "engine/callbacks.py: module",
+        "kernels/_jit.py: f'distgraph.kernels.{module}'",
+    }
+
+
+def test_files_are_read_by_the_modules_that_bound_them() -> None:
+    """Parsers of JSON, YAML and CSV elsewhere read what this process or its launcher has written."""
+    parsers = {"json.load", "json.loads", "yaml.safe_load", "csv.reader", "tomllib.load", "pickle.load"}
+    found = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and called(node) in parsers
+    }
+    assert found <= {
+        "documents.py",
+        "text.py",  # strings of graph text, each a token
+        "callbacks.py",  # the head of a CSV file that is gone on with
+        "runtime/profile/profiler.py",  # the request of the process that started this one
+        "runtime/job/failure_report.py",  # files of the ranks of the job
+        "runtime/job/job_files.py",  # the same
+        "passes/search/solver/search_process.py",
+        *(name for name in found if name.startswith("runtime/checkpoint/")),
+    }
+
+
+CODE = "__import__('pathlib').Path('owned').touch()"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'a: !!python/object/apply:eval ["{CODE}"]',
+        "a: !!python/object/apply:os.system ['touch owned']",
+        "a: !!python/name:os.system",
+        "a: !!python/module:os",
+        "!!python/object/new:os.system [touch owned]",
+    ],
+)
+def test_yaml_makes_no_objects(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DistGraphError, match="means nothing in a resource file"):
+        parse_yaml(text, "x.yaml")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_text_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, attributes and places in the source are texts whatever stands in them."""
+    monkeypatch.chdir(tmp_path)
+    odd = json.dumps(f'"\n{CODE}\n#')
+    graph = parse_graph(f"graph @{odd} %{odd} : f32[2] = input {{name={odd}}} data in {odd} at {odd}")
+    assert graph.name == json.loads(odd)
+    with pytest.raises(DistGraphError):
+        parse_graph(f"graph @g %x : f32[2] = input {{name={CODE}}} data")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "distgraph plan", "version": 1, "cluster": CODE, "layers": [CODE]}))
+    with pytest.raises(DistGraphError, match=r"plan.json: program: missing"):
+        Plan.load(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_page_names_every_environment_variable() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    used = {
+        variable for text in texts().values() for variable in re.findall(r"\"(DISTGRAPH_[A-Z_]+)\"", text)
+    }
+    assert len(used) > 5
+    assert {name for name in used if f"`{name}`" not in page} == set()
+
+
+def test_the_limits_on_the_page_are_those_of_the_readers() -> None:
+    from distgraph.ir import name_ranges, parser
+    from distgraph.plan import schema as plan_schema
+    from distgraph.resources import schema, units, yaml_reader
+    from distgraph.runtime.execute import measured_timeline
+    from distgraph.serialization import documents
+
+    assert (documents.MOST_BYTES, measured_timeline.MOST_BYTES) == (64 << 20, 256 << 20)
+    assert (yaml_reader.MOST_BYTES, yaml_reader.MOST_ITEMS) == (512 << 10, 200_000)
+    assert (documents.MOST_DEPTH, documents.MOST_NUMBER) == (64, 10**40)
+    assert (schema.MOST_DEVICES, schema.MOST_DIMS, schema.MOST_LEVELS) == (65_536, 8, 16)
+    assert plan_schema.MOST_RANKS == parser.MOST_RANKS == name_ranges.MOST_NAMES == 1_048_576
+    assert (units.LEAST, units.MOST) == (1e-24, 1e24)

@@ -1,0 +1,191 @@
+"""Two jobs and one folder: the second hears of the first; a lock ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.files.saving import save
+from support.paths import TESTS
+
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.execute.checkpoint import Checkpoint, lock
+
+
+@contextmanager
+def job(body: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs a script, which has said a line, and ends at the latest with the block."""
+    script = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n" + textwrap.dedent(body)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", script], text=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_second_job_is_told_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """When the first is killed, the second takes over and says so. Children of the first change nothing."""
+    body = f"""
+        import os, time
+        from pathlib import Path
+        from support.files.saving import save
+        save(Path({str(tmp_path)!r}), 1)
+        if not os.fork():
+            sys.stdin.close()
+            os.close(1)
+            time.sleep(60)
+            os._exit(0)
+        print("ready", flush=True)
+        sys.stdin.read()
+        """
+    with job(body) as first:
+        with pytest.raises(RuntimeFault, match=rf"by another job: process {first.pid} on .* since 20"):
+            save(tmp_path, 2)
+        assert Checkpoint.open(tmp_path).index["step"] == 1
+        assert Checkpoint.open(tmp_path).verify() == []
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert capsys.readouterr().err == ""
+        save(tmp_path, 2)
+        told = capsys.readouterr().err
+        assert told.startswith(
+            f"distgraph: checkpoint {tmp_path}: its lock was left by process {first.pid} on "
+        )
+        assert told.endswith(", which has ended; taken over\n")
+        save(tmp_path, 3)
+        assert capsys.readouterr().err == ""
+    assert Checkpoint.open(tmp_path).index["step"] == 3
+
+
+def test_a_job_that_ends_in_order_leaves_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = f"""
+        from pathlib import Path
+        from support.files.saving import save
+        save(Path({str(tmp_path)!r}), 1)
+        print("ready", flush=True)
+        sys.exit(3)
+        """
+    with job(body) as first:
+        assert first.wait() == 3
+    assert (tmp_path / ".lock").read_bytes() == b""
+    save(tmp_path, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_one_thread_at_a_time(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "ckpt"
+    tmp_path.mkdir()
+    inside, done = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        with lock.writing(tmp_path):
+            inside.set()
+            assert done.wait(60)
+
+    thread = threading.Thread(target=occupy)
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(RuntimeFault, match="is being written by another thread of this process"):
+        save(tmp_path, 1)
+    done.set()
+    thread.join()
+    save(tmp_path, 1)
+
+
+def test_a_folder_that_was_deleted_is_locked_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    save(folder, 1)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    save(folder, 2)
+    assert json.loads((folder / ".lock").read_text())["process"] == os.getpid()
+    with (folder / ".lock").open("r+") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_few_descriptors_are_kept(tmp_path: Path) -> None:
+    """A job that writes a folder for each step keeps the locks of the last ones."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(100):
+        (tmp_path / str(number)).mkdir()
+        lock.hold(tmp_path / str(number))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 64
+    assert (tmp_path / "0" / ".lock").read_bytes() == b""
+    assert b'"process"' in (tmp_path / "99" / ".lock").read_bytes()
+
+
+def test_a_planted_lock_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(RuntimeFault, match=r"cannot be locked: .*symbolic link"):
+        save(tmp_path / "link", 1)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / ".lock")
+    with pytest.raises(RuntimeFault, match=r"\.lock is no regular file|cannot be locked"):
+        save(tmp_path / "pipe", 1)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+OTHER = {
+    "host": "another",
+    "process": 7,
+    "start": "1",
+    "since": "2026-01-01T00:00:00+00:00",
+    "command": "train.py",
+}
+
+
+def test_where_locks_are_not_shared_the_names_decide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of another machine that took over is not overwritten in turn."""
+    save(tmp_path, 1)
+    (tmp_path / ".lock").write_text(json.dumps(OTHER))
+    with pytest.raises(
+        RuntimeFault, match=r"has been taken over by another job: process 7 on another \(train.py\)"
+    ):
+        save(tmp_path, 2)
+    assert Checkpoint.open(tmp_path).index["step"] == 1
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("holder", "refused"),
+    [
+        (OTHER, True),
+        ({**OTHER, "host": lock.socket.gethostname(), "process": os.getpid()}, False),  # another start
+        ({**OTHER, "process": "7"}, False),
+        ({"x": [1]}, False),
+    ],
+)
+def test_without_locks_the_names_decide(
+    holder: Any, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*args: Any) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    (tmp_path / ".lock").write_text(json.dumps(holder))
+    if refused:
+        with pytest.raises(RuntimeFault, match=r"process 7 on another .*, if it has ended, delete .*\.lock"):
+            save(tmp_path, 1)
+    else:
+        save(tmp_path, 1)
+        assert Checkpoint.open(tmp_path).index["step"] == 1

@@ -1,0 +1,58 @@
+"""Layouts within a limit on memory: as brute force finds, on random graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from support.programs.random_programs import Program, programs
+from support.programs.search_cases import MESHES, SLOW, prices
+from support.search.search_limited import Everything, Limited
+
+from distgraph.passes.search.intra_op.formulate import Formulation, formulate
+from distgraph.passes.search.solver import solve
+
+SLACK = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+SPEEDS = (SLOW, 1e-3, 1.0)
+"""Of computing: from where splitting pays by itself to where only the limit splits."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=200, suppress_health_check=SLACK)
+@given(
+    programs(tuple((mesh,) for mesh in MESHES), train=False, micro=False, steps=6),
+    st.booleans(),
+    st.sampled_from(SPEEDS),
+    st.sampled_from((1, 3)),
+)
+def test_within_every_limit_equals_brute_force(
+    program: Program, annotated: bool, speed: float, micro_batches: int
+) -> None:
+    """At every limit where the best choice changes, and between; one byte below the least there is none."""
+    graph = replace(program.graph, micro_batches=micro_batches)
+    mesh = next(iter(graph.attrs.values())).mesh
+    graph = graph if annotated else replace(graph, attrs={})
+    brute = Limited(graph, mesh, prices(speed))
+    assume(2 <= len(brute.ops) <= 7 and brute.size <= 10_000 and brute.choices <= 100_000)
+    formulation, every = formulate(graph, mesh, prices(speed)), brute.everything()
+    front = every.front()
+    for limit in {*front[:3], front[-1], (front[0] + front[-1]) // 2}:
+        found = solve(formulation.priced(memory_limit=limit).problem, seconds=30)
+        assert found.status == "optimal"
+        assert found.objective == pytest.approx(every.within(limit), rel=1e-9, abs=1e-15)
+    is_infeasible(formulation, every, front[0] - 1)
+    is_infeasible(formulation, every, front[0] // 2)
+
+
+def is_infeasible(formulation: Formulation, every: Everything, limit: float) -> None:
+    """Proved, with a time at which all choices use too much, and no more bytes missing than are."""
+    found = solve(formulation.priced(memory_limit=limit).problem, seconds=30)
+    assert found.status == "infeasible"
+    assert found.choice is None
+    short = {time: least - limit for time, least in every.least.items() if least > limit}
+    assert found.time in short
+    assert 0 < found.missing <= short[found.time] * (1 + 1e-9)
+    assert f"at time {found.time} every choice uses" in found.message

@@ -1,0 +1,95 @@
+"""A search that cannot answer says why, and what would help; without SCIP it answers all the same."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from support.files.clusters import cluster_of
+from support.programs.searched import PROGRAMS, mixed, two_by_two
+from support.search.plan_training import trains_as_one_rank
+
+from distgraph.engine.search import searcher
+from distgraph.errors import InfeasibleError
+from distgraph.ir.name_ranges import parse_spans
+from distgraph.resources import Cluster
+
+pytestmark = pytest.mark.timeout(600)  # several searches in one test
+NEAREST = re.compile(
+    r"search: no plan fits cluster boxes; the nearest, (?P<what>.*), lacks (?P<missing>[\d.]+ \w+) on device "
+    r"(?P<device>\d): rank \d needs (?P<needed>[\d.]+ \w+) but device (?P=device) \(b\d/gpu\d\) has "
+    r"(?P<has>[\d.]+ \w+): (?P=missing) are missing; devices? (?P<short>[\d\-, ]+) of (?P<used>\d) used fall "
+    r"short; it takes (?P<parts>.*); it would fit with devices of (?P<enough>[\d.]+ \w+)(?P<ways>.*)$"
+)
+UNITS = {"B": 1, "KiB": 1024}
+
+
+def number(text: str) -> float:
+    value, _, unit = text.partition(" ")
+    return float(value) * UNITS[unit]
+
+
+def failure(program: str, cluster: Cluster) -> re.Match[str]:
+    """What the search says."""
+    with pytest.raises(InfeasibleError) as caught:
+        PROGRAMS[program].search(cluster)
+    found = NEAREST.match(str(caught.value))
+    assert found is not None, str(caught.value)
+    return found
+
+
+@pytest.mark.parametrize(("name", "memory"), [("mlp", "4 KiB"), ("gpt", "20 KiB"), ("conv", "1 KiB")])
+def test_nothing_fits(name: str, memory: str) -> None:
+    """Which devices, how many bytes of what; a cluster with as much memory as it asks for has a plan."""
+    found = failure(name, two_by_two(memory=memory))
+    assert found["has"] == memory
+    assert number(found["missing"]) == pytest.approx(number(found["needed"]) - number(memory), rel=1e-3)
+    parts = dict(reversed(part.split(" for ")) for part in found["parts"].split(", "))
+    assert sum(map(number, parts.values())) == pytest.approx(number(found["needed"]), rel=1e-2)
+    assert int(found["device"]) in parse_spans(found["short"])
+    assert found["enough"] == found["needed"]
+    devices = re.search(r"at least (\d+) devices like these", found["ways"])
+    assert devices is not None
+    assert 4 < int(devices[1]) <= 4 * number(found["needed"]) / number(memory) + 1
+    enough = number(found["enough"]) * 1.001  # it is rounded
+    plan = PROGRAMS[name].search(two_by_two(memory=f"{enough / 1024} KiB"))
+    assert plan.forecast is not None
+    assert max(plan.forecast.memory) <= enough
+    trains_as_one_rank(PROGRAMS[name], plan)
+
+
+def test_nothing_fits_devices_of_two_kinds() -> None:
+    document = mixed(0.5, 2, 2)
+    for machine, memory in zip(document["machines"], ("6 KiB", "2 KiB"), strict=True):
+        machine["devices"]["memory"] = memory
+    found = failure("mlp", cluster_of(document))
+    assert found["has"] in ("6 KiB", "2 KiB")
+    assert (found["has"] == "2 KiB") == (int(found["device"]) >= 2)
+
+
+def test_what_the_memory_is_for_says_what_helps() -> None:
+    """Few parameters and many samples: a smaller batch; the other way round: narrower states."""
+    samples = replace(PROGRAMS["mlp"], batch=4096)
+    with pytest.raises(InfeasibleError, match=r"a smaller batch or shorter samples"):
+        samples.search(two_by_two(memory="100 KiB"))
+    few = failure("mlp", two_by_two(memory="4 KiB"))
+    assert few["ways"].endswith("or a smaller model or narrower optimiser states")
+    assert "batch" not in few["ways"]
+
+
+def test_the_nearest_lacks_less_than_what_was_forecast_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    nearest = number(failure("mlp", two_by_two(memory="4 KiB"))["missing"])
+    monkeypatch.setattr(searcher, "leanest", lambda *given: iter(()))
+    assert nearest < number(failure("mlp", two_by_two(memory="4 KiB"))["missing"])
+
+
+def test_without_scip_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str:
+        plan = PROGRAMS["mlp"].search(two_by_two())
+        return replace(plan, search=replace(plan.search, seconds=None)).text()
+
+    expected = found()
+    monkeypatch.setitem(sys.modules, "pyscipopt", None)
+    assert found() == expected

@@ -1,0 +1,261 @@
+"""What a plan says of the runner-up of a layer is what happens with it: it is compiled and forecast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from support.files.clusters import cluster_of
+from support.programs.searched import PROGRAMS, Net, Program, slow, two_by_two
+from support.search.distant_machines import WIDE, far
+
+import distgraph as dg
+from distgraph import nn
+from distgraph.engine.search.candidate import Proposal, Realized, realize
+from distgraph.engine.search.evaluation import judge, judged
+from distgraph.engine.search.runners_up import Explainer
+from distgraph.engine.search.searcher import Searcher
+from distgraph.ir.name_ranges import parse_spans, unfold
+from distgraph.models import GPT, GPTConfig
+from distgraph.plan.plan import Decision, Plan
+from distgraph.resources import Cluster
+
+pytestmark = pytest.mark.timeout(600)  # a search and a dozen programs in one test
+MESH = dg.ProcessMesh.grid(dp=2, tp=2)
+
+
+def five_blocks() -> GPT:
+    return GPT(GPTConfig(hidden=16, layers=5, heads=2, vocabulary=12, sequence=6, dtype="f64"))
+
+
+def far_pairs() -> Cluster:
+    """Two machines of two devices, far from each other."""
+    document = slow(2, 2)
+    for machine in document["machines"]:
+        machine["nics"]["latency"] = "200 us"
+    return cluster_of(document)
+
+
+class Row(nn.Module):
+    """Three linear layers, each on a device of its own."""
+
+    def __init__(self, meshes: Sequence[dg.ProcessMesh]) -> None:
+        self.layers = [
+            nn.Linear(16, 16, dtype="f64"),
+            nn.Linear(16, 40, dtype="f64"),
+            nn.Linear(40, 6, dtype="f64"),
+        ]
+        self.meshes = meshes
+
+    def forward(self, x: Any) -> Any:
+        for mesh, layer in zip(self.meshes, self.layers, strict=True):
+            with dg.on(mesh):
+                x = layer(x)
+        return x
+
+
+def in_a_row() -> Row:
+    return Row([dg.ProcessMesh([rank], ["dp"]) for rank in range(3)])
+
+
+ROW = Program(in_a_row, (16,), (), batch=6)
+Case = tuple[Program, Callable[[], Any], Callable[[], Cluster], str]
+CASES: dict[str, Case] = {
+    "one mesh": (PROGRAMS["mlp"], PROGRAMS["mlp"].make, two_by_two, "auto"),
+    "two stages": (WIDE, WIDE.make, lambda: far("20 us"), "auto"),
+    "unequal stages": (
+        Program(five_blocks, (6,), (6,), tokens=True, batch=16),
+        five_blocks,
+        far_pairs,
+        "auto",
+    ),
+    "annotated": (PROGRAMS["mlp"], lambda: Net(MESH), two_by_two, "auto"),
+    "recursive": (PROGRAMS["mlp"], PROGRAMS["mlp"].make, two_by_two, "recursive"),
+}
+
+
+def searcher_of(name: str) -> Searcher:
+    program, make, cluster, mode = CASES[name]
+    return Searcher(program.training(make()), cluster(), mode, 3600.0)
+
+
+@cache
+def searched(name: str) -> tuple[Searcher, Plan]:
+    """A search with its plan, as it comes back from its text."""
+    searcher = searcher_of(name)
+    for _ in searcher.run():
+        pass
+    return searcher, Plan.parse(searcher.plan({}).text())
+
+
+def seconds(name: str, plan: Plan) -> float:
+    """Of a step, by the forecast of an engine that is given the plan."""
+    program, make, cluster, _ = CASES[name]
+    engine = program.engine(make(), plan=plan, cluster=cluster())
+    engine.prepare(program.data(1))
+    return float(engine.forecast().step_seconds)
+
+
+def of_layers(plan: Plan) -> dict[str, Decision]:
+    return {name: decision for name, decision in plan.decisions.items() if name.startswith("layer ")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_the_runner_up_a_step_takes_what_is_said(name: str) -> None:
+    _, plan = searched(name)
+    assert plan.forecast is not None
+    told = {key: decision for key, decision in of_layers(plan).items() if decision.runner_up}
+    assert told
+    for key, decision in told.items():
+        other = plan.instead(key)
+        assert decision.runner_up_seconds is not None
+        assert seconds(name, other) == pytest.approx(decision.runner_up_seconds, rel=1e-9)
+        for layer in (int(each.removeprefix("layer ")) for each in unfold(key)):
+            assert decision.chosen.startswith(f"stage {plan.stage_of(layer)}")
+            assert ("again" in decision.chosen) == (layer in plan.recompute)
+            if decision.runner_up.startswith("stage"):
+                assert decision.runner_up == f"stage {other.stage_of(layer)}"
+                assert other.stage_of(layer) != plan.stage_of(layer)
+                assert other.recompute == plan.recompute
+            else:
+                (changed,) = re.findall(r"layers? ([\d, -]+) computed", decision.runner_up)
+                assert {*other.recompute} ^ {*plan.recompute} == {*parse_spans(changed)}
+                assert layer in parse_spans(changed)
+                assert other.stages == plan.stages
+                assert decision.runner_up_seconds != plan.forecast.seconds  # something is computed again
+        more = decision.runner_up_seconds / plan.forecast.seconds - 1
+        assert f"({more:+.2%})" in plan.explain(unfold(key)[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_is_explained(name: str) -> None:
+    _, plan = searched(name)
+    assert [each for key in of_layers(plan) for each in unfold(key)] == [
+        f"layer {number}" for number in range(len(plan.layers))
+    ]
+    for number in range(len(plan.layers)):
+        text = plan.explain(f"layer {number}")
+        assert f"on stage {plan.stage_of(number)}" in text
+        assert "chosen: stage" in text
+        assert "forward" in text
+        assert "in place of" in text or "no other choice was forecast" in text
+
+
+def beside(best: Proposal, layers: int) -> dict[int, float]:
+    """Layer -> seconds with the best other choice for it, where all layers but the last are equal."""
+    found = dict.fromkeys(range(layers), float("inf"))
+
+    def forecast(other: Proposal, changed: list[int]) -> None:
+        for layer in changed:
+            found[layer] = min(found[layer], realize(other, searched("two stages")[0].oracle).seconds)
+
+    front, back = best.stages
+    for border, layer in ((front.stop - 1, front.stop - 1), (front.stop + 1, front.stop)):
+        forecast(replace(best, stages=(replace(front, stop=border), replace(back, first=border))), [layer])
+    for stage in best.stages:
+        equal = [layer for layer in range(stage.first, stage.stop) if 0 < layer < layers - 1]
+        for alike in ([0], equal, [layers - 1]):
+            if stage.first <= alike[0] < stage.stop:
+                forecast(replace(best, recompute=tuple(alike)), alike)
+    return found
+
+
+def test_the_runner_up_is_the_best_of_all_changes() -> None:
+    searcher, plan = searched("two stages")
+    assert searcher.best is not None
+    best = searcher.best.again(searcher.oracle).proposal
+    assert best is not None
+    assert best.recompute == ()
+    told = of_layers(plan)
+    assert {
+        int(each.removeprefix("layer ")): decision.runner_up_seconds
+        for key, decision in told.items()
+        for each in unfold(key)
+    } == pytest.approx(beside(best, len(plan.layers)), rel=1e-12)
+
+
+def test_layers_on_several_given_meshes() -> None:
+    """Their stage is that of the plan, their costs those of their own device: layers are not equal."""
+    searcher = Searcher(ROW.training(in_a_row()), cluster_of(slow(3)), "auto", 3600.0)
+    for _ in searcher.run():
+        pass
+    plan = searcher.plan({})
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 2), (2, 3)]
+    decided = {each: decision for key, decision in of_layers(plan).items() for each in unfold(key)}
+    assert [decided[f"layer {n}"].chosen for n in range(3)] == ["stage 0", "stage 1", "stage 2"]
+    for number in range(3):
+        decision = decided[f"layer {number}"]
+        assert decision.terms["forward"] > 0
+        assert decision.note.endswith("its mesh is given")
+    assert len({decision.terms["forward"] for decision in decided.values()}) == 3
+
+
+def test_equal_layers_cost_the_same() -> None:
+    _, plan = searched("two stages")
+    decided = {each: decision for key, decision in of_layers(plan).items() for each in unfold(key)}
+    assert decided["layer 1"].terms == decided["layer 3"].terms != decided["layer 4"].terms
+    assert min(decided["layer 1"].terms.values()) > 0
+
+
+def test_a_runner_up_that_is_faster_is_taken() -> None:
+    """From a border that is at the wrong place it goes to where nothing beside it is faster."""
+    searcher, plan = searched("two stages")
+    assert searcher.best is not None
+    best = searcher.best.again(searcher.oracle).proposal
+    assert best is not None
+    front, back = best.stages
+    wrong = replace(best, stages=(replace(front, stop=4), replace(back, first=4)))
+    other = searcher_of("two stages")
+    other.book.enter(judge(wrong, other.oracle))
+    for found in Explainer(other.oracle, other.book, lambda: False).run():
+        if not isinstance(found, str):
+            other.book.enter(found)
+    assert other.best is not None
+    assert plan.forecast is not None
+    assert other.best.seconds == pytest.approx(plan.forecast.seconds, rel=1e-12)
+    assert other.best.again(other.oracle).proposal == best
+
+
+def test_a_search_that_stops_at_a_faster_runner_up_tells_nothing_of_the_slower_plan() -> None:
+    searcher, _ = searched("two stages")
+    assert searcher.best is not None
+    best = searcher.best.again(searcher.oracle).proposal
+    assert best is not None
+    front, back = best.stages
+    other = searcher_of("two stages")
+    wrong = replace(best, stages=(replace(front, stop=4), replace(back, first=4)))
+    other.book.enter(judge(wrong, other.oracle))
+    for event in other._explained():
+        if event.found is not None:
+            break
+    else:
+        pytest.fail("nothing was faster")
+    plan = other.plan({})
+    for key, decision in of_layers(plan).items():
+        for layer in (int(each.removeprefix("layer ")) for each in unfold(key)):
+            assert decision.chosen.startswith(f"stage {plan.stage_of(layer)}")
+
+
+def test_programs_of_many_ops_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the number of ops allows, whether they are forecast one by one or at the same time."""
+    searcher, _ = searched("two stages")
+    assert searcher.best is not None
+    best: Realized = searcher.best.again(searcher.oracle)
+    monkeypatch.setattr(
+        "distgraph.engine.search.runners_up._TOLD_OF_LAYERS", int(1.5 * len(best.build.lowered.ops))
+    )
+    told = []
+    for together in (1, 3):
+        monkeypatch.setattr("distgraph.engine.search.evaluations.Book.together", together)
+        searcher.book.best = judged(best, rechosen=True)
+        explainer = Explainer(searcher.oracle, searcher.book, lambda: False)
+        assert all(isinstance(found, str) for found in explainer.run())
+        layers = {k: d for k, d in explainer.decisions.items() if k.startswith("layer ")}
+        told.append({key: decision.runner_up_seconds for key, decision in layers.items()})
+    assert told[0] == told[1]
+    changes = {s for s in told[0].values() if s is not None}
+    assert len(changes) == 2

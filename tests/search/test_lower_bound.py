@@ -1,0 +1,142 @@
+"""The bound for whole plans: closed formulas, and below every program that is forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.files.clusters import cluster_of
+from support.programs.searched import CHAIN, PROGRAMS, Program, mixed, slow, two_by_two
+from support.search.candidates import proposals
+
+from distgraph.engine.search.baselines import uniform_rows
+from distgraph.engine.search.candidate import realize
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.lower_bound import _divided, least_seconds
+from distgraph.engine.search.search_space import pools_of
+from distgraph.engine.search.searcher import Searcher
+from distgraph.plan.plan import Plan
+from distgraph.resources import Cluster
+from distgraph.resources.cluster import OpTable
+
+
+def bound_of(program: Program, cluster: Cluster) -> float:
+    """Of the program on a cluster."""
+    return least_seconds(Oracle(program.training(), cluster, pools_of(cluster)).traced(1).fold, cluster)
+
+
+def chain_flops() -> tuple[int, int]:
+    """FLOPs and number of the products of the chain: 4 layers of 24 x 24 and one of 24 x 6, forward, for the
+    weights, and for what goes in (of the first layer nobody asks)."""
+    inner, last = 2 * CHAIN.batch * 24 * 24, 2 * CHAIN.batch * 24 * 6
+    return 3 * (4 * inner + last) - inner, 3 * 5 - 1
+
+
+LAUNCH, RATE = 50e-9, 0.5 * 10e9  # of `searched.slow`
+KINDS = ("matmul", "einsum")  # of the products of the chain
+
+
+def test_equal_devices_share_all_products() -> None:
+    flops, count = chain_flops()
+    for machines in ((1,), (2, 2), (3, 1)):
+        expected = (count * LAUNCH + flops / RATE) / sum(machines)
+        assert bound_of(CHAIN, cluster_of(slow(*machines))) == pytest.approx(expected, rel=1e-12)
+
+
+def test_unequal_devices_share_by_their_speed() -> None:
+    """Without launches the rates add up; with them the step takes a little longer."""
+    document = mixed(0.25, 2, 3)
+    flops, _ = chain_flops()
+    together = RATE * (2 + 3 * 0.25)
+    assert bound_of(CHAIN, cluster_of(document)) > flops / together
+    for machine in document["machines"]:
+        machine["devices"]["compute"]["launch"] = "0 ns"
+    assert bound_of(CHAIN, cluster_of(document)) == pytest.approx(flops / together, rel=1e-9)
+
+
+def test_every_product_goes_where_it_is_fastest() -> None:
+    assert _divided(np.array([[1.0, 10.0], [10.0, 1.0]]), [1, 1]) == pytest.approx(1.0)
+    assert _divided(np.array([[1.0, 10.0], [10.0, 1.0]]), [2, 1]) == pytest.approx(11 / 12)
+    assert _divided(np.array([[6.0], [3.0]]), [1, 1]) == pytest.approx(2.0)
+    assert _divided(np.zeros((2, 0)), [1, 1]) == 0.0
+
+
+def test_a_measured_table_bounds_by_its_best_rate() -> None:
+    cluster = two_by_two()
+    table = OpTable("flops", (1e3, 1e4, 1e5), (1e-6, 4e-6, 5e-5))  # 2.5 GFLOP/s at 1e4
+    devices = tuple(
+        replace(device, compute=replace(device.compute, ops={kind: {"f64": table} for kind in KINDS}))
+        for device in cluster.devices
+    )
+    flops, _ = chain_flops()
+    assert bound_of(CHAIN, replace(cluster, devices=devices)) == pytest.approx(flops / 2.5e9 / 4)
+
+
+def with_rates(cluster: Cluster) -> Cluster:
+    """Convolutions by FLOPs and patches."""
+    kinds = ("conv", "conv_grad_input", "conv_grad_weight")
+    table = OpTable("", (), (), None, 2e-6, (1e-11, 3e-9, 2e-8))
+    devices = tuple(
+        replace(device, compute=replace(device.compute, ops={kind: {"f64": table} for kind in kinds}))
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=devices)
+
+
+def every_row(program: Program, cluster: Cluster) -> Iterator[float]:
+    """Forecasts of uniform rows of every kind."""
+    oracle = Oracle(program.training(), cluster, pools_of(cluster))
+    for restriction in ("uniform", "none"):
+        for micro_batches in (1, program.batch):
+            for row in uniform_rows(oracle, micro_batches, restriction):
+                yield realize(row, oracle).seconds
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("measured", [False, True])
+def test_no_uniform_row_is_below(name: str, measured: bool) -> None:
+    cluster = with_rates(two_by_two()) if measured else two_by_two()
+    least = bound_of(PROGRAMS[name], cluster)
+    assert 0 < least <= min(every_row(PROGRAMS[name], cluster))
+
+
+@pytest.mark.parametrize("speed", [0.8, 0.1])
+def test_not_above_the_optimum_of_exhaustive_search(speed: float) -> None:
+    cluster = cluster_of(mixed(speed, 1, 1))
+    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
+    best = min(realize(p, oracle).seconds for count in (1, 2, 4, 8) for p in proposals(oracle, count))
+    assert 0.1 * best < bound_of(CHAIN, cluster) <= best
+
+
+def test_one_device_with_products_alone_reaches_it() -> None:
+    """Where starting an op and moving bytes cost nothing, one device computes just that."""
+    document = slow(1)
+    (machine,) = document["machines"]
+    machine["devices"] |= {"memory_bandwidth": "1e9 GB/s"}
+    machine["devices"]["compute"]["launch"] = "0 ns"
+    cluster = cluster_of(document)
+    plan = CHAIN.search(cluster)
+    assert plan.forecast is not None
+    assert plan.search.bound == pytest.approx(plan.forecast.seconds, rel=1e-3)
+    assert plan.search.gap == pytest.approx(0, abs=1e-3)
+    assert plan.forecast.seconds >= plan.search.bound
+
+
+def test_the_plan_tells_its_bound_and_gap() -> None:
+    cluster = two_by_two()
+    plan = PROGRAMS["mlp"].search(cluster, seconds=0.0)
+    least = bound_of(PROGRAMS["mlp"], cluster)
+    assert plan.forecast is not None
+    assert plan.search.bound == least
+    assert plan.search.gap == pytest.approx(plan.forecast.seconds / least - 1)
+    assert f"at most {plan.search.gap:.2%} above the bound" in str(plan)
+    assert Plan.parse(plan.text()) == plan
+
+
+def test_it_is_known_before_any_plan() -> None:
+    searcher = Searcher(PROGRAMS["mlp"].training(), two_by_two(), "auto", 60.0)
+    next(searcher.run())
+    assert searcher.best is None
+    assert searcher.bound == bound_of(PROGRAMS["mlp"], two_by_two())

@@ -1,0 +1,108 @@
+"""The search on devices of different models: stages on both where that pays, as exhaustive search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.files.clusters import cluster_of
+from support.programs.searched import CHAIN, Program, mixed, slow
+from support.search.candidates import proposals
+from support.search.plan_training import trains_as_one_rank
+
+from distgraph import nn
+from distgraph.engine.search.candidate import realize
+from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.load_balancing import rebalanced
+from distgraph.engine.search.search_space import (
+    Shape,
+    micro_batch_counts,
+    pools_of,
+)
+from distgraph.passes.search.intra_op.solution_cache import VARIABLE
+from distgraph.plan.plan import Plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of solved problems of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("solved")))
+        yield
+
+
+@pytest.mark.parametrize(("speed", "models"), [(0.8, {"G", "H"}), (0.1, {"G"})])
+def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> None:
+    """Both models have a stage where the slower one is not much slower; else only the faster one."""
+    cluster = cluster_of(mixed(speed, 1, 1))
+    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
+    every = [
+        realize(proposal, oracle)
+        for count in micro_batch_counts(CHAIN.batch)
+        for proposal in proposals(oracle, count)
+    ]
+    # micro-batch counts x (one stage + two, in both orders, four cuts), and one across both: b - 1 ways each
+    assert len(every) == 4 * (2 + 2 * 4) + (7 + 3 + 1)
+    best = min(every, key=lambda found: found.seconds)
+    plan = CHAIN.search(cluster)
+    assert plan.forecast is not None
+    assert plan.forecast.seconds == pytest.approx(best.seconds)
+    assert {cluster.devices[d].model for stage in plan.stages for d in stage.devices} == models
+    trains_as_one_rank(CHAIN, plan)
+
+
+def test_three_devices_of_two_models() -> None:
+    """No row of stages on two devices of one model and one of another is forecast to be faster."""
+    cluster = cluster_of(mixed(0.5, 2, 1))
+    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
+    every = [realize(proposal, oracle) for proposal in proposals(oracle, 1)]
+    plan = CHAIN.search(cluster)
+    assert plan.forecast is not None
+    assert plan.forecast.seconds <= min(found.seconds for found in every)
+
+
+@pytest.mark.parametrize("speed", [0.8, 0.1])
+def test_one_kind_of_device_alone_is_a_baseline(speed: float) -> None:
+    """The plan is not behind what a search without the others finds, and is that where they are slow."""
+    both, alone = cluster_of(mixed(speed, 2, 2)), cluster_of(slow(2))
+    plan, best = CHAIN.search(both), CHAIN.search(alone)
+    assert plan.forecast is not None
+    assert best.forecast is not None
+    baseline = plan.baselines["2 x G alone"]
+    assert isinstance(baseline, float)
+    assert plan.forecast.seconds <= best.forecast.seconds * (1 + 1e-9) <= baseline * (1 + 2e-9)
+    if speed == 0.1:
+        assert plan.forecast.seconds == pytest.approx(best.forecast.seconds)
+
+
+@pytest.mark.parametrize("speed", [0.8, 0.5])
+@pytest.mark.parametrize(("batch", "width"), [(12, 24), (24, 24), (24, 48)])
+def test_shares_as_exhaustive_search_by_forecasts(speed: float, batch: int, width: int) -> None:
+    """One layer: on either device, or on both, with the batch shared in any way."""
+    program = Program(lambda: nn.Linear(width, 6, dtype="f64"), (width,), batch=batch)
+    cluster = cluster_of(mixed(speed, 1, 1))
+    oracle = Oracle(program.training(), cluster, pools_of(cluster))
+    every = [
+        realize(proposal, oracle)
+        for count in micro_batch_counts(batch)
+        for proposal in proposals(oracle, count)
+    ]
+    plan = program.search(cluster)
+    assert plan.forecast is not None
+    assert plan.forecast.seconds == pytest.approx(min(found.seconds for found in every))
+
+
+def test_a_plan_with_uneven_shares_runs(tmp_path: Path) -> None:
+    """The device that is half as fast gets half as many samples; the plan file says so, and it trains."""
+    program = Program(lambda: nn.Linear(48, 6, dtype="f64"), (48,), batch=24)
+    plan = program.search(cluster_of(mixed(0.5, 1, 1)))
+    assert [stage.mesh.weights for stage in plan.stages] == [{"dp": (2, 1)}]
+    plan.save(tmp_path / "plan.json")
+    trains_as_one_rank(program, Plan.load(tmp_path / "plan.json"))
+
+
+def test_samples_pass_between_kinds() -> None:
+    shape = Shape((("dp", 4), ("tp", 2)), (5, 5, 3, 3))
+    assert [found.samples for found in rebalanced(shape, (0, 0, 1, 1))] == [(4, 4, 4, 4), (6, 6, 2, 2)]
+    assert not list(rebalanced(Shape((("dp", 2),), (1, 1)), (0, 1)))

@@ -1,0 +1,119 @@
+"""What a plan says of a runner-up is what happens with it: the changed plan is compiled and forecast."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from support.programs.searched import PROGRAMS, Net, Program, two_by_two
+
+import distgraph as dg
+from distgraph.engine.search.candidate import plan_of
+from distgraph.engine.search.evaluation import Judged
+from distgraph.engine.search.searcher import Searcher
+from distgraph.errors import GraphError
+from distgraph.ir.name_ranges import unfold
+from distgraph.plan.plan import Plan
+
+pytestmark = pytest.mark.timeout(600)  # a search and a dozen programs in one test
+MESH = dg.ProcessMesh.grid(dp=2, tp=2)
+SEARCHES: dict[str, tuple[str, str, Any]] = {
+    **{name: (name, "auto", None) for name in PROGRAMS},
+    "annotated": ("mlp", "auto", lambda: Net(MESH)),
+    "recursive": ("mlp", "recursive", None),
+    "propagated": ("mlp", "sharding_propagation", lambda: Net(MESH)),
+}
+
+
+def program_of(name: str) -> tuple[Program, Any]:
+    program, _, make = SEARCHES[name]
+    return PROGRAMS[program], make or PROGRAMS[program].make
+
+
+@cache
+def searched(name: str) -> tuple[Searcher, Plan]:
+    """A search with its plan, as it comes back from its text."""
+    program, make = program_of(name)
+    searcher = Searcher(program.training(make()), two_by_two(), SEARCHES[name][1], 3600.0)
+    for _ in searcher.run():
+        pass
+    return searcher, Plan.parse(searcher.plan({}).text())
+
+
+def seconds(name: str, plan: Plan) -> float:
+    """Of a step, by the forecast of an engine that is given the plan."""
+    program, make = program_of(name)
+    engine = program.engine(make(), plan=plan, cluster=two_by_two())
+    engine.prepare(program.data(1))
+    return float(engine.forecast().step_seconds)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_with_the_runner_up_a_step_takes_what_is_said(name: str) -> None:
+    """The same graph is built and forecast in both, so that only rounding may differ."""
+    _, plan = searched(name)
+    assert plan.forecast is not None
+    assert seconds(name, plan) == plan.forecast.seconds
+    told = {key: d for key, d in plan.decisions.items() if d.runner_up_seconds is not None and d.instead}
+    told = {key: decision for key, decision in told.items() if not key.startswith("layer ")}
+    assert len(told) >= 3
+    for key, decision in told.items():
+        other = plan.instead(key)
+        assert seconds(name, other) == pytest.approx(decision.runner_up_seconds, rel=1e-9)
+        for tensor in unfold(key):
+            assert str(plan.tensors[tensor].spec) == decision.chosen.partition(" and ")[0]
+            assert str(other.tensors[tensor].spec) == decision.runner_up.partition(" and ")[0]
+        more = decision.runner_up_seconds / plan.forecast.seconds - 1
+        assert f"({more:+.2%})" in plan.explain(key)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_parameter_is_explained(name: str) -> None:
+    _, plan = searched(name)
+    explained = {each for key in plan.decisions for each in unfold(key)}
+    parameters = {tensor for tensor, stored in plan.tensors.items() if stored.kind == "param"}
+    assert parameters <= explained
+    for tensor in parameters:
+        text = plan.explain(tensor)
+        assert "chosen: " in text
+        assert "compute" in text
+        assert "communication" in text
+        runner_up = next((line for line in text.split("\n") if line.startswith("  runner-up")), "in place of")
+        assert "in place of" in runner_up or "the runner-up was not forecast" in text
+    assert {"micro_batches", "stages", "recompute", "schedule"} <= set(plan.decisions)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_runners_up_of_the_whole_program_are_other_programs(name: str) -> None:
+    """Of micro-batches, stages, recomputation and schedule: the best program of the search with another one,
+    whose plan takes what is said."""
+    searcher, plan = searched(name)
+    for key in ("micro_batches", "stages", "recompute", "schedule"):
+        decision = plan.decisions[key]
+        if decision.runner_up_seconds is None:
+            assert decision.note.startswith("nothing else that fits was forecast")
+            continue
+        assert decision.runner_up != decision.chosen
+        (origin,) = {decision.note.rpartition(": ")[2]}
+        same = [f for f in searcher.forecasts if f.seconds == decision.runner_up_seconds]
+        assert any(found.origin.endswith(origin) for found in same)
+        if name not in ("annotated", "propagated"):  # where data parallelism is another program
+            assert (
+                seconds(name, plan_of(best_of(same).again(searcher.oracle), searcher.oracle))
+                == decision.runner_up_seconds
+            )
+        with pytest.raises(GraphError, match=rf"does not say what '{key}' would be instead; it does of"):
+            plan.instead(key)
+
+
+def best_of(programs: list[Judged]) -> Judged:
+    return min(programs, key=lambda found: found.seconds)
+
+
+def test_annotated_parameters_say_where() -> None:
+    _, plan = searched("annotated")
+    assert str(plan.tensors["first.weight"].spec) == "[_, tp]"
+    assert "annotated (" in plan.explain("first.weight")
+    assert "searched.py" in plan.explain("first.weight")
+    assert "annotated (" not in plan.explain("second.weight")

@@ -1,0 +1,51 @@
+"""Schedules that the search chooses: GPipe where messages are slow and activations fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.programs.searched import Program
+from support.search.distant_machines import WIDE, Wide, far
+
+from distgraph.errors import GraphError
+from distgraph.plan.plan import Plan
+
+
+class Pairs(Wide):
+    """The same, of which no batch may have an odd number of samples."""
+
+    def forward(self, x: Any) -> Any:
+        if x.shape[0] % 2:
+            raise GraphError(f"a batch of {x.shape[0]} samples has no pairs")
+        return super().forward(x)
+
+
+def in_seconds(plan: Plan) -> float:
+    """A step by forecast."""
+    assert plan.forecast is not None
+    return plan.forecast.seconds
+
+
+def test_gpipe_where_messages_take_long() -> None:
+    plan = WIDE.search(far("20 us"))
+    assert plan.schedule == "gpipe"
+    assert len(plan.stages) == 2
+    other = plan.decisions["schedule"]
+    assert other.runner_up == "1f1b"
+    # every message of 1F1B but the first is waited for on its way there and back
+    assert other.runner_up_seconds is not None
+    assert other.runner_up_seconds > in_seconds(plan) + 2 * 20e-6
+
+
+def test_a_plan_with_gpipe_is_forecast_as_found() -> None:
+    cluster = far("20 us")
+    plan = Plan.parse(WIDE.search(cluster).text())
+    engine = WIDE.engine(plan=plan, cluster=cluster)
+    engine.prepare(WIDE.data(1))
+    assert plan.schedule == "gpipe"
+    assert engine.forecast().step_seconds == in_seconds(plan)
+
+
+def test_micro_batches_that_the_model_refuses_are_left_out() -> None:
+    plan = Program(Pairs, (96,), batch=16).search(far("20 us"))
+    assert plan.micro_batches <= 8

@@ -1,0 +1,122 @@
+"""Work in several processes: as a plain loop, whatever happens to one. A search in two is as in one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from multiprocessing import active_children, get_context
+
+import pytest
+from support.programs.searched import PROGRAMS, two_by_two
+
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.engine.search.worker_pool import cores, spread
+from distgraph.errors import GraphError, InfeasibleError
+
+HERE = os.getpid()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 9])
+def test_results_come_in_the_order_of_the_items(processes: int) -> None:
+    before = {"seen": 5}  # made before: copies of this process have it
+
+    def work(n: int) -> tuple[int, bool]:
+        time.sleep(0.02 * (4 - n))  # the first item ends last
+        return n * before["seen"], os.getpid() == HERE
+
+    found = spread(work, range(5), processes)
+    assert [product for product, _ in found] == [0, 5, 10, 15, 20]
+    assert found[0] == (0, True)
+    assert {here for _, here in found} == ({True} if processes == 1 else {True, False})
+    assert spread(work, [3], processes) == [(15, True)]
+    assert spread(work, [], processes) == []
+
+
+def test_what_fails_there_fails_here() -> None:
+    def work(n: int) -> int:
+        if os.getpid() != HERE:
+            raise InfeasibleError(f"item {n}")
+        time.sleep(0.3)
+        return n
+
+    with pytest.raises(InfeasibleError, match=r"^item 1$"):
+        spread(work, range(4), 2)
+
+
+def test_what_a_killed_process_had_in_hand_is_done_here() -> None:
+    def work(n: int) -> tuple[int, bool]:
+        if n % 2 and os.getpid() != HERE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return n, os.getpid() == HERE
+
+    assert spread(work, range(6), 2)[1] == (1, True)
+    assert [n for n, _ in spread(work, range(6), 3)] == list(range(6))
+
+
+def test_what_cannot_be_sent_is_done_here() -> None:
+    found = spread(lambda n: (lambda: n) if n else n, range(3), 2)
+    assert found[0] == 0
+    assert [each() for each in found[1:] if callable(each)] == [1, 2]
+
+
+def test_an_interrupt_leaves_no_process_behind() -> None:
+    pids: list[int | None] = []
+
+    def interrupt() -> None:
+        pids.extend(process.pid for process in active_children())
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Timer(0.5, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        spread(time.sleep, [60.0, 60.0, 60.0], 3)
+    assert len(pids) == 2
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_results_come_packed_from_other_processes_only() -> None:
+    def work(n: int) -> tuple[int, object]:
+        time.sleep(0.05)
+        return n, lambda: n
+
+    found = spread(work, range(6), 2, packed=lambda result: (result[0], None))
+    assert [n for n, _ in found] == list(range(6))
+    assert found[0][1] is not None
+    assert None in [rest for _, rest in found]
+
+
+def test_more_items_than_a_pipe_holds() -> None:
+    assert spread(lambda n: -n, range(10_003), 2) == [-n for n in range(10_003)]
+
+
+def test_ranks_of_a_job_search_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PMI_SIZE", raising=False)
+    assert cores() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert cores() == 1
+
+
+def test_a_daemonic_process_searches_alone() -> None:
+    with get_context("fork").Pool(1) as pool:
+        assert pool.apply(cores) == 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_more_processes_find_the_same_plan(name: str) -> None:
+    program, cluster = PROGRAMS[name], two_by_two()
+    plans = [
+        search(program.training(), cluster, SearchOptions(seconds=600.0, processes=processes))
+        for processes in (1, 3)
+    ]
+    one, three = (replace(plan, search=replace(plan.search, seconds=0.0)) for plan in plans)
+    assert one == three
+
+
+def test_no_process_is_too_few() -> None:
+    with pytest.raises(GraphError, match="processes of the search is 0 but must be 1 or more"):
+        SearchOptions(processes=0)
