@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Final
 
@@ -13,9 +12,9 @@ INTERRUPTED: Final = 130
 def main() -> None:
     """Run a command; Ctrl-C is one line on standard error and exit code 130."""
     try:
-        importlib.import_module(
-            "distgraph.cli.commands"
-        ).main()  # loads all of distgraph, which takes a second
+        from distgraph.cli import application  # noqa: PLC0415 (loads all of distgraph, which takes a second)
+
+        application.main()
     except KeyboardInterrupt:
         pass
     except SystemExit as ended:
@@ -28,7 +27,7 @@ def main() -> None:
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether an exception follows from Ctrl-C that nobody has said anything about."""
+    """Whether an exception was raised because of Ctrl-C, directly or as its cause or context."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -249,7 +249,11 @@ def dropout(
                 contiguous, np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1)
             )
         return store(xp, y, out)
-    loops = fused("_numba_elementwise") if x.size >= FUSED_MIN_SIZE and x.dtype in (np.float32, np.float64) else None
+    loops = (
+        fused("_numba_elementwise")
+        if x.size >= FUSED_MIN_SIZE and x.dtype in (np.float32, np.float64)
+        else None
+    )
     if loops is not None:
         loops.dropout(flat(x), np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1))
         return store(xp, y, out)

@@ -17,8 +17,9 @@ from support.programs.training import data, engine, whole
 from typer.testing import CliRunner
 
 import distgraph as dg
-from distgraph.cli.commands import app
+from distgraph.cli.application import app
 from distgraph.errors import DistGraphError
+from distgraph.ir.dtypes import short
 from distgraph.runtime.execute.checkpoint import Checkpoint, retention
 from distgraph.runtime.execute.checkpoint.convert import convert
 from distgraph.runtime.execute.checkpoint.index import seal
@@ -146,7 +147,7 @@ def test_every_dtype_survives_conversion(tmp_path: Path) -> None:
     back = Checkpoint.open(tmp_path / "back")
     for name, array in values(1).items():
         assert back.read(name).tobytes() == array.tobytes()
-        assert back.tensors[name]["dtype"] == dg.dtypes.short(array.dtype)
+        assert back.tensors[name]["dtype"] == short(array.dtype)
 
 
 def test_weights_from_elsewhere(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.paths import ROOT
 from support.programs.small_graphs import mlp
 
 import distgraph
-from distgraph.cli import commands
+from distgraph.cli import application
 from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.resources import shipped_clusters
 
@@ -135,7 +135,7 @@ def test_cluster_checks_a_file(tmp_path):
 
 def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(commands, "launch", lambda n, argv, env: seen.append((n, argv)) or 7)
+    monkeypatch.setattr("distgraph.cli.run.launch", lambda n, argv, env: seen.append((n, argv)) or 7)
     code, _ = invoke("run", "-n", "3", "train.py", "-n", "9", "--flag")
     assert code == 7
     assert seen == [(3, ["train.py", "-n", "9", "--flag"])]
@@ -144,7 +144,7 @@ def test_run_passes_arguments_and_exit_code_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize("given", [["-n", "2"], ["-n2"], ["-n=2"], ["-v", "-n", "2"]])
 def test_ranks_behind_the_script_are_refused_unless_they_are_the_script_s(given, monkeypatch):
     seen = []
-    monkeypatch.setattr(commands, "launch", lambda n, argv, env: seen.append((n, argv)) or 0)
+    monkeypatch.setattr("distgraph.cli.run.launch", lambda n, argv, env: seen.append((n, argv)) or 0)
     code, output = invoke("run", "train.py", *given)
     said = " ".join(word for word in given if word != "-v")
     assert code == 1
@@ -213,7 +213,7 @@ def test_mistake_on_the_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["distgraph", *args])
     with pytest.raises(SystemExit) as caught:
-        commands.main()
+        application.main()
     assert caught.value.code == 1
     err = capsys.readouterr().err
     assert err.rpartition("error: ")[2].startswith(message) or message in err.splitlines()[-1]

@@ -109,7 +109,7 @@ def test_run_with_a_plan(planned: dict[str, str], tmp_path: Path) -> None:
 def test_run_takes_the_ranks_of_the_plan(planned: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "distgraph.cli.commands.launch", lambda n, argv, env: seen.append((n, argv, env[VARIABLE])) or 0
+        "distgraph.cli.run.launch", lambda n, argv, env: seen.append((n, argv, env[VARIABLE])) or 0
     )
     assert invoke("run", "--plan", planned["plan"], planned["plain"], "--flag")[0] == 0
     assert invoke("run", "-n", "6", planned["plain"], "--plan", planned["plan"], "-x")[0] == 0
@@ -120,7 +120,7 @@ def test_run_takes_the_ranks_of_the_plan(planned: dict[str, str], monkeypatch: p
         (6, [planned["plain"], "-x"], plan),
         (4, [planned["plain"], "-y"], plan),
     ]
-    monkeypatch.setattr("distgraph.cli.commands.launch", lambda n, argv, env: seen.append((n, argv)) or 0)
+    monkeypatch.setattr("distgraph.cli.run.launch", lambda n, argv, env: seen.append((n, argv)) or 0)
     assert invoke("run", planned["plain"], "--", "--plan", "mine")[0] == 0
     assert seen[-1] == (1, [planned["plain"], "--plan", "mine"])
     code, output = invoke("run", "-n", "2", "--plan", planned["plan"], planned["plain"])
@@ -132,7 +132,7 @@ def test_run_hands_the_cluster_on(planned: dict[str, str], monkeypatch: pytest.M
     """Files by their full path, shipped ones by name; before or behind the script; mistakes come first."""
     seen: list[Any] = []
     monkeypatch.setattr(
-        "distgraph.cli.commands.launch",
+        "distgraph.cli.run.launch",
         lambda n, argv, env: seen.append((n, argv, env.get(CLUSTER_VARIABLE), env.get(VARIABLE))) or 0,
     )
     plain, boxes = planned["plain"], str(Path(planned["boxes"]).resolve())
@@ -190,9 +190,7 @@ def test_the_command_s_plan_goes_before_the_script_s(planned: dict[str, str]) ->
 def test_a_place_where_nothing_can_be_written_is_refused_before_the_search(
     files: dict[str, str], monkeypatch: pytest.MonkeyPatch, place: str, reason: str
 ) -> None:
-    monkeypatch.setattr(
-        "distgraph.cli.commands.plan_script", lambda *given: pytest.fail("the script was run")
-    )
+    monkeypatch.setattr("distgraph.cli.plan.plan_script", lambda *given: pytest.fail("the script was run"))
     output = Path(files["train"]).parent / place
     code, text = invoke("plan", files["train"], "--cluster", files["boxes"], "-o", str(output))
     assert code == 1

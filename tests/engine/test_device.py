@@ -16,6 +16,7 @@ from support.programs.training import INPUTS, Net, data
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.errors import ResourceError, RuntimeFault, ShardingError
+from distgraph.ir.dtypes import to_numpy
 from distgraph.runtime.execute import device as devices
 
 F32 = 1e-5  # sums of tens of terms, 8 steps of Adam: some hundred times the 1.2e-7 of float32
@@ -188,7 +189,7 @@ def test_an_unknown_device_is_refused() -> None:
 def test_bfloat16_needs_a_new_cupy(gpu: fake_device.Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["cupy"], "__version__", "13.6.0", raising=False)
     model = dg.Engine(nn.Linear(INPUTS, 3, dtype="bf16"), strategy=dg.Strategy(device="gpu"))
-    x = samples(4)[0].astype(dg.dtypes.to_numpy("bf16"))
+    x = samples(4)[0].astype(to_numpy("bf16"))
     with pytest.raises(RuntimeFault, match=r"cupy 13.6.0 has no bfloat16 .*install cupy 14"):
         model.predict(x)
 

@@ -21,6 +21,7 @@ from support.programs.equivalence import Case, Layout, grid, layouts, train
 import distgraph as dg
 from distgraph import nn, optim
 from distgraph.errors import DistGraphError
+from distgraph.ir.dtypes import to_numpy
 from distgraph.runtime.launch.launch import find_mpiexec
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +110,7 @@ def test_bfloat16_trains_or_is_refused() -> None:
     import cupy
 
     rng = np.random.default_rng(0)
-    to = dg.dtypes.to_numpy("bf16")
+    to = to_numpy("bf16")
     batch = (rng.normal(size=(16, 6)).astype(to), rng.normal(size=(16, 5)).astype(to))
     losses: dict[str, Any] = {}
     for device in ("cpu", "gpu"):

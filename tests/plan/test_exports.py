@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import distgraph as dg
 from distgraph import nn, ops
-from distgraph.cli import commands
+from distgraph.cli import application
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph
@@ -544,17 +544,17 @@ def test_a_model_without_layers_is_refused() -> None:
 def test_the_command_line_writes_an_export(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "shardings.py"
     plan_of("dp_pp").save(plan)
-    done = CliRunner().invoke(commands.app, ["export", str(plan), "jax", "-o", str(out)])
+    done = CliRunner().invoke(application.app, ["export", str(plan), "jax", "-o", str(out)])
     assert done.exit_code == 0, done.output
     assert out.read_text() == plan_of("dp_pp").export("jax").source
     assert "not expressed: JAX has no pipeline" in done.stderr
-    shown = CliRunner().invoke(commands.app, ["export", str(plan), "megatron"])
+    shown = CliRunner().invoke(application.app, ["export", str(plan), "megatron"])
     assert shown.stdout == plan_of("dp_pp").export("megatron").source
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan_of("gpipe").save(plan)
-    done = CliRunner().invoke(commands.app, ["export", str(plan), "megatron"])
+    done = CliRunner().invoke(application.app, ["export", str(plan), "megatron"])
     assert done.exit_code != 0
     assert isinstance(done.exception, ShardingError)

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 import distgraph as dg
 from distgraph import errors
-from distgraph.cli.commands import app
+from distgraph.cli.application import app
 
 ROOT = Path(dg.__file__).parent
 CLASSES = {name for name, found in vars(errors).items() if isinstance(found, type)} | {"MissingPart"}

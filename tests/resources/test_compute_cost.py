@@ -7,7 +7,7 @@ from support.files.clusters import DEVICE, cluster_of, machine
 from support.paths import ROOT
 from typer.testing import CliRunner
 
-from distgraph.cli import commands
+from distgraph.cli import application
 from distgraph.errors import ResourceError
 from distgraph.resources import ComputeCost, load_cluster
 from distgraph.resources.cluster import Cluster
@@ -179,6 +179,6 @@ def test_all_numbers_that_computation_lacks_are_told_at_once():
 
 def test_the_quickstart_is_forecast_on_a_shipped_cluster():
     script = ROOT / "tutorials" / "01_quickstart.py"
-    result = CliRunner().invoke(commands.app, ["forecast", str(script), "--cluster", "p3_16xlarge_x8"])
+    result = CliRunner().invoke(application.app, ["forecast", str(script), "--cluster", "p3_16xlarge_x8"])
     assert result.exit_code == 0, result.output
     assert "fits every device" in result.output

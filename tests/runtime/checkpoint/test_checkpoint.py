@@ -22,6 +22,7 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.engine.callbacks import ModelCheckpoint
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, owned, write_checkpoint
 from distgraph.runtime.execute.process_group import InProcessWorld
@@ -53,7 +54,7 @@ def test_any_layout_reads_any_layout(
 ) -> None:
     directory = tmp_path_factory.mktemp("ckpt")
     mesh, other = P(x=x, y=y), P(y=y + 1, x=x)
-    full = (np.arange(np.prod(shape)).reshape(shape) % 7).astype(dg.dtypes.to_numpy(dtype))
+    full = (np.arange(np.prod(shape)).reshape(shape) % 7).astype(to_numpy(dtype))
     placed = {"w": Placed("param", shape, dtype, DistAttr(mesh, ShardSpec.of(written)))}
     spec = ShardSpec.of(written)
     world = InProcessWorld(mesh.size)

@@ -17,6 +17,7 @@ from support.programs.training import data, engine, whole
 import distgraph as dg
 from distgraph import optim
 from distgraph.errors import RuntimeFault
+from distgraph.ir.dtypes import itemsize
 from distgraph.runtime.execute.checkpoint import Checkpoint, files
 from distgraph.runtime.execute.checkpoint.index import seal
 from distgraph.runtime.execute.process_group import InProcessWorld
@@ -60,7 +61,7 @@ def block(folder: Path, name: str, number: int = 0) -> tuple[Path, int, int]:
     """File of a block, its first byte, and its bytes."""
     entry = Checkpoint.open(folder).contents.tensors[name]
     shard = entry.shards[number]
-    return folder / shard.file, shard.begin, int(np.prod(shard.shape)) * dg.dtypes.itemsize(entry.dtype)
+    return folder / shard.file, shard.begin, int(np.prod(shard.shape)) * itemsize(entry.dtype)
 
 
 def patch(path: Path, at: int, new: bytes) -> None:

@@ -14,7 +14,7 @@ import yaml
 from support.files.clusters import cluster_of
 from typer.testing import CliRunner
 
-from distgraph.cli import commands
+from distgraph.cli import application
 from distgraph.errors import ResourceError
 from distgraph.ir.op_registry import flops as flops_of
 from distgraph.passes.analysis.op_work import work_of
@@ -462,7 +462,7 @@ def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer(monkeypatch)
     output = tmp_path / "mine.yaml"
-    result = CliRunner().invoke(commands.app, ["profile", "-o", str(output), "--seconds", "2"])
+    result = CliRunner().invoke(application.app, ["profile", "-o", str(output), "--seconds", "2"])
     assert result.exit_code == 0, result.output
     cost = ComputeCost(load_cluster(output))
     assert cost.time(0, "matmul", 2.0 * 64**3, 3 * 4.0 * 64**2, "f32", (1, 64, 64, 64), "matmul") > 0

@@ -19,7 +19,7 @@ from support.programs.forecasts import chain, document, machines
 from typer.testing import CliRunner
 
 import distgraph as dg
-from distgraph.cli import commands
+from distgraph.cli import application
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.program_forecast import forecast_training
 from distgraph.engine.compile.program_summary import PlanView
@@ -426,7 +426,7 @@ def files(tmp_path) -> tuple[str, str]:
 
 
 def invoke(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(commands.app, list(args))
+    result = CliRunner().invoke(application.app, list(args))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return 1, f"error: {result.exception}"
     return result.exit_code, result.output

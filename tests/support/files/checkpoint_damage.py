@@ -17,6 +17,7 @@ import numpy as np
 
 import distgraph as dg
 from distgraph.errors import DistGraphError
+from distgraph.ir.dtypes import short
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, write_checkpoint
 from distgraph.runtime.execute.checkpoint.index import INDEX, seal
@@ -50,9 +51,7 @@ def values(step: int) -> dict[str, np.ndarray]:
 def write(folder: Path, step: int, world: InProcessWorld) -> None:
     full = values(step)
     placed = {
-        name: Placed(
-            "param", array.shape, dg.dtypes.short(array.dtype), DistAttr(MESH, ShardSpec.of(SPECS[name]))
-        )
+        name: Placed("param", array.shape, short(array.dtype), DistAttr(MESH, ShardSpec.of(SPECS[name])))
         for name, array in full.items()
     }
     training = {"step": step, "losses": [float(step), 0.5], "epochs": [{"epoch": 0, "loss": 0.25}], "seed": 7}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from distgraph.cli import commands
+from distgraph.cli import application
 
 RUNNER = CliRunner()
 
@@ -53,7 +53,7 @@ if "--idle" not in sys.argv:
 
 def invoke(*args: str, text: str | None = None):
     """Exit code and output, as `main` would give them."""
-    result = RUNNER.invoke(commands.app, list(args), input=text)
+    result = RUNNER.invoke(application.app, list(args), input=text)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return 1, f"error: {result.exception}"
     return result.exit_code, result.output

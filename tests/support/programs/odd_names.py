@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine import Engine
 from distgraph.ir.graph import Graph
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
+from distgraph.tracing.tensor import emit_one
 from distgraph.tracing.tracer import Trace
 
 BREAKS = ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
@@ -38,7 +38,7 @@ def weighted_sum(names: list[str], params: list[str], source: str = "") -> Graph
             product = trace.source("input", x, (4, 6), "f64") @ trace.source("param", w, (6, 5), "f64")
             part = ops.tanh(product) * float(i + 1)
             total = part if total is None else total + part
-        loss = dg.tensor.emit_one("accumulate", ops.mean(total))
+        loss = emit_one("accumulate", ops.mean(total))
         for w in params:
             tensor = trace.source("param", w, (6, 5), "f64")
             trace.updates.append((tensor.value.name, (tensor - loss).value))

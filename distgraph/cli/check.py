@@ -1,0 +1,35 @@
+"""`distgraph check`: partitioned against serial, value by value."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from distgraph.cli.script_options import (
+    CLUSTER,
+    PLAN,
+    refuse_option_of_script,
+    split_options,
+)
+from distgraph.engine.commands.inspection import check_script
+from distgraph.engine.commands.overrides import giving
+from distgraph.plan.plan import Plan
+from distgraph.resources import load_cluster
+
+
+def check(
+    script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="At most so many samples; 0: a whole micro-batch.")] = 0,
+    plan: Annotated[str, PLAN] = "",
+    cluster: Annotated[str, CLUSTER] = "",
+) -> None:
+    """Compare partitioned with serial on the first batch of a script, value by value."""
+    if not samples:
+        refuse_option_of_script("check", "--samples", script, args)
+    (plan, cluster), left = split_options({"--plan": plan, "--cluster": cluster}, args)
+    with giving(Plan.load(plan) if plan else None, load_cluster(cluster) if cluster else None):
+        report = check_script(script, left, samples)
+    typer.echo(report)
+    raise typer.Exit(0 if report.ok else 1)

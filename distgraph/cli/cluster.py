@@ -1,0 +1,20 @@
+"""`distgraph cluster`: a resource file checked and described."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from distgraph.resources import describe, load_cluster, shipped_clusters
+
+
+def cluster(
+    name: Annotated[str, typer.Argument(help="Shipped name, resource file, or Paddle's JSON.")] = "",
+) -> None:
+    """Check a resource file and print the cluster; without a name, list those that are shipped."""
+    if name:
+        typer.echo(describe(load_cluster(name)))
+        return
+    for shipped in shipped_clusters():
+        typer.echo(describe(load_cluster(shipped)).partition("\n")[0])

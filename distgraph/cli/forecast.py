@@ -1,0 +1,38 @@
+"""`distgraph forecast`: seconds and memory of a step before anything runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from distgraph.cli.script_options import (
+    PLAN,
+)
+from distgraph.engine.commands.overrides import giving
+from distgraph.engine.commands.propose import forecast_script
+from distgraph.engine.compile.program_forecast import beforehand
+from distgraph.plan.plan import Plan
+
+
+def forecast(
+    script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- all of them.")] = None,
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
+    ] = "",
+    plan: Annotated[str, PLAN] = "",
+    html: Annotated[str, typer.Option("--html", help="Write a report: one page, no network.")] = "",
+    trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
+    measured: Annotated[
+        str,
+        typer.Option("--measured", help="Timeline file of callbacks.Timeline, shown beside the forecast."),
+    ] = "",
+) -> None:
+    """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
+    timeline = beforehand(html or None, measured or None)
+    with giving(Plan.load(plan) if plan else None):
+        result = forecast_script(script, args or (), cluster or None)
+    typer.echo(result)
+    result.write(html or None, trace or None, timeline)

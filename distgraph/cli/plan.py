@@ -1,0 +1,50 @@
+"""`distgraph plan`: the best plan for a script on a cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from distgraph.engine.commands.plan_search import Progress, SearchOptions
+from distgraph.engine.commands.propose import plan_script
+from distgraph.errors import GraphError
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import MODES
+from distgraph.serialization.atomic_files import check_writable
+
+
+def plan(
+    script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- all of them.")] = None,
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
+    ] = "",
+    output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
+    mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
+    seconds: Annotated[float, typer.Option("--seconds", help="Search so long at most.")] = 60.0,
+    about: Annotated[
+        str, typer.Option("--explain", help="A tensor, layer or decision: why, and what else it could be.")
+    ] = "",
+    other: Annotated[str, typer.Option("--compare", help="Another plan file: what differs.")] = "",
+) -> None:
+    """Search the best plan for a script on a cluster that need not be there; Ctrl-C keeps the best so far."""
+    compared = Plan.load(other) if other else None
+    if output:
+        check_writable(output, GraphError)
+    with Console(stderr=True).status("tracing") as status:
+
+        def watch(progress: Progress) -> None:
+            status.update(str(progress))
+
+        options = SearchOptions(mode=mode, seconds=seconds, watch=watch)
+        best = plan_script(script, args or (), cluster or None, options)
+    if output:
+        best.save(output)
+    typer.echo(best)
+    if about:
+        typer.echo(best.explain(about))
+    if compared is not None:
+        typer.echo(best.compare(compared))
