@@ -60,7 +60,7 @@ class Plan:
         cluster: name of the cluster that it was made for; empty where there was none.
         batch: samples of a step.
         micro_batches: parts into which the batch is cut.
-        schedule: "1f1b" or "gpipe".
+        schedule: name of a pipeline schedule (see `schedule_policies.py`).
         layers: runs of the forward ops in program order; together they are all of them.
         stages: in order of layers; those without layers last.
         recompute: numbers of layers that are computed again in the backward part.

@@ -36,7 +36,7 @@ from distgraph.plan.parts import (
     placed_text,
     split_names,
 )
-from distgraph.plan.strategy import SCHEDULES
+from distgraph.plan.schedule_policies import schedule_names
 from distgraph.serialization.documents import Entry, Step, parsed, refuse, shown, validate
 
 FORMAT: Final = "distgraph plan"
@@ -66,9 +66,9 @@ def _scalar(value: object) -> str | int | float | bool | None:
     raise ValueError("a text, a number, true, false or null")
 
 
-def _schedule(text: str) -> str:
-    if text not in SCHEDULES:
-        raise ValueError(text)
+def _schedule(text: object) -> str:
+    if not isinstance(text, str) or text not in schedule_names():
+        raise ValueError(f"one of {', '.join(schedule_names())}")
     return text
 
 
@@ -88,7 +88,7 @@ MeshText = Annotated[
 ]
 ReadText = Annotated[Read, PlainValidator(parsed(Read.parse, _READ))]
 PartText = Annotated[Part, PlainValidator(parsed(Part.parse, _PART))]
-ScheduleText = Annotated[str, BeforeValidator(parsed(_schedule, f"one of {', '.join(SCHEDULES)}"))]
+ScheduleText = Annotated[str, BeforeValidator(_schedule)]
 
 
 class ProgramEntry(Entry):

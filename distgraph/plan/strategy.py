@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
+from distgraph.plan.schedule_policies import schedule_names
 
 SEARCHED = ("sharding_propagation", "recursive", "auto")
 MODES = ("manual", "semi", *SEARCHED)
-SCHEDULES = ("1f1b", "gpipe")
 REFINE = ("conflicts", "always", "never")
 DEVICES = ("cpu", "gpu")
 NONFINITE = ("raise", "skip", "warn")
@@ -29,7 +29,8 @@ class Strategy:
             halves the devices again and again, "auto" searches everything and takes the best forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
-        schedule: order of the micro-batches in a pipeline, "1f1b" or "gpipe".
+        schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
+            registered (see `distgraph.plan.schedule_policies`).
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
@@ -77,10 +78,10 @@ class Strategy:
             raise ShardingError(
                 f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
             )
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in schedule_names():
             raise ShardingError(
                 f"schedule {self.schedule!r} of Strategy does not exist; the schedules are "
-                f"{', '.join(SCHEDULES)}"
+                f"{', '.join(schedule_names())}"
             )
         for name, choices in (("refine", REFINE), ("device", DEVICES), ("nonfinite", NONFINITE)):
             if getattr(self, name) not in choices:

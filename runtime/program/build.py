@@ -61,7 +61,7 @@ def build(
     Args:
         completed: graph of one micro-batch.
         micro_batches: how often it runs in a step.
-        policy: "1f1b" or "gpipe".
+        policy: name of the schedule.
         price: cost of a collective, for the choice between sequences of them.
     """
     completed = replace(completed, micro_batches=micro_batches)

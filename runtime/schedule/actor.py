@@ -1,35 +1,29 @@
-"""Actors and policies: what may run next, decided without a clock, a thread or any input or output.
+"""Actors: which task may run next, decided without a clock, a thread or any input or output.
 
-A task is an actor. It hears of data that is ready upstream and of buffers that are free downstream (its
-credits), asks for its device when it holds enough of both, runs when it is granted the device, and when it
-has finished it tells downstream that data is ready and upstream that a buffer is free.
+A task is an actor. It receives events: data is ready upstream, a buffer is free downstream (a credit). When
+it has the data and the buffers that it needs, it requests its device, and it runs when the device is granted.
+When it has finished, it sends data downstream and releases a buffer upstream.
 
     event        DataReady  BufferFreed  DeviceFree  Finished
     instruction  Request    Run          Send        Release
 
-Whoever drives the actors (simulated clock, threads, MPI) delivers `Send` of one actor as `DataReady` of
-another and `Release` as `BufferFreed`, and chooses with a `Policy` or a recorded order whose `Request` gets
-`DeviceFree`.
+The driver of the actors (see `simulate.py`) delivers `Send` of one actor as `DataReady` of another and
+`Release` as `BufferFreed`. A schedule policy (`plan/schedule_policies.py`) or a recorded order decides whose
+`Request` is answered with `DeviceFree`.
 
 Invariant: an actor runs its micro-batches in order 0, 1, 2, ..., one at a time, and a request once made stays
 valid.
-
-A policy is two rules, the room on an edge and the order of requests. 1F1B is nothing more than room for
-(stages - stage) micro-batches between forward and backward, and backward first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, barriers, phases
+from distgraph.errors import RuntimeFault
+from distgraph.runtime.schedule.task import Edge, Task, TaskGraph
 
 __all__ = [
-    "GPIPE",
-    "ONE_F_ONE_B",
-    "POLICIES",
     "Actor",
     "BufferFreed",
     "DataReady",
@@ -37,14 +31,11 @@ __all__ = [
     "Event",
     "Finished",
     "Instruction",
-    "Policy",
     "Release",
     "Request",
     "Run",
     "Send",
     "actors",
-    "bounded",
-    "resolve",
 ]
 
 
@@ -292,94 +283,3 @@ def actors(graph: TaskGraph) -> dict[str, Actor]:
         task.name: Actor(task, inputs[task.name], outputs[task.name], instances[task.name])
         for task in graph.tasks
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Which credits tasks hold, and whose request goes first.
-
-    Args:
-        name: printed in schedules.
-        room: (source, target, stages, turns) -> how many results of source may be alive on an edge that has
-            no limit of its own; None: no limit. Turns: the edge leads from phase forward to phase backward.
-            Asked where both tasks run once per micro-batch and no once-per-step task stands between.
-        order: (phase of the task, see `phases`; micro-batch; number of the request) ->
-            key; smallest first. Equal keys: the task further down the graph first.
-        forward_is_done_first: on each rank, nothing of phase backward runs before all of phase forward.
-        relative: only differences of micro-batches count in `order`, numbers of requests do not, and nothing
-            waits for the last micro-batch: what comes round again need not be simulated again.
-    """
-
-    name: str
-    room: Callable[[Task, Task, int, bool], int | None]
-    order: Callable[[str, int, int], tuple[int, ...]]
-    forward_is_done_first: bool = False
-    relative: bool = False
-
-
-def _one_f_one_b_room(source: Task, target: Task, stages: int, turns: bool) -> int | None:
-    if not turns:  # one result in use while the next is made, and one more for each stage that an edge skips
-        return 1 + max(1, abs(target.stage - source.stage))
-    if source.stage != target.stage:  # follows from the bounds of the stages on the way
-        return None
-    # what 1F1B is about: as many micro-batches between a forward and its own backward as there are stages
-    # from here to the end. What a forward reads and its backward reads again (recv, load) may be one ahead.
-    return stages - source.stage + (source.kind != "forward")
-
-
-def _no_limit(source: Task, target: Task, stages: int, turns: bool) -> int | None:
-    return None
-
-
-_BACKWARD_FIRST = {"before": 0, "backward": 1, "forward": 2, "after": 3}
-_FORWARD_FIRST = {"before": 0, "forward": 1, "backward": 2, "after": 3}
-
-
-def _backward_first(phase: str, micro: int, request: int) -> tuple[int, ...]:
-    return (_BACKWARD_FIRST[phase], micro)
-
-
-def _forward_first(phase: str, micro: int, request: int) -> tuple[int, ...]:
-    return (_FORWARD_FIRST[phase], micro)
-
-
-ONE_F_ONE_B = Policy("1f1b", _one_f_one_b_room, _backward_first, relative=True)
-GPIPE = Policy("gpipe", _no_limit, _forward_first, forward_is_done_first=True)
-POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE)}
-
-
-def resolve(policy: str | Policy) -> Policy:
-    """The policy of this name, or the policy itself.
-
-    Raises:
-        GraphError: no policy has this name.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if policy not in POLICIES:
-        raise GraphError(f"schedule policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-    return POLICIES[policy]
-
-
-def bounded(graph: TaskGraph, policy: str | Policy) -> TaskGraph:
-    """The graph with the policy's credits on every edge that has no limit of its own.
-
-    Example:
-        >>> from distgraph.runtime.schedule.task import pipeline
-        >>> [edge.buffers for edge in bounded(pipeline([(0,), (1,)], 4, optimize=False), "1f1b").edges]
-        [2, 2, 1, 2]
-    """
-    room = resolve(policy).room
-    tasks = {task.name: task for task in graph.tasks}
-    stages = graph.stages
-    behind = barriers(graph)
-    phase = phases(graph)
-    edges = []
-    for edge in graph.edges:
-        source, target = tasks[edge.source], tasks[edge.target]
-        per_micro = source.per_micro and target.per_micro
-        if edge.buffers is None and per_micro and behind[edge.source] == behind[edge.target]:
-            turns = phase[edge.source] == "forward" and phase[edge.target] == "backward"
-            edge = replace(edge, buffers=room(source, target, stages, turns))
-        edges.append(edge)
-    return replace(graph, edges=tuple(edges))

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.schedule.actor import Policy, resolve
+from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.simulate import Timeline, simulate, symbols
 from distgraph.runtime.schedule.steady_state import clocked
 from distgraph.runtime.schedule.task import UPDATES, TaskGraph
@@ -152,7 +152,7 @@ def _plain_names(stage: int, letters: set[str]) -> tuple[tuple[str, str], ...]:
 
 def schedule(
     graph: TaskGraph,
-    policy: str | Policy = "1f1b",
+    policy: str | SchedulePolicy = "1f1b",
     durations: Mapping[str, float] | None = None,
     *,
     transfer: float = 0.0,
@@ -163,7 +163,7 @@ def schedule(
 
     Args:
         graph: the task graph of one step.
-        policy: "1f1b", "gpipe" or a `Policy`.
+        policy: name or declaration of a schedule.
         durations: seconds by task name or kind; None: one second each. They decide the order; the printed
             grid always gives each task one clock.
         transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
@@ -186,7 +186,7 @@ def schedule(
         B0 B1
         B1 -
     """
-    chosen = resolve(policy)
+    chosen = schedule_policy(policy)
     if durations is None and not transfer:
         found = clocked(graph, chosen)
     else:
@@ -271,7 +271,7 @@ def check(
     graph: TaskGraph,
     durations: Mapping[str, float] | None = None,
     *,
-    policy: str | Policy | None = None,
+    policy: str | SchedulePolicy | None = None,
     transfer: float = 0.0,
 ) -> Timeline:
     """Run a schedule against a task graph under the simulated clock, before it is run for real.
@@ -300,7 +300,7 @@ def check(
         raise GraphError(
             f"schedule has ranks {planned.ranks} but the task graph has {graph.ranks}; make it anew"
         )
-    chosen = resolve(planned.policy if policy is None else policy)
+    chosen = schedule_policy(planned.policy if policy is None else policy)
     timeline = simulate(graph, durations, policy=chosen, order=planned.orders(), transfer=transfer)
     for rank, order in timeline.orders().items():
         if order != planned.order(rank):

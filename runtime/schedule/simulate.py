@@ -28,6 +28,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
+from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
+from distgraph.runtime.schedule.action_table import ActionTable
 from distgraph.runtime.schedule.actor import (
     Actor,
     BufferFreed,
@@ -35,14 +37,12 @@ from distgraph.runtime.schedule.actor import (
     DeviceFree,
     Finished,
     Instruction,
-    Policy,
     Request,
     Run,
     Send,
     actors,
-    bounded,
-    resolve,
 )
+from distgraph.runtime.schedule.credits import with_credits
 from distgraph.runtime.schedule.event_graph import followed
 from distgraph.runtime.schedule.task import Ring, TaskGraph, phases, topological_order, verify
 from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Record, Timeline, symbols
@@ -84,7 +84,7 @@ def simulate(
     graph: TaskGraph,
     durations: Mapping[str, float] | None = None,
     *,
-    policy: str | Policy = "1f1b",
+    policy: str | SchedulePolicy = "1f1b",
     order: Mapping[int, Sequence[tuple[str, int]]] | None = None,
     transfer: float | Mapping[tuple[str, str], float] = 0.0,
     last: Mapping[str, float] | None = None,
@@ -95,7 +95,8 @@ def simulate(
     Args:
         graph: the task graph.
         durations: seconds by task name or by kind (a name goes first); None: one second each.
-        policy: "1f1b", "gpipe" or a `Policy`. It sets the credits, and without `order` also who goes first.
+        policy: name or declaration of a schedule. It sets the credits and, without `order`, decides which
+            request goes first.
         order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
         transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or
             those of each edge (source, target), 0 where it is not named.
@@ -111,11 +112,11 @@ def simulate(
             says for each rank what it waits for.
     """
     verify(graph)
-    chosen = resolve(policy)
+    chosen = schedule_policy(policy)
     delays = _delays(graph, transfer)
     seconds = seconds_of(graph, durations)
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
-    clock = _Clock(bounded(graph, chosen), chosen, seconds, ends, order, delays)
+    clock = _Clock(with_credits(graph, chosen), chosen, seconds, ends, order, delays)
     if clock.order is not None:
         runs = followed(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings)
         if runs is not None:
@@ -151,7 +152,7 @@ class _Clock:
     def __init__(
         self,
         graph: TaskGraph,
-        policy: Policy,
+        policy: SchedulePolicy,
         seconds: Mapping[str, float],
         last: Mapping[str, float],
         order: Mapping[int, Sequence[tuple[str, int]]] | None,
@@ -176,6 +177,11 @@ class _Clock:
             if self.phase[task.name] == "forward":
                 for device in self.devices[task.name]:
                     self.forwards[device] += graph.instances(task)
+        self.table = (
+            ActionTable(graph, policy, self.phase, self.devices)
+            if order is None and policy.table is not None
+            else None
+        )
         self.instant = order is None and any(value == 0 for value in seconds.values())
         self.requests = 0
         self.pushed = 0
@@ -235,7 +241,10 @@ class _Clock:
         self.pushed += 1
 
     def _want(self, name: str, micro: int) -> None:
-        key = (*self.policy.order(self.phase[name], micro, self.requests), self.depth[name])
+        if self.table is None:
+            key = (*self.policy.priority(self.phase[name], micro, self.requests), self.depth[name])
+        else:
+            key = (*self.table.priority(name, micro), self.depth[name])
         self.requests += 1
         for device in self.devices[name]:
             self.wanted[device][name] = key
@@ -272,6 +281,8 @@ class _Clock:
             devices = self.devices[name]
             if hold_backward and self.phase[name] == "backward" and any(self.forwards[d] for d in devices):
                 continue
+            if self.table is not None and not self.table.allows(name, self.actors[name].next_micro):
+                continue
             free = all(self.busy[device] is None and device not in held for device in devices)
             if free and not (instant_only and self.seconds[name] > 0):
                 self._start(name)
@@ -305,6 +316,8 @@ class _Clock:
             del self.wanted[device][name]
             if self.phase[name] == "forward":
                 self.forwards[device] -= 1
+        if self.table is not None:
+            self.table.started(name, self.actors[name].next_micro)
         self._obey(name, self.actors[name].handle(_DEVICE_FREE))
 
     def _deadlock(self, timeline: Timeline) -> str:
@@ -355,7 +368,8 @@ class _Clock:
                 if other != device and step != (actor.task.name, actor.next_micro):
                     at = "the end of its order" if step is None else f"{step[0]} {step[1]}"
                     lacks.append(f"{_ranks_text(self.columns[other])}, which is at {at}")
-        return " and ".join(lacks) or "all forwards of its ranks"
+        turn = "all forwards of its ranks" if self.table is None else "its turn in the table of the schedule"
+        return " and ".join(lacks) or turn
 
 
 def _columns(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from distgraph.runtime.schedule.actor import Policy
+from distgraph.plan.schedule_policies import SchedulePolicy
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import TaskGraph, verify
 from distgraph.runtime.schedule.timeline import Interval, Timeline
@@ -22,7 +22,7 @@ from distgraph.runtime.schedule.timeline import Interval, Timeline
 _ROUNDS = 2  # micro-batches a stage with which a steady state is looked for
 
 
-def clocked(graph: TaskGraph, policy: Policy) -> Timeline:
+def clocked(graph: TaskGraph, policy: SchedulePolicy) -> Timeline:
     """The timeline of a policy where every task takes one clock.
 
     Raises:

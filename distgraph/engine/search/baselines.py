@@ -18,10 +18,11 @@ from distgraph.engine.search.layout_costs import Oracle
 from distgraph.engine.search.restrictions import SAID, Restriction
 from distgraph.engine.search.search_space import Shape, shapes_of
 from distgraph.engine.search.stage_search import Bordered, Poor, borders
-from distgraph.passes.search.inter_op.schedule_costs import OneForwardOneBackward, makespan
+from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_costs import Config, ProfileCosts
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 from distgraph.passes.search.intra_op.formulate import Profile
+from distgraph.plan.schedule_policies import ONE_F_ONE_B
 
 Floats = NDArray[np.float64]
 
@@ -140,12 +141,12 @@ def _choices(row: _Row, profile: Profile, firsts: tuple[int, ...]) -> tuple[Stag
 
 
 def _seconds(oracle: Oracle, costs: ProfileCosts, row: _Row, choices: tuple[StageChoice, ...]) -> float:
-    policy = OneForwardOneBackward()
+    policy = ONE_F_ONE_B
     bordered = Bordered(costs, borders(oracle, row.micro_batches, [row.submesh]))
     times, steps = [], []
     for position, choice in enumerate(choices):
         stage = np.array([choice.first * bordered.shape[0] + choice.stop - 1])
-        live = policy.live(position, len(choices), row.micro_batches)
+        live = policy.in_flight(position, len(choices), row.micro_batches)
         times.append(float(bordered.seconds_of(stage, live)[0]))
         steps.append(float(bordered.step_of(stage)[0]))
     return makespan(policy, times, [0.0] * len(times), row.micro_batches, step=steps)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from distgraph.engine.search.candidate import Proposal, StageChoice
 from distgraph.engine.search.load_balancing import rebalanced
-from distgraph.passes.search.inter_op.schedule_costs import SCHEDULES
+from distgraph.plan.schedule_policies import searched_schedules
 
 _CHEAPER = (0.25, 0.5)  # of the price of memory
 
@@ -45,7 +45,7 @@ def neighbours(
             yield replace(proposal, micro_batches=count)
     for stages in _moved(proposal.stages):
         yield replace(proposal, stages=stages)
-    for schedule in SCHEDULES if len(proposal.stages) > 1 else ():
+    for schedule in searched_schedules() if len(proposal.stages) > 1 else ():
         if schedule != proposal.schedule:
             yield replace(proposal, schedule=schedule)
 

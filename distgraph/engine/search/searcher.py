@@ -73,10 +73,10 @@ from distgraph.engine.search.stage_search import (
     within,
 )
 from distgraph.errors import DistGraphError, GraphError, InfeasibleError
-from distgraph.passes.search.inter_op.schedule_costs import SCHEDULES
 from distgraph.passes.search.inter_op.stages import Stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
 from distgraph.plan.plan import Found, Plan
+from distgraph.plan.schedule_policies import searched_schedules
 from distgraph.resources import Cluster
 
 _FORECASTS = 4  # rows of the search that are forecast, at most
@@ -390,13 +390,14 @@ class Searcher:
         return larger < 2 or may_fit(self.oracle, self._first, whole, larger)
 
     def _row(
-        self, micro_batches: int, slack: float = 1.0, schedules: Iterable[str] = tuple(SCHEDULES)
+        self, micro_batches: int, slack: float = 1.0, schedules: Iterable[str] | None = None
     ) -> Proposal | None:
         """The best row, its layouts solved for its number of micro-batches; None where none fits.
 
         None, too, where time was not enough for all shapes but there is a row already: with more time, other
         rows would be looked at instead, and a plan must not get worse by that.
         """
+        schedules = searched_schedules() if schedules is None else schedules
         settled = 0
         while True:
             found = front(self.oracle, micro_batches, self._submeshes(micro_batches), without=self._poor())
@@ -439,7 +440,7 @@ class Searcher:
             return
         for size in sorted(sizes):
             part = of_size(self._fronts[row.micro_batches], size)
-            best = None if self.expired() else self._best_row(part, 1.0, tuple(SCHEDULES))
+            best = None if self.expired() else self._best_row(part, 1.0, searched_schedules())
             if best is not None:
                 yield best[0]
 

@@ -19,7 +19,6 @@ from distgraph.engine.search.layout_costs import Oracle, Variant
 from distgraph.engine.search.load_balancing import shared_shapes
 from distgraph.engine.search.restrictions import Restriction
 from distgraph.engine.search.search_space import Shape, shapes_of
-from distgraph.passes.search.inter_op.schedule_costs import schedule_policy
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
     IntervalCosts,
@@ -29,6 +28,7 @@ from distgraph.passes.search.inter_op.stage_costs import (
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.plan.schedule_policies import schedule_policy
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -272,12 +272,12 @@ def best_row(
     behind, policy = borders(oracle, found.micro_batches, found.submeshes), schedule_policy(schedule)
     count = len(found.submeshes)
     problem = StageProblem(
-        Bordered(costs, behind) if policy.waits else costs,
+        Bordered(costs, behind) if policy.waits_for_transfers else costs,
         oracle.pools,
         found.submeshes,
         found.micro_batches,
         policy,
-        None if policy.waits else np.repeat(behind[:-1, :, None], count, axis=2),
+        None if policy.waits_for_transfers else np.repeat(behind[:-1, :, None], count, axis=2),
         whole=False,
     )
     stages = find_stages(problem, runner_up=False, below=below)

@@ -19,6 +19,7 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.export.axis_roles import MOST, mostly_split, strays_of
 from distgraph.plan.export.module_interface import Read, in_order
 from distgraph.plan.export.result import Export, data_axes, listed, surface
+from distgraph.plan.schedule_policies import schedule_policy
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan
@@ -170,7 +171,7 @@ def _pipeline(found: _Translation) -> None:
         )
     if not every:
         found.reasons.append("there are no numbered layers: Megatron-LM trains stacks of equal ones")
-    if plan.schedule != "1f1b" and len(blocks) > 1:
+    if "megatron" not in schedule_policy(plan.schedule).export_names and len(blocks) > 1:
         found.reasons.append(f"schedule {plan.schedule}: Megatron-LM runs 1f1b")
     outside = {
         name: t.stage for name, t in plan.tensors.items() if t.kind == "param" and not _BLOCK.match(name)

@@ -34,14 +34,13 @@ from distgraph.plan.export.result import (
     owner,
     surface,
 )
-from distgraph.plan.export.torch_source import torch_source
+from distgraph.plan.export.torch_source import torch_schedules, torch_source
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan
 
 REPLICATE = "Replicate()"
 NORMS = ("layer_norm", "rms_norm")
-_SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
 
 @dataclass(slots=True)
@@ -99,12 +98,13 @@ def export_torch(plan: Plan) -> Export:
 
 
 def _schedule(plan: Plan) -> str:
-    if plan.schedule not in _SCHEDULES:
+    names = torch_schedules()
+    if plan.schedule not in names:
         raise ShardingError(
             f"plan of {plan.program.name} has the schedule {plan.schedule!r} but PyTorch those of "
-            f"{', '.join(_SCHEDULES)}; search again with one of them"
+            f"{', '.join(names)}; search again with one of them"
         )
-    return _SCHEDULES[plan.schedule]
+    return names[plan.schedule]
 
 
 def _translate(plan: Plan, number: int) -> _Stage:

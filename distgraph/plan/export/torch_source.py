@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distgraph.plan.export.result import header, literal, quoted_list
+from distgraph.plan.schedule_policies import schedule_names, schedule_policy
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan
@@ -16,7 +17,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint
+from torch.distributed.pipelining import {names}
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -70,6 +71,12 @@ def parallelize(model, stage=0, device_type="cuda", mesh=None):
 '''
 
 
+def torch_schedules() -> dict[str, str]:
+    """Schedule -> its class in torch.distributed.pipelining, for the schedules that PyTorch has."""
+    policies = (schedule_policy(name) for name in schedule_names())
+    return {p.name: p.export_names["torch"] for p in policies if "torch" in p.export_names}
+
+
 def torch_source(plan: Plan, data: Mapping[str, Any], notes: Sequence[str]) -> str:
     """Text of a Python module.
 
@@ -82,7 +89,7 @@ def torch_source(plan: Plan, data: Mapping[str, Any], notes: Sequence[str]) -> s
     points = [(path, "SplitPoint.BEGINNING") for path in data["split_points"]]
     return (
         header(plan, "Parallelisation", notes)
-        + _IMPORTS
+        + _IMPORTS.format(names=", ".join(sorted({*torch_schedules().values(), "SplitPoint"})))
         + f"STAGES = (\n{stages})\n"
         + literal("SPLIT_POINTS", points)
         + f"\nSCHEDULE = {data['schedule']}\nMICRO_BATCHES = {data['micro_batches']}\n"

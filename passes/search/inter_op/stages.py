@@ -35,11 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import InfeasibleError
-from distgraph.passes.search.inter_op.schedule_costs import SchedulePolicy, makespan
+from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import Candidates, Ways
 from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, Restricted
 from distgraph.passes.search.inter_op.stage_dp import Devices, Row, StageTable
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
+from distgraph.plan.schedule_policies import SchedulePolicy
 
 __all__ = ["Stage", "StageProblem", "Stages", "find_stages"]
 
@@ -94,7 +95,7 @@ class StageProblem:
 
     def live(self, position: int) -> int:
         """Micro-batches in flight on a stage; position 1 is the last stage."""
-        return self.schedule.live(0, position, self.micro_batches)
+        return self.schedule.in_flight(0, position, self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ import pytest
 
 import distgraph.runtime.schedule.actor
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, schedule_policy
 from distgraph.runtime.schedule.actor import (
-    GPIPE,
-    ONE_F_ONE_B,
     Actor,
     BufferFreed,
     DataReady,
@@ -24,14 +23,13 @@ from distgraph.runtime.schedule.actor import (
     Run,
     Send,
     actors,
-    bounded,
-    resolve,
 )
+from distgraph.runtime.schedule.credits import with_credits
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, barriers, phases, pipeline, verify
 
 
 def test_a_middle_stage_runs_when_it_has_data_and_a_buffer() -> None:
-    actor = actors(bounded(pipeline([(0,), (1,), (2,)], 5), "1f1b"))["forward.s1"]
+    actor = actors(with_credits(pipeline([(0,), (1,), (2,)], 5), "1f1b"))["forward.s1"]
     assert actor.start() == ()
     assert actor.handle(DeviceFree()) == ()
     assert actor.handle(DataReady("forward.s0", 0)) == (Request("forward.s1", 0),)
@@ -133,11 +131,11 @@ def test_the_actor_has_no_clock_no_thread_and_no_io() -> None:
 
 def test_credits_of_1f1b_and_gpipe() -> None:
     graph = pipeline([(0,), (1, 2), (3,)], 8)
-    room = {(edge.source, edge.target): edge.buffers for edge in bounded(graph, "1f1b").edges}
+    room = {(edge.source, edge.target): edge.buffers for edge in with_credits(graph, "1f1b").edges}
     assert [room[f"forward.s{s}", f"backward.s{s}"] for s in range(3)] == [3, 2, 1]
     assert room["forward.s0", "forward.s1"] == room["backward.s2", "backward.s1"] == 2
     assert room["backward.s0", "optimize.s0"] is None  # accumulated in place, consumed after the last
-    assert all(edge.buffers is None for edge in bounded(graph, "gpipe").edges)
+    assert all(edge.buffers is None for edge in with_credits(graph, "gpipe").edges)
 
 
 def test_what_a_backward_reads_again_may_be_one_ahead() -> None:
@@ -157,19 +155,19 @@ def test_what_a_backward_reads_again_may_be_one_ahead() -> None:
     ]
     graph = TaskGraph(tasks, tuple(Edge(*names) for names in edges), 8)
     # four stages, at stage 1: three micro-batches from forward to backward, four from recv
-    assert [edge.buffers for edge in bounded(graph, "1f1b").edges] == [2, 4, 3, None, 3]
+    assert [edge.buffers for edge in with_credits(graph, "1f1b").edges] == [2, 4, 3, None, 3]
 
 
 def test_a_limit_of_the_graph_goes_before_the_policy() -> None:
     graph = pipeline([(0,), (1,)], 8)
     narrow = replace(graph, edges=(replace(graph.edges[0], buffers=5), *graph.edges[1:]))
-    assert bounded(narrow, ONE_F_ONE_B).edges[0].buffers == 5
-    assert bounded(narrow, GPIPE).edges[0].buffers == 5
+    assert with_credits(narrow, ONE_F_ONE_B).edges[0].buffers == 5
+    assert with_credits(narrow, GPIPE).edges[0].buffers == 5
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(GraphError, match="schedule policy '2f2b' is unknown; choose one of 1f1b, gpipe"):
-        resolve("2f2b")
+    with pytest.raises(GraphError, match="schedule '2f2b' does not exist; choose one of 1f1b, gpipe"):
+        schedule_policy("2f2b")
 
 
 def linear(*kinds: str, once: tuple[int, ...] = (), buffers: int | None = None) -> TaskGraph:
@@ -191,7 +189,7 @@ def test_a_barrier_inside_the_step_leaves_the_edges_across_it_without_limit() ->
     assert (
         barriers(linear("load", "forward", "backward", once=(0,)))["t2"] == set()
     )  # waits for no micro-batch
-    assert [edge.buffers for edge in bounded(graph, "1f1b").edges] == [None, None, None]
+    assert [edge.buffers for edge in with_credits(graph, "1f1b").edges] == [None, None, None]
 
 
 @pytest.mark.parametrize(

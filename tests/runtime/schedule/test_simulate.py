@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.programs.task_graphs import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.schedule.actor import POLICIES, Policy, bounded
+from distgraph.plan.schedule_policies import SchedulePolicy, schedule_names, schedule_policy
+from distgraph.runtime.schedule.credits import with_credits
 from distgraph.runtime.schedule.simulate import Timeline, seconds_of, simulate, symbols
 from distgraph.runtime.schedule.steady_state import clocked
 from distgraph.runtime.schedule.task import Edge, Ring, Task, TaskGraph, pipeline
@@ -54,19 +55,19 @@ def test_inference_takes_a_clock_per_stage_and_micro_batch() -> None:
 
 
 def test_the_update_adds_one_clock() -> None:
-    for policy in POLICIES:
+    for policy in schedule_names():
         assert simulate(pipeline([(0,), (1, 2), (3,)], 4), policy=policy).makespan == 2 * (3 + 4 - 1) + 1
 
 
 # tests/data/schedules.txt, last line: n=4 m=8, forward 1, backward 2, buffers 2 on the edges between ranks.
 def test_unlimited_credit_costs_memory_and_gains_nothing() -> None:
-    first_come = Policy("first come", room(None, 2), lambda phase, micro, request: (request,))
+    first_come = SchedulePolicy("first come", room(None, 2), lambda phase, micro, request: (request,))
     timeline = simulate(plain(4, 8), {"forward": 1, "backward": 2}, policy=first_come)
     assert timeline.makespan == 33
     assert timeline.peak_live() == (8, 6, 4, 2)
     # the priority alone, without credits, saves one micro-batch per stage
     timeline = simulate(
-        plain(4, 8), {"forward": 1, "backward": 2}, policy=Policy("x", room(None, 2), backward_first)
+        plain(4, 8), {"forward": 1, "backward": 2}, policy=SchedulePolicy("x", room(None, 2), backward_first)
     )
     assert timeline.makespan == 33
     assert all(low <= high for low, high in zip(timeline.peak_live(), (8, 6, 4, 2), strict=True))
@@ -74,7 +75,7 @@ def test_unlimited_credit_costs_memory_and_gains_nothing() -> None:
 
 def test_credit_one_runs_one_micro_batch_at_a_time() -> None:
     timeline = simulate(
-        plain(4, 8), {"forward": 1, "backward": 2}, policy=Policy("one", room(1, 2), backward_first)
+        plain(4, 8), {"forward": 1, "backward": 2}, policy=SchedulePolicy("one", room(1, 2), backward_first)
     )
     assert timeline.makespan == 96
     assert timeline.peak_live() == (1, 1, 1, 1)
@@ -84,7 +85,7 @@ def test_eager_1f1b_is_another_credit_on_the_same_actors() -> None:
     def eager(source: Task, target: Task, stages: int, turns: bool) -> int | None:
         return 2 * (stages - source.stage) - 1 if turns else None
 
-    timeline = simulate(plain(4, 8), policy=Policy("eager", eager, backward_first))
+    timeline = simulate(plain(4, 8), policy=SchedulePolicy("eager", eager, backward_first))
     assert timeline.makespan == 2 * (4 + 8 - 1)
     assert timeline.peak_live() == (7, 5, 3, 1)
 
@@ -170,7 +171,7 @@ def test_news_that_takes_no_time_is_heard_before_a_device_is_given_away() -> Non
     edges = [edge for edge in graph.edges if edge.source != "backward.s1"]
     edges += [Edge("backward.s1", "send"), Edge("send", "backward.s0")]
     graph = TaskGraph((*graph.tasks, Task("send", "send", 1, (1,), True)), tuple(edges), 6)
-    policy = Policy("no credits", room(None, None), backward_first)
+    policy = SchedulePolicy("no credits", room(None, None), backward_first)
     timeline = simulate(graph, {"forward": 1.0, "backward": 2.0, "send": 0.0}, policy=policy)
     steps = [(run.task, run.micro, run.start) for run in timeline.of_rank(0)]
     assert steps[3:5] == [("forward.s0", 3, 3.0), ("backward.s0", 0, 4.0)]
@@ -235,7 +236,7 @@ def longest_path(graph: TaskGraph, durations: Mapping[str, float], timeline: Tim
 def test_what_comes_round_again_is_the_same(graph: TaskGraph, micro: int, name: str) -> None:
     graph = replace(graph, micro_batches=micro)
     whole = simulate(graph, policy=name)
-    found = clocked(graph, POLICIES[name])
+    found = clocked(graph, schedule_policy(name))
     assert sorted(found.intervals, key=str) == sorted(whole.intervals, key=str)
     assert found.orders() == whole.orders()
     assert found.graph == whole.graph
@@ -248,16 +249,16 @@ def test_no_deadlock_and_the_clock_agrees_with_the_longest_path(
     case: tuple[TaskGraph, dict[str, float]], name: str, limited: bool
 ) -> None:
     graph, durations = case
-    policy = POLICIES[name]
+    policy = schedule_policy(name)
     if not limited:
-        policy = Policy(name, room(None, None), policy.order, policy.forward_is_done_first)
+        policy = SchedulePolicy(name, room(None, None), policy.priority, policy.forward_is_done_first)
     timeline = simulate(graph, durations, policy=policy)
     ran = sorted((run.task, run.micro) for run in timeline.intervals)
     assert ran == sorted((task.name, i) for task in graph.tasks for i in range(graph.instances(task)))
     no_overlap(timeline)
     again = simulate(graph, durations, policy=policy, order=timeline.orders())
     assert again.orders() == timeline.orders()
-    expected = longest_path(bounded(graph, policy), durations, timeline)
+    expected = longest_path(with_credits(graph, policy), durations, timeline)
     assert again.makespan == pytest.approx(expected, rel=1e-9, abs=1e-12)
     # a rank may be kept free for a task on many ranks: the free choice is never earlier than its own order
     assert timeline.makespan >= expected * (1 - 1e-9)

@@ -16,12 +16,7 @@ from support.paths import DATA
 
 from distgraph.engine.search.stage_search import Bordered
 from distgraph.errors import GraphError, InfeasibleError, ResourceError
-from distgraph.passes.search.inter_op.schedule_costs import (
-    GPipe,
-    OneForwardOneBackward,
-    makespan,
-    schedule_policy,
-)
+from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import Candidates
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
@@ -42,8 +37,9 @@ from distgraph.passes.search.inter_op.submesh_placement import (
     submeshes,
 )
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
+from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, schedule_policy
 
-SCHEDULES = (GPipe(), OneForwardOneBackward())
+SCHEDULES = (GPIPE, ONE_F_ONE_B)
 
 
 def sizes(*counts: int) -> tuple[SubMesh, ...]:
@@ -159,7 +155,7 @@ def test_the_published_instance() -> None:
         (Pool.grid("a", 1, case["devices"]),),
         sizes(*(rows * columns for rows, columns in case["submeshes"])),
         case["micro_batches"],
-        OneForwardOneBackward(),
+        ONE_F_ONE_B,
     )
     found = find_stages(problem)
     assert found.seconds == pytest.approx(case["optimum"], rel=1e-12)
@@ -356,7 +352,7 @@ def test_stages_from_profiles_equal_brute_force(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     table = [[random_profile(rng, 4, True) for _ in range(2)] for _ in range(3)]
     costs: IntervalCosts = ProfileCosts(table, [float(m) for m in rng.uniform(4.0, 9.0, 3)])
-    problem = StageProblem(costs, (Pool.grid("a", 1, 4),), sizes(1, 2, 4), 8, OneForwardOneBackward())
+    problem = StageProblem(costs, (Pool.grid("a", 1, 4),), sizes(1, 2, 4), 8, ONE_F_ONE_B)
     problem = replace(problem, whole=seed % 2 == 0)
     best = brute_force(problem)
     if best == np.inf:
@@ -386,23 +382,23 @@ def test_no_more_layers_are_recomputed_than_memory_asks_for() -> None:
 def test_schedules_say_what_was_published() -> None:
     text = (DATA / "schedules.txt").read_text()
     assert "max in flight GPipe 8 8 8 8; 1F1B 4 3 2 1" in text
-    assert [GPipe().live(i, 4, 8) for i in range(4)] == [8, 8, 8, 8]
-    assert [OneForwardOneBackward().live(i, 4, 8) for i in range(4)] == [4, 3, 2, 1]
+    assert [GPIPE.in_flight(i, 4, 8) for i in range(4)] == [8, 8, 8, 8]
+    assert [ONE_F_ONE_B.in_flight(i, 4, 8) for i in range(4)] == [4, 3, 2, 1]
     facts = re.findall(r"credits n=(\d+) m=(\d+) makespan=(\d+) peak=([\d,]+)", text)
     assert len(facts) == 3
     for stages, micro, span, peak in facts:
         n, m = int(stages), int(micro)
-        assert makespan(OneForwardOneBackward(), [1.0] * n, [2.0] * n, m) == float(span)
-        assert [OneForwardOneBackward().live(i, n, m) for i in range(n)] == [int(x) for x in peak.split(",")]
-    assert OneForwardOneBackward().live(0, 4, 2) == 2
+        assert makespan(ONE_F_ONE_B, [1.0] * n, [2.0] * n, m) == float(span)
+        assert [ONE_F_ONE_B.in_flight(i, n, m) for i in range(n)] == [int(x) for x in peak.split(",")]
+    assert ONE_F_ONE_B.in_flight(0, 4, 2) == 2
     # clocks = 2 (n + m - 1) at equal times
     assert makespan(schedule_policy("gpipe"), [1.0] * 3, [1.0] * 3, 4) == 12
-    with pytest.raises(InfeasibleError, match="schedule 'eager' cannot be searched for"):
+    with pytest.raises(GraphError, match="schedule 'eager' does not exist; choose one of 1f1b, gpipe"):
         schedule_policy("eager")
 
 
 def test_a_step_waits_for_borders_and_for_what_is_done_once() -> None:
-    policy = OneForwardOneBackward()
+    policy = ONE_F_ONE_B
     assert makespan(policy, [1.0, 2.0], [0.0, 0.0], 5, [0.5], [9.0, 0.0]) == 3.5 + 4 + 9
     assert makespan(policy, [1.0, 1.0], [0.0, 0.0], 5, [3.0]) == 5 + 12
 
@@ -456,18 +452,18 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(
         InfeasibleError, match=r"layer 0 fits into memory; alone on 1 of pool 0 with 4 .* lacks 3 bytes"
     ):
-        find_stages(StageProblem(costs, pools, sizes(1), 4, GPipe()))
+        find_stages(StageProblem(costs, pools, sizes(1), 4, GPIPE))
     with pytest.raises(InfeasibleError, match="uses every device, but some use fewer"):
-        find_stages(StageProblem(DenseCosts(seconds), (Pool.grid("a", 1, 3),), sizes(1), 4, GPipe()))
+        find_stages(StageProblem(DenseCosts(seconds), (Pool.grid("a", 1, 3),), sizes(1), 4, GPIPE))
     held = np.ones((2, 2, 1, 1))
     held[0, 1] = 2.0
     costs = DenseCosts(seconds, activations=held, memory=[1.5])
     with pytest.raises(InfeasibleError, match="1f1b, which keeps up to 2 micro-batches in flight"):
-        find_stages(StageProblem(costs, pools, sizes(1), 4, OneForwardOneBackward()))
+        find_stages(StageProblem(costs, pools, sizes(1), 4, ONE_F_ONE_B))
     with pytest.raises(InfeasibleError, match="costs of stages are for 1 sub-meshes but 2"):
-        StageProblem(costs, pools, sizes(1, 2), 4, GPipe())
+        StageProblem(costs, pools, sizes(1, 2), 4, GPIPE)
     with pytest.raises(InfeasibleError, match="transfers have shape"):
-        StageProblem(costs, pools, sizes(1), 4, GPipe(), np.zeros((2, 1, 1)))
+        StageProblem(costs, pools, sizes(1), 4, GPIPE, np.zeros((2, 1, 1)))
     with pytest.raises(GraphError, match="need \\[layers, layers"):
         DenseCosts(np.ones((2, 3, 1, 1)))
     one = Profile(*[np.ones(3)] * 7)
@@ -509,9 +505,7 @@ def transformer(counts: list[int], layers: int, memory: float) -> ProfileCosts:
 def test_time_of_large_clusters(capsys: pytest.CaptureFixture[str]) -> None:
     pool = Pool.grid("a", 1280, 8)
     counts = [8 * 2**k for k in range(11) if 8 * 2**k <= pool.size]
-    problem = StageProblem(
-        transformer(counts, 96, 16.0), (pool,), sizes(*counts), 512, OneForwardOneBackward()
-    )
+    problem = StageProblem(transformer(counts, 96, 16.0), (pool,), sizes(*counts), 512, ONE_F_ONE_B)
     start = time.process_time()
     found = find_stages(problem, runner_up=False)
     took = time.process_time() - start

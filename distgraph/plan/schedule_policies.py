@@ -1,0 +1,221 @@
+"""Pipeline schedules. Each is declared once, here or outside the package, and looked up by its name.
+
+A declaration has three parts, and every reader takes its part from here:
+
+- What the runtime does: credits and priorities, or an explicit table of actions. With credits, a task may
+  start while the buffers on its outgoing edges have room, and of the tasks that may start the one with the
+  smallest priority goes first (`runtime/schedule`). With a table, each rank runs its actions in the order of
+  their times.
+- What the search of stages may assume (`passes/search/inter_op`): how many micro-batches a stage holds at
+  most, and how a step adds up.
+- What other systems call the schedule (`plan/export`).
+
+GPipe (Huang et al., 2019) runs all micro-batches forward and then all backward, and holds all of them. 1F1B
+(Narayanan et al., PipeDream-2BW, 2021) turns to backward as early as it can: stage i = 0..p - 1 of p holds
+min(m, p - i) of m micro-batches. It is nothing more than room for p - i micro-batches between a forward and
+its backward, and backward first.
+
+Example, the order of one stage after another as a table:
+
+    >>> def one_stage_at_a_time(stages: int, micro_batches: int) -> Table:
+    ...     numbers = range(micro_batches)
+    ...     up = [Action("forward", stage, n) for stage in range(stages) for n in numbers]
+    ...     down = [Action("backward", stage, n) for stage in reversed(range(stages)) for n in numbers]
+    ...     return {(action.stage, time): action for time, action in enumerate(up + down)}
+    >>> policy = SchedulePolicy("one stage at a time", table=one_stage_at_a_time)
+    >>> policy.table(2, 1)[1, 1]
+    Action(phase='forward', stage=1, micro_batch=0)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from distgraph.errors import GraphError
+
+__all__ = [
+    "GPIPE",
+    "ONE_F_ONE_B",
+    "Action",
+    "SchedulePolicy",
+    "StageTask",
+    "Table",
+    "register_schedule",
+    "schedule_names",
+    "schedule_policy",
+    "searched_schedules",
+]
+
+
+class StageTask(Protocol):
+    """What credits depend on: the kind of a task ("forward", "recv", ...) and its stage, 0 for the first."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def stage(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The forward or backward part of one micro-batch on one stage.
+
+    Args:
+        phase: "forward" or "backward".
+        stage: position in the pipeline, 0 for the first.
+        micro_batch: its number, from 0.
+    """
+
+    phase: str
+    stage: int
+    micro_batch: int
+
+
+Credits = Callable[[StageTask, StageTask, int, bool], int | None]
+Priority = Callable[[str, int, int], tuple[int, ...]]
+Table = Mapping[tuple[int, int], Action]
+"""(rank in the pipeline, time) -> action. Only the order of the times of one rank counts."""
+
+
+def _unlimited(source: StageTask, target: StageTask, stages: int, turns: bool) -> int | None:
+    return None
+
+
+_FORWARD_FIRST = {"before": 0, "forward": 1, "backward": 2, "after": 3}
+_BACKWARD_FIRST = {"before": 0, "backward": 1, "forward": 2, "after": 3}
+
+
+def _forward_first(phase: str, micro_batch: int, request: int) -> tuple[int, ...]:
+    return (_FORWARD_FIRST[phase], micro_batch)
+
+
+def _backward_first(phase: str, micro_batch: int, request: int) -> tuple[int, ...]:
+    return (_BACKWARD_FIRST[phase], micro_batch)
+
+
+def _all_micro_batches(stage: int, stages: int, micro_batches: int) -> int:
+    return micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePolicy:
+    """The declaration of a pipeline schedule.
+
+    Args:
+        name: as in `Strategy.schedule` and in plans; printed in schedules.
+        credits: (source, target, stages, turns) -> number of results of the source that may be alive on an
+            edge without a limit of its own; None for no limit. `turns` says that the edge leads from a
+            forward to a backward task. Called for edges whose tasks both run once per micro-batch, with no
+            once-per-step task between them.
+        priority: (phase of the task, micro-batch, number of the request) -> key; the request with the
+            smallest key goes first, and among equal keys the task further down the graph. The phase is
+            "before", "forward", "backward" or "after" (see `phases` in `runtime/schedule/task.py`).
+        forward_is_done_first: no backward task runs on a rank before all its forward tasks have started.
+        relative: the priority depends only on differences between micro-batches and not on the number of the
+            request, and nothing waits for the last micro-batch. Then the steady state of a pipeline is
+            simulated once instead of for every micro-batch.
+        table: (number of stages, number of micro-batches) -> table of actions, in place of priorities. Each
+            rank starts the compute tasks of an action when those of its earlier actions have started.
+            Transfers are ordered by the time of their action but do not wait for their turn.
+        in_flight: (stage, stages, micro-batches) -> number of micro-batches whose activations the stage holds
+            at most. It may depend on the stage only by the number of stages behind it, stages - stage, and
+            must not fall with that number.
+        fill: share of the time of the other stages for which a step waits while the pipeline fills and
+            drains: 1 where whole micro-batches fill it.
+        waits_for_transfers: the transfer to the next stage is part of a stage's period, since only as many
+            micro-batches are in flight as stages follow. False where enough are in flight to hide it.
+        searched: the search considers this schedule (`Strategy(mode="auto")`).
+        export_names: format of an export ("torch", "megatron") -> name of the schedule there. Formats
+            without an entry do not have the schedule.
+    """
+
+    name: str
+    credits: Credits = _unlimited
+    priority: Priority = _forward_first
+    forward_is_done_first: bool = False
+    relative: bool = False
+    table: Callable[[int, int], Table] | None = None
+    in_flight: Callable[[int, int, int], int] = _all_micro_batches
+    fill: float = 1.0
+    waits_for_transfers: bool = True
+    searched: bool = False
+    export_names: Mapping[str, str] = field(default_factory=dict)
+
+
+def _one_f_one_b_credits(source: StageTask, target: StageTask, stages: int, turns: bool) -> int | None:
+    if not turns:  # one result in use while the next is made, and one more for each stage that an edge skips
+        return 1 + max(1, abs(target.stage - source.stage))
+    if source.stage != target.stage:  # follows from the limits of the stages between them
+        return None
+    # What a forward task reads and its backward task reads again (recv, load) may be one ahead.
+    return stages - source.stage + (source.kind != "forward")
+
+
+def _one_per_stage_left(stage: int, stages: int, micro_batches: int) -> int:
+    return min(micro_batches, stages - stage)
+
+
+ONE_F_ONE_B = SchedulePolicy(
+    "1f1b",
+    _one_f_one_b_credits,
+    _backward_first,
+    relative=True,
+    in_flight=_one_per_stage_left,
+    searched=True,
+    export_names={"torch": "Schedule1F1B", "megatron": "1f1b"},
+)
+GPIPE = SchedulePolicy(
+    "gpipe",
+    forward_is_done_first=True,
+    waits_for_transfers=False,
+    searched=True,
+    export_names={"torch": "ScheduleGPipe"},
+)
+
+_POLICIES = {policy.name: policy for policy in (ONE_F_ONE_B, GPIPE)}
+
+
+def register_schedule(policy: SchedulePolicy) -> SchedulePolicy:
+    """Add a schedule, so that strategies, plans, the search and exports know it by its name.
+
+    Every rank's process has to register it before the schedule is named.
+
+    Returns:
+        The policy.
+
+    Raises:
+        GraphError: the name is taken, is empty or has blanks.
+    """
+    if re.fullmatch(r"\S+", policy.name) is None:
+        raise GraphError(f"schedule {policy.name!r}: a registered schedule needs a name without blanks")
+    if policy.name in _POLICIES:
+        raise GraphError(f"schedule {policy.name!r} is declared twice; choose another name")
+    _POLICIES[policy.name] = policy
+    return policy
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Names of all schedules, in the order of their registration."""
+    return tuple(_POLICIES)
+
+
+def searched_schedules() -> tuple[str, ...]:
+    """Names of the schedules that the search considers."""
+    return tuple(name for name, policy in _POLICIES.items() if policy.searched)
+
+
+def schedule_policy(policy: str | SchedulePolicy) -> SchedulePolicy:
+    """The declaration of this name; a declaration is returned as it is.
+
+    Raises:
+        GraphError: no schedule has this name.
+    """
+    if isinstance(policy, SchedulePolicy):
+        return policy
+    if policy not in _POLICIES:
+        raise GraphError(f"schedule {policy!r} does not exist; choose one of {', '.join(_POLICIES)}")
+    return _POLICIES[policy]

@@ -1,0 +1,97 @@
+"""Following an explicit table of actions: which compute task each device may start next.
+
+A device here is a group of ranks that run the same tasks, as in the simulated clock. Its actions are those of
+the table that it has compute tasks (forward or backward) for, in the order of their times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from distgraph.errors import GraphError
+from distgraph.plan.schedule_policies import Action, SchedulePolicy
+from distgraph.runtime.schedule.task import Task, TaskGraph
+
+__all__ = ["ActionTable"]
+
+_COMPUTE_KINDS = ("forward", "backward")
+
+
+class ActionTable:
+    """The actions of a schedule's table that are not done yet, for each device.
+
+    Args:
+        graph: the task graph of one step.
+        policy: a schedule with a table.
+        phase: phase of each task.
+        devices: task -> devices that run it.
+
+    Raises:
+        GraphError: the table has an action twice, or lacks one that the graph has tasks for.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        policy: SchedulePolicy,
+        phase: Mapping[str, str],
+        devices: Mapping[str, Sequence[int]],
+    ) -> None:
+        assert policy.table is not None
+        self._tasks = {task.name: task for task in graph.tasks}
+        self._phase = phase
+        self._devices = devices
+        table = policy.table(graph.stages, graph.micro_batches)
+        ordered = sorted(table, key=lambda key: (key[1], key[0]))
+        self._time = {table[key]: time for time, key in enumerate(ordered)}
+        facts = f"its table for {graph.stages} stages and {graph.micro_batches} micro-batches"
+        if len(self._time) < len(table):
+            action, count = Counter(table.values()).most_common(1)[0]
+            raise GraphError(f"schedule {policy.name}: {facts} has {_text(action)} {count} times; keep one")
+        self._left: list[Counter[int]] = [
+            Counter()
+            for _ in range(1 + max((device for ids in devices.values() for device in ids), default=0))
+        ]
+        for task in graph.tasks:
+            if not self._is_compute(task):
+                continue
+            for micro in range(graph.micro_batches):
+                action = Action(phase[task.name], task.stage, micro)
+                if action not in self._time:
+                    raise GraphError(f"schedule {policy.name}: {facts} lacks {_text(action)}; add it")
+                for device in devices[task.name]:
+                    self._left[device][self._time[action]] += 1
+        self._order = [sorted(left) for left in self._left]
+        self._next = [0] * len(self._order)
+
+    def _is_compute(self, task: Task) -> bool:
+        return task.per_micro and task.kind in _COMPUTE_KINDS
+
+    def priority(self, name: str, micro: int) -> tuple[int, ...]:
+        """Key of a request: the time of its action; tasks of no action come before or after all others."""
+        action = Action(self._phase[name], self._tasks[name].stage, micro)
+        outside = len(self._time) if self._phase[name] == "after" else -1
+        return (self._time.get(action, outside),)
+
+    def allows(self, name: str, micro: int) -> bool:
+        """Whether the task may start: all its devices have started the compute tasks of earlier actions."""
+        task = self._tasks[name]
+        if not self._is_compute(task):
+            return True
+        time = self._time[Action(self._phase[name], task.stage, micro)]
+        return all(self._order[device][self._next[device]] == time for device in self._devices[name])
+
+    def started(self, name: str, micro: int) -> None:
+        """Note that a task has started."""
+        task = self._tasks[name]
+        if not self._is_compute(task):
+            return
+        time = self._time[Action(self._phase[name], task.stage, micro)]
+        for device in self._devices[name]:
+            self._left[device][time] -= 1
+            self._next[device] += not self._left[device][time]
+
+
+def _text(action: Action) -> str:
+    return f"{action.phase} of micro-batch {action.micro_batch} on stage {action.stage}"
