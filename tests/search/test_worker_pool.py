@@ -13,7 +13,7 @@ import pytest
 from support.programs.searched import PROGRAMS, two_by_two
 
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search.worker_pool import cores, spread
+from distgraph.engine.search.worker_pool import available_processes, parallel_map
 from distgraph.errors import GraphError, InfeasibleError
 
 HERE = os.getpid()
@@ -27,12 +27,12 @@ def test_results_come_in_the_order_of_the_items(processes: int) -> None:
         time.sleep(0.02 * (4 - n))  # the first item ends last
         return n * before["seen"], os.getpid() == HERE
 
-    found = spread(work, range(5), processes)
+    found = parallel_map(work, range(5), processes)
     assert [product for product, _ in found] == [0, 5, 10, 15, 20]
     assert found[0] == (0, True)
     assert {here for _, here in found} == ({True} if processes == 1 else {True, False})
-    assert spread(work, [3], processes) == [(15, True)]
-    assert spread(work, [], processes) == []
+    assert parallel_map(work, [3], processes) == [(15, True)]
+    assert parallel_map(work, [], processes) == []
 
 
 def test_what_fails_there_fails_here() -> None:
@@ -43,7 +43,7 @@ def test_what_fails_there_fails_here() -> None:
         return n
 
     with pytest.raises(InfeasibleError, match=r"^item 1$"):
-        spread(work, range(4), 2)
+        parallel_map(work, range(4), 2)
 
 
 def test_what_a_killed_process_had_in_hand_is_done_here() -> None:
@@ -52,12 +52,12 @@ def test_what_a_killed_process_had_in_hand_is_done_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return n, os.getpid() == HERE
 
-    assert spread(work, range(6), 2)[1] == (1, True)
-    assert [n for n, _ in spread(work, range(6), 3)] == list(range(6))
+    assert parallel_map(work, range(6), 2)[1] == (1, True)
+    assert [n for n, _ in parallel_map(work, range(6), 3)] == list(range(6))
 
 
 def test_what_cannot_be_sent_is_done_here() -> None:
-    found = spread(lambda n: (lambda: n) if n else n, range(3), 2)
+    found = parallel_map(lambda n: (lambda: n) if n else n, range(3), 2)
     assert found[0] == 0
     assert [each() for each in found[1:] if callable(each)] == [1, 2]
 
@@ -67,11 +67,11 @@ def test_an_interrupt_leaves_no_process_behind() -> None:
 
     def interrupt() -> None:
         pids.extend(process.pid for process in active_children())
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     threading.Timer(0.5, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        spread(time.sleep, [60.0, 60.0, 60.0], 3)
+        parallel_map(time.sleep, [60.0, 60.0, 60.0], 3)
     assert len(pids) == 2
     for pid in pids:
         assert pid is not None
@@ -84,26 +84,26 @@ def test_results_come_packed_from_other_processes_only() -> None:
         time.sleep(0.05)
         return n, lambda: n
 
-    found = spread(work, range(6), 2, packed=lambda result: (result[0], None))
+    found = parallel_map(work, range(6), 2, pack=lambda result: (result[0], None))
     assert [n for n, _ in found] == list(range(6))
     assert found[0][1] is not None
     assert None in [rest for _, rest in found]
 
 
 def test_more_items_than_a_pipe_holds() -> None:
-    assert spread(lambda n: -n, range(10_003), 2) == [-n for n in range(10_003)]
+    assert parallel_map(lambda n: -n, range(10_003), 2) == [-n for n in range(10_003)]
 
 
 def test_ranks_of_a_job_search_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PMI_SIZE", raising=False)
-    assert cores() == len(os.sched_getaffinity(0))
+    assert available_processes() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("PMI_SIZE", "2")
-    assert cores() == 1
+    assert available_processes() == 1
 
 
 def test_a_daemonic_process_searches_alone() -> None:
     with get_context("fork").Pool(1) as pool:
-        assert pool.apply(cores) == 1
+        assert pool.apply(available_processes) == 1
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])

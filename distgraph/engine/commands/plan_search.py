@@ -17,7 +17,7 @@ from distgraph.engine.compile.plan_extract import estimate, extract
 from distgraph.engine.compile.program_forecast import forecast_training
 from distgraph.engine.search.evaluation import Judged
 from distgraph.engine.search.searcher import Searcher
-from distgraph.engine.search.worker_pool import cores
+from distgraph.engine.search.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.plan.plan import Found, Plan
@@ -206,7 +206,7 @@ def _searched(
         options.mode,
         options.seconds,
         lambda: interrupt.asked,
-        processes=options.processes or cores(),
+        processes=options.processes or available_processes(),
     )
     best: Judged | None = None
     for event in searcher.run():

@@ -28,7 +28,7 @@ from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.op_paths import cut
 from distgraph.engine.search.restrictions import Restriction, restricted
 from distgraph.engine.search.search_space import Shape, devices_for
-from distgraph.engine.search.worker_pool import spread
+from distgraph.engine.search.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
@@ -172,7 +172,7 @@ class Oracle:
         cluster: where it is to run.
         pools: of the cluster.
         expired: whether nothing new is to be begun.
-        processes: that work for it at the same time (see `crew`).
+        processes: that work for it at the same time (see `worker_pool`).
     """
 
     training: Training
@@ -197,7 +197,7 @@ class Oracle:
         alone: float = 0.0,
         packed: Callable[[Result], Result] = lambda result: result,
     ) -> list[Result]:
-        """The same work on many things in several processes (see `spread`); what they solve is known here."""
+        """The same work on many things in several processes (see `parallel_map`); what they solve is known here."""
         known = self._learned.copy()
 
         def news(result: tuple[Result, _Learned | None]) -> tuple[Result, _Learned | None]:
@@ -205,7 +205,7 @@ class Oracle:
             new, known = self._learned.since(known), self._learned.copy()
             return packed(result[0]), new
 
-        done: list[tuple[Result, _Learned | None]] = spread(
+        done: list[tuple[Result, _Learned | None]] = parallel_map(
             lambda item: (work(item), None), items, processes, alone, news
         )
         for _, learned in done:

@@ -1,168 +1,206 @@
-"""The same work on many things, on every core.
+"""A parallel map over the cores of this machine, for functions that use what this process has made so far.
 
-*In:* a function and items. *Out:* its results, in the order of the items. *Invariant:* they are those of a
-plain loop; an exception of one item is raised here, and what a process did not come back with is done here.
+*In:* a function and items. *Out:* its results, in the order of the items. *Invariant:* the results are those
+of a plain loop. An exception of one item is raised in the calling process; an item whose worker process was
+killed, or whose result cannot be pickled, is computed in the calling process.
 
-Processes are copies of this one as it is when the work is handed out (`fork`), so that the function sees all
-that was made before and only results are sent back, pickled. What it keeps for later (caches) stays there:
-what this process is to have of it must be in the results. This process works, too, and takes the first item:
-what it keeps is kept.
+The worker processes belong to a `concurrent.futures.ProcessPoolExecutor` that forks them for one call of
+`parallel_map`. A forked process shares traces, formulations and solved problems with the process that called,
+and the user's script is not imported again, as the start methods "spawn" and "forkserver" would do. Only
+results are pickled. What a worker process keeps for later (caches) ends with it: what the calling process is
+to have of it must be part of the results. The calling process computes items too, and always the first one.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import current_process, get_context
-from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from multiprocessing import active_children, current_process, get_context, parent_process
+from typing import Any, TypeVar
 
 from distgraph.runtime.job.job_files import ranks_of_job
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_TICKET = 4  # bytes
-_TICKETS = 10_000  # at once: a pipe holds 64 KiB
+
+def available_processes() -> int:
+    """Processes worth having: one for each core that this process may use.
+
+    One only where ranks of a job have the other cores, where processes cannot be forked, and in a daemonic
+    process, which may start none.
+    """
+    single = sys.platform != "linux" or ranks_of_job() > 1 or current_process().daemon
+    return 1 if single else len(os.sched_getaffinity(0))
 
 
-def cores() -> int:
-    """Processes worth having: one for each core this one may use; one where ranks of a job have the others,
-    where there is no fork, and in a daemonic process, which may start none."""
-    alone = sys.platform != "linux" or ranks_of_job() > 1 or current_process().daemon
-    return 1 if alone else len(os.sched_getaffinity(0))
-
-
-def spread(
-    work: Callable[[Item], Result],
+def parallel_map(
+    function: Callable[[Item], Result],
     items: Sequence[Item],
     processes: int,
-    alone: float = 0.0,
-    packed: Callable[[Result], Result] = lambda result: result,
+    serial_seconds: float = 0.0,
+    pack: Callable[[Result], Result] = lambda result: result,
 ) -> list[Result]:
-    """`[work(item) for item in items]`, in as many processes.
+    """`[function(item) for item in items]`, computed in several processes.
 
     Args:
-        work: what it raises can be pickled.
-        items: whoever is free takes the next one.
-        processes: this one and others; with one, or for one item, there are no others.
-        alone: seconds to work without them first, where items may take less time than copying processes.
-        packed: of a result of another process: as it is sent, which can be pickled.
+        function: may be a closure; what it raises can be pickled.
+        items: a process that is free takes the next one.
+        processes: the calling process and its workers; with one, or for one item, there are no workers.
+        serial_seconds: seconds to compute without workers first, where all items may take less time than
+            forking a process.
+        pack: makes of a result of a worker process one that can be pickled.
     """
-    found: dict[int, Result] = {}
-    end = time.monotonic() + alone
-    while len(found) < len(items) and time.monotonic() < end:
-        found[len(found)] = work(items[len(found)])
-    while len(found) < len(items):
-        first = len(found)
-        numbers = range(first, min(first + _TICKETS, len(items)))
-        if processes > 1 and len(numbers) > 1:
-            _share(work, items, packed, numbers, processes, found)
-        for number in numbers:
-            if number not in found:
-                found[number] = work(items[number])
-    return [found[number] for number in range(len(items))]
+    results: dict[int, Result] = {}
+    end = time.monotonic() + serial_seconds
+    while len(results) < len(items) and time.monotonic() < end:
+        results[len(results)] = function(items[len(results)])
+    rest = range(len(results), len(items))
+    if processes > 1 and len(rest) > 1:
+        _map_with_workers(function, items, pack, rest, processes, results)
+    for number in rest:
+        if number not in results:
+            results[number] = function(items[number])
+    return [results[number] for number in range(len(items))]
 
 
-def _share(
-    work: Callable[[Item], Result],
+def _map_with_workers(
+    function: Callable[[Item], Result],
     items: Sequence[Item],
-    packed: Callable[[Result], Result],
+    pack: Callable[[Result], Result],
     numbers: Sequence[int],
     processes: int,
-    found: dict[int, Result],
+    results: dict[int, Result],
 ) -> None:
-    """Do some items together with copies of this process; those that copies were killed over stay undone."""
+    """Compute items of some numbers together with worker processes, and add their results.
 
-    def serve(connection: Connection) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process
-        for number in _drawn(tickets):
-            told: tuple[int, bool, Any]
-            try:
-                told = number, True, packed(work(items[number]))
-            except Exception as error:  # noqa: BLE001 - raised where the result is waited for
-                told = number, False, error
-            connection.send(told)
-
-    own, *rest = numbers
-    with _tickets(rest) as tickets, _hired(serve, min(processes - 1, len(rest))) as crew:
-        found[own] = work(items[own])
-        for number in _drawn(tickets):
-            _heard(crew, found, seconds=0.0)
-            found[number] = work(items[number])
-        while crew:
-            _heard(crew, found, seconds=None)
-
-
-@contextmanager
-def _tickets(numbers: Sequence[int]) -> Iterator[int]:
-    """A pipe from which each number can be read once, by whoever comes first."""
-    tickets, fill = os.pipe()
-    try:
-        os.write(fill, b"".join(number.to_bytes(_TICKET, "big") for number in numbers))
-        os.close(fill)
-        yield tickets
-    finally:
-        os.close(tickets)
-
-
-def _drawn(tickets: int) -> Iterator[int]:
-    while ticket := os.read(tickets, _TICKET):
-        yield int.from_bytes(ticket, "big")
-
-
-@contextmanager
-def _hired(serve: Callable[[Connection], None], count: int) -> Iterator[set[Connection]]:
-    """Processes that serve, by the connection to each; they are gone behind."""
-    context = get_context("fork")
-    crew: dict[Connection, Any] = {}
-    try:
-        for _ in range(count):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_begin, args=(serve, there, [*crew, here]))
-            with warnings.catch_warnings():  # other threads (a progress bar) hold no lock that the work needs
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            there.close()
-            crew[here] = process
-        yield set(crew)
-    finally:
-        for connection, process in crew.items():
-            process.kill()
-            process.join()
-            connection.close()
-
-
-def _begin(serve: Callable[[Connection], None], there: Connection, others: Sequence[Connection]) -> None:
-    """Serve, with no hold on the ends that the first process reads: once it is gone, sending fails."""
-    for connection in others:
-        connection.close()
-    serve(there)
-
-
-def _heard(crew: set[Connection], found: dict[int, Any], seconds: float | None) -> None:
-    """Take in what the others have done; whoever is done with all, or gone, is crossed off.
-
-    Args:
-        crew: connections to them.
-        found: results by number.
-        seconds: to wait for the next word; None for ever.
+    Items of workers that were killed, and results that cannot be pickled, are left out.
     """
-    connection: Any
-    for connection in wait(list(crew), seconds):
+
+    def compute(number: int) -> bytes | None:
+        result = pack(function(items[number]))
         try:
-            number, good, result = connection.recv()
-        except (EOFError, OSError):
-            crew.discard(connection)
-            continue
-        if not good:
-            raise result
-        found[number] = result
+            return pickle.dumps(result)
+        except Exception:  # noqa: BLE001 - objects raise what they like when they cannot be pickled
+            return None
+
+    first, *rest = numbers
+    with _workers(compute, min(processes - 1, len(rest))) as pool:
+        queue = _Queue(pool, rest)
+        for _ in range(min(processes - 1, len(rest))):
+            queue.submit()
+        try:
+            results[first] = function(items[first])
+            while (number := queue.take()) is not None:
+                results[number] = function(items[number])
+            for number, pickled in queue.wait():
+                results[number] = pickle.loads(pickled)
+        finally:
+            queue.close()
+
+
+class _Queue:
+    """The numbers of the items that wait: the calling process takes some, worker processes the others.
+
+    A worker process has one item at a time, so that none waits in a pool while the calling process is free.
+    """
+
+    def __init__(self, pool: ProcessPoolExecutor, numbers: Sequence[int]) -> None:
+        self._pool = pool
+        self._waiting = deque(numbers)
+        self._futures: dict[int, Future[bytes | None]] = {}
+        self._lock = threading.Lock()  # the pool reports the end of an item in a thread of its own
+
+    def submit(self) -> None:
+        """Give the next item to the pool."""
+        with self._lock:
+            if not self._waiting:
+                return
+            number = self._waiting.popleft()
+            try:
+                future = self._pool.submit(_compute_in_worker, number)
+            except BrokenProcessPool:
+                return
+            self._futures[number] = future
+        future.add_done_callback(self._submit_after)
+
+    def _submit_after(self, future: Future[bytes | None]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.submit()
+
+    def take(self) -> int | None:
+        """The next item for the calling process; None where none waits. Raises what an item has raised."""
+        with self._lock:
+            failures = [f.exception() for f in self._futures.values() if f.done()]
+            number = self._waiting.popleft() if self._waiting else None
+        for failure in failures:
+            if failure is not None and not isinstance(failure, BrokenProcessPool):
+                raise failure
+        return number
+
+    def wait(self) -> Iterator[tuple[int, bytes]]:
+        """The pickled results of worker processes, as far as there are any, once none waits."""
+        with self._lock:
+            futures = dict(self._futures)
+        for number, future in futures.items():
+            try:
+                pickled = future.result()
+            except BrokenProcessPool:
+                continue
+            if pickled is not None:
+                yield number, pickled
+
+    def close(self) -> None:
+        """Give nothing more to the pool, and let go of it."""
+        with self._lock:
+            self._waiting.clear()
+            self._futures.clear()
+
+
+@contextmanager
+def _workers(compute: Callable[[int], bytes | None], count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of forked processes that know a function; all have ended behind, at once after an exception."""
+    others = set(active_children())
+    with ProcessPoolExecutor(count, get_context("fork"), _start_worker, (compute,)) as pool:
+        try:
+            with warnings.catch_warnings():  # other threads (a progress bar) hold no lock that workers need
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pool.submit(_compute_in_worker, None)  # forks all of them
+            yield pool
+        except BaseException:
+            for process in set(active_children()) - others:
+                process.kill()
+            raise
+
+
+_compute: Callable[[int], bytes | None] | None = None
+"""In a worker process: what it computes. Set by `_start_worker`."""
+
+
+def _start_worker(compute: Callable[[int], bytes | None]) -> None:
+    """Begin a worker process: Ctrl-C is for the calling process, with which this one ends."""
+    global _compute
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    _compute = compute
+
+
+def _end_with_caller() -> None:
+    caller: Any = parent_process()
+    caller.join()
+    os._exit(1)
+
+
+def _compute_in_worker(number: int | None) -> bytes | None:
+    assert _compute is not None  # set when the process began
+    return None if number is None else _compute(number)
