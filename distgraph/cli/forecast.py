@@ -10,7 +10,7 @@ from distgraph.cli.script_options import (
     PLAN,
 )
 from distgraph.engine.commands.overrides import giving
-from distgraph.engine.commands.propose import forecast_script
+from distgraph.engine.commands.script_plans import forecast_script
 from distgraph.engine.compile.program_forecast import beforehand
 from distgraph.plan.plan import Plan
 

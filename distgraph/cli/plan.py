@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from distgraph.engine.commands.plan_search import Progress, SearchOptions
-from distgraph.engine.commands.propose import plan_script
+from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import MODES

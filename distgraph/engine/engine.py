@@ -14,10 +14,9 @@ from distgraph.engine.callback_events import watching
 from distgraph.engine.callbacks import Callback, ProgressBar
 from distgraph.engine.checkpoint_loading import Loaded, blocks_of, check_records, unread_of, verify_files
 from distgraph.engine.checkpoint_retention import Checkpoints
-from distgraph.engine.commands.inspection import offer
 from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.commands.overrides import cluster_given, plan_for
-from distgraph.engine.commands.propose import propose
+from distgraph.engine.commands.script_runner import offer_program, offer_step
 from distgraph.engine.compile.plan_apply import check_batch
 from distgraph.engine.compile.plan_extract import extract
 from distgraph.engine.compile.program_forecast import beforehand, cluster_for, forecast_training
@@ -120,7 +119,7 @@ class Engine:
         """
         mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
         batch = whole(stand_ins(batch))
-        propose(self._session.training(mode, batch), self.cluster)
+        offer_program(self._session.training(mode, batch), self.cluster)
         self._session.program(mode, batch)
         return self.plan
 
@@ -187,8 +186,8 @@ class Engine:
         enter("engine.run()")
         given, batch = batch, whole(batch)
         training = self._session.training("train", batch)
-        offer(training, self.cluster, self.memory, batch, self._scalars())
-        propose(training, self.cluster)
+        offer_step(training, self.cluster, self.memory, batch, self._scalars())
+        offer_program(training, self.cluster)
         compiled = self._session.program("train", batch)
         if self._recording is None:
             logs = self._session.numbers(compiled, batch, self._scalars())

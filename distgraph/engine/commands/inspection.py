@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from distgraph.engine.commands.check import Report, check
 from distgraph.engine.commands.plan_search import settled
-from distgraph.engine.commands.script_runner import Seen, run_until_seen
+from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.engine.compile.compile import complete_program
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.data import Batch
@@ -22,19 +21,6 @@ from distgraph.kernels.random import random_key
 from distgraph.resources import Cluster
 
 _VARIED = 0.1  # how far constant parameters and states are moved: zeros would hide what is done with them
-
-
-SAMPLES: ContextVar[int | None] = ContextVar("distgraph_check_samples", default=None)
-"""Set while a script is being checked: most samples of a batch to look at, 0 for a whole micro-batch."""
-
-
-def offer(
-    training: Training, cluster: Cluster | None, memory: Memory, batch: Batch, scalars: Mapping[str, Any]
-) -> None:
-    """Called by an engine before each training step: does nothing unless a script is being checked."""
-    samples = SAMPLES.get()
-    if samples is not None:
-        raise Seen(check_step(settled(training, cluster), memory, batch, scalars, samples))
 
 
 def check_step(
@@ -82,12 +68,17 @@ def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -
     Raises:
         GraphError: there is no such file, or the script ends, exits or raises without a training step.
     """
-    token = SAMPLES.set(samples)
-    try:
-        report: Report = run_until_seen(path, argv, "check", "there is nothing to compare")
-    finally:
-        SAMPLES.reset(token)
-    return report
+
+    def check_first(
+        training: Training,
+        cluster: Cluster | None,
+        memory: Memory,
+        batch: Batch,
+        scalars: Mapping[str, Any],
+    ) -> Report:
+        return check_step(settled(training, cluster), memory, batch, scalars, samples)
+
+    return run_script(path, argv, ScriptHook(on_step=check_first), "check", "there is nothing to compare")
 
 
 def _whole(memory: Memory, name: str) -> np.ndarray:

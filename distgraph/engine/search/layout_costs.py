@@ -197,7 +197,7 @@ class Oracle:
         alone: float = 0.0,
         packed: Callable[[Result], Result] = lambda result: result,
     ) -> list[Result]:
-        """The same work on many things in several processes (see `parallel_map`); what they solve is known here."""
+        """The results of `parallel_map`; what worker processes solve is known here, too."""
         known = self._learned.copy()
 
         def news(result: tuple[Result, _Learned | None]) -> tuple[Result, _Learned | None]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing import active_children, current_process, get_context, parent_process
 from typing import Any, TypeVar
 
@@ -183,16 +184,15 @@ def _workers(compute: Callable[[int], bytes | None], count: int) -> Iterator[Pro
             raise
 
 
-_compute: Callable[[int], bytes | None] | None = None
-"""In a worker process: what it computes. Set by `_start_worker`."""
+_COMPUTE: ContextVar[Callable[[int], bytes | None]] = ContextVar("distgraph_worker_compute")
+"""The function of a worker process; set when the process starts."""
 
 
 def _start_worker(compute: Callable[[int], bytes | None]) -> None:
     """Begin a worker process: Ctrl-C is for the calling process, with which this one ends."""
-    global _compute
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    _compute = compute
+    _COMPUTE.set(compute)
 
 
 def _end_with_caller() -> None:
@@ -202,5 +202,4 @@ def _end_with_caller() -> None:
 
 
 def _compute_in_worker(number: int | None) -> bytes | None:
-    assert _compute is not None  # set when the process began
-    return None if number is None else _compute(number)
+    return None if number is None else _COMPUTE.get()(number)

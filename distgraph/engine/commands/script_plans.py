@@ -1,0 +1,62 @@
+"""The first program of a script: its forecast, or a plan for it, in place of running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from distgraph.engine.commands.plan_search import SearchOptions, search, settled
+from distgraph.engine.commands.script_runner import ScriptHook, run_script
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.program_forecast import Forecasted, cluster_for, forecast_training
+from distgraph.plan.plan import Plan
+from distgraph.resources import Cluster, load_cluster
+
+
+def forecast_script(path: str | Path, argv: Sequence[str] = (), cluster: str | None = None) -> Forecasted:
+    """Run a script up to its first program, and forecast that in place of running it.
+
+    Args:
+        path: of the script.
+        argv: its arguments.
+        cluster: resource file or name of a shipped one; that of the script's engine by default.
+
+    Raises:
+        GraphError: there is no such file, or the script ends, exits or raises without a training step.
+        ResourceError: there is no cluster, it is too small, or lacks a number that a cost needs.
+    """
+    given = None if cluster is None else load_cluster(cluster)
+
+    def forecast(training: Training, engine_cluster: Cluster | None) -> Forecasted:
+        target = cluster_for(given, engine_cluster, "distgraph forecast --cluster")
+        return forecast_training(settled(training, target), target)
+
+    return run_script(path, argv, ScriptHook(forecast), "forecast", "there is nothing to forecast")
+
+
+def plan_script(
+    path: str | Path,
+    argv: Sequence[str] = (),
+    cluster: str | None = None,
+    options: SearchOptions | None = None,
+) -> Plan:
+    """Run a script up to its first program, and search a plan for it.
+
+    Args:
+        path: of the script.
+        argv: its arguments.
+        cluster: resource file or name of a shipped one; that of the script's engine by default.
+        options: of the search.
+
+    Raises:
+        GraphError: there is no such file, or the script ends, exits or raises without a training step.
+        ResourceError: there is no cluster, or it lacks a number that a cost needs.
+        InfeasibleError: no plan fits the cluster.
+    """
+    given = None if cluster is None else load_cluster(cluster)
+
+    def plan(training: Training, engine_cluster: Cluster | None) -> Plan:
+        target = cluster_for(given, engine_cluster, "distgraph plan --cluster")
+        return search(training, target, options or SearchOptions())
+
+    return run_script(path, argv, ScriptHook(plan), "plan", "there is nothing to plan")
