@@ -106,7 +106,7 @@ def _no_checksum(data: object) -> str:
 
 
 def _no_look(*arguments: object) -> None:
-    return None
+    """`fault_of` that finds no fault with anything."""
 
 
 def measure_files(pairs: int) -> dict[str, list[float]]:
@@ -119,16 +119,17 @@ def measure_files(pairs: int) -> dict[str, list[float]]:
     engine, batch = engine_of("gpt_serial", MlpSizes())
     engine.prepare(batch)
     engine.run(batch)
-    checksum, look = files.checksum, engine_module.check_before_saving
+    engine_names: Any = engine_module
+    checksum, look = files.checksum, engine_names.fault_of
     with tempfile.TemporaryDirectory() as folder:
         checked, unchecked = Path(folder, "checked"), Path(folder, "unchecked")
 
         def without(call: Callable[[], Any]) -> None:
-            files.checksum, engine_module.check_before_saving = _no_checksum, _no_look
+            files.checksum, engine_names.fault_of = _no_checksum, _no_look
             try:
                 call()
             finally:
-                files.checksum, engine_module.check_before_saving = checksum, look
+                files.checksum, engine_names.fault_of = checksum, look
 
         engine.save(checked)
         without(lambda: engine.save(unchecked))

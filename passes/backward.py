@@ -69,10 +69,10 @@ def differentiate(trace: Trace, loss: Tensor, wrt: Sequence[Tensor]) -> list[Ten
 
 def _reached(ops: Sequence[Op], start: set[str]) -> set[str]:
     """Names of values that depend smoothly on the start values (which count themselves): never through
-    integers."""
+    integers or stop_gradient."""
     reached = set(start)
     for op in ops:
-        if any(v.name in reached for v in op.operands):
+        if op.kind != "stop_gradient" and any(v.name in reached for v in op.operands):
             reached.update(v.name for v in op.results if is_float(v.dtype))
     return reached
 

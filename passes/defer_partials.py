@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distgraph.ir.graph import Graph, Op, Value
-from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.index_rule import OpLayout, Rule
 from distgraph.ir.op_registry import linear_groups, lookup, operand_layout, rule_of
 from distgraph.passes.propagate_shardings import Settled
 
@@ -109,6 +109,8 @@ def passing_group(op: Op, name: str, axis: str, kept: Kept, layouts: Mapping[str
         return None
     if op.role == "optimize":
         return None  # a gradient is reduced as soon as it is there, beside the rest of the backward part
+    if not _splits_last(rule_of(op), layouts[op.name], axis):
+        return None
     for number, group in enumerate(linear_groups(op)):
         inside = [op.operands[i] for i in group]
         outside = [v for i, v in enumerate(op.operands) if i not in group]
@@ -119,6 +121,19 @@ def passing_group(op: Op, name: str, axis: str, kept: Kept, layouts: Mapping[str
         if op.results[0].nbytes <= sum(v.nbytes for v in inside):
             return number
     return None
+
+
+def _splits_last(rule: Rule, layout: OpLayout, axis: str) -> bool:
+    """Whether an op still reads and makes plain blocks when an axis splits no index of it any more: of a dim
+    made of several indices, those behind one that is whole cannot be split."""
+    split = {index for index, axes in layout.axes if layout.mesh.count(axes) > 1}
+    over = {index for index, axes in layout.axes if axis in axes}
+    return not any(
+        split.intersection(dim[dim.index(index) + 1 :])
+        for term in rule.operands + rule.results
+        for dim in term
+        for index in over.intersection(dim)
+    )
 
 
 def _candidates(

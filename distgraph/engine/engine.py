@@ -25,7 +25,7 @@ from distgraph.engine.compile.training_spec import Recipe, metric_names
 from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
 from distgraph.engine.executable import Compiled
 from distgraph.engine.history import History, Means
-from distgraph.engine.nonfinite import check_before_saving, described, refuse_step, warn_step
+from distgraph.engine.nonfinite import described, fault_of, refuse_step, warn_step
 from distgraph.engine.parameter_store import Memory
 from distgraph.engine.session import Session
 from distgraph.engine.validation import check_parts, check_training
@@ -271,7 +271,6 @@ class Engine:
         self.memory.check_whole()
         self._session.verify_replicas(self.step)
         placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
-        check_before_saving(path, self.recipe.model, self.memory, self._session.ranks(), placed)
         unread = unread_of(self._loaded, self.memory.records, self._session.programs.values())
         placed |= unread
         block = blocks_of(self._loaded, unread, self.memory.block)
@@ -284,7 +283,8 @@ class Engine:
             "means": [self._means.terms, self._means.count],
         }  # fmt: skip
         with deferred():
-            write_checkpoint(path, self._session.ranks(), placed, block, training)
+            fault = fault_of(self.recipe.model, self.memory)
+            write_checkpoint(path, self._session.ranks(), placed, block, training, fault)
         if self._loaded is not None:
             self._loaded = self._loaded.after_saving(path)
             self.memory.reader = self._loaded.reader

@@ -12,9 +12,8 @@ from distgraph.engine.parameter_store import Memory
 from distgraph.errors import NonFiniteError
 from distgraph.ir.dtypes import is_float
 from distgraph.nn import Module
-from distgraph.runtime.execute.checkpoint import Placed, owned
 from distgraph.runtime.execute.finite_check import all_finite
-from distgraph.runtime.execute.process_group import World, is_chief
+from distgraph.runtime.execute.process_group import is_chief
 
 Found = Mapping[int, Mapping[str, tuple[int, int]]]
 """Rank -> name -> (values that are not finite, values in the rank's block)."""
@@ -61,38 +60,20 @@ def warn_step(what: str) -> None:
         )
 
 
-def check_before_saving(
-    path: object, model: Callable[..., Any], memory: Memory, world: World, placed: Mapping[str, Placed]
-) -> None:
-    """Look at every block that is to be saved, on the rank that would write it. Collective.
+def fault_of(model: Callable[..., Any], memory: Memory) -> Callable[[str, np.ndarray], str]:
+    """The look at values that are to be saved: (name, values of its block) -> what is wrong with them.
 
-    What a model holds without training it, such as a mask, may be infinite.
-
-    Raises:
-        NonFiniteError: on every process, when a trained parameter or a state is nan or infinite anywhere, or
-            what the model does not train is nan.
+    Trained parameters and states must be finite. What a model holds without training it, such as a mask, may
+    be infinite. What is not in memory comes from a checkpoint and goes on as it is.
     """
-
     tensors = model.named_tensors() if isinstance(model, Module) else ()
     untrained = {name for name, tensor in tensors if not tensor.trainable}
+    kinds = {name: record.kind for name, record in memory.records.items() if is_float(record.dtype)}
 
-    def work(rank: int) -> tuple[str, int, int] | None:
-        for name in owned(placed, rank):
-            record = memory.records[name]
-            if not is_float(record.dtype):
-                continue
-            block = memory.block(name, rank)
-            if not all_finite(np, block):
-                wrong = np.isnan(block) if name in untrained else ~np.isfinite(block)
-                if wrong.any():
-                    return f"{record.kind} {name}", int(wrong.sum()), block.size
-        return None
+    def fault(name: str, values: np.ndarray) -> str:
+        if name not in kinds or all_finite(np, values):
+            return ""
+        wrong = int(np.count_nonzero(np.isnan(values) if name in untrained else ~np.isfinite(values)))
+        return f"{kinds[name]} {name} is not finite in {wrong} of {values.size} values" if wrong else ""
 
-    found = world.gather(world.run(work))
-    for rank, wrong in sorted(found.items()):
-        if wrong is not None:
-            name, count, size = wrong
-            raise NonFiniteError(
-                f"checkpoint {path} is not written: {name} is not finite in {count} of {size} values on rank "
-                f"{rank}; what is there stays as it is; load it, and lower lr or look for nan in the data"
-            )
+    return fault

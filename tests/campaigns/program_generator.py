@@ -9,7 +9,7 @@ annotated; it too draws specs from seeds, so that it fits whatever the instructi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,10 @@ WEIGHTS = {  # instruction -> how often
     "norm": 4, "softmax": 2, "reduce": 4, "extreme": 1, "reshape": 7, "transpose": 4, "slice": 7, "concat": 3,
     "stack": 1, "split": 2, "roll": 2, "flip": 2, "pad": 2, "repeat": 2, "take": 2, "cumsum": 2, "sort": 1,
     "embed": 3, "conv": 3, "pool": 2, "batch_norm": 2, "attention": 2, "block": 1, "moe": 1, "dropout": 4,
-    "noise": 1, "recall": 4, "stop": 1,
+    "noise": 1, "recall": 4, "stop": 1, "skip": 3, "loop": 2,
 }  # fmt: skip
 STYLES = ("on", "on", "boundary", "pins")
-KINDS = ("pipeline", "pipeline", "overlapping", "looped", "scattered")
+KINDS = ("pipeline", "pipeline", "overlapping", "nested", "looped", "scattered")
 
 
 @dataclass
@@ -59,6 +59,8 @@ class Program:
         loss: "square", "entropy", "sine", "inside" (the model returns it) or "whole" (of all outputs).
         keyed: whether batches are dicts.
         fitted: whether `Engine.fit` trains it, and not `Engine.run`.
+        rest: samples of a short last batch, after `steps` whole ones; with `Engine.fit` only.
+        plain: whether the model is given to the engine as a function, and not as a module.
     """
 
     seed: int
@@ -76,6 +78,8 @@ class Program:
     keyed: bool = False
     warmup: bool = False
     fitted: bool = False
+    rest: int = 0
+    plain: bool = False
 
 
 @dataclass
@@ -110,6 +114,7 @@ class Layout:
         batch_axis: whether `Strategy.batch_axis` splits the inputs over an axis of the first mesh.
         searched: devices of the cluster for which a plan is searched, 0 for none.
         extra: what follows training, of "evaluate", "predict", "plan", "checkpoint".
+        later: the layout in which another engine goes on after the first step, from a checkpoint; or None.
     """
 
     seed: int = 0
@@ -129,11 +134,21 @@ class Layout:
     mode: str = "semi"
     searched: int = 0
     extra: list[str] = field(default_factory=list)
+    later: Layout | None = None
 
     @property
     def ranks(self) -> int:
-        """How many the layout needs."""
-        return 1 + max((max(mesh.ranks) for mesh in self.meshes), default=0)
+        """How many the layout needs, and the one that follows it."""
+        own = 1 + max((max(mesh.ranks) for mesh in self.meshes), default=0)
+        return own if self.later is None else max(own, self.later.ranks)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any] | None) -> Layout | None:
+        """The layout that `Case.to_json` gave."""
+        if data is None:
+            return None
+        meshes = [Mesh(**each) for each in data["meshes"]]
+        return cls(**data | {"meshes": meshes, "later": cls.from_json(data.get("later"))})
 
 
 @dataclass
@@ -150,10 +165,10 @@ class Case:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Case:
         """The case that `to_json` gave."""
-        program, layout = dict(data["program"]), dict(data["layout"])
-        program["instructions"] = [Instruction(**each) for each in program["instructions"]]
-        layout["meshes"] = [Mesh(**each) for each in layout["meshes"]]
-        return cls(Program(**program), Layout(**layout))
+        instructions = [Instruction(**each) for each in data["program"]["instructions"]]
+        layout = Layout.from_json(data["layout"])
+        assert layout is not None
+        return cls(Program(**data["program"] | {"instructions": instructions}), layout)
 
 
 class Draw:
@@ -192,7 +207,7 @@ def draw_program(*seed: int, pure: bool = False) -> Program:
     instructions = [Instruction(kinds[k], d.seed(), f"s{i}") for i, k in enumerate(chosen)]
     pure = d.chance(0.6) or pure
     loss = d.pick(("square", "entropy", "sine", "inside")) if pure else "whole"
-    return Program(
+    program = Program(
         seed=d.seed(),
         instructions=instructions,
         pure=pure,
@@ -208,14 +223,18 @@ def draw_program(*seed: int, pure: bool = False) -> Program:
         keyed=d.chance(0.2),
         warmup=d.chance(0.2),
         fitted=d.chance(0.2),
+        plain=d.chance(0.2),
     )
+    if program.fitted and pure and d.chance(0.5):
+        program.rest = d.between(1, program.batch * program.micro)
+    return program
 
 
 def draw_layout(program: Program, ranks: int, *seed: int) -> Layout:
     """A layout of a program on at most so many ranks."""
     d = Draw(*seed)
     kind = d.pick(KINDS)
-    count = 1 if d.chance(0.4) else d.pick((2, 2, 2, 3, 3, 4))
+    count = 1 if d.chance(0.4) and kind != "nested" else d.pick((2, 2, 2, 3, 3, 4))
     meshes = _draw_meshes(d, min(count, ranks) if kind == "pipeline" else count, ranks, kind)
     names = [each.name for each in program.instructions]
     layout = Layout(
@@ -235,7 +254,7 @@ def draw_layout(program: Program, ranks: int, *seed: int) -> Layout:
         layout.recomputed.append([names[first], names[d.between(first, len(names) - 1)]])
     layout.states = d.chance(0.3)
     layout.loss = d.pick((-1, len(meshes) - 1, len(meshes) - 1, d.below(len(meshes))))
-    layout.schedule = d.pick(("1f1b", "1f1b", "gpipe"))
+    layout.schedule = d.pick(("1f1b", "gpipe") if kind == "nested" else ("1f1b", "1f1b", "gpipe"))
     layout.refine = d.pick(("conflicts", "conflicts", "conflicts", "never", "always"))
     extras = (("evaluate", 0.25), ("predict", 0.25), ("plan", 0.08), ("checkpoint", 0.04))
     layout.extra = [name for name, share in extras if d.chance(share)]
@@ -265,11 +284,21 @@ def draw_case(seed: int, number: int, ranks: int = 8, searched: bool = False) ->
     """
     program = draw_program(seed, number // LAYOUTS_PER_PROGRAM, pure=searched)
     draw = draw_searched if searched else draw_layout
-    return Case(program, draw(program, ranks, seed, number, ranks))
+    layout = draw(program, ranks, seed, number, ranks)
+    d = Draw(layout.seed)
+    if program.steps > 1 and d.chance(0.08) and "plan" not in layout.extra:
+        layout.later = draw_layout(program, ranks, d.seed())
+        layout.later.extra = []
+    return Case(program, layout)
 
 
 def _draw_meshes(d: Draw, count: int, ranks: int, kind: str) -> list[Mesh]:
     """Meshes next to each other for a pipeline; otherwise anywhere among the ranks."""
+    if kind == "nested":
+        (whole,) = _draw_meshes(d, 1, ranks, "overlapping")
+        size = len(whole.ranks)
+        parts = _draw_meshes(d, min(count - 1, size), size, "pipeline")
+        return [whole, *(replace(part, ranks=[whole.ranks[i] for i in part.ranks]) for part in parts)]
     meshes: list[Mesh] = []
     start = 0
     for i in range(count):

@@ -177,10 +177,16 @@ class Model(nn.Module):
             self._pinned.add(t.value.name)
             y = step(self, t)
             done.append(y is not None)
-            return t if y is None else y
+            result = t if y is None else y
+            if outside is not None:  # the number of its dims is known only here
+                result = ops.identity(result) if result.value.name in self._pinned else result
+                self._pinned.add(result.value.name)
+                outside.extend(spec(d, mesh, result.ndim))
+            return result
 
         inside = [spec(d, mesh, x.ndim)] if d.chance(0.7) else None
-        y = dg.shard_op(function, mesh, inside)(x)
+        outside: list[Any] | None = [] if d.chance(0.4) else None
+        y = dg.shard_op(function, mesh, inside, outside)(x)
         return y if done[0] else None
 
     def _head(self, x: Tensor) -> Any:
@@ -281,7 +287,7 @@ def make_model(case: Case) -> Model:
     return kind(case)
 
 
-def make_engine(case: Case, plan: Any = None) -> Engine:
+def make_engine(case: Case, plan: Any = None, seed: int | None = None) -> Engine:
     """An engine for a case that has not run yet. With a plan the strategy has nothing to say."""
     program, layout = case.program, case.layout
     model = make_model(case)
@@ -299,13 +305,13 @@ def make_engine(case: Case, plan: Any = None) -> Engine:
     )
     states = optim.shard_states(meshes[0], axis) if layout.states and meshes else None
     return Engine(
-        model,
+        model.forward if program.plain else model,
         loss,
         make_optimizer(program, states),
         metrics,
         strategy,
         cluster=cluster(layout) if layout.searched else None,
-        seed=program.seed,
+        seed=program.seed if seed is None else seed,
         plan=plan,
     )
 

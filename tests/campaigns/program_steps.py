@@ -379,6 +379,31 @@ def stop(c: Context, x: Tensor) -> Any:
     return x * 0.5 + ops.stop_gradient(ops.sin(x))
 
 
+def skip(c: Context, x: Tensor) -> Any:
+    """One of the first values again, whatever its shape."""
+    early = c.pick([v for v in c.values[:3] if v.dtype == F])
+    kept = min(_first(c), early.ndim)
+    if x.ndim < kept or x.shape[:kept] != early.shape[:kept]:
+        return None
+    mean = ops.mean(early, tuple(range(kept, early.ndim))) if early.ndim > kept else early
+    return x * ops.cos(ops.reshape(mean, (*mean.shape, *(1,) * (x.ndim - mean.ndim))))
+
+
+def loop(c: Context, x: Tensor) -> Any:
+    """A loop, which has no gradient. Where samples may mix, the number of its turns depends on them."""
+    start, turns = ops.stop_gradient(x), c.below(4)
+    if c.pure or c.chance(0.5):
+        _, y = ops.while_loop(lambda n, _: n < turns, lambda n, y: (n + 1, ops.sin(y) * 1.1), (0, start))
+    else:
+        (y,) = ops.while_loop(
+            lambda y, _: ops.mean(ops.square(y)) > 0.0317,
+            lambda y, a: y * 0.7 / (1.0 + a * a),
+            (start,),
+            (start,),
+        )
+    return x * 0.5 + y
+
+
 STEPS: dict[str, Callable[[Context, Tensor], Any]] = {
     "unary": unary, "join": join, "select": select, "bias": bias, "scalar": scalar, "linear": linear,
     "tied": tied, "contract": contract, "norm": norm, "softmax": softmax, "reduce": reduce,
@@ -386,5 +411,5 @@ STEPS: dict[str, Callable[[Context, Tensor], Any]] = {
     "stack": stack, "split": split, "roll": roll, "flip": flip, "pad": pad, "repeat": repeat, "take": take,
     "cumsum": cumsum, "sort": sort, "embed": embed, "conv": conv, "pool": pool, "batch_norm": batch_norm,
     "attention": attention, "block": block, "moe": moe, "dropout": dropout, "noise": noise,
-    "recall": recall, "stop": stop,
+    "recall": recall, "stop": stop, "skip": skip, "loop": loop,
 }  # fmt: skip

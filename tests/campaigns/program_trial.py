@@ -8,6 +8,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from campaigns.program_model import batch_of, make_engine
 from support.programs.equivalence import gathered
 
 from distgraph.engine import Engine
+from distgraph.engine.callbacks import Callback
 from distgraph.errors import DistGraphError, RuntimeFault
 
 TOLERANCE = 1e-9
@@ -58,33 +60,61 @@ class Outcome:
 
 def outcome(case: Case) -> Outcome:
     """Train a case, and what follows training."""
-    engine = make_engine(case)
-    try:
-        found = _trained(case, engine)
+    later, extras, program = case.layout.later, case.layout.extra, case.program
+    with ExitStack() as opened:
+        engine = opened.enter_context(closing(make_engine(case)))
+        found = _trained(case, engine, range(program.steps if later is None else 1))
+        if later is not None:
+            before, case = engine, Case(program, later)
+            engine = opened.enter_context(closing(make_engine(case, seed=program.seed + 1)))
+            opened.enter_context(_loaded(before, engine))  # an engine reads tensors when it needs them
+            before.close()
+            found.numbers |= _trained(case, engine, range(1, program.steps)).numbers
         for extra in ("evaluate", "predict"):
-            if extra in case.layout.extra:
-                found.numbers |= _after(extra, case.program, engine)
-        if "plan" in case.layout.extra:
+            if extra in extras:
+                found.numbers |= _after(extra, program, engine)
+        if "plan" in extras:
             _replay(case, engine, found)
         return found
-    finally:
-        engine.close()
 
 
-def _trained(case: Case, engine: Engine) -> Outcome:
-    """Losses and metrics of every step, parameters and states."""
+class StopAfter(Callback):
+    """Ends `fit` after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_batch_end(self, engine: Engine, step: int, logs: Mapping[str, float]) -> None:
+        engine.should_stop = step == self._steps
+
+
+def _trained(case: Case, engine: Engine, steps: range) -> Outcome:
+    """Losses and metrics of some steps; after the last one of the program parameters and states, too."""
     program, found = case.program, Outcome()
     count = program.batch * program.micro
+    ends = steps.stop == program.steps
     if program.fitted:
-        rows = batch_of(program, count * program.steps, 1)
-        engine.fit(rows, epochs=1, batch_size=count, shuffle=True, progress=False)
-    for step in range(0 if program.fitted else program.steps):
+        rows = batch_of(program, count * program.steps + program.rest, 1)
+        stop = [] if ends else [StopAfter(steps.stop)]
+        engine.fit(
+            rows,
+            epochs=1,
+            batch_size=count,
+            callbacks=stop,
+            resume=steps.start > 0,
+            shuffle=True,
+            progress=False,
+        )
+    for step in steps if not program.fitted else ():
         logs = engine.run(batch_of(program, count, 1 + step))
         found.numbers |= {f"{name} of step {step}": np.array(value) for name, value in logs.items()}
         if "checkpoint" in case.layout.extra and step == 0:
-            _saved_and_loaded(engine)
-    found.numbers |= {f"loss {i} of the history": np.array(n) for i, n in enumerate(engine.history.losses)}
-    found.numbers |= gathered(engine)
+            with _loaded(engine, engine):
+                pass
+    if ends:
+        losses = enumerate(engine.history.losses)
+        found.numbers |= {f"loss {i} of the history": np.array(n) for i, n in losses}
+        found.numbers |= gathered(engine)
     return found
 
 
@@ -104,26 +134,28 @@ def _after(what: str, program: Program, engine: Engine) -> dict[str, np.ndarray]
     return {f"predicted {name}": np.asarray(value) for name, value in outputs.items()}
 
 
-def _saved_and_loaded(engine: Engine) -> None:
-    """A checkpoint, and the same engine from it."""
+@contextmanager
+def _loaded(engine: Engine, other: Engine) -> Iterator[None]:
+    """While the checkpoint is there that an engine saved, and another one (or the same) has loaded."""
     with tempfile.TemporaryDirectory() as folder:
         path = engine._session.ranks().share(folder, 0)
         engine.save(f"{path}/checkpoint")
-        engine.load(f"{path}/checkpoint")
-        world = engine._session.ranks()
+        other.load(f"{path}/checkpoint")
+        yield
+        world = other._session.ranks()
         world.gather(dict.fromkeys(world.local))  # nobody takes the folder away while others read
 
 
 def _replay(case: Case, engine: Engine, found: Outcome) -> None:
     """The same training by the plan of the compiled program, on the serial program."""
-    plan = engine.plan.portable
+    plan, steps = engine.plan.portable, range(case.program.steps)
     layout = case.layout
     bare = serial(case)
     bare.layout.recomputed = layout.recomputed  # recomputed blocks and reshards of the model are its own
     bare = case if layout.reshards or layout.operators else bare
     replayed = make_engine(bare, plan=plan)
     try:
-        again = _trained(replace(bare, layout=replace(bare.layout, extra=[])), replayed)
+        again = _trained(replace(bare, layout=replace(bare.layout, extra=[])), replayed, steps)
     finally:
         replayed.close()
     for name, array in again.numbers.items():
@@ -151,7 +183,7 @@ class References:
                 engine, _ = self._known.pop(next(iter(self._known)))
                 engine.close()
             engine = make_engine(serial(case))
-            self._known[key] = engine, {"train": _trained(serial(case), engine).numbers}
+            self._known[key] = engine, {"train": _trained(serial(case), engine, range(program.steps)).numbers}
         engine, found = self._known[key]
         wanted = ["train", *(each for each in ("evaluate", "predict") if each in case.layout.extra)]
         for each in wanted:
@@ -256,7 +288,8 @@ def _smaller(case: Case) -> Iterator[Case]:
             yield Case(replace(program, instructions=rest), layout)
     for name, value in (
         ("steps", 1), ("micro", max(1, program.micro - 1)), ("optimizer", "sgd"), ("clip_norm", None),
-        ("weight_decay", 0.0), ("warmup", False), ("keyed", False), ("other", ""), ("fitted", False),
+        ("weight_decay", 0.0), ("warmup", False), ("keyed", False), ("other", ""), ("rest", 0),
+        ("fitted", False), ("plain", False),
         ("batch", min(2, program.batch)), ("batch", 1),
         ("shape", program.shape[:-1] or [1]), ("loss", "square" if program.pure else "whole"),
     ):  # fmt: skip
@@ -265,10 +298,15 @@ def _smaller(case: Case) -> Iterator[Case]:
     for name, empty in (
         ("pins", {}), ("reshards", {}), ("operators", {}), ("parameters", {}), ("recomputed", []),
         ("states", False), ("batch_axis", False), ("loss", -1), ("schedule", "1f1b"), ("refine", "never"),
-        ("mode", "semi"), ("extra", []), ("style", "on"),
+        ("mode", "semi"), ("extra", []), ("style", "on"), ("later", None),
     ):  # fmt: skip
         if getattr(layout, name) != empty:
             yield Case(program, replace(layout, **{name: empty}))
+    if layout.later is not None:
+        yield Case(program, layout.later)
+        yield Case(program, replace(layout, later=Layout()))
+        rest = (smaller for smaller in _smaller(Case(program, layout.later)) if smaller.program is program)
+        yield from (Case(program, replace(layout, later=smaller.layout)) for smaller in rest)
     for name in ("pins", "reshards", "operators", "parameters"):
         table = getattr(layout, name)
         for key in table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from support.programs.searched import slow
 
 import distgraph as dg
 from distgraph import nn, ops, optim
+from distgraph.engine import Engine
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.transport import inprocess
 
@@ -62,7 +64,45 @@ def test_a_case_is_the_same_from_its_seed_and_from_its_file() -> None:
     assert cases == [draw_case(1, n, searched=n % 3 == 0) for n in range(40)]
     assert cases == [Case.from_json(json.loads(json.dumps(case.to_json()))) for case in cases]
     kinds = {each.kind for n in range(60) for each in draw_program(2, n).instructions}
-    assert len(kinds) > 30
+    assert len(kinds) > 32
+
+
+def test_every_form_of_a_program_is_drawn() -> None:
+    cases = [draw_case(1, n) for n in range(400)]
+    layouts = [case.layout for case in cases]
+    nested = [each for each in layouts if len(each.meshes) > 2 and _nested(each.meshes)]
+    assert {each.schedule for each in nested} == {"1f1b", "gpipe"}
+    assert any(each.later is not None for each in layouts)
+    assert all(case.layout.later is None or "plan" not in case.layout.extra for case in cases)
+    assert {case.program.plain for case in cases} == {False, True}
+    assert any(case.program.rest for case in cases)
+    assert all(case.program.fitted and case.program.pure for case in cases if case.program.rest)
+
+
+def _nested(meshes: list[Mesh]) -> bool:
+    """Whether the first mesh has the ranks of all others, and no two of these share one."""
+    rest = [rank for mesh in meshes[1:] for rank in mesh.ranks]
+    return set(rest) < set(meshes[0].ranks) and len(set(rest)) == len(rest)
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_training_goes_on_from_a_checkpoint_in_another_layout(plain: bool, fitted: bool) -> None:
+    """Also with a function as the model, and in the middle of an epoch with a short last batch."""
+    case = _two_ranks()
+    case.program.plain, case.program.fitted, case.program.optimizer = plain, fitted, "adam"
+    case.program.rest = int(fitted)
+    case.layout.later = Layout(meshes=[Mesh([2, 0, 1], {"tp": 3})], stages={"s0": 0}, parameters={"s0": 1})
+    assert case.layout.ranks == 3
+    assert run_trial(case, References()).kind == OK
+    assert run_trial(replace(case, layout=case.layout.later), References()).kind == OK
+
+
+def test_a_checkpoint_that_is_not_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _two_ranks()
+    case.layout.later = Layout()
+    monkeypatch.setattr(Engine, "load", lambda engine, path: None)
+    assert run_trial(case, References()).kind == WRONG
 
 
 def test_a_contribution_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

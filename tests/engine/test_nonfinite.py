@@ -18,7 +18,7 @@ from distgraph import nn, ops, optim
 from distgraph.engine.callbacks import Callback, CSVLogger, ModelCheckpoint
 from distgraph.errors import NonFiniteError, ShardingError
 from distgraph.optim import shard_states
-from distgraph.runtime.execute.checkpoint import Checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint, files
 from distgraph.runtime.execute.finite_check import all_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning")
@@ -238,6 +238,42 @@ def test_a_mask_of_infinities_may_be_saved(tmp_path: Path) -> None:
     trained.memory.block("mask", 0)[:] = np.nan
     with pytest.raises(NonFiniteError, match="state mask"):
         trained.save(tmp_path)
+
+
+def test_a_save_fetches_every_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = engine("dp2tp2")
+    trained.run(batch())
+    fetched: list[str] = []
+    fetch = trained.memory.block
+
+    def block(name: str, rank: int) -> np.ndarray:
+        fetched.append(name)
+        return fetch(name, rank)
+
+    monkeypatch.setattr(trained.memory, "block", block)
+    trained.save(tmp_path)
+    shards = [s for tensor in Checkpoint.open(tmp_path).contents.tensors.values() for s in tensor.shards]
+    assert len(fetched) == len(shards)
+
+
+def test_a_refused_save_counts_the_whole_block_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PAGE", 64)  # the bad values are in two pages behind the first
+    trained = engine("dp2tp2")
+    trained.run(batch())
+    weight = trained.memory.records["up.weight"]
+    for rank in weight.attr.mesh.members:
+        block = trained.memory.block("up.weight", rank).reshape(-1)
+        block[-1], block[-9] = np.nan, np.inf
+    with pytest.raises(
+        NonFiniteError, match=rf"param up.weight is not finite in 2 of {block.size} values on rank"
+    ):
+        trained.save(tmp_path / "new" / "checkpoint")
+    assert not (tmp_path / "new" / "checkpoint").exists()
+    with pytest.raises(NonFiniteError):
+        trained.save(tmp_path)  # a folder that was there before stays
+    assert {each.name for each in tmp_path.iterdir()} <= {".lock", "new"}
 
 
 def test_policy_is_checked() -> None:

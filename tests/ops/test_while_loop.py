@@ -102,3 +102,17 @@ def test_a_loop_has_no_gradient() -> None:
         (y,) = ops.while_loop(lambda x: x.sum() < 9.0, lambda x: x * 2.0, (x,))
         with pytest.raises(GraphError, match=r"while_loop .* has no gradient"):
             differentiate(builder, y.sum(), [x])
+
+
+def test_a_loop_over_a_stopped_value_needs_no_gradient() -> None:
+    """What the loop returns is a constant for the gradient, so the program trains."""
+    from distgraph.passes.backward import differentiate
+
+    builder = Trace()
+    with builder.activate():
+        x = builder.source("input", "x", (3,), "f64")
+        (y,) = ops.while_loop(lambda x: x.sum() < 9.0, lambda x: x * 2.0, (ops.stop_gradient(x),))
+        (gradient,) = differentiate(builder, (x * y).sum(), [x])
+    found, _ = interpret(builder.finish({"gradient": gradient, "y": y}), {"x": np.ones(3)})
+    np.testing.assert_array_equal(found["y"], np.full(3, 4.0))
+    np.testing.assert_array_equal(found["gradient"], found["y"])

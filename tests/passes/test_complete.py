@@ -28,6 +28,7 @@ from distgraph.passes.propagate_shardings import _class_of, propagate
 from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
+from distgraph.verifier import verify
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(
@@ -242,6 +243,22 @@ def test_axes_on_one_dim_keep_their_order() -> None:
     assert str(graph.attrs[tanh.name].spec) == "[y*x, _]"
     assert str(graph.attrs[reshape.name].spec) == "[y*x, _, _]"
     feeds = [{"x": np.arange(60.0).reshape(12, 5)}]
+    assert_same(run_partitioned(graph, feeds, {})[0], run_serial(graph, feeds, {})[0], 1e-12)
+
+
+@pytest.mark.parametrize(("major", "minor"), [("x", "y"), ("y", "x")])
+def test_a_sum_waits_behind_a_reshape_only_where_blocks_stay_blocks(
+    major: str, minor: str, rng: np.random.Generator
+) -> None:
+    """Of a dim that is split into two, the minor one cannot be split while the major one is whole."""
+    mesh, trace = ProcessMesh.grid(x=3, y=2), Trace("reshape")
+    shape = (mesh.axis_size(major), 12 // mesh.axis_size(major))
+    with trace.activate():
+        x = pin(trace.source("input", "x", (6, 12), "f64"), mesh, major, minor)
+        w = pin(trace.source("input", "w", shape, "f64"), mesh, major, minor)
+        y = ops.reshape(ops.reduce("sum", x, (0,)), shape) + w
+        graph = verify(complete(trace.finish({"y": y})), "completed")
+    feeds = [{"x": rng.normal(size=(6, 12)), "w": rng.normal(size=shape)}]
     assert_same(run_partitioned(graph, feeds, {})[0], run_serial(graph, feeds, {})[0], 1e-12)
 
 

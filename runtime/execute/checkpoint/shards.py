@@ -50,22 +50,32 @@ class DamagedError(Exception):
     """Bytes that differ from their checksum; the text says which."""
 
 
+class RefusedError(Exception):
+    """Values that must not be saved; the text says which."""
+
+
 def write_blocks(
     path: Path,
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     block: Callable[[str], np.ndarray],
     metadata: Mapping[str, str],
+    fault: Callable[[str, np.ndarray], str] | None = None,
 ) -> BlockFile:
     """Write one file, which is on disk at the end.
+
+    Each page is looked at, summed and written before the next one, so that memory is read once.
 
     Args:
         path: of a file that is not there.
         shapes: name -> shape and dtype of its block.
         block: name -> the block.
         metadata: texts in the header.
+        fault: (name, values of its block) -> why they must not be saved, empty where nothing is wrong; asked
+            for each page as a vector, and for the whole block if it objects to one.
 
     Raises:
         OSError: it cannot be written.
+        RefusedError: `fault` objects.
     """
     names = sorted(shapes, key=lambda name: (-itemsize(shapes[name][1]), name))
     header, begins, end = _header({name: shapes[name] for name in names}, metadata)
@@ -76,10 +86,14 @@ def write_blocks(
             array = block(name)
             if (array.shape, array.dtype) != (shapes[name][0], to_numpy(shapes[name][1])):
                 raise AssertionError(f"block of {name} is {array.dtype}{list(array.shape)}")
-            data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            values = np.ascontiguousarray(array).reshape(-1)
             checksums[name] = []
-            for start in range(0, len(data), files.PAGE):
-                page = data[start : start + files.PAGE]
+            step = files.PAGE // values.itemsize
+            for start in range(0, values.size, step):
+                part = values[start : start + step]
+                if fault is not None and fault(name, part):
+                    raise RefusedError(fault(name, array))
+                page = memoryview(part.view(np.uint8).data)
                 checksums[name].append(files.checksum(page))
                 files.write(descriptor, page)
     return BlockFile(path.name, end, len(header), files.checksum(header), begins, checksums)

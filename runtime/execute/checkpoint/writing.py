@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 import distgraph
-from distgraph.errors import RuntimeFault
+from distgraph.errors import NonFiniteError, RuntimeFault
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.runtime.execute.checkpoint import files
 from distgraph.runtime.execute.checkpoint.folder import check_folder
@@ -35,12 +35,16 @@ from distgraph.runtime.execute.checkpoint.index import (
     plain,
     to_text,
 )
-from distgraph.runtime.execute.checkpoint.lock import hold, writing
-from distgraph.runtime.execute.checkpoint.shards import BlockFile, write_blocks
+from distgraph.runtime.execute.checkpoint.lock import LOCK, hold, release, writing
+from distgraph.runtime.execute.checkpoint.shards import BlockFile, RefusedError, write_blocks
 from distgraph.runtime.execute.process_group import World
 from distgraph.serialization.documents import shown_path
 
 Slices = tuple[slice, ...]
+Block = Callable[[str, int], np.ndarray]
+"""(name, local rank) -> its block."""
+Fault = Callable[[str, np.ndarray], str]
+"""(name, values of its block) -> what is not finite that must be; empty where nothing is."""
 _RESERVED: Final = "__metadata__"
 
 
@@ -74,8 +78,9 @@ def write_checkpoint(
     directory: str | Path,
     world: World,
     tensors: Mapping[str, Placed],
-    block: Callable[[str, int], np.ndarray],
+    block: Block,
     training: Mapping[str, Any],
+    fault: Fault | None = None,
 ) -> None:
     """Write a checkpoint. Collective: every process calls it.
 
@@ -85,8 +90,11 @@ def write_checkpoint(
         tensors: name -> what it is and where it lies, for everything to be saved.
         block: (name, local rank) -> its block.
         training: where training stands: step, epoch, seed, ...; see `index.Index`.
+        fault: looks at the values as they are written, on the rank that writes them; a text refuses them.
 
     Raises:
+        NonFiniteError: on every process: `fault` refuses values of any rank; the previous checkpoint is
+            whole.
         RuntimeFault: on every process: the directory cannot be written, another job writes it, or any rank
             could not write; the previous checkpoint is whole.
     """
@@ -94,7 +102,7 @@ def write_checkpoint(
         raise RuntimeFault(f"checkpoint cannot hold a tensor named {_RESERVED}; give it another name")
     with contextlib.ExitStack() as stack:
         path = _together(world, lambda: _prepare(directory, stack))
-        _write(path, world, tensors, block, training)
+        _write(path, world, tensors, block, training, fault)
 
 
 def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
@@ -118,6 +126,8 @@ def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
 def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -> Path:
     """Make and lock a directory, for this process or, given a stack, for the one save under way."""
     path = check_folder(directory)
+    if stack is not None and not path.is_dir():
+        stack.callback(_remove_unused, path)
     try:
         files.make_folder(path)
     except OSError as error:
@@ -133,20 +143,37 @@ def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -
     return path
 
 
+def _remove_unused(path: Path) -> None:
+    """Delete a folder in which there is nothing but its lock."""
+    if path.is_dir() and [each.name for each in path.iterdir()] == [LOCK]:
+        release(path)
+        files.remove(path / LOCK)
+        files.remove_folder(path)
+
+
 def _write(
     path: Path,
     world: World,
     tensors: Mapping[str, Placed],
-    block: Callable[[str, int], np.ndarray],
+    block: Block,
     training: Mapping[str, Any],
+    fault: Fault | None,
 ) -> None:
     """`write_checkpoint`, into a directory that is there and locked."""
     tag = world.share(f"step-{int(training.get('step', 0)):08d}-{secrets.token_hex(8)}", 0)
 
     def work(rank: int) -> _Written:
-        return _write_blocks(path / _file(tag, rank), tensors, block, rank)
+        return _write_blocks(path / _file(tag, rank), tensors, block, rank, fault)
 
     written: dict[int, _Written] = world.gather(world.run(work))
+    refused = [f"{part.refused} on rank {rank}" for rank, part in sorted(written.items()) if part.refused]
+    if refused:
+        for rank in world.local:
+            files.remove(path / _file(tag, rank))
+        raise NonFiniteError(
+            f"checkpoint {path} is not written: {refused[0]}; what is there stays as it is; load it, and "
+            f"lower lr or look for nan in the data"
+        )
     failures = [f"rank {rank}: {part.error}" for rank, part in sorted(written.items()) if part.error]
     unconfirmed = ""
     if not failures:
@@ -195,10 +222,11 @@ class _Written:
     blocks: dict[str, Slices]
     file: BlockFile = field(default_factory=BlockFile)
     error: str = ""
+    refused: str = ""
 
 
 def _write_blocks(
-    path: Path, tensors: Mapping[str, Placed], block: Callable[[str, int], np.ndarray], rank: int
+    path: Path, tensors: Mapping[str, Placed], block: Block, rank: int, fault: Fault | None
 ) -> _Written:
     mine = owned(tensors, rank)
     if not mine:
@@ -206,8 +234,11 @@ def _write_blocks(
     shapes = {n: (tuple(s.stop - s.start for s in where), tensors[n].dtype) for n, where in mine.items()}
     try:
         metadata = {"format": FORMAT, "rank": str(rank), "file": path.name}
-        found = write_blocks(path, shapes, lambda name: block(name, rank), metadata)
+        found = write_blocks(path, shapes, lambda name: block(name, rank), metadata, fault)
         files.flush_names(path.parent)
+    except RefusedError as refusal:
+        files.remove(path)
+        return _Written({}, refused=str(refusal))
     except (OSError, RuntimeFault) as error:
         files.remove(path)
         return _Written({}, error=f"{path.name}: {error}")
