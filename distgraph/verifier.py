@@ -8,13 +8,14 @@ lowered    and every change of layout is a collective that does just that change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import NoReturn
 
 import numpy as np
 
 from distgraph.errors import DistGraphError, GraphError, ShardingError
+from distgraph.ir.collective_registry import StepAttrs
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
 from distgraph.ir.mesh import ProcessMesh
@@ -351,61 +352,6 @@ def _blocks(attr: DistAttr) -> tuple[ProcessMesh, ShardSpec]:
     return mesh, ShardSpec(dims, tuple((a, kind) for a, kind in spec.partial if mesh.axis_size(a) > 1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What a collective is told: axes, dims, reduction."""
-
-    axes: tuple[str, ...]
-    dim: int
-    to_dim: int
-    reduction: str
-
-
-def _gathered(spec: ShardSpec, c: _Change) -> ShardSpec | None:
-    keep = len(spec.dims[c.dim]) - len(c.axes)
-    if keep < 0 or spec.dims[c.dim][keep:] != c.axes:
-        return None
-    return _with(spec, c.dim, spec.dims[c.dim][:keep])
-
-
-def _sliced(spec: ShardSpec, c: _Change) -> ShardSpec | None:
-    if set(c.axes) & set(spec.axes):
-        return None
-    return _with(spec, c.dim, spec.dims[c.dim] + c.axes)
-
-
-def _reduced(spec: ShardSpec, c: _Change) -> ShardSpec | None:
-    if any(spec.reduction(axis) != c.reduction for axis in c.axes):
-        return None
-    return ShardSpec(spec.dims, tuple((a, kind) for a, kind in spec.partial if a not in c.axes))
-
-
-def _scattered(spec: ShardSpec, c: _Change) -> ShardSpec | None:
-    reduced = _reduced(spec, c)
-    return None if reduced is None else _sliced(reduced, c)
-
-
-def _exchanged(spec: ShardSpec, c: _Change) -> ShardSpec | None:
-    gathered = _gathered(spec, c)
-    return None if gathered is None else _sliced(gathered, _Change(c.axes, c.to_dim, 0, ""))
-
-
-def _masked(spec: ShardSpec, c: _Change) -> ShardSpec | None:
-    if set(c.axes) & set(spec.axes):
-        return None
-    return ShardSpec(spec.dims, spec.partial + tuple((axis, c.reduction) for axis in c.axes))
-
-
-_CHANGES: dict[str, Callable[[ShardSpec, _Change], ShardSpec | None]] = {
-    "all_gather": _gathered,
-    "slice": _sliced,
-    "all_reduce": _reduced,
-    "reduce_scatter": _scattered,
-    "all_to_all": _exchanged,
-    "mask": _masked,
-}
-
-
 def _check_comm(graph: Graph, op: Op) -> None:
     """A collective must lead from its operand's layout to its result's."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
@@ -431,16 +377,16 @@ def _check_comm(graph: Graph, op: Op) -> None:
             op.kind,
             f"{kind} stays on one mesh but leads from {source.mesh} to {target.mesh}",
         )
-    change = _Change(
+    attrs = StepAttrs(
         tuple(op.attrs.get("axes", ())),
         op.attrs.get("dim", 0),
         op.attrs.get("to_dim", 0),
         op.attrs.get("reduction", "sum"),
     )
-    for axis in change.axes:
+    for axis in attrs.axes:
         if axis not in source.mesh.sizes:
             _fault(graph, op, _CALL, f'"{axis}"', f"axis {axis!r} is not in {source.mesh}")
-    for problem in _problems(kind, source, target, change):
+    for problem in _problems(kind, source, target, attrs):
         _fault(graph, op, _STORED, str(target.spec), problem)
 
 
@@ -466,26 +412,23 @@ def _check_halo(graph: Graph, op: Op) -> None:
                 )
 
 
-def _problems(kind: str, source: DistAttr, target: DistAttr, change: _Change) -> Iterator[str]:
+def _problems(kind: str, source: DistAttr, target: DistAttr, attrs: StepAttrs) -> Iterator[str]:
     before, after = _blocks(source)[1], _blocks(target)[1]
-    if kind == "permute":
+    layout_after = COLLECTIVES[kind].layout_after
+    if layout_after is None:
         if before.partial != after.partial:
-            yield f"permute leads from {before} to {after}, but it moves blocks and reduces nothing"
+            yield f"{kind} leads from {before} to {after}, but it moves blocks and reduces nothing"
         return
     try:
-        made = _CHANGES[kind](before, change)
+        made = layout_after(before, attrs)
     except IndexError:
-        yield f"{kind} names dim {max(change.dim, change.to_dim)} but {before} has {len(before.dims)} dims"
+        yield f"{kind} names dim {max(attrs.dim, attrs.to_dim)} but {before} has {len(before.dims)} dims"
         return
     except DistGraphError as error:
         yield str(error)
         return
-    axes = ", ".join(change.axes)
+    axes = ", ".join(attrs.axes)
     if made is None:
         yield f"{kind} over {axes} is not possible from {before}"
     elif made != after:
         yield f"{kind} over {axes} leads from {before} to {made} but the result is stored as {after}"
-
-
-def _with(spec: ShardSpec, dim: int, axes: tuple[str, ...]) -> ShardSpec:
-    return ShardSpec((*spec.dims[:dim], axes, *spec.dims[dim + 1 :]), spec.partial)

@@ -9,12 +9,15 @@ Invariant: ranks of one mesh run the same ops in the same order; only shapes, of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from distgraph.ir.collective_registry import Collective, RankCall
+from distgraph.ir.collectives import COLLECTIVES, collective_of
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -43,6 +46,11 @@ class LocalOp:
     mode: str
     attrs: Mapping[str, Any]
     tail: bool = False
+
+    @property
+    def collective(self) -> Collective | None:
+        """The declaration of what the rank does with others of its group, or a slice or mask; else None."""
+        return collective_of(self.mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,46 +135,30 @@ def _local_task(parts: Parts, part: Part, rank: int) -> LocalTask:
 
 
 def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, Any]]:
-    """A collective on the rank's group, or what it comes down to locally (slice, mask)."""
+    """Mode and attributes of a collective on one rank: on its group, tile by tile, or on its block alone."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     mesh, shape = source.mesh, op.result.shape
     kind = op.kind.removeprefix("comm.")
     itemsize = op.result.nbytes // max(1, op.result.size)
     if kind == "halo":  # its axes are those of the mesh that reads
         return "exchange", _halo(op, source, target, rank, itemsize, number)
-    axes = tuple(op.attrs.get("axes", ()))
-    dim: int = op.attrs.get("dim", -1)
-    group = mesh.group(rank, axes)
-    mine = itemsize * _count(source.spec.local_shape(shape, mesh, rank))
-    share = (len(group) - 1) / len(group)
-    attrs: dict[str, Any] = {"group": group}
-    if kind == "all_reduce":
-        attrs |= {"reduction": op.attrs["reduction"], "wire": 2 * share * mine}
-    elif kind == "all_gather":
-        out = itemsize * _count(target.spec.local_shape(shape, mesh, rank))
-        attrs |= {"dim": dim, "sizes": _sizes(source, shape, dim, group), "wire": share * out}
-    elif kind == "reduce_scatter":
-        sizes = _sizes(target, shape, dim, group)
-        attrs |= {"dim": dim, "sizes": sizes, "reduction": op.attrs["reduction"], "wire": share * mine}
-    elif kind == "all_to_all":
-        to = op.attrs["to_dim"]
-        attrs |= {
-            "split_dim": to,
-            "split_sizes": _sizes(target, shape, to, group),
-            "concat_dim": dim,
-            "concat_sizes": _sizes(source, shape, dim, group),
-            "wire": share * mine,
-        }
-    elif kind == "permute":
+    if kind == "permute":
         tiles = exchange_by_rank(shape, mesh, source.spec, target.spec).get(rank, ())
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
-    elif kind == "slice":
+    axes = tuple(op.attrs.get("axes", ()))
+    if kind == "slice":
         outer, inner = source.spec.bounds(shape, mesh, rank), target.spec.bounds(shape, mesh, rank)
-        where = tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))
-        attrs = {"slices": where}
-    else:
-        attrs = {"keep": mesh.index(rank, axes) == 0, "reduction": op.attrs.get("reduction", "sum")}
-    return f"comm.{kind}", attrs
+        return op.kind, {
+            "slices": tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))
+        }
+    if kind == "mask":
+        keep = mesh.index(rank, axes) == 0
+        return op.kind, {"keep": keep, "reduction": op.attrs.get("reduction", "sum")}
+    declared, group = COLLECTIVES[kind], mesh.group(rank, axes)
+    arguments = declared.arguments(RankCall(op, source, target, rank, group)) if declared.arguments else {}
+    larger = target if declared.growth > 0 else source
+    size = itemsize * math.prod(larger.spec.local_shape(shape, mesh, rank))
+    return op.kind, {"group": group, **arguments, "wire": declared.sent_share(len(group)) * size}
 
 
 def _halo(
@@ -222,7 +214,7 @@ def _exchange(
             copies.append((_inside(tile, have), _inside(tile, want)))
         elif tile.source_rank == rank:
             sends.append((tile.target_rank, _inside(tile, have)))
-            wire += itemsize * _count(tuple(b - a for a, b in tile.bounds))
+            wire += itemsize * tile.volume
         elif tile.target_rank == rank:
             recvs.append((tile.source_rank, _inside(tile, want)))
     return {
@@ -236,17 +228,3 @@ def _exchange(
 
 def _inside(tile: Tile, block: tuple[tuple[int, int], ...]) -> Slices:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(tile.bounds, block, strict=True))
-
-
-def _sizes(attr: DistAttr, shape: tuple[int, ...], dim: int, group: tuple[int, ...]) -> tuple[int, ...]:
-    """Length of a dim on every member of a group."""
-    axes, mesh = attr.spec.dims[dim], attr.mesh
-    bounds = (mesh.block(shape[dim], axes, mesh.index(member, axes)) for member in group)
-    return tuple(stop - start for start, stop in bounds)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total

@@ -3,10 +3,8 @@
 An algorithm is a list of stages, one after the other. A stage is a set of flows that run at the same time,
 pipelined: it takes (number of sequential steps) x (longest route's latency) + (most loaded link's bytes / its
 bandwidth). All bytes are fractions of the collective's size, so a collective's time is a line alpha + beta *
-bytes per algorithm.
-
-Sizes: all_reduce, all_to_all, broadcast, permute, send: bytes on one rank. all_gather: bytes of the gathered
-result. reduce_scatter: bytes of one rank's whole input.
+bytes per algorithm. The size is that of the larger of the blocks of a rank before and after it: of an
+all_gather the gathered result, of a reduce_scatter the whole input.
 
 Algorithms (Thakur, Rabenseifner, Gropp 2005; NCCL's rings and double binary trees; Jouppi et al. 2023 for the
 torus):
@@ -28,14 +26,14 @@ from importlib import import_module
 
 import numpy as np
 
+from distgraph.errors import ResourceError
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.routing import Router
 
 Flow = tuple[int, int, float]  # source device, target device, fraction of the size
 Group = tuple[int, ...]
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send")
-UNORDERED = ("all_reduce", "all_gather", "reduce_scatter")  # whose flows do not depend on the group's order
 _PACKING_LIMIT = 8  # (8 - 1)! = 5,040 directed rings; beyond that the natural ring is used
 
 
@@ -50,38 +48,62 @@ class Stage:
 Stages = tuple[Stage, ...]
 
 
+Algorithms = Callable[[Router, Group], dict[str, Stages]]
+
+_ALGORITHMS: dict[str, Algorithms] = {}
+
+
+def register_algorithms(kind: str, make: Algorithms) -> None:
+    """Declare how a collective is carried out on a cluster, and by that what it costs there.
+
+    Args:
+        kind: a collective, see `distgraph.ir.collective_registry`.
+        make: (router of the cluster, group of two or more devices) -> stages of every algorithm that applies,
+            by name; the plain one, which always applies, first.
+
+    Raises:
+        ResourceError: the collective is not declared, or has its algorithms already.
+    """
+    if kind not in COLLECTIVES:
+        raise ResourceError(f"collective {kind}: not declared; call register_collective first")
+    if kind in _ALGORITHMS:
+        raise ResourceError(f"collective {kind}: its algorithms are declared twice; choose another name")
+    _ALGORITHMS[kind] = make
+
+
+def priced_kinds() -> tuple[str, ...]:
+    """Collectives whose algorithms are declared."""
+    return tuple(_ALGORITHMS)
+
+
 def algorithms(router: Router, kind: str, group: Group) -> dict[str, Stages]:
     """Every algorithm that applies to the collective on this group of two or more devices."""
-    if kind == "send":
-        return {"direct": (Stage(((group[0], group[1], 1.0),), 1),)}
-    if kind == "permute":
-        return {"direct": (Stage(tuple((a, b, 1.0) for a, b in _cycle(group)), 1),)}
-    if kind == "all_to_all":
-        return {"pairwise": _pairwise(group)}
-    if kind == "broadcast":
-        return {"ring": _chains(group), "tree": _trees(router.cluster, group, down_only=True)}
-    order = tuple(sorted(group))
-    found = {"ring": _rings([(order, 0.5), (order[::-1], 0.5)], kind)}
-    for name, make in _OPTIONAL:
-        stages = make(router, kind, order)
-        if stages is not None:
-            found[name] = stages
-    return found
+    return _ALGORITHMS[kind](router, group)
+
+
+def _ring_algorithms(kind: str) -> Algorithms:
+    """All algorithms of all_reduce, all_gather or reduce_scatter."""
+
+    def make(router: Router, group: Group) -> dict[str, Stages]:
+        order = tuple(sorted(group))
+        stages = {"ring": _rings([(order, 0.5), (order[::-1], 0.5)], kind)}
+        for name, optional in _OPTIONAL:
+            applied = optional(router, kind, order)
+            if applied is not None:
+                stages[name] = applied
+        return stages
+
+    return make
 
 
 def _cycle(order: Sequence[int]) -> Iterable[tuple[int, int]]:
     return zip(order, [*order[1:], order[0]], strict=True)
 
 
-def _share(kind: str, members: int) -> float:
-    """Fraction of the size that a ring sends over each hop."""
-    return (2.0 if kind == "all_reduce" else 1.0) * (members - 1) / members
-
-
 def _rings(rings: Sequence[tuple[Sequence[int], float]], kind: str, part: float = 1.0) -> Stages:
     """Rings at the same time, each with its weight (weights sum to 1)."""
     members = len(rings[0][0])
-    share = part * _share(kind, members)
+    share = part * COLLECTIVES[kind].sent_share(members)
     flows = tuple((a, b, weight * share) for order, weight in rings for a, b in _cycle(order))
     return (Stage(flows, (2 if kind == "all_reduce" else 1) * (members - 1)),)
 
@@ -313,3 +335,27 @@ _OPTIONAL: tuple[tuple[str, Callable[[Router, str, Group], Stages | None]], ...]
     ("torus", _torus),
     ("tree", _tree),
 )
+
+
+def _direct(router: Router, group: Group) -> dict[str, Stages]:
+    return {"direct": (Stage(tuple((a, b, 1.0) for a, b in _cycle(group)), 1),)}
+
+
+def _one_message(router: Router, group: Group) -> dict[str, Stages]:
+    return {"direct": (Stage(((group[0], group[1], 1.0),), 1),)}
+
+
+def _broadcasts(router: Router, group: Group) -> dict[str, Stages]:
+    return {"ring": _chains(group), "tree": _trees(router.cluster, group, down_only=True)}
+
+
+for _kind, _make in {
+    "all_reduce": _ring_algorithms("all_reduce"),
+    "all_gather": _ring_algorithms("all_gather"),
+    "reduce_scatter": _ring_algorithms("reduce_scatter"),
+    "all_to_all": lambda router, group: {"pairwise": _pairwise(group)},
+    "broadcast": _broadcasts,
+    "permute": _direct,
+    "send": _one_message,
+}.items():
+    register_algorithms(_kind, _make)

@@ -31,8 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import ResourceError
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.resources.cluster import Cluster, Link, MeasuredTable
-from distgraph.resources.collective_algorithms import KINDS, UNORDERED, Flow, Group, Stages, algorithms
+from distgraph.resources.collective_algorithms import Flow, Group, Stages, algorithms, priced_kinds
 from distgraph.resources.routing import Router
 from distgraph.resources.units import format_bytes, format_si
 
@@ -44,8 +45,8 @@ def wire_bytes(kind: str, group_size: int, nbytes: float) -> float:
     """Bytes that one rank sends under the bandwidth-optimal (ring) algorithm; 0 in a group of one.
 
     Args:
-        kind: one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, send.
-        nbytes: bytes on one rank; for all_gather of the result, for reduce_scatter of the input.
+        kind: a collective, such as all_reduce.
+        nbytes: bytes of the larger of a rank's blocks before and after it.
     Raises:
         ResourceError: an unknown kind, or an empty group.
     Example:
@@ -55,11 +56,7 @@ def wire_bytes(kind: str, group_size: int, nbytes: float) -> float:
     _check_kind(kind)
     if group_size < 1:
         raise ResourceError(f"{kind}: a group has at least 1 rank, got {group_size}; name the ranks")
-    if group_size == 1:
-        return 0.0
-    if kind in ("broadcast", "permute", "send"):
-        return float(nbytes)
-    return (2.0 if kind == "all_reduce" else 1.0) * (group_size - 1) / group_size * nbytes
+    return COLLECTIVES[kind].sent_share(group_size) * nbytes
 
 
 def held_bytes(kind: str, group_size: int, sent: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -212,7 +209,7 @@ class CollectiveCost:
 
     def lines(self, kind: str, group: Group, concurrent: tuple[Group, ...] = ()) -> tuple[Line, ...]:
         """Every algorithm's line; the time is their lower envelope."""
-        if kind in UNORDERED:
+        if not COLLECTIVES[kind].ordered:
             group, concurrent = tuple(sorted(group)), tuple(tuple(sorted(other)) for other in concurrent)
         key = (kind, group, concurrent)
         known = self._lines.get(key)
@@ -394,7 +391,7 @@ class CollectiveCost:
 
 def _sets(kind: str, groups: Iterable[Sequence[int]]) -> set[object]:
     """Groups in any order, and so their members where that makes no difference."""
-    return {frozenset(group) if kind in UNORDERED else tuple(group) for group in groups}
+    return {tuple(group) if COLLECTIVES[kind].ordered else frozenset(group) for group in groups}
 
 
 _shared: WeakValueDictionary[int, CollectiveCost] = WeakValueDictionary()
@@ -409,5 +406,6 @@ def shared_cost(cluster: Cluster) -> CollectiveCost:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ResourceError(f"collective {kind}: unknown; use one of {', '.join(KINDS)}")
+    kinds = priced_kinds()
+    if kind not in kinds:
+        raise ResourceError(f"collective {kind}: unknown; use one of {', '.join(kinds)}")

@@ -19,6 +19,7 @@ import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
 from distgraph.ir.dtypes import NAMES
 from distgraph.ir.op_registry import REGISTRY
+from distgraph.resources.collective_algorithms import priced_kinds
 from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, WORK, Unit, parse
 from distgraph.serialization.documents import Entry, refuse, validate
 
@@ -49,9 +50,6 @@ Shape = Annotated[list[Count], Field(min_length=1, max_length=MOST_DIMS)]
 Fraction = Annotated[float, Field(ge=1e-6, le=1)]
 Error = Annotated[float, Field(ge=0, le=1e6)]
 Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
-Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send"
-]
 
 
 def _kind_of_op(kind: str) -> str:
@@ -66,6 +64,13 @@ def _dtype(name: str) -> str:
     return name
 
 
+def _collective(name: str) -> str:
+    if name not in priced_kinds():
+        raise ValueError(f"a collective, one of {', '.join(priced_kinds())}")
+    return name
+
+
+Collective = Annotated[str, AfterValidator(_collective)]
 OpKind = Annotated[str, AfterValidator(_kind_of_op)]
 AnyDtype = Annotated[str, AfterValidator(_dtype)]
 

@@ -2,8 +2,8 @@
 
 `accumulate` ends the part of a step that runs once a micro-batch: its result is the mean over the
 micro-batches, so whatever follows it runs once a step. `reshard` is an explicit change of layout; the pass
-`lower` turns it into the collectives below, whose attrs name the mesh axes and dims. Their operand and
-result layouts stand in the graph.
+`lower` turns it into the collectives of `distgraph.ir.collectives`, whose attrs name the mesh axes and dims.
+Their operand and result layouts stand in the graph.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise
 from distgraph.tracing.tensor import emit_one
 
-COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "halo",
-    "slice", "mask", "transfer",
-)  # fmt: skip
+__all__ = ["COLLECTIVES", "accumulate"]
 
 
 def _same(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -54,9 +52,6 @@ define(
     view=True,
     cost="comm",
 )
-
-for _kind in COLLECTIVES:
-    define(f"comm.{_kind}", elementwise, _no_kernel, infer=_same, linear=((0,),), cost="comm")
 
 
 def accumulate(x: Any) -> Any:

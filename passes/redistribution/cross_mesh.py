@@ -19,8 +19,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
+from distgraph.ir.collective_registry import Dims, Step, cached_until_registration, selections
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.redistribution.planner import (
@@ -32,7 +32,6 @@ from distgraph.passes.redistribution.planner import (
     wire_price,
 )
 from distgraph.passes.redistribution.step_bound import received
-from distgraph.passes.redistribution.steps import Dims, Step, selections
 from distgraph.passes.redistribution.tiles import (
     MachineOf,
     Tile,
@@ -162,7 +161,7 @@ class _Way:
     messages: int
 
 
-@lru_cache(maxsize=1 << 14)
+@cached_until_registration(maxsize=1 << 14)
 def _plan(
     shape: tuple[int, ...],
     itemsize: int,
@@ -183,7 +182,7 @@ def _plan(
     )
 
 
-@lru_cache(maxsize=1 << 16)
+@cached_until_registration(maxsize=1 << 16)
 def _choose(
     shape: tuple[int, ...],
     itemsize: int,
@@ -256,7 +255,7 @@ def _way(
     )
 
 
-@lru_cache(maxsize=1 << 14)
+@cached_until_registration(maxsize=1 << 14)
 def _numbered_way(
     shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target: DistAttr, landing: ShardSpec
 ) -> _Way:

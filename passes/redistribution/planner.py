@@ -7,7 +7,7 @@ next. *Invariant:* the steps chain; each is exact for these sizes, on blocks tha
     slice(y) dim 1: [_, _] partial(x) -> [_, y] partial(x)
     all_reduce(x): [_, y] partial(x) -> [_, y]
 
-A shortest path over specs: Dijkstra on the moves of `distgraph.passes.redistribution.steps`, states made as
+A shortest path over specs: Dijkstra on the steps that collectives offer (`Space.steps`), states made as
 they are needed, each step priced at its actual bytes.
 """
 
@@ -21,11 +21,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from distgraph.errors import InfeasibleError
+from distgraph.ir.collective_registry import BlockSizes, Space, Step, cached_until_registration, with_dim
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.redistribution.layout_equivalence import representative
 from distgraph.passes.redistribution.step_bound import received
-from distgraph.passes.redistribution.steps import Space, Step, moves, with_dim
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
 __all__ = [
@@ -44,16 +45,19 @@ __all__ = [
 Price = Callable[[str, float, int, ProcessMesh, tuple[str, ...]], float]
 Cost = tuple[float, float, int]
 
-# Fractions of a byte: enough to prefer fewer steps among equals, permute to all_gather then slice, and
-# all_to_all to permute; too little to change which sequence sends least.
+TIE_SECONDS = 1e-9
+"""Seconds for every byte of `Collective.tie_break`, where prices are seconds."""
 _COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
 _BELOW = 1 - 1e-9  # keeps a bound below what it bounds, whatever is rounded
-STEP_PRICES = {"all_to_all": 1e-3, "permute": 1.25e-3, "all_gather": 1.5e-3}
 
 
 def wire_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
-    """Default price of a collective: the bytes that one rank sends, and a trace for the step."""
-    return sent + STEP_PRICES.get(kind, 1e-3)
+    """Default price of a collective: the bytes that one rank sends, and a fraction of a byte for the step.
+
+    The fraction (`Collective.tie_break`) is enough to prefer fewer steps among equals, permute to all_gather
+    then slice, and all_to_all to permute; too little to change which sequence sends least.
+    """
+    return sent + COLLECTIVES[kind].tie_break
 
 
 def latency_price(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:
@@ -128,22 +132,16 @@ def redistribute_cost(
 
 
 def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: ProcessMesh) -> float:
-    """Bytes that one rank sends in a step, by the ring formulas of the module `steps`."""
+    """Bytes that one rank sends in a step: what its collective declares, on the largest blocks."""
     if step.local:
         return 0.0
-    group = mesh.count(step.axes)
     before, after = block_volume(shape, mesh, step.source), block_volume(shape, mesh, step.target)
-    if step.kind == "all_reduce":
-        return 2 * itemsize * before * (group - 1) / group
-    if step.kind == "permute":
-        return float(itemsize * max(before, after))
-    if step.kind == "all_gather":
-        return float(itemsize * min(after, (group - 1) * before))
-    cut = after  # of a reduce_scatter: the piece that each of the group gets; of an all_to_all:
+    piece = after
     if step.to_dim is not None:
         dims = with_dim(step.source.dims, step.to_dim, step.target.dims[step.to_dim])
-        cut = block_volume(shape, mesh, ShardSpec(dims))
-    return float(itemsize * min(before, (group - 1) * cut))
+        piece = block_volume(shape, mesh, ShardSpec(dims))
+    sizes = BlockSizes(before, after, piece, mesh.count(step.axes))
+    return float(itemsize * COLLECTIVES[step.kind].sent(sizes))
 
 
 def step_price(
@@ -161,7 +159,7 @@ def block_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec) -> 
     return math.prod(mesh.longest(size, axes) for size, axes in zip(shape, spec.dims, strict=True))
 
 
-@lru_cache(maxsize=1 << 18)
+@cached_until_registration(maxsize=1 << 18)
 def _cost(
     shape: tuple[int, ...],
     itemsize: int,
@@ -177,7 +175,7 @@ def _cost(
     return _cost_of_class(itemsize, *representative(shape, mesh, source, target), price)
 
 
-@lru_cache(maxsize=1 << 16)
+@cached_until_registration(maxsize=1 << 16)
 def _cost_of_class(
     itemsize: int,
     shape: tuple[int, ...],
@@ -198,7 +196,7 @@ def _cost_of_class(
     return _search(space, start, itemsize, price, None, left)[0]
 
 
-@lru_cache(maxsize=1 << 14)
+@cached_until_registration(maxsize=1 << 14)
 def _plan(
     shape: tuple[int, ...],
     itemsize: int,
@@ -255,7 +253,7 @@ def _search(
             return cost[0], _path(came, start, spec)
         if cost > best[spec]:
             continue
-        for step in moves(space, spec):
+        for step in space.steps(spec):
             after = step.target
             if after not in volumes:
                 volumes[after] = block_volume(space.shape, space.mesh, after)

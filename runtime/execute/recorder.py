@@ -26,7 +26,7 @@ from distgraph.runtime.execute.measured_timeline import (
 )
 from distgraph.runtime.program.codegen import CompiledTask
 from distgraph.runtime.schedule.task import TaskGraph
-from distgraph.runtime.transport.transport import Group, Request, Transport
+from distgraph.runtime.transport.transport import MESSAGES, Group, Request, Transport
 
 _OUTSIDE = ("", -1)  # of any task: waits at the end of a step
 
@@ -156,7 +156,7 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._transport, name)
-        if name not in _MESSAGES:
+        if name not in MESSAGES:
             return found
 
         def started(*args: Any) -> _WatchedRequest:
@@ -164,9 +164,6 @@ class Watched:
             return _WatchedRequest(found(*args), name, self._recorder, start)
 
         return started
-
-
-_MESSAGES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
 
 
 class Recording:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from distgraph.ir.collective_registry import Collective
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.op_registry import freeze, lookup
@@ -23,14 +24,6 @@ from distgraph.resources import ComputeCost
 from distgraph.runtime.program.memory_plan import Storage, nbytes
 
 __all__ = ["NOTHING", "OpCost", "Work"]
-
-_COPIED: Mapping[str, Mapping[str, str]] = {
-    "comm.all_reduce": {},
-    "comm.all_gather": {"result": "dim"},
-    "comm.reduce_scatter": {"operand": "dim"},
-    "comm.all_to_all": {"operand": "split_dim", "result": "concat_dim"},
-}
-"""Collective -> what is copied unless its dim leads, and the attribute that names the dim."""
 
 
 class OpCost:
@@ -97,9 +90,10 @@ class OpCost:
             size = itemsize(local.op.result.dtype)
             moved = sum(math.prod(s.stop - s.start for s in want) for _, want in local.attrs["copies"])
             return Work("memory", nbytes=2 * size * moved, dtype=local.op.result.dtype)
-        return self._packed(local) if mode in _COPIED else NOTHING
+        declared = local.collective
+        return NOTHING if declared is None else self._packed(local, declared)
 
-    def _packed(self, local: LocalOp) -> Work:
+    def _packed(self, local: LocalOp, declared: Collective) -> Work:
         """Copies that a rank makes for a collective, see `collectives`: pieces along a dim that is not the
         first go one after the other, and what others still read is not reduced in place. (A view that does
         not lie in one piece is copied, too; that is left out.) None on devices whose messages others move:
@@ -109,13 +103,13 @@ class OpCost:
             return NOTHING
         operand, result = local.op.operands[0].name, local.op.result.name
         copied = 0
-        for name, dim in _COPIED[local.mode].items():
+        for name, dim in declared.packed.items():
             value = operand if name == "operand" else result
             shape = self.program.types[value][0]
             if math.prod(shape[: local.attrs[dim]]) > 1:
                 copied += nbytes(self.program, value)
         slots = self.storage.slots
-        if local.mode == "comm.all_reduce" and slots[operand].root != slots[result].root:
+        if declared.result_memory == "operand" and slots[operand].root != slots[result].root:
             copied = nbytes(self.program, result)
         if not copied:
             return NOTHING

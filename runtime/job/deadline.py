@@ -15,24 +15,24 @@ from distgraph.runtime.job.processes import Process
 
 
 @contextmanager
-def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Kill this process if what is inside takes longer, and say so.
+def deadline(seconds: float, message: str) -> Iterator[None]:
+    """Kill this process with an error message if the body of the `with` statement takes longer than a limit.
 
-    A call that holds the interpreter lock lets no thread and no signal handler run; so a small process, a
-    copy of this one, keeps the time.
+    A call that holds the interpreter lock lets no thread and no signal handler run. So a forked copy of this
+    process measures the time.
 
     Args:
         seconds: the limit.
-        what: the message of the error, which goes to the launcher, or to standard error where there is none.
+        message: text of the error. It goes to the launcher, or to standard error where there is no launcher.
     """
     done, alive = os.pipe()
     guarded = os.getpid()
-    with warnings.catch_warnings():  # other threads hold no lock that the copy needs
+    with warnings.catch_warnings():  # no other thread holds a lock that the copy needs
         warnings.simplefilter("ignore", DeprecationWarning)
         keeper = os.fork()
     if keeper == 0:
         os.close(alive)
-        _keep(guarded, done, seconds, what)
+        _keep_time(guarded, done, seconds, message)
     os.close(done)
     try:
         yield
@@ -42,13 +42,13 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
 
 
 def end_mpiexec(seconds: float) -> None:
-    """Leave a small process behind that ends mpiexec if it has not ended by itself.
+    """Start a process that ends mpiexec if mpiexec does not end by itself.
 
-    mpiexec waits for every machine of the job, also for those that it can not reach any more. Nothing happens
-    where it runs on another machine, or where something else has started this process.
+    mpiexec waits for every machine of the job, also for machines that it cannot reach any more. Nothing
+    happens where mpiexec runs on another machine, or where another program started this process.
 
     Args:
-        seconds: that mpiexec has to end by itself.
+        seconds: time in which mpiexec may end by itself.
     """
     proxy = Process.of(os.getppid())
     starter = None if proxy is None else Process.of(proxy.parent)
@@ -71,16 +71,16 @@ def end_mpiexec(seconds: float) -> None:
         os._exit(0)
 
 
-def _keep(guarded: int, done: int, seconds: float, what: str) -> None:
-    """Life of the process that keeps the time; it ends when the other end of `done` is closed."""
+def _keep_time(guarded: int, done: int, seconds: float, message: str) -> None:
+    """Body of the process that measures the time; it ends when the other end of `done` is closed."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not select.select([done], [], [], seconds)[0]:
             if job_directory() is None:
-                sys.stderr.write(f"error: {what}\n")
+                sys.stderr.write(f"error: {message}\n")
                 sys.stderr.flush()
             else:
-                record_failure(1, what, observed=True)
+                record_failure(1, message, observed=True)
             os.kill(guarded, signal.SIGKILL)
     finally:
         os._exit(0)

@@ -1,7 +1,8 @@
-"""What the ranks of a launched job say when it fails: left in the job's directory, told by the launcher.
+"""Failure reports: what each rank of a launched job reports when it fails.
 
-A mistake is mostly made on all ranks at once, and a rank that fails takes all others along. So every distinct
-error is told once, with the ranks that met it, and those that only follow in one list:
+A rank writes its report into the job's directory, and the launcher prints the reports of all ranks. A mistake
+is mostly made on all ranks at once, and the failure of one rank stops all others. So every distinct error is
+printed once, with the ranks that had it, followed by one list of the ranks that stopped only because of it:
 
     error: ranks 0-3: spec [_, tp] names axis 'tp' but mesh(dp=2) has dp
     error: rank 1: ValueError: page 17 is torn; ranks 0, 2-3 stop too
@@ -18,15 +19,15 @@ from distgraph.ir.name_ranges import spans
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
-    """What one rank says.
+class FailureReport:
+    """The failure of one rank.
 
     Attributes:
-        rank: who.
-        seconds: when, by the clock of the machine; earlier errors are told first.
-        text: the error in one line; empty where an exit code says all.
-        traceback: that goes before; empty for a mistake that distgraph explains.
-        follows: the rank only stops because another failed, which `text` says.
+        rank: the rank that failed.
+        seconds: time of the failure by the clock of the machine; earlier failures are printed first.
+        text: the error in one line; empty where the exit code is all there is to say.
+        traceback: printed before the error; empty for a mistake that distgraph explains.
+        follows: the rank stops only because another rank failed; `text` is the error of that rank.
     """
 
     rank: int
@@ -36,45 +37,45 @@ class LastWords:
     follows: bool = False
 
 
-def leave(job: Path, words: LastWords) -> None:
-    """Write what a rank says where the launcher finds it, whole or not at all."""
-    draft = job / f"draft.words.{words.rank}"
-    draft.write_text(json.dumps(asdict(words)))
-    draft.replace(job / f"words.{words.rank}")
+def write_report(job: Path, report: FailureReport) -> None:
+    """Write the report of a rank into the job's directory. The file appears whole or not at all."""
+    draft = job / f"draft.failure.{report.rank}"
+    draft.write_text(json.dumps(asdict(report)))
+    draft.replace(job / f"failure.{report.rank}")
 
 
-def left(job: Path) -> list[LastWords]:
-    """What the ranks of a job have said, in order."""
-    found = [LastWords(**json.loads(path.read_text())) for path in job.glob("words.*")]
-    return sorted(found, key=lambda words: (words.seconds, words.rank))
+def read_reports(job: Path) -> list[FailureReport]:
+    """The reports in a job's directory, in order of time."""
+    reports = [FailureReport(**json.loads(path.read_text())) for path in job.glob("failure.*")]
+    return sorted(reports, key=lambda report: (report.seconds, report.rank))
 
 
-def told(said: Sequence[LastWords], ranks: int, died: bool = False) -> str:
-    """All of it as text: tracebacks and errors, each once.
+def summary(reports: Sequence[FailureReport], ranks: int, died: bool = False) -> str:
+    """The reports as text: every traceback and error once.
 
     Args:
-        said: by the ranks, in order.
-        ranks: of the job; one alone needs no name.
-        died: a rank was killed, so that whoever follows has nothing to add.
+        reports: in order of time.
+        ranks: number of ranks of the job; a job of one rank does not name it.
+        died: a rank was killed, so that the ranks that only follow have nothing to add.
     """
     errors: dict[tuple[str, str], list[int]] = {}
     followers: dict[str, list[int]] = {}
-    for words in said:
-        if words.follows:
-            followers.setdefault(words.text, []).append(words.rank)
-        elif words.text:
-            errors.setdefault((words.traceback, words.text), []).append(words.rank)
-    parts = [f"{trace}error: {_named(who, ranks)}{text}" for (trace, text), who in errors.items()]
+    for report in reports:
+        if report.follows:
+            followers.setdefault(report.text, []).append(report.rank)
+        elif report.text:
+            errors.setdefault((report.traceback, report.text), []).append(report.rank)
+    parts = [f"{trace}error: {_prefix(members, ranks)}{text}" for (trace, text), members in errors.items()]
     if followers and not died:
-        everyone = sorted(rank for some in followers.values() for rank in some)
+        stopped = sorted(rank for members in followers.values() for rank in members)
         parts = parts or [f"error: {next(iter(followers))}"]
-        parts[-1] += f"; {_ranks(everyone)} stop{'s' * (len(everyone) == 1)} too"
+        parts[-1] += f"; {_ranks(stopped)} stop{'s' * (len(stopped) == 1)} too"
     return "".join(f"{part}\n" for part in parts)
 
 
-def _named(who: Sequence[int], ranks: int) -> str:
-    return f"{_ranks(sorted(who))}: " if ranks > 1 else ""
+def _prefix(members: Sequence[int], ranks: int) -> str:
+    return f"{_ranks(sorted(members))}: " if ranks > 1 else ""
 
 
-def _ranks(who: Sequence[int]) -> str:
-    return f"rank{'s' * (len(who) > 1)} {spans(who)}"
+def _ranks(members: Sequence[int]) -> str:
+    return f"rank{'s' * (len(members) > 1)} {spans(members)}"

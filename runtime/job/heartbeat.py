@@ -1,11 +1,11 @@
 """Heartbeats between the launcher of a job and the supervisors of its ranks; standard library only.
 
-Each of them touches a file of its own in the directory of the job (`beat`) and looks at the file of the other
-side (`Silence`). Neither runs any code of the user, so that a rank which computes for long, with or without
-the interpreter lock, delays no heartbeat.
+The launcher and every supervisor touch a file of their own in the directory of the job (`beat`) and look at
+the file of the other side (`Silence`). Neither runs code of the user, so a rank that computes for a long
+time, with or without the interpreter lock, delays no heartbeat.
 
-Silence counts only while the one who listens runs itself: on a machine that stood still, or that has no time
-for anybody, nobody is declared lost before the others had their time, too.
+Only time in which the listening process ran itself counts as silence. On a machine that was suspended or is
+overloaded, no process is declared lost before it had time to run as well.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def interval(limit: float) -> float:
 
 
 def beat(path: Path) -> None:
-    """Show whoever watches a file that this process is alive."""
+    """Touch a file, as the heartbeat of this process."""
     with contextlib.suppress(OSError):  # the job has ended and its directory is gone
         os.utime(path)
 
 
 def last_beat(path: Path) -> int | None:
-    """When a file was touched last, in nanoseconds; None if it is not there."""
+    """Time of the last heartbeat of a file in nanoseconds; None where there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -57,10 +57,10 @@ def last_beat(path: Path) -> int | None:
 
 
 class Silence:
-    """For how long a sign of life has been missing.
+    """Measures for how long a process has given no sign of life.
 
     Args:
-        sign: returns something else each time while there is life; None counts as no sign.
+        sign: returns a new value at each call while the process is alive; None counts as no sign.
         interval: seconds between two calls of `seconds`; a longer gap counts as two intervals.
         clock: seconds that never go back.
     """
@@ -74,10 +74,10 @@ class Silence:
         self._elapsed = 0.0
 
     def seconds(self) -> float:
-        """Seconds without a sign of life, as far as this process was awake; to be called regularly."""
-        now, found = self._clock(), self._sign()
+        """Seconds without a sign of life while this process ran; to be called regularly."""
+        now, sign = self._clock(), self._sign()
         self._elapsed += min(now - self._looked, 2 * self._interval)
         self._looked = now
-        if found is not None and found != self._last:
-            self._last, self._elapsed = found, 0.0
+        if sign is not None and sign != self._last:
+            self._last, self._elapsed = sign, 0.0
         return self._elapsed

@@ -1,11 +1,15 @@
-"""What the processes of one launched job leave for each other in a directory; standard library only.
+"""The files in the directory of a job, by which its processes inform each other; standard library only.
 
-`launcher`: process number and start time of the launcher. `supervisor.R`: those of the supervisor of rank R
-and of its parent. Both files are touched regularly, see `distgraph.runtime.job.heartbeat`. `rank.R`: process
-number and start time of rank R. `shared.R`: shared memory files that its MPI has made. `failed`: the first
-failure. `left.R`: rank R has said its last words after a failure. `stopping`: the launcher ends the job.
-`ended.R`: rank R has ended since. `closed.R`: the supervisor of rank R ends because it has nothing left to
-do.
+launcher       process number and start time of the launcher; touched as a heartbeat (see `heartbeat.py`)
+supervisor.R   those of the supervisor of rank R and of the supervisor's parent; touched as a heartbeat
+rank.R         process number and start time of rank R
+shared.R       shared memory files that the MPI library of rank R has made
+failed         the first failure
+failure.R      the failure report of rank R (see `failure_report.py`)
+reported.R     rank R has seen the failure of another rank and is about to end
+stopping       the launcher is ending the job
+ended.R        rank R has ended since then
+closed.R       the supervisor of rank R ended by itself; nothing killed it
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from typing import Final
 from distgraph.errors import RuntimeFault
 
 JOB_DIRECTORY: Final = "DISTGRAPH_JOB_DIRECTORY"
-"""Environment variable by which the launcher tells the directory."""
-LAST_WORDS_SECONDS: Final = 5.0
-"""How long a failing rank waits for the others to say why they stop."""
+"""Environment variable by which the launcher passes on the job's directory."""
+FAILURE_REPORT_SECONDS: Final = 5.0
+"""Seconds that a failing rank waits for the failure reports of the others."""
 _SIZE_VARIABLES: Final = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANK_VARIABLES: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 LAUNCHER: Final = "launcher"
@@ -44,7 +48,7 @@ class Failure:
     Attributes:
         code: exit code of the job.
         text: what happened.
-        observed: the launcher or a supervisor saw it; else a rank reported it and says it itself.
+        observed: the launcher or a supervisor saw it. Otherwise the rank that failed reports it itself.
     """
 
     code: int
@@ -85,7 +89,7 @@ def setting_in_seconds(name: str, default: float, environ: Mapping[str, str] | N
 
 
 def record_failure(code: int, text: str, *, observed: bool = False) -> None:
-    """Write the first failure of the job where the launcher and the other ranks find it."""
+    """Record the first failure of the job in its directory; later ones are ignored."""
     job = job_directory()
     if job is not None:
         with contextlib.suppress(OSError):  # a full disk, or the launcher has removed the directory
@@ -93,7 +97,7 @@ def record_failure(code: int, text: str, *, observed: bool = False) -> None:
 
 
 def record_failure_in(job: Path, failure: Failure) -> None:
-    """As `record_failure`, in the directory of a job."""
+    """Record a failure in the directory of a job, unless another one is recorded already."""
     draft = job / f"draft.{os.getpid()}"
     draft.write_text(json.dumps(asdict(failure)))
     with contextlib.suppress(FileExistsError):
@@ -108,7 +112,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def record_death(rank: int, signal_name: str, code: int) -> None:
-    """Write that a rank was killed, if it is the first failure."""
+    """Record that a rank was killed by a signal, if that is the first failure of the job."""
     record_failure(code, f"rank {rank} was killed by {signal_name}", observed=True)
 
 
@@ -135,5 +139,5 @@ def remove_shared_memory(job: Path) -> None:
 
 
 def _first_number(variables: Sequence[str]) -> int | None:
-    """The first of the environment variables that is a number."""
+    """Value of the first of these environment variables that holds a number; None if there is none."""
     return next((int(os.environ[name]) for name in variables if os.environ.get(name, "").isdigit()), None)

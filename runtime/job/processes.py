@@ -14,13 +14,13 @@ from typing import Final
 
 _START: Final = 19  # of the fields behind the command in /proc/PID/stat
 _PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
-_HELD: Final = frozenset("Tt")
+_STOPPED_STATES: Final = frozenset("Tt")
 _END_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine: its number, and its start time, because numbers are used again."""
+    """A process of this machine, identified by its number and its start time: numbers are reused."""
 
     pid: int
     started: str
@@ -34,18 +34,18 @@ class Process:
     @property
     def state(self) -> str:
         """Letter of its state as in /proc/PID/stat; empty when it has ended."""
-        found = _stat(self.pid)
-        return found[0] if found is not None and found[_START] == self.started else ""
+        fields = _stat(self.pid)
+        return fields[0] if fields is not None and fields[_START] == self.started else ""
 
     @property
     def parent(self) -> int:
-        """Number of the process that has started it, or now stands for that; 0 when it has ended."""
-        found = _stat(self.pid)
-        return int(found[1]) if found is not None else 0
+        """Number of its parent process, or of the process that has adopted it; 0 when it has ended."""
+        fields = _stat(self.pid)
+        return int(fields[1]) if fields is not None else 0
 
     @property
     def name(self) -> str:
-        """Name of the program that it runs, of 15 characters at most; empty when it has ended."""
+        """Name of the program that it runs, cut to 15 characters; empty when it has ended."""
         try:
             return Path(f"/proc/{self.pid}/comm").read_text().strip()
         except OSError:
@@ -53,57 +53,57 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP, or a debugger, holds it."""
-        return self.state in _HELD
+        """Whether it is stopped by a signal such as SIGSTOP or by a debugger."""
+        return self.state in _STOPPED_STATES
 
     def kill(self, number: signal.Signals = signal.SIGKILL, wait: float = _END_SECONDS) -> None:
         """Send a signal; after SIGKILL return when the process has ended, or after `wait` seconds."""
         with contextlib.suppress(OSError):
-            watch = os.pidfd_open(self.pid)
+            descriptor = os.pidfd_open(self.pid)
             try:
                 if self.state not in {"", "Z"}:
-                    signal.pidfd_send_signal(watch, number)
-                    select.select([watch], [], [], wait if number == signal.SIGKILL else 0)
+                    signal.pidfd_send_signal(descriptor, number)
+                    select.select([descriptor], [], [], wait if number == signal.SIGKILL else 0)
             finally:
-                os.close(watch)
+                os.close(descriptor)
 
 
 def process_start(pid: int) -> str | None:
     """When a process was started, in clock ticks since boot; None if there is no such process."""
-    found = _stat(pid)
-    return None if found is None else found[_START]
+    fields = _stat(pid)
+    return None if fields is None else fields[_START]
 
 
-def held(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP, or a debugger, holds a process."""
-    found = _stat(pid)
-    return found is not None and found[0] in _HELD
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal such as SIGSTOP or by a debugger."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] in _STOPPED_STATES
 
 
 def descendants(pid: int) -> list[Process]:
-    """Processes that a process of this machine has started, and those that they have."""
+    """All processes that descend from a process of this machine."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:
-            parents[int(entry.name)] = int(found[1])
-    known, grown = {pid}, True
-    while grown:
-        below = {child for child, parent in parents.items() if parent in known} - known
-        known |= below
-        grown = bool(below)
-    processes = (Process.of(child) for child in sorted(known - {pid}))
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None:
+            parents[int(entry.name)] = int(fields[1])
+    family, growing = {pid}, True
+    while growing:
+        children = {child for child, parent in parents.items() if parent in family} - family
+        family |= children
+        growing = bool(children)
+    processes = (Process.of(child) for child in sorted(family - {pid}))
     return [process for process in processes if process is not None]
 
 
 def write_processes(path: Path, pids: Iterable[int]) -> None:
-    """Write number and start time of processes, whole or not at all."""
+    """Write number and start time of processes to a file, which appears whole or not at all."""
     draft = path.with_name(f"draft.{path.name}")
     draft.write_text("\n".join(f"{pid} {process_start(pid)}" for pid in pids))
     draft.replace(path)
 
 
 def read_processes(path: Path) -> list[Process]:
-    """What `write_processes` has written; empty where there is no such file."""
+    """The processes in a file of `write_processes`; empty where there is no such file."""
     with contextlib.suppress(OSError):
         words = [line.split() for line in path.read_text().splitlines()]
         return [Process(int(pid), started) for pid, started in words]
@@ -121,12 +121,12 @@ def _stat(pid: int) -> list[str] | None:
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent, which is process `parent`, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it went before the line above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
 def shared_memory() -> list[str]:
-    """Shared memory files that this process's MPI has made; they outlive processes that are killed."""
+    """Shared memory files of this process's MPI library; they outlive a process that is killed."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = (line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich" in line)
     return sorted({path for path in paths if path.startswith("/dev/shm/")})

@@ -1,8 +1,8 @@
 """Starting ranks as processes, and ending all of them when one fails: `distgraph run -n 4 script.py args`.
 
-When ranks fail, the launcher tells what they left to say (`last_words`): every traceback and every error
-once, and on which ranks. Of a rank that was killed it names the signal. It passes the exit code on, and
-leaves no process behind.
+When ranks fail, the launcher prints their failure reports: every traceback and every error once, with the
+ranks that had it. For a rank that was killed it names the signal. It passes the exit code on and leaves no
+process behind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Final, TextIO
 
 from distgraph.errors import RuntimeFault, installing
-from distgraph.runtime.job.failure_report import left, told
+from distgraph.runtime.job.failure_report import read_reports, summary
 from distgraph.runtime.job.heartbeat import heartbeat_limit
 from distgraph.runtime.job.job_files import (
     CLOSED,
@@ -50,10 +50,10 @@ _THREAD_VARIABLES: Final = (
     "MKL_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-_GRACE_SECONDS: Final = 5.0
-_HOW: Final = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated (SIGTERM)"}
-# What MPICH's mpiexec prints about a death; we say it ourselves.
-_REMARKS: Final = re.compile(
+_END_SECONDS: Final = 5.0
+_SIGNAL_TEXTS: Final = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated (SIGTERM)"}
+# What MPICH's mpiexec prints about a rank that was killed; the launcher prints its own message.
+_MPIEXEC_REMARKS: Final = re.compile(
     rb"={60,}\s*$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT STRING|"
     rb"This typically refers to a problem with your application|"
     rb"Please see the FAQ page for debugging suggestions"
@@ -61,18 +61,19 @@ _REMARKS: Final = re.compile(
 
 
 def find_mpiexec() -> str:
-    """Path of mpiexec: the one beside this Python (the mpich wheel), else the one on PATH.
+    """Path of mpiexec: the one in the folder of this Python (the mpich wheel), else the one on PATH.
 
     Raises:
         RuntimeFault: there is none.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-    if found is None:
+    sibling = Path(sys.executable).parent / "mpiexec"
+    path = str(sibling) if os.access(sibling, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
         raise RuntimeFault(
-            f"mpiexec is neither beside this Python nor on PATH; install it with: {installing('mpi')}"
+            "mpiexec is neither in the folder of this Python nor on PATH; "
+            f"install it with: {installing('mpi')}"
         )
-    return found
+    return path
 
 
 def launch(
@@ -88,20 +89,21 @@ def launch(
     Args:
         n: number of ranks.
         argv: path of the script, then its arguments.
-        env: environment of the ranks; default this one. BLAS gets one thread per rank where it says nothing
-        else.
-        stdout: where the ranks' output goes, line by line; default this process's.
-        stderr: likewise for errors.
+        env: environment of the ranks; default this process's. BLAS gets one thread per rank unless the
+            environment sets another number.
+        stdout: receives the output of the ranks line by line; default this process's.
+        stderr: receives their error output; default this process's.
 
-    Returns: exit code: 0 only if every rank succeeded; 128 + signal where a rank was killed; 130 after
-    Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. A second signal ends all at once.
+    Returns:
+        The exit code: 0 only if every rank succeeded; 128 + signal where a rank was killed; 130 after Ctrl-C,
+        143 after SIGTERM, 129 after SIGHUP. A second signal kills all ranks at once.
 
     Raises:
         RuntimeFault: n < 1, no such script, no mpiexec, or DISTGRAPH_TIMEOUT or DISTGRAPH_HEARTBEAT is no
             positive number.
     """
     if n < 1:
-        raise RuntimeFault(f"run: {n} ranks asked for; it takes at least 1")
+        raise RuntimeFault(f"run: got {n} ranks, expected at least 1; give -n 1 or more")
     if not argv or not Path(argv[0]).is_file():
         name = argv[0] if argv else ""
         raise RuntimeFault(f"run: script {name!r} does not exist in {Path.cwd()}; give the path of a file")
@@ -125,14 +127,14 @@ def launch(
 
 
 class _Job:
-    """A job that is being run: its directory, the signals that end it, and where output goes."""
+    """A job while it runs: its directory, the signals that end it, and the streams for its output."""
 
     def __init__(self, n: int, path: Path, signals: Signals, out: TextIO, errors: TextIO) -> None:
         self.n, self.path, self.signals, self.out, self.errors = n, path, signals, out, errors
         write_processes(path / LAUNCHER, [os.getpid()])
 
     def run(self, command: list[str], env: Mapping[str, str]) -> int:
-        """Run mpiexec to its end, or ours, passing output on. Returns the exit code of the job."""
+        """Run mpiexec until it ends or a signal comes, and pass on its output. Returns the exit code."""
         process = subprocess.Popen(
             command,
             env=env,
@@ -149,71 +151,74 @@ class _Job:
             reader.start()
         monitor = Monitor(process.pid, self.path, self.n, env)
         try:
-            wrong = monitor.watch(self.signals)
-            if wrong is not None:
-                record_failure_in(self.path, Failure(1, wrong, observed=True))
+            problem = monitor.watch(self.signals)
+            if problem is not None:
+                record_failure_in(self.path, Failure(1, problem, observed=True))
             elif self.signals.received:
                 self._interrupt(process.pid)
         finally:
             self._end(process)
             for reader in readers:
-                reader.join(_GRACE_SECONDS)
+                reader.join(_END_SECONDS)
         return self._verdict(process.returncode, monitor.lost)
 
     def _interrupt(self, mpiexec: int) -> None:
-        """Pass a signal on as Ctrl-C and give the ranks time to end, unless there is a second one."""
+        """Pass a signal on to the ranks as Ctrl-C and give them time to end, unless a second signal comes."""
         (self.path / STOPPING).touch()
         for path in self.path.glob("rank.*"):
             for rank in read_processes(path):
                 rank.kill(signal.SIGINT)
-        _wait(mpiexec, self.signals, _GRACE_SECONDS)
+        _wait(mpiexec, self.signals, _END_SECONDS)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Leave no process behind: ask mpiexec to stop its ranks, then stop it, and what is left of them."""
-        below = [*descendants(process.pid), *self._recorded()]
+        """Leave no process behind: ask mpiexec to end its ranks, then kill it and the ranks that are left."""
+        processes = [*descendants(process.pid), *self._recorded()]
         if process.poll() is None and recorded_failure(self.path) is None:
             process.send_signal(signal.SIGTERM)
-            _wait(process.pid, self.signals, _GRACE_SECONDS)
+            _wait(process.pid, self.signals, _END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for process_left in dict.fromkeys([*below, *self._recorded()]):
+        for process_left in dict.fromkeys([*processes, *self._recorded()]):
             process_left.kill()
         remove_shared_memory(self.path)
 
     def _recorded(self) -> list[Process]:
-        """Ranks, supervisors and proxies that have left their numbers."""
+        """The ranks, supervisors and proxies that have written their process numbers."""
         paths = [*self.path.glob("rank.*"), *self.path.glob("supervisor.*")]
         return [process for path in paths for process in read_processes(path)]
 
-    def _verdict(self, code: int, lost: Sequence[int]) -> int:
-        """Exit code of the job; says who was killed, if one was, after what the ranks have said."""
-        failure, number = recorded_failure(self.path), next(iter(self.signals.received), None)
+    def _verdict(self, code: int, lost_supervisors: Sequence[int]) -> int:
+        """Exit code of the job. Prints the failure reports of the ranks, then the rank that was killed."""
+        failure, received = recorded_failure(self.path), next(iter(self.signals.received), None)
         observed = failure is not None and failure.observed
-        self.errors.write(told(left(self.path), self.n, died=observed))
-        if number is not None:
-            how = _HOW.get(number, f"ended by {number.name}")
-            self.errors.write(f"error: {how}; all ranks are stopped\n")
-            return 128 + number
+        self.errors.write(summary(read_reports(self.path), self.n, died=observed))
+        if received is not None:
+            what = _SIGNAL_TEXTS.get(received, f"ended by {received.name}")
+            self.errors.write(f"error: {what}; all ranks are stopped\n")
+            return 128 + received
         if failure is None:
-            wrong = self._early() or _lost(lost)
-            if code and not wrong:
+            problem = self._early_end() or _lost(lost_supervisors)
+            if code and not problem:
                 self.errors.write(f"error: {_ended(code)} before the ranks could say why\n")
                 return code if code >= 0 else 128 - code
-            self.errors.write(f"error: {wrong}\n" if wrong else "")
-            return int(bool(wrong))
+            self.errors.write(f"error: {problem}\n" if problem else "")
+            return int(bool(problem))
         if observed:
             hint = "; the machine may be out of memory" if failure.text.endswith("SIGKILL") else ""
             self.errors.write(f"error: {failure.text}, all {self.n} ranks are stopped{hint}\n")
         return failure.code
 
-    def _early(self) -> str:
-        """Says that some ranks have ended and mpiexec has killed the others; its exit code may be 0."""
-        orderly = sorted(int(path.suffix[1:]) for path in self.path.glob(f"{CLOSED}.*"))
-        if not orderly or len(orderly) == self.n:
+    def _early_end(self) -> str:
+        """Error text where some ranks ended without ending MPI, so that mpiexec killed the others; else "".
+
+        The exit code of mpiexec may be 0 then.
+        """
+        closed = sorted(int(path.suffix[1:]) for path in self.path.glob(f"{CLOSED}.*"))
+        if not closed or len(closed) == self.n:
             return ""
-        who = ", ".join(map(str, orderly))
-        return f"rank {who} has ended without ending MPI (os._exit?), so mpiexec has stopped the others"
+        names = ", ".join(map(str, closed))
+        return f"rank {names} has ended without ending MPI (os._exit?), so mpiexec has stopped the others"
 
 
 def _lost(ranks: Sequence[int]) -> str:
@@ -225,19 +230,19 @@ def _ended(code: int) -> str:
 
 
 def _wait(pid: int, signals: Signals, seconds: float) -> None:
-    """Until a child has ended, another signal than the first comes, or the seconds are over."""
-    watch, deadline = os.pidfd_open(pid), time.monotonic() + seconds
+    """Wait until a child has ended, a second signal comes, or the time is over."""
+    descriptor, deadline = os.pidfd_open(pid), time.monotonic() + seconds
     try:
-        while len(signals.received) < 2 and (rest := deadline - time.monotonic()) > 0:
-            signals.sleep(rest, watch)
-            if ended(watch):
+        while len(signals.received) < 2 and (left := deadline - time.monotonic()) > 0:
+            signals.sleep(left, descriptor)
+            if ended(descriptor):
                 return
     finally:
-        os.close(watch)
+        os.close(descriptor)
 
 
 def _forward(source: IO[bytes], target: TextIO) -> None:
-    """Copy lines as they come; a carriage return ends one too, for the sake of progress bars."""
+    """Copy lines as they come. A carriage return ends a line too, as progress bars need."""
     descriptor, rest = source.fileno(), b""
     while chunk := os.read(descriptor, 1 << 16):
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
@@ -247,9 +252,9 @@ def _forward(source: IO[bytes], target: TextIO) -> None:
 
 
 def _write(target: TextIO, lines: Sequence[bytes]) -> None:
-    """Pass lines on; where nobody reads any more (`distgraph run ... | head`) the ranks go on unheard."""
+    """Write lines to a stream; drop them if its reader has gone (`distgraph run ... | head`)."""
     try:
-        target.writelines(line.decode(errors="replace") for line in lines if not _REMARKS.match(line))
+        target.writelines(line.decode(errors="replace") for line in lines if not _MPIEXEC_REMARKS.match(line))
         target.flush()
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):

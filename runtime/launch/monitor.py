@@ -1,7 +1,7 @@
-"""What the launcher of a job watches while it runs: signals to the launcher, mpiexec, and the supervisors.
+"""What the launcher of a job watches: signals to the launcher, mpiexec, and the supervisors of the ranks.
 
-A process that does not run can say nothing, so it is heard by its silence: supervisors by their heartbeats,
-mpiexec and its proxies, which know none, by their state.
+A supervisor that stops sending heartbeats is reported. mpiexec and its proxies send no heartbeats, so their
+process state is watched instead.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from typing import Final
 
 from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, interval, last_beat
 from distgraph.runtime.job.job_files import CLOSED, DEFAULT_TIME_LIMIT, LAUNCHER, TIMEOUT, setting_in_seconds
-from distgraph.runtime.job.processes import Process, descendants, held, read_processes
+from distgraph.runtime.job.processes import Process, descendants, is_stopped, read_processes
 
-_STARTING: Final = 0.05  # seconds between looks for supervisors, until all of them are known
+_STARTING: Final = 0.05  # seconds between two looks for supervisors, until all of them have started
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """Inside, SIGINT, SIGTERM and SIGHUP are noted and do nothing else (where this is the main thread).
+    """Context in which SIGINT, SIGTERM and SIGHUP are recorded and have no other effect.
+
+    Signals can be handled in the main thread only; in another thread the context does nothing.
 
     Attributes:
-        received: in order.
+        received: the signals that came, in order.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class Signals:
             os.write(self._note, b".")
 
     def sleep(self, seconds: float, *watched: int) -> None:
-        """Until one of the descriptors is readable, a signal comes, or the seconds are over."""
+        """Sleep until one of the descriptors is readable, a signal comes, or the time is over."""
         poll = select.poll()  # select() takes no descriptors above 1023
         for descriptor in (self._wake, *watched):
             poll.register(descriptor, select.POLLIN)
@@ -66,16 +68,16 @@ class Signals:
 
 
 class Monitor:
-    """The processes of a job, seen by its launcher.
+    """Watches the processes of a job for its launcher.
 
     Args:
-        mpiexec: its process number.
+        mpiexec: process number of mpiexec.
         job: directory of the job.
-        ranks: how many.
-        environ: of the job.
+        ranks: number of ranks.
+        environ: environment of the job.
 
     Attributes:
-        lost: ranks whose supervisor has ended without having said so, in order.
+        lost: ranks whose supervisor was killed, in the order in which that was seen.
     """
 
     def __init__(self, mpiexec: int, job: Path, ranks: int, environ: Mapping[str, str]) -> None:
@@ -91,30 +93,30 @@ class Monitor:
         self.others: dict[int, Silence] = {mpiexec: self._running(mpiexec)}
 
     def watch(self, signals: Signals) -> str | None:
-        """Wait until mpiexec ends, a signal comes, or something is wrong: returns what, else None."""
-        watch = os.pidfd_open(self.mpiexec)
-        beaten = 0.0
+        """Wait until mpiexec ends, a signal comes, or a process is lost. Returns the error text, or None."""
+        mpiexec_descriptor = os.pidfd_open(self.mpiexec)
+        last_beat_at = 0.0
         try:
             while not signals.received:
                 complete = len(self.silences) == self.ranks
                 signals.sleep(
                     self.interval if complete else min(self.interval, _STARTING),
-                    watch,
+                    mpiexec_descriptor,
                     *self.watched.values(),
                 )
                 self._note_lost()
-                self._find()
-                if ended(watch):
+                self._find_supervisors()
+                if ended(mpiexec_descriptor):
                     return None
-                if time.monotonic() - beaten < self.interval:
+                if time.monotonic() - last_beat_at < self.interval:
                     continue
-                beaten = time.monotonic()
+                last_beat_at = time.monotonic()
                 beat(self.job / LAUNCHER)
-                wrong = self._look()
-                if wrong is not None:
-                    return wrong
+                problem = self._problem()
+                if problem is not None:
+                    return problem
         finally:
-            for descriptor in (watch, *self.watched.values()):
+            for descriptor in (mpiexec_descriptor, *self.watched.values()):
                 os.close(descriptor)
             self.watched.clear()
         return None
@@ -126,34 +128,33 @@ class Monitor:
                 if not (self.job / f"{CLOSED}.{rank}").exists():
                     self.lost.append(rank)
 
-    def _look(self) -> str | None:
+    def _problem(self) -> str | None:
         for pid, silence in self.others.items():
             if silence.seconds() > self.limit:
                 return f"{_name(pid)} (process {pid}) is stopped since {silence.seconds():.0f} s"
         for rank, silence in self.silences.items():
             if silence.seconds() > self.limit:
-                found = self.supervisors[rank]
-                if not found.state:
-                    continue  # mpiexec is about to end for it
-                how = "is stopped" if found.stopped else "does not answer"
-                return (
-                    f"supervisor of rank {rank} (process {found.pid}) {how} since {silence.seconds():.0f} s"
-                )
+                supervisor = self.supervisors[rank]
+                if not supervisor.state:
+                    continue  # it has ended, and mpiexec is about to end because of that
+                how = "is stopped" if supervisor.stopped else "does not answer"
+                process = f"supervisor of rank {rank} (process {supervisor.pid})"
+                return f"{process} {how} since {silence.seconds():.0f} s"
         if len(self.silences) < self.ranks and self.started.seconds() > self.start_limit:
             return self._not_started()
         return None
 
-    def _find(self) -> None:
-        """Take note of supervisors, and of proxies that started them."""
+    def _find_supervisors(self) -> None:
+        """Start to watch the supervisors that have started since, and the proxies that started them."""
         for rank in range(self.ranks):
             path = self.job / f"supervisor.{rank}"
-            if rank in self.silences or not (found := read_processes(path)):
+            if rank in self.silences or not (processes := read_processes(path)):
                 continue
-            self.supervisors[rank] = found[0]
+            self.supervisors[rank] = processes[0]
             self.silences[rank] = Silence(lambda path=path: last_beat(path), self.interval)  # type: ignore[misc]
             with suppress(OSError):
-                self.watched[rank] = os.pidfd_open(found[0].pid)
-            for proxy in found[1:]:
+                self.watched[rank] = os.pidfd_open(processes[0].pid)
+            for proxy in processes[1:]:
                 self.others.setdefault(proxy.pid, self._running(proxy.pid))
 
     def _not_started(self) -> str:
@@ -163,8 +164,8 @@ class Monitor:
         return f"rank {absent} has not started in {self.start_limit:.0f} s{because}"
 
     def _running(self, pid: int) -> Silence:
-        """Silence of a process that sends no heartbeats: for how long it is stopped."""
-        return Silence(lambda: None if held(pid) else time.monotonic(), self.interval)
+        """Silence of a process without heartbeats: the time for which it is stopped."""
+        return Silence(lambda: None if is_stopped(pid) else time.monotonic(), self.interval)
 
 
 def ended(descriptor: int) -> bool:
@@ -176,5 +177,5 @@ def ended(descriptor: int) -> bool:
 
 def _name(pid: int) -> str:
     """Name of the program that a process runs."""
-    found = Process.of(pid)
-    return (found and found.name) or "a process"
+    process = Process.of(pid)
+    return (process and process.name) or "a process"

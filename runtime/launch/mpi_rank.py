@@ -1,4 +1,4 @@
-"""Being one rank of an MPI job: its transport, its script, and its end."""
+"""One rank of an MPI job: its transport, its script, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any, Final, NoReturn
 
 from distgraph.errors import DistGraphError, RuntimeFault
 from distgraph.runtime.job.deadline import deadline
-from distgraph.runtime.job.failure_report import LastWords, leave
+from distgraph.runtime.job.failure_report import FailureReport, write_report
 from distgraph.runtime.job.job_files import (
+    FAILURE_REPORT_SECONDS,
     INTERRUPTED,
-    LAST_WORDS_SECONDS,
     STOPPING,
     exit_code,
     job_directory,
@@ -39,9 +39,9 @@ _ABSENT: Final = "look for a rank that has ended before, or raise DISTGRAPH_TIME
 
 
 def current_transport() -> MpiTransport | None:
-    """This process's MPI transport where it is one of several ranks, None where it is alone.
+    """The MPI transport of this process where it is one of several ranks, otherwise None.
 
-    The first call is collective. It also makes an exception that nobody catches end all ranks.
+    The first call is collective. After it, an uncaught exception on one rank ends all ranks.
 
     Raises:
         RuntimeFault: several ranks but no mpi4py, or an mpi4py built for another MPI than the launcher's.
@@ -51,12 +51,12 @@ def current_transport() -> MpiTransport | None:
     expected = ranks_of_job()
     if expected == 1:
         return None
-    launched, own = job_directory(), "mpi4py.MPI" not in sys.modules
+    job, loaded_here = job_directory(), "mpi4py.MPI" not in sys.modules
     limit = time_limit(None)
     what = f"rank {rank_in_job()}: MPI has not started on all ranks in {limit:g} s; {_ABSENT}"
     sys.excepthook = lambda kind, error, trace: fail(error)
-    with deadline(limit + LAST_WORDS_SECONDS, what):
-        transport = MpiTransport(job=launched)
+    with deadline(limit + FAILURE_REPORT_SECONDS, what):
+        transport = MpiTransport(job=job)
     if transport.size != expected:
         raise RuntimeFault(
             f"launcher started {expected} ranks but mpi4py sees {transport.size}; use the mpiexec of the MPI "
@@ -64,44 +64,44 @@ def current_transport() -> MpiTransport | None:
         )
     transport.bind()
     _current.append(transport)
-    if launched is None:
+    if job is None:
         die_with_parent(os.getppid(), signal.SIGTERM)  # mpiexec's proxy; else the supervisor sees to it
         _note_exits()
     else:
-        (launched / f"shared.{transport.rank}").write_text("\n".join(shared_memory()))
-    atexit.register(_leave, own)
+        (job / f"shared.{transport.rank}").write_text("\n".join(shared_memory()))
+    atexit.register(_finish, loaded_here)
     return transport
 
 
 def _note_exits() -> None:
-    """Remember what is given to sys.exit: when a rank leaves too early, it is the exit code of the job."""
-    before = sys.exit
+    """Record the argument of sys.exit: if this rank ends too early, it is the exit code of the job."""
+    original_exit = sys.exit
 
-    def leave(status: Any = None, /) -> NoReturn:
+    def recording_exit(status: Any = None, /) -> NoReturn:
         _statuses.append(status)
-        before(status)
+        original_exit(status)
 
-    sys.exit = leave
+    sys.exit = recording_exit
 
 
 def fail(error: BaseException) -> None:
-    """Report an exception that nobody caught, and take the other ranks down.
+    """Report an uncaught exception, and end the other ranks.
 
-    The rank where it began says its traceback (none for a mistake that distgraph explains) and then the error
-    in one line; the others only the line. A launched rank leaves it to the launcher, which tells equal words
-    once. Does not return where there are several ranks.
+    The rank that failed first reports its traceback (none for a mistake that distgraph explains) and the
+    error in one line; the others report only the line. A launched rank writes a failure report for the
+    launcher, which prints equal reports once. Does not return where there are several ranks.
     """
     transport = _current[0] if _current else None
-    followed = transport is not None and transport.failed_elsewhere
-    if isinstance(error, KeyboardInterrupt) and _job_is_stopping():  # the launcher has told all ranks
+    follows = transport is not None and transport.failed_elsewhere
+    if isinstance(error, KeyboardInterrupt) and _job_is_stopping():  # the launcher ends all ranks
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     text = _one_line(error)
-    trace = "".join(traceback.format_exception(error)) if _deserves_traceback(error) and not followed else ""
-    if not _left_to_the_launcher(text, trace, followed):
-        _say(f"{trace}error: {_named(text, transport)}\n" if text else trace, late=followed)
+    trace = "".join(traceback.format_exception(error)) if _deserves_traceback(error) and not follows else ""
+    if not _report_to_launcher(text, trace, follows):
+        _print_error(f"{trace}error: {_named(text, transport)}\n" if text else trace, late=follows)
     sys.stdout.flush()
-    if not followed:
+    if not follows:
         record_failure(exit_code(error), text)
     if transport is not None:
         transport.abort(error)
@@ -112,31 +112,35 @@ def _job_is_stopping() -> bool:
     return job is not None and (job / STOPPING).exists()
 
 
-def _say(text: str, *, late: bool) -> None:
+def _print_error(text: str, *, late: bool) -> None:
     if late:
         time.sleep(0.05)  # the traceback of the rank that failed first comes through another pipe
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
-def _left_to_the_launcher(text: str, trace: str, followed: bool) -> bool:
-    """Leave what this rank says, without its name, so that equal words are equal; false where it cannot."""
+def _report_to_launcher(text: str, trace: str, follows: bool) -> bool:
+    """Write the failure report of this rank, without its number, so that equal errors have equal texts.
+
+    Returns:
+        Whether the report was written; False without a launcher.
+    """
     job, rank = job_directory(), rank_in_job() or 0
     if job is None:
         return False
-    cause = text.removesuffix(f"; rank {rank} stops too") if followed else text
-    said = cause.removeprefix(f"rank {rank}: ")
+    cause = text.removesuffix(f"; rank {rank} stops too") if follows else text
+    error = cause.removeprefix(f"rank {rank}: ")
     try:
-        leave(job, LastWords(rank, time.monotonic(), said, trace, follows=cause != text))
-    except OSError:  # such as a full disk
+        write_report(job, FailureReport(rank, time.monotonic(), error, trace, follows=cause != text))
+    except OSError:  # for example a full disk
         return False
     return True
 
 
 def run_script(argv: Sequence[str]) -> None:
-    """Run a script as `__main__` here; its uncaught exception, or exit with a code, ends all ranks."""
+    """Run a script as `__main__` in this process. An uncaught exception or an exit code ends all ranks."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # whole lines in one write, so that those of ranks don't mix
+        if hasattr(stream, "reconfigure"):  # whole lines in one write, so that lines of ranks do not mix
             stream.reconfigure(line_buffering=True, write_through=False)
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).resolve().parent)
@@ -153,7 +157,10 @@ def run_script(argv: Sequence[str]) -> None:
 
 
 def _deserves_traceback(error: BaseException) -> bool:
-    """Not a mistake that distgraph explains, but what a program raised on one of its in-process ranks."""
+    """Whether an error needs a traceback: it is no mistake that distgraph explains, but one of the program.
+
+    An error that the program raised on one of several in-process ranks comes wrapped in a RuntimeFault.
+    """
     if isinstance(error, RuntimeFault) and " failed: " in str(error):
         return error.__cause__ is not None and not isinstance(error.__cause__, DistGraphError)
     return not isinstance(error, SystemExit | KeyboardInterrupt | DistGraphError)
@@ -170,14 +177,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _named(text: str, transport: MpiTransport | None) -> str:
-    """With the rank that says so, where there are several and it does not begin with one."""
+    """The text with this rank in front, unless the job has one rank or the text begins with a rank."""
     return (
         f"rank {transport.rank}: {text}" if transport is not None and not text.startswith("rank ") else text
     )
 
 
 def _from_the_script(error: BaseException) -> TracebackType | None:
-    """Traceback without the frames that lead to the script."""
+    """The traceback without the frames of distgraph that lead to the script."""
     trace = error.__traceback__
     ours = {__file__, run_script.__code__.co_filename, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
@@ -185,11 +192,13 @@ def _from_the_script(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _leave(own: bool) -> None:
-    """At exit: wait for the others within reach of their failures, of which MPI_Finalize would not hear.
+def _finish(loaded_here: bool) -> None:
+    """At exit: wait for the other ranks while their failures can still be received, then end MPI.
+
+    MPI_Finalize would wait for them without noticing a failure.
 
     Args:
-        own: MPI was loaded here and nobody else needs it later.
+        loaded_here: MPI was loaded by this module, so that no other code needs it later.
     """
     transport = _current[0]
     try:
@@ -200,10 +209,10 @@ def _leave(own: bool) -> None:
         code = exit_code(SystemExit(_statuses[-1])) if _statuses else 0
         if not code or not transport.failed_elsewhere:
             fail(error)
-        _say(f"error: {_named(_one_line(error), transport)}\n", late=True)
+        _print_error(f"error: {_named(_one_line(error), transport)}\n", late=True)
         transport.follow(code, 0.5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script is done, on all ranks
-    if own:
+    if loaded_here:
         limit = time_limit(None)
         with deadline(limit, f"rank {transport.rank}: MPI has not ended in {limit:g} s; {_ABSENT}"):
             transport.finalize()

@@ -1,16 +1,15 @@
-"""Run a script in a child and see how it ends: `python -m distgraph.runtime.launch.supervisor script.py
-args`.
+"""The supervisor of a rank: `python -m distgraph.runtime.launch.supervisor script.py args`.
 
-    launcher -> mpiexec -> proxy -> supervisor (does nothing but wait) -> rank (runs the script)
+    launcher -> mpiexec -> proxy -> supervisor (only waits) -> rank (runs the script)
 
-mpiexec does not tell reliably who died first: of several dead ranks it may name one that it killed itself.
-The supervisor knows. It writes what it saw into the job's directory, where the other ranks look while they
-wait: so each of them can say why it stops. It is forked from before anything is loaded, so it costs next to
-no memory.
+The supervisor runs the script in a child process and records how it ends. mpiexec does not name reliably the
+rank that died first: of several dead ranks it may name one that it killed itself. The supervisor writes what
+it saw into the job's directory, where the other ranks look while they wait, so that each of them can report
+why it stops. The rank is forked before other modules are loaded, so the supervisor needs little memory.
 
-It also ends its rank when nobody else would: the launcher has gone or does not answer (`heartbeat`), the
-process that started the supervisor has gone, another rank has failed, or the rank itself is stopped for too
-long. The launcher, which hears the supervisors, does the same in the other direction.
+The supervisor also ends its rank when the launcher has gone or sends no heartbeats, when the process that
+started the supervisor has gone, when another rank has failed, or when the rank is stopped for too long. The
+launcher watches the heartbeats of the supervisors in turn.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, inte
 from distgraph.runtime.job.job_files import (
     CLOSED,
     DEFAULT_TIME_LIMIT,
+    FAILURE_REPORT_SECONDS,
     INTERRUPTED,
-    LAST_WORDS_SECONDS,
     LAUNCHER,
     STOPPING,
     TIMEOUT,
@@ -43,11 +42,11 @@ from distgraph.runtime.job.job_files import (
     remove_shared_memory,
     setting_in_seconds,
 )
-from distgraph.runtime.job.processes import die_with_parent, held, read_processes, write_processes
+from distgraph.runtime.job.processes import die_with_parent, is_stopped, read_processes, write_processes
 
 
 def supervise(argv: Sequence[str]) -> None:
-    """Run a script in a child of this process and end as it does; tell the others of a death by signal."""
+    """Run a script in a child process and end with its exit code. A death by signal is recorded for all."""
     job, rank = job_directory(), rank_in_job()
     if job is None or rank is None:
         _run(argv)
@@ -59,13 +58,13 @@ def supervise(argv: Sequence[str]) -> None:
         os._exit(1)
     child = os.fork()
     if child == 0:
-        _become_rank(job, rank, supervisor, argv)
+        _run_as_rank(job, rank, supervisor, argv)
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes Ctrl-C to the rank
     code = _Supervisor(job, rank, child).watch()
     if code < 0:
         record_death(rank, signal.Signals(-code).name, 128 - code)
-        _wait_for(job, "left", ranks_of_job() - 1)
+        _wait_for(job, "reported", ranks_of_job() - 1)
         code = 128 - code
     if (job / STOPPING).exists():
         with suppress(OSError):
@@ -74,12 +73,12 @@ def supervise(argv: Sequence[str]) -> None:
     _close(job, rank, code)
 
 
-def _become_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> None:
-    """Run the script, in the child."""
+def _run_as_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> None:
+    """Run the script in the child process."""
     try:
         die_with_parent(supervisor)
         write_processes(job / f"rank.{rank}", [os.getpid()])
-        if (job / STOPPING).exists():  # the launcher did not see this process when it told all ranks
+        if (job / STOPPING).exists():  # the launcher did not see this process when it ended all ranks
             os._exit(INTERRUPTED)
         _run(argv)
     except KeyboardInterrupt:  # while modules were loaded
@@ -87,14 +86,14 @@ def _become_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> 
 
 
 def _close(job: Path, rank: int, code: int) -> NoReturn:
-    """End, and say that nobody has killed this process."""
+    """End this process, and record that it was not killed."""
     with suppress(OSError):
         (job / f"{CLOSED}.{rank}").touch()
     os._exit(code)
 
 
 class _Supervisor:
-    """What a supervisor watches: its rank, its parent, the launcher, and the failures of other ranks."""
+    """Watches one rank, its parent process, the launcher, and the failures of other ranks."""
 
     def __init__(self, job: Path, rank: int, child: int) -> None:
         self.job, self.rank, self.child = job, rank, child
@@ -102,9 +101,9 @@ class _Supervisor:
         self.limit = heartbeat_limit()
         self.interval = interval(self.limit)
         self.launcher = next(iter(read_processes(job / LAUNCHER)), None)
-        self.quiet = Silence(lambda: last_beat(job / LAUNCHER), self.interval)
-        self.time_limit = setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT) + LAST_WORDS_SECONDS
-        self.held = Silence(lambda: None if held(child) else time.monotonic(), self.interval)
+        self.launcher_silence = Silence(lambda: last_beat(job / LAUNCHER), self.interval)
+        self.time_limit = setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT) + FAILURE_REPORT_SECONDS
+        self.rank_stopped = Silence(lambda: None if is_stopped(child) else time.monotonic(), self.interval)
         self.failed_at = 0.0
 
     def watch(self) -> int:
@@ -118,36 +117,33 @@ class _Supervisor:
             if watched[0] in ready:
                 return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
             beat(self.job / f"supervisor.{self.rank}")
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
-        """End the rank, and this process, where there is a reason to.
-
-        Not where the launcher is about to end all in order.
-        """
+    def _check(self) -> None:
+        """End the rank and this process if one of the reasons in the module's text holds."""
         if self.launcher is None or not self.launcher.state:
             self._abandon()
-        silence = self.quiet.seconds()
+        silence = self.launcher_silence.seconds()
         if silence > self.limit:
             how = "is stopped" if self.launcher.stopped else "does not answer"
             self._end(f"launcher (process {self.launcher.pid}) {how} since {silence:.0f} s")
         if os.getppid() != self.parent:
             self._end(f"process {self.parent}, which started rank {self.rank} for mpiexec, has ended")
-        stopped = self.held.seconds()
+        stopped = self.rank_stopped.seconds()
         if stopped > self.time_limit:
             self._end(f"rank {self.rank} (process {self.child}) is stopped since {stopped:.0f} s")
         if (self.job / "failed").exists():
             self.failed_at = self.failed_at or time.monotonic()
-            if time.monotonic() > self.failed_at + 2 * LAST_WORDS_SECONDS:
+            if time.monotonic() > self.failed_at + 2 * FAILURE_REPORT_SECONDS:
                 self._kill(1)
 
     def _end(self, why: str) -> NoReturn:
-        """Record a failure that nobody else has seen, and leave the others time to hear of it."""
+        """Record a failure that no other process has seen, and kill the rank."""
         record_failure(1, why, observed=True)
         self._kill(1)
 
     def _abandon(self) -> NoReturn:
-        """The launcher has gone without a word: nobody reads what is printed or removes the directory."""
+        """End everything of this rank after the launcher has gone, which would have removed the directory."""
         os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
         remove_shared_memory(self.job)
@@ -161,15 +157,15 @@ class _Supervisor:
 
 
 def _wait_for(job: Path, marks: str, count: int) -> None:
-    """Wait until as many ranks have left a mark, or have had the time to."""
-    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    """Wait until `count` ranks have made their file `marks`.R, or the time for it is over."""
+    deadline = time.monotonic() + FAILURE_REPORT_SECONDS
     while len(list(job.glob(f"{marks}.*"))) < count and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.1)  # their words are in pipes that mpiexec must read before it sees this rank go
+    time.sleep(0.1)  # their output is in pipes that mpiexec must read before it sees this rank end
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Run the script here; NumPy and MPI are loaded only now."""
+    """Run the script in this process; NumPy and MPI are loaded only now."""
     importlib.import_module("distgraph.runtime.launch.mpi_rank").run_script(argv)
 
 

@@ -215,12 +215,12 @@ class Writer:
             self.accumulate(op, last)
         elif mode == "compute":
             self.compute(local)
-        elif mode in ("comm.slice", "comm.mask"):
-            self.local_move(local)
         elif mode == "send":
             self.send(local)
         elif mode == "recv":
             self.receive(local)
+        elif local.collective is not None and local.collective.local:
+            self.local_move(local)
         else:
             self.collective(local)
 
@@ -311,35 +311,32 @@ class Writer:
             rank = self.program.rank
             sends = (*attrs["sends"], *((rank, s) for s, _ in attrs["copies"]))
             recvs = (*attrs["recvs"], *((rank, t) for _, t in attrs["copies"]))
-            arguments = (
-                f"{self.bind('sends', sends)}, {self.bind('recvs', recvs)}, {target}, {self.tag(attrs)}"
-            )
+            arguments = [self.bind("sends", sends), self.bind("recvs", recvs), target, self.tag(attrs)]
             function = "exchange"
         else:
-            function = local.mode.removeprefix("comm.")
-            axes = "_".join(op.attrs.get("axes", ()))
-            group = self.bind(f"group_{axes}", attrs["group"])  # by name: ranks share the compiled code
-            arguments = {
-                "all_reduce": lambda: (
-                    f"{group}, {literal(attrs['reduction'])}, {source if in_place else target}"
-                ),
-                "all_gather": lambda: f"{attrs['dim']}, {attrs['sizes']!r}, {group}, {target}",
-                "reduce_scatter": lambda: (
-                    f"{attrs['dim']}, {attrs['sizes']!r}, {literal(attrs['reduction'])}, {group}, {target}"
-                ),
-                "all_to_all": lambda: (
-                    f"{attrs['split_dim']}, {attrs['split_sizes']!r}, {attrs['concat_dim']}, "
-                    f"{attrs['concat_sizes']!r}, {group}, {target}"
-                ),
-            }[function]()
-        start = self.bind(f"{function}_start", getattr(collectives, f"{function}_start"))
-        comm = self.comm(op.result.name)
-        self.line(f"{self.work(op.result.name)} = {start}({comm}, {source}, {arguments})", op)
+            declared = local.collective
+            assert declared is not None
+            function = declared.name
+            arguments = [self.argument(op, name, attrs[name]) for name in declared.parameters]
+            arguments.append(source if in_place else target)
+        start = self.bind(f"{function}_start", collectives.CALLS[function])
+        call = ", ".join((self.comm(op.result.name), source, *arguments))
+        self.line(f"{self.work(op.result.name)} = {start}({call})", op)
         if in_place:
             self.line(f"{target} = {source}")
             if source in self.bound:
                 self.lines.pop()
                 self.bound[target] = self.bound[source]
+
+    def argument(self, op: Op, name: str, value: Any) -> str:
+        """An argument of a collective as text; a group, in which ranks differ, and an object by a name."""
+        if name == "group":  # ranks share the compiled code
+            return self.bind(f"group_{'_'.join(op.attrs.get('axes', ()))}", value)
+        if isinstance(value, str):
+            return literal(value)
+        if isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(n, int) for n in value)):
+            return repr(value)
+        return self.bind(name, value)
 
     def tag(self, attrs: Mapping[str, Any]) -> str:
         """Messages of different micro-batches and transfers never meet."""

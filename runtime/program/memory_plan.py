@@ -195,7 +195,8 @@ class StoragePlan:
         op = local.op
         if op.results[0].name in self.program.graph.kept or op.results[0].name in self.copied:
             return None  # what leaves the graph has memory of its own
-        if local.mode == "comm.all_reduce":
+        declared = local.collective
+        if declared is not None and declared.result_memory == "operand":
             operand = op.operands[0].name
             return (self.slots[operand].root, True) if self.is_only_reader(operand) else None
         if local.mode == "accumulate":
@@ -352,7 +353,8 @@ class StoragePlan:
             later = [p for p in self.uses.get(old, ()) if not self._precedes(p, (task, number))]
             computed = local.mode == "compute" and old in readable
             gathered = (  # the shards of a new value come together where the old one was
-                local.mode == "comm.all_gather"
+                local.collective is not None
+                and local.collective.result_memory == "replaced"
                 and self.slots[local.op.operands[0].name].root != old
                 and not self._sends(old)
             )
@@ -504,6 +506,5 @@ class StoragePlan:
 
 def is_started(local: LocalOp) -> bool:
     """True for what is begun here and waited for later."""
-    return local.mode in ("recv", "exchange") or (
-        local.mode.startswith("comm.") and local.mode not in ("comm.slice", "comm.mask")
-    )
+    declared = local.collective
+    return local.mode in ("recv", "exchange") or (declared is not None and not declared.local)

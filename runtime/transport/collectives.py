@@ -326,11 +326,6 @@ def exchange(
     return exchange_start(transport, x, sends, recvs, out, tag).wait()
 
 
-def _part(array: Array, tile: Slices) -> Array:
-    """A tile as a view, also of an array without dims (which indexing would turn into a number)."""
-    return array[tile] if tile else array
-
-
 def broadcast_start(
     transport: Transport, x: Array, root: int, group: Group, out: Array | None = None
 ) -> Handle:
@@ -423,3 +418,29 @@ def _check_dim(
             f"{what}: rank {transport.rank} has length {x.shape[dim]} in dim {dim} but sizes {list(sizes)} "
             f"of group {group} say otherwise"
         )
+
+
+CALLS: dict[str, Callable[..., Handle]] = {}
+"""Collective -> the call that starts it: (transport, x, its parameters, out) -> `Handle`."""
+
+
+def register_call(name: str, start: Callable[..., Handle]) -> None:
+    """Name the call by which rank programs start a collective (`Collective.parameters` says its arguments).
+
+    Args:
+        name: of the collective, see `distgraph.ir.collective_registry`.
+        start: (transport, x, *parameters, out) -> `Handle`; x is the operand's block, out the result's.
+
+    Raises:
+        RuntimeFault: the collective has a call already.
+    """
+    if name in CALLS:
+        raise RuntimeFault(f"collective {name} has two calls; choose another name")
+    CALLS[name] = start
+
+
+register_call("all_reduce", all_reduce_start)
+register_call("all_gather", all_gather_start)
+register_call("reduce_scatter", reduce_scatter_start)
+register_call("all_to_all", all_to_all_start)
+register_call("exchange", exchange_start)

@@ -45,8 +45,8 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.job.deadline import end_mpiexec
-from distgraph.runtime.job.job_files import LAST_WORDS_SECONDS, exit_code, observed_failure
-from distgraph.runtime.job.processes import held, shared_memory
+from distgraph.runtime.job.job_files import FAILURE_REPORT_SECONDS, exit_code, observed_failure
+from distgraph.runtime.job.processes import is_stopped, shared_memory
 from distgraph.runtime.transport.call_check import (
     END,
     LISTEN_SECONDS,
@@ -340,7 +340,9 @@ class MpiTransport:
         missing = ", ".join(map(str, self._roll.missing))
         absent = f"; not come to {self._roll.call}: rank {missing}" if missing else ""
         said = f"rank {self.rank}: {what} made no progress in {self._limit:g} s{absent}"
-        stopped = [f"rank {rank} (process {pid}) is stopped" for rank, pid in self._processes if held(pid)]
+        stopped = [
+            f"rank {rank} (process {pid}) is stopped" for rank, pid in self._processes if is_stopped(pid)
+        ]
         if stopped:
             return f"{said}; {', '.join(stopped)}"
         advice = "look for a rank that does not take part, or raise DISTGRAPH_TIMEOUT"
@@ -372,9 +374,9 @@ class MpiTransport:
         """Tell the other ranks, give them a moment for their last words, and end this process."""
         sys.stdout.flush()
         sys.stderr.flush()
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        deadline = time.monotonic() + FAILURE_REPORT_SECONDS
         if self._failure is not None:  # another rank was first; it, or the launcher, ends us
-            self.follow(1, LAST_WORDS_SECONDS)
+            self.follow(1, FAILURE_REPORT_SECONDS)
         text = bytearray(f"rank {self.rank} failed: {type(error).__name__}: {error}".encode())
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = [self._control.Isend(text, rank, _FAILURE) for rank in others]
@@ -397,7 +399,7 @@ class MpiTransport:
         if self._failure is not None and self._failure[0] is not None:
             self._sends = [self._control.Isend(bytearray([code & 255]), self._failure[0], _ACKNOWLEDGE)]
         elif self._job is not None:
-            (self._job / f"left.{self.rank}").touch()
+            (self._job / f"reported.{self.rank}").touch()
         while time.monotonic() < until:
             self._control.Iprobe(self._mpi.ANY_SOURCE, _FAILURE)
             time.sleep(0.01)
@@ -418,7 +420,7 @@ class MpiTransport:
         sys.stdout.flush()
         sys.stderr.flush()
         if code and self._job is None:
-            end_mpiexec(LAST_WORDS_SECONDS)
+            end_mpiexec(FAILURE_REPORT_SECONDS)
         for path in shared_memory():
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108 - the others have it mapped

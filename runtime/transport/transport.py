@@ -149,6 +149,14 @@ class Transport(Protocol):
         """Release what the transport holds. Nothing may be under way."""
 
 
+MESSAGES: Final = frozenset(
+    name
+    for name, operation in vars(Transport).items()
+    if getattr(operation, "__annotations__", {}).get("return") == "Request"
+)
+"""Names of the operations of a transport that move arrays."""
+
+
 def time_limit(seconds: float | None) -> float:
     """Seconds without progress after which a wait gives up: the argument, or DISTGRAPH_TIMEOUT, or 60.
 

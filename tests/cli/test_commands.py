@@ -184,7 +184,7 @@ def test_a_mistake_is_no_traceback(tmp_path):
 
 
 COMMANDS: dict[str, tuple[list[str], str]] = {
-    "no ranks": (["run", "-n", "0", "x.py"], "run: 0 ranks asked for; it takes at least 1"),
+    "no ranks": (["run", "-n", "0", "x.py"], "run: got 0 ranks, expected at least 1"),
     "no script": (["run", "nosuch.py"], "run: script 'nosuch.py' does not exist"),
     "no cluster": (["cluster", "nosuch"], "nosuch: neither a file nor a shipped cluster"),
     "garbage": (["inspect", "garbage.dg"], "garbage.dg, line 1, column 1: found"),

@@ -12,7 +12,7 @@ from support.paths import DATA
 
 from distgraph.errors import ResourceError
 from distgraph.resources import CollectiveCost, MeasuredTable, load_cluster, wire_bytes
-from distgraph.resources.collective_algorithms import KINDS, packed_rings
+from distgraph.resources.collective_algorithms import packed_rings, priced_kinds
 
 GB = 1e9
 LAUNCH = 10e-6
@@ -328,7 +328,7 @@ def test_many_sizes_at_once_cost_what_each_does():
 
 CLUSTERS = ["p3_16xlarge_x8", "mixed_a100_v100", "gpu2_xpu2", "dgx_a100_pod"]
 COSTS = {name: CollectiveCost(load_cluster(name)) for name in CLUSTERS}
-BIG_KINDS = [kind for kind in KINDS if kind != "send"]
+BIG_KINDS = [kind for kind in priced_kinds() if kind != "send"]
 
 
 @st.composite

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.errors import GraphError
+from distgraph.ir.collectives import collective_of
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.partition import RankProgram
@@ -107,14 +108,11 @@ class PlanView:
             program = self.build.program(rank)
             for task in program.tasks:
                 for local in task.ops:
-                    if not local.op.kind.startswith("comm.") or local.mode in (
-                        "comm.slice",
-                        "comm.mask",
-                        "recv",
-                    ):
+                    declared = collective_of(local.op.kind)
+                    if declared is None or declared.local or local.mode == "recv":
                         continue
                     times = program.graph.micro_batches if task.per_micro and not local.tail else 1
-                    key = (local.op.kind.removeprefix("comm."), self._where(local.op), local.op.role)
+                    key = (declared.name, self._where(local.op), local.op.role)
                     count, wire = totals.setdefault(key, {}).get(rank, (0, 0.0))
                     totals[key][rank] = count + times, wire + times * float(local.attrs.get("wire", 0.0))
         found = [

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.redistribution.planner import STEP_PRICES, Price
+from distgraph.passes.redistribution.planner import TIE_SECONDS, Price
 from distgraph.resources import Cluster, RankMapping, Requirement, map_ranks, shared_cost
 from distgraph.resources.mapping import GIVEN
 from distgraph.runtime.program.build import Build
@@ -30,7 +31,7 @@ def price_on(cluster: Cluster, devices: Sequence[int] | None = None) -> Price:
         placed = [tuple(rank if devices is None else devices[rank] for rank in group) for group in groups]
         return (
             cost.time(kind, placed[0], _on_one_rank(kind, sent, group_size), placed[1:])
-            + STEP_PRICES.get(kind, 1e-3) * 1e-9
+            + COLLECTIVES[kind].tie_break * TIE_SECONDS
         )
 
     return price

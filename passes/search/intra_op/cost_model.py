@@ -22,6 +22,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
@@ -39,7 +40,7 @@ from distgraph.ir.op_registry import (
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.analysis.op_work import Work, work_of
 from distgraph.passes.redistribution.halo import halo_volume
-from distgraph.passes.redistribution.planner import STEP_PRICES, redistribute_cost
+from distgraph.passes.redistribution.planner import TIE_SECONDS, redistribute_cost
 from distgraph.passes.search.intra_op.redistribution_costs import Routes, representatives, routes
 from distgraph.passes.search.intra_op.strategies import (
     Specs,
@@ -56,7 +57,6 @@ from distgraph.resources.group_symmetry import Groups, patterns
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Lengths = NDArray[np.int64]
-_TRACE = 1e-9  # seconds for every unit of `STEP_PRICES`: orders equals, decides nothing else
 MOST_AXES = 3
 """With more, pairs of layouts are priced one by one, as they come, and ops have thousands of layouts."""
 
@@ -142,7 +142,7 @@ class Prices:
         found = np.zeros_like(sizes)
         for groups in self._groups(mesh, axes):
             found = np.maximum(found, self.collective.times(kind, groups[0], sizes, groups[1:]))
-        return np.where(sent > 0, found + STEP_PRICES.get(kind, 1e-3) * _TRACE, 0.0)
+        return np.where(sent > 0, found + COLLECTIVES[kind].tie_break * TIE_SECONDS, 0.0)
 
     def _groups(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[Groups, ...]:
         key = (mesh, axes)

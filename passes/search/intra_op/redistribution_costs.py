@@ -24,6 +24,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.collective_registry import cached_until_registration
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.search.intra_op.redistribution_steps import Layouts, copies_of, permutes, steps
@@ -123,7 +124,7 @@ def _counts(mesh: ProcessMesh) -> frozenset[int]:
     return frozenset(math.prod(some) for some in sets)
 
 
-@lru_cache(maxsize=1024)
+@cached_until_registration(maxsize=1024)
 def routes(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
     """Steps between all layouts of a tensor with sums pending.
 

@@ -1,11 +1,11 @@
 """Single steps between all layouts of a tensor on the way to every goal at once, as arrays.
 
 *In:* a shape and a mesh. *Out:* `Steps` in copies of the layouts, one copy for every goal and set of axes in
-use. *Invariant:* the steps of `moves` in the `Space` of that goal, the bytes of `step_bytes`.
+use. *Invariant:* the steps of `Space.steps` for that goal, the bytes of `step_bytes`.
 
-What `moves` gives where every dim takes all axes, to a goal that leaves nothing out, is remembered for a
-number of dims and names of axes; what a shape or a goal rules out is masked. Permutes depend on the goal in
-more ways: they are found among pairs of layouts. Sets of axes are bits, orders of axes are numbers.
+What `Space.steps` gives where every dim takes all axes, to a goal that leaves nothing out, is remembered
+for a number of dims and names of axes; what a shape or a goal rules out is masked. Permutes depend on the
+goal in more ways: they are found among pairs of layouts. Sets of axes are bits, orders of axes are numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.ir.collective_registry import BlockSizes, Space, cached_until_registration, selections
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.redistribution.steps import Space, moves, selections
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -59,7 +59,7 @@ class _Table:
     steps: Ints
 
 
-@lru_cache(maxsize=256)
+@cached_until_registration(maxsize=256)
 def _table(ndim: int, axes: Axes) -> _Table:
     states, orders = tuple(_states(ndim, axes)), ((), *selections(axes))
     number = {order: i for i, order in enumerate(orders)}
@@ -105,7 +105,7 @@ def _states(ndim: int, axes: Axes) -> Iterator[ShardSpec]:
 
 
 def _whole(states: tuple[ShardSpec, ...], axes: Axes) -> tuple[tuple[tuple[str, Axes], ...], Ints]:
-    """Kinds and steps of a table: `moves` where every dim takes all axes, to a goal with all sums pending."""
+    """Kinds and steps of a table: `Space.steps` where every dim takes all axes, the goal has all partial."""
     ndim, number = len(states[0].dims), {state: i for i, state in enumerate(states)}
     goal = ShardSpec(((),) * ndim, tuple((axis, "sum") for axis in axes))
     mesh = ProcessMesh.grid(**dict.fromkeys(axes, 2) or {"none": 1})
@@ -120,7 +120,7 @@ def _whole(states: tuple[ShardSpec, ...], axes: Axes) -> tuple[tuple[tuple[str, 
             (step.dim if step.to_dim is None else step.to_dim) or 0,
         )
         for state in states
-        for step in moves(space, state)
+        for step in space.steps(state)
     ]
     return tuple(kinds), np.array(steps, dtype=np.intp).reshape(-1, 5).T
 
@@ -281,22 +281,19 @@ def _shares(layouts: Layouts, source: Ints, target: Ints, name: Names, axes: Int
     """Bytes that a rank sends in every step, a byte of the tensor (`step_bytes`)."""
     before, after, group = layouts.volume[source], layouts.volume[target], layouts.count[axes]
     arrives = np.arange(len(layouts.sizes)) == dim[:, None]
-    cut = np.prod(np.where(arrives, layouts.length[target], layouts.length[source]), axis=1, dtype=np.float64)
-    sent = np.select(
-        [name == "all_reduce", name == "all_gather", name == "reduce_scatter", name == "all_to_all"],
-        [
-            2 * before * (group - 1) / group,
-            np.minimum(after, (group - 1) * before),
-            np.minimum(before, (group - 1) * after),
-            np.minimum(before, (group - 1) * cut),
-        ],
+    piece = np.prod(
+        np.where(arrives, layouts.length[target], layouts.length[source]), axis=1, dtype=np.float64
     )
-    found: Floats = sent / layouts.elements
-    return found
+    sent = np.zeros(len(name))
+    for kind in dict.fromkeys(name.tolist()):
+        some = name == kind
+        sizes = BlockSizes(before[some], after[some], piece[some], group[some])
+        sent[some] = COLLECTIVES[kind].sent(sizes)
+    return sent / layouts.elements
 
 
 def permutes(layouts: Layouts, copies: Copies) -> Steps:
-    """Exchanges to the dims of the goal or to these with more axes, see `moves`."""
+    """Exchanges to the dims of the goal or to these with more axes, see `distgraph.ir.collectives`."""
     table, dims, goal = layouts.table, layouts.dims, copies.goal
     refined = np.all(table.begins[dims[goal][:, None], dims], axis=2)
     refined &= (layouts.used & ~copies.working[:, None] == 0) & (layouts.placed[goal, None] != 0)
@@ -315,7 +312,8 @@ def permutes(layouts: Layouts, copies: Copies) -> Steps:
     copy, target = copy[row], target[row]
     moved = np.where(dims[source] != dims[target], layouts.split[source] | layouts.split[target], 0)
     axes = np.bitwise_or.reduce(moved, axis=1)
-    sent = np.maximum(layouts.volume[source], layouts.volume[target])
+    before, after = layouts.volume[source], layouts.volume[target]
+    sent = COLLECTIVES["permute"].sent(BlockSizes(before, after, after, layouts.count[axes]))
     names = [("permute", _names(some, layouts.axes)) for some in range(len(layouts.count))]
     kinds, price = _priced(names, axes, sent / layouts.elements)
     return Steps(copy, source, target, price, kinds)

@@ -193,7 +193,7 @@ t.recv(np.zeros(1), rank, 4).wait()
 
 
 @needs_mpi
-def test_a_rank_that_ends_without_a_word_is_no_success(tmp_path: Path) -> None:
+def test_a_rank_that_ends_without_a_report_is_no_success(tmp_path: Path) -> None:
     """mpiexec stops all others and gives 0."""
     path, errors = tmp_path / "script.py", io.StringIO()
     path.write_text(f"{PREAMBLE}\nif rank == 1: os._exit(0)\nt.recv(np.zeros(1), rank, 4).wait()\n")
@@ -236,7 +236,7 @@ def test_exit_of_one_rank_ends_plain_mpiexec_with_its_code(tmp_path: Path, wait:
 
 
 @needs_mpi
-def test_a_rank_may_come_to_the_end_first(tmp_path: Path) -> None:
+def test_a_rank_may_reach_the_end_first(tmp_path: Path) -> None:
     """The others go on with each other, and with what it has sent."""
     script = f"""{PREAMBLE}
 others = (0, 2)
@@ -256,7 +256,7 @@ else:
 
 
 @needs_mpi
-def test_an_interrupt_behind_the_end_of_the_script_comes_too_late(tmp_path: Path) -> None:
+def test_an_interrupt_after_the_end_of_the_script_is_ignored(tmp_path: Path) -> None:
     script = f"""{PREAMBLE}
 from distgraph.runtime.transport.mpi import MpiTransport
 finalize = MpiTransport.finalize
@@ -270,7 +270,7 @@ MpiTransport.finalize = press
 
 @needs_mpi
 @pytest.mark.parametrize("start", ["", "from mpi4py import MPI"], ids=["no MPI", "MPI"])
-def test_a_rank_that_never_comes(tmp_path: Path, start: str) -> None:
+def test_a_rank_that_never_starts(tmp_path: Path, start: str) -> None:
     script = f"import os, sys\n{start}\nif os.environ['PMI_RANK'] == '1': sys.exit(4)\n{PREAMBLE}"
     code, errors = plain(tmp_path, script, 2, DISTGRAPH_TIMEOUT="2")
     assert code != 0
@@ -296,7 +296,7 @@ def test_silence_counts_only_while_this_process_runs() -> None:
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon", ""])
-def test_a_senseless_limit_is_refused(given: str, tmp_path: Path) -> None:
+def test_a_limit_that_is_no_positive_number_is_refused(given: str, tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeFault, match="DISTGRAPH_HEARTBEAT: expected a positive number of seconds, got "
     ):

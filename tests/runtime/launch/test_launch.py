@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distgraph.errors import RuntimeFault
-from distgraph.runtime.job.failure_report import LastWords, leave, left, told
+from distgraph.runtime.job.failure_report import FailureReport, read_reports, summary, write_report
 from distgraph.runtime.launch import launch as launcher
 from distgraph.runtime.launch import mpi_rank as rank_process
 
@@ -246,30 +246,30 @@ def test_the_same_mistake_on_all_ranks_is_told_once(tmp_path: Path, body: str, l
     assert outcome.err.count("Traceback") == ("KeyError" in body)
 
 
-def test_words_of_ranks_are_put_together() -> None:
-    def said(rank: int, text: str, trace: str = "", follows: bool = False) -> LastWords:
-        return LastWords(rank, 0.0, text, trace, follows)
+def test_reports_of_ranks_are_joined() -> None:
+    def report(rank: int, text: str, trace: str = "", follows: bool = False) -> FailureReport:
+        return FailureReport(rank, 0.0, text, trace, follows)
 
     torn = "ValueError: torn"
-    assert told([], 4) == ""
-    assert told([said(0, torn, "Traceback\n")], 1) == f"Traceback\nerror: {torn}\n"
-    assert told([said(3, "a"), said(1, "b"), said(0, "a"), said(2, "")], 4) == (
+    assert summary([], 4) == ""
+    assert summary([report(0, torn, "Traceback\n")], 1) == f"Traceback\nerror: {torn}\n"
+    assert summary([report(3, "a"), report(1, "b"), report(0, "a"), report(2, "")], 4) == (
         "error: ranks 0, 3: a\nerror: rank 1: b\n"
     )
-    same = [said(rank, torn, f"in line {rank // 2}\n") for rank in range(4)]
-    assert told(same, 4) == (f"in line 0\nerror: ranks 0-1: {torn}\nin line 1\nerror: ranks 2-3: {torn}\n")
-    after = [said(rank, "rank 1 failed: ValueError: torn", follows=True) for rank in (3, 0)]
-    assert told([said(1, torn), *after], 4) == f"error: rank 1: {torn}; ranks 0, 3 stop too\n"
-    assert told(after, 4) == "error: rank 1 failed: ValueError: torn; ranks 0, 3 stop too\n"
-    assert told(after[:1], 4) == "error: rank 1 failed: ValueError: torn; rank 3 stops too\n"
-    assert told(after, 4, died=True) == ""
+    same = [report(rank, torn, f"in line {rank // 2}\n") for rank in range(4)]
+    assert summary(same, 4) == (f"in line 0\nerror: ranks 0-1: {torn}\nin line 1\nerror: ranks 2-3: {torn}\n")
+    after = [report(rank, "rank 1 failed: ValueError: torn", follows=True) for rank in (3, 0)]
+    assert summary([report(1, torn), *after], 4) == f"error: rank 1: {torn}; ranks 0, 3 stop too\n"
+    assert summary(after, 4) == "error: rank 1 failed: ValueError: torn; ranks 0, 3 stop too\n"
+    assert summary(after[:1], 4) == "error: rank 1 failed: ValueError: torn; rank 3 stops too\n"
+    assert summary(after, 4, died=True) == ""
 
 
-def test_words_are_told_in_the_order_in_which_they_were_said(tmp_path: Path) -> None:
-    for words in (LastWords(0, 2.0, "second"), LastWords(1, 1.0, "first", "Traceback\n")):
-        leave(tmp_path, words)
-    assert [words.text for words in left(tmp_path)] == ["first", "second"]
-    assert left(tmp_path)[0].traceback == "Traceback\n"
+def test_reports_are_read_in_order_of_time(tmp_path: Path) -> None:
+    for report in (FailureReport(0, 2.0, "second"), FailureReport(1, 1.0, "first", "Traceback\n")):
+        write_report(tmp_path, report)
+    assert [report.text for report in read_reports(tmp_path)] == ["first", "second"]
+    assert read_reports(tmp_path)[0].traceback == "Traceback\n"
 
 
 @needs_mpi

@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 
+from distgraph.ir.collective_registry import Space
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.redistribution.planner import redistribute_cost, step_bytes, wire_price
-from distgraph.passes.redistribution.steps import Space, moves
 from distgraph.passes.search.intra_op.redistribution_costs import Floats, routes
 from distgraph.passes.search.intra_op.redistribution_steps import Layouts, copies_of, permutes, steps
 
@@ -101,7 +101,7 @@ def test_steps_to_every_goal_are_its_moves(mesh: ProcessMesh) -> None:
 def moves_in(
     layouts: Layouts, mesh: ProcessMesh, shape: tuple[int, ...], goal: int, working: int, wide: bool
 ) -> set[tuple[object, ...]]:
-    """What `moves` finds between layouts that use axes in use alone."""
+    """What `Space.steps` finds between layouts that use axes in use alone."""
     states = layouts.states
     axes = tuple(axis for i, axis in enumerate(layouts.axes) if working >> i & 1)
     space = Space(shape, mesh, axes, states[goal], bool(wide))
@@ -115,6 +115,6 @@ def moves_in(
         )
         for at, state in enumerate(states)
         if at != goal and set(state.axes) <= set(axes)
-        for step in moves(space, state)
+        for step in space.steps(state)
         if step.target in states
     }

@@ -1,0 +1,340 @@
+"""The collective registry: a collective is declared once, and all else is derived from its declaration.
+
+    register_collective(Collective("all_gather", layout_after=..., steps=..., sent=..., traffic="ring", ...))
+
+A declaration says what the collective means (the layout of a tensor before and after it; the values of the
+tensor never change), which steps of a redistribution it offers, how many bytes a rank sends, and what a rank
+passes to its transport. Two things stand beside their subject under the same name: what it costs on a cluster
+(`distgraph.resources.collective_algorithms.register_algorithms`) and the call that runs it
+(`distgraph.runtime.transport.collectives.register_call`). `distgraph.ir.collectives` declares the built-in
+ones.
+
+Every collective that changes layouts is also an op of the graph, `comm.<name>`, which is the identity on the
+global tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, define, elementwise
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+
+Dims = tuple[tuple[str, ...], ...]
+Traffic = Literal["ring", "pairs", "tiles", "none"]
+ResultMemory = Literal["new", "operand", "replaced"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a redistribution: a collective that leads from one layout of a tensor to the next.
+
+    Attributes:
+        kind: name of the collective.
+        axes: mesh axes of the group, major to minor: `mesh.group(rank, axes)` lists its ranks in the order of
+            the blocks. For a permute, whose partners are in `exchange_tiles`, all axes that change place.
+        dim: dim that is sliced, gathered or scattered; for all_to_all the dim that gives the axes away.
+        to_dim: for all_to_all, the dim that gets the axes.
+        reduction: sum, max, min or prod, where the kind reduces or masks.
+        source: layout before.
+        target: layout after.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int | None
+    to_dim: int | None
+    reduction: str | None
+    source: ShardSpec
+    target: ShardSpec
+
+    @property
+    def local(self) -> bool:
+        """True when nothing is sent."""
+        return COLLECTIVES[self.kind].local
+
+    def __str__(self) -> str:
+        where = "" if self.dim is None else f" dim {self.dim}"
+        where += "" if self.to_dim is None else f"->{self.to_dim}"
+        what = ", ".join(self.axes) + ("" if self.reduction in (None, "sum") else f":{self.reduction}")
+        return f"{self.kind}({what}){where}: {self.source} -> {self.target}"
+
+
+class StepAttrs(NamedTuple):
+    """Attributes of a collective op in the graph; see `Step`."""
+
+    axes: tuple[str, ...]
+    dim: int = 0
+    to_dim: int = 0
+    reduction: str = "sum"
+
+
+class BlockSizes(NamedTuple):
+    """Elements of the largest blocks of a step; numbers, or arrays with one entry a step.
+
+    Attributes:
+        before, after: the block of a rank before and after the step.
+        piece: the part of the block before the step that one member of the group gets.
+        members: ranks in the group.
+    """
+
+    before: Any
+    after: Any
+    piece: Any
+    members: Any
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """The smaller of two numbers, or of each pair of entries of two arrays."""
+    return np.minimum(a, b) if isinstance(a, np.ndarray) else min(a, b)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """The larger of two numbers, or of each pair of entries of two arrays."""
+    return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """A collective op as one rank runs it: what `Collective.arguments` sees.
+
+    Attributes:
+        op: the op of the graph.
+        source, target: layouts of its operand and its result.
+        rank: the rank.
+        group: ranks that take part, in the order of their blocks.
+    """
+
+    op: Op
+    source: DistAttr
+    target: DistAttr
+    rank: int
+    group: tuple[int, ...]
+
+    def lengths(self, layout: DistAttr, dim: int) -> tuple[int, ...]:
+        """Length of a dim on every member of the group."""
+        axes, mesh, size = layout.spec.dims[dim], layout.mesh, self.op.result.shape[dim]
+        bounds = (mesh.block(size, axes, mesh.index(member, axes)) for member in self.group)
+        return tuple(stop - start for start, stop in bounds)
+
+
+LayoutAfter = Callable[[ShardSpec, StepAttrs], ShardSpec | None]
+StepGenerator = Callable[["Space", ShardSpec], Iterator[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Declaration of a collective.
+
+    Attributes:
+        name: its name; the op in printed graphs is `comm.<name>`.
+        sent: elements that one rank sends, from the sizes of blocks; never negative.
+        traffic: who sends to whom. "ring": each member of the group to the next. "pairs": each to all others
+            alike. "tiles": pieces of blocks from rank to rank, which follow from the two layouts. "none":
+            nothing is sent, the rank changes its own block.
+        layout_after: layout of the tensor after the collective, from the one before and the attributes of the
+            op; None where they do not fit. Absent where no change of layout is such a collective.
+        steps: the steps that the collective offers on the way from one layout to another. Generators may be
+            shared by several collectives.
+        growth: the block after has the size of the block before times (members of the group) ** growth. The
+            size by which costs are stated is that of the larger of the two.
+        tie_break: fraction of a byte, the same for all sizes, that decides between steps that send equally
+            many bytes.
+        ordered: whether the bytes on links depend on the order of the group.
+        parameters: names of the attributes of a rank that its transport call takes between the operand and
+            `out`, in order, such as ("dim", "group").
+        arguments: those attributes on one rank; "group" is there without being computed.
+        packed: "operand" or "result" -> the attribute that names a dim. That block is copied unless nothing
+            lies before the dim.
+        result_memory: where the result is written. "new": in memory of its own. "operand": in that of the
+            operand where nothing else reads it. "replaced": also in that of the parameter that it replaces.
+    """
+
+    name: str
+    sent: Callable[[BlockSizes], Any]
+    traffic: Traffic
+    layout_after: LayoutAfter | None = None
+    steps: StepGenerator | None = None
+    growth: int = 0
+    tie_break: float = 1e-3
+    ordered: bool = True
+    parameters: tuple[str, ...] = ("group",)
+    arguments: Callable[[RankCall], Attrs] | None = None
+    packed: Mapping[str, str] = field(default_factory=dict)
+    result_memory: ResultMemory = "new"
+
+    @property
+    def local(self) -> bool:
+        """True when nothing is sent."""
+        return self.traffic == "none"
+
+    @property
+    def grouped(self) -> bool:
+        """True when all ranks of a group call the transport together."""
+        return self.traffic in ("ring", "pairs")
+
+    def sent_share(self, members: int) -> float:
+        """Bytes that one rank sends for every byte of the collective's size, in a group of some members."""
+        if members == 1:
+            return 0.0
+        before = 1 if self.growth > 0 else members
+        after = before * members if self.growth > 0 else 1 if self.growth < 0 else before
+        share: float = self.sent(BlockSizes(before, after, 1, members)) / members
+        return share
+
+
+COLLECTIVES: dict[str, Collective] = {}
+"""Name -> declaration of every collective."""
+_forget: list[Callable[[], None]] = []
+
+
+def register_collective(collective: Collective) -> Collective:
+    """Declare a collective, and its op where it is one.
+
+    Raises:
+        GraphError: the name is taken.
+    """
+    name = collective.name
+    if name in COLLECTIVES:
+        raise GraphError(f"collective {name} is declared twice; choose another name")
+    if collective.layout_after is not None or collective.traffic == "tiles":
+        define(op_kind(name), elementwise, _no_kernel, infer=_same_type, linear=((0,),), cost="comm")
+    COLLECTIVES[name] = collective
+    _forget_plans()
+    return collective
+
+
+def unregister_collective(name: str) -> None:
+    """Forget a collective, so that it can be declared anew; nothing happens where there is none."""
+    COLLECTIVES.pop(name, None)
+    REGISTRY.pop(op_kind(name), None)
+    _forget_plans()
+
+
+def op_kind(name: str) -> str:
+    """Kind of the op of a collective in the graph.
+
+    >>> op_kind("all_gather")
+    'comm.all_gather'
+    """
+    return f"comm.{name}"
+
+
+def collective_of(kind: str) -> Collective | None:
+    """The collective of an op kind, or of the mode of a rank's op; None for all other kinds."""
+    prefix, _, name = kind.partition(".")
+    return COLLECTIVES.get(name) if prefix == "comm" else None
+
+
+def cached_until_registration(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """As `functools.lru_cache`, for what follows from the declared collectives: another one empties it."""
+
+    def cached(function: Callable[P, R]) -> Callable[P, R]:
+        remembered = lru_cache(maxsize=maxsize)(function)
+        _forget.append(remembered.cache_clear)
+        return cast("Callable[P, R]", remembered)
+
+    return cached
+
+
+def _forget_plans() -> None:
+    for clear in _forget:
+        clear()
+
+
+@lru_cache(maxsize=1)
+def _step_generators() -> tuple[StepGenerator, ...]:
+    """The generators of all declared collectives, each once."""
+    steps = (collective.steps for collective in COLLECTIVES.values())
+    return tuple(dict.fromkeys(each for each in steps if each is not None))
+
+
+_forget.append(_step_generators.cache_clear)
+
+
+def _same_type(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(operands[0].shape, operands[0].dtype)]
+
+
+def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
+    return arrays[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The layouts among which one redistribution is searched: what stays the same during the search.
+
+    Attributes:
+        shape, mesh: of the tensor, global; where it is stored.
+        working: axes that may be used, none of size 1.
+        goal: the layout to arrive at.
+        wide: whether steps count that lead away from the goal. Where all blocks nest they are seldom on a
+            cheapest path.
+    """
+
+    shape: tuple[int, ...]
+    mesh: ProcessMesh
+    working: tuple[str, ...]
+    goal: ShardSpec
+    wide: bool
+
+    def steps(self, spec: ShardSpec) -> Iterator[Step]:
+        """Every exact step out of a layout that can be on a cheapest path to the goal."""
+        for generator in _step_generators():
+            yield from generator(self, spec)
+
+    def unused(self, spec: ShardSpec) -> tuple[str, ...]:
+        """Axes that a layout leaves free."""
+        used = spec.axes
+        return tuple(axis for axis in self.working if axis not in used)
+
+    def nests(self, dim: int, axes: tuple[str, ...], keep: int) -> bool:
+        """True when the blocks over `axes` lie inside those over the first `keep` of them."""
+        if keep == 0 or keep == len(axes):
+            return True
+        return _nests(self.shape[dim], self.mesh.units(axes[:keep]), self.mesh.units(axes[keep:]))
+
+    def leads_to(self, axes: tuple[str, ...], dim: int) -> bool:
+        """True when the goal has one of the axes on this dim."""
+        return self.wide or any(axis in self.goal.dims[dim] for axis in axes)
+
+    def worth_scattering(self, dim: int, axes: tuple[str, ...]) -> bool:
+        """True on the way to the goal, or for axes that no dim of the goal has: any dim does for these."""
+        return self.leads_to(axes, dim) or not any(axis in other for axis in axes for other in self.goal.dims)
+
+    def worth_slicing(self, spec: ShardSpec, dim: int, axes: tuple[str, ...]) -> bool:
+        """True when all axes belong on this dim, or can leave it together with others that must leave it."""
+        if self.wide or all(axis in self.goal.dims[dim] for axis in axes):
+            return True
+        here = spec.dims[dim]
+        if not here or here == self.goal.dims[dim][: len(here)]:
+            return False
+        return all(any(axis in other for other in self.goal.dims) for axis in axes)
+
+
+@lru_cache(maxsize=65536)
+def _nests(size: int, parts: int, split: int) -> bool:
+    block, small = -(-size // parts), -(-size // (parts * split))
+    return all(min(size, i * block) == min(size, i * split * small) for i in range(parts))
+
+
+def with_dim(dims: Dims, dim: int, axes: tuple[str, ...]) -> Dims:
+    """The same dims but for one."""
+    return (*dims[:dim], axes, *dims[dim + 1 :])
+
+
+@lru_cache(maxsize=1024)
+def selections(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """All ordered non-empty selections: `(x, y)` -> `(x,), (y,), (x, y), (y, x)`."""
+    return tuple(some for count in range(1, len(axes) + 1) for some in itertools.permutations(axes, count))
