@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Final
 
 INTERRUPTED: Final = 130
@@ -12,9 +13,7 @@ INTERRUPTED: Final = 130
 def main() -> None:
     """Run a command; Ctrl-C is one line on standard error and exit code 130."""
     try:
-        from distgraph.cli import application  # noqa: PLC0415 (loads all of distgraph, which takes a second)
-
-        application.main()
+        load_application().main()
     except KeyboardInterrupt:
         pass
     except SystemExit as ended:
@@ -24,6 +23,13 @@ def main() -> None:
         return
     sys.stderr.write("error: interrupted\n")
     raise SystemExit(INTERRUPTED)
+
+
+def load_application() -> ModuleType:
+    """The module of the application. It loads all of distgraph, which takes a second."""
+    from distgraph.cli import application  # noqa: PLC0415
+
+    return application
 
 
 def _interrupted(error: BaseException | None) -> bool:

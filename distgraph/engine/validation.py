@@ -75,7 +75,7 @@ def check_training(epochs: Any, batch_size: Any, micro_batches: int, callbacks: 
         if not isinstance(callback, Callback):
             raise RuntimeFault(
                 f"callbacks[{position}] is {_shown(callback)} but must be an object of a subclass of "
-                f"distgraph.engine.callbacks.Callback"
+                "distgraph.callbacks.Callback"
             )
 
 

@@ -145,7 +145,7 @@ class MeasuredTimeline:
             RuntimeFault: there is none, it is no measured timeline, or no step is in it.
         """
         document = read_json(path, RuntimeFault, MOST_BYTES)
-        found = validate(_FILE, document, str(path), RuntimeFault, "distgraph.engine.callbacks.Timeline")
+        found = validate(_FILE, document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
         if not found.steps:
             raise RuntimeFault(f"timeline {path} has no step; record it for longer")
         for at, step in enumerate(found.steps):

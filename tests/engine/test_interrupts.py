@@ -57,7 +57,7 @@ def already_said() -> None:
 def test_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: Any, said: str
 ) -> None:
-    monkeypatch.setattr(entry.importlib, "import_module", load)
+    monkeypatch.setattr(entry, "load_application", lambda: load("distgraph.cli.application"))
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert ended.value.code == 130

@@ -238,7 +238,7 @@ def test_shapes_that_do_not_fit_a_layer_name_the_line_of_the_user() -> None:
     trace = Trace()
     with (
         trace.activate(),
-        pytest.raises(GraphError, match=r"test_nn.py:\d+.*index k is 5 in the left operand but 4"),
+        pytest.raises(GraphError, match=r"test_modules.py:\d+.*index k is 5 in the left operand but 4"),
     ):
         nn.Linear(4, 6)(trace.source("input", "x", (2, 5), "f32"))
     with pytest.raises(GraphError, match="width 8, heads 3 and key_heads 3 do not fit"):

@@ -136,7 +136,7 @@ def test_states_can_be_laid_out_apart_from_their_parameters(rng: np.random.Gener
         "w.adam_m": "[dp, _]", "w.adam_v": "[dp, _]", "b.adam_m": "[dp]", "b.adam_v": "[dp]",
     }  # fmt: skip
     assert all(
-        attr.pinned and attr.origin.where.startswith("test_optim.py:") for attr in graph.attrs.values()
+        attr.pinned and attr.origin.where.startswith("test_optimizers.py:") for attr in graph.attrs.values()
     )
     beside = optim.shard_states(mesh, "dp")
     held = DistAttr(mesh, ShardSpec.of([None, "tp"]))

@@ -181,7 +181,7 @@ def test_mistakes(function: Callable[[Any], Any], message: str) -> None:
 
 def test_errors_name_the_op_and_the_line() -> None:
     with pytest.raises(
-        GraphError, match=r"matmul\(%x0 f32\[4, 6\], %x0 f32\[4, 6\]\) \(test_ops_functions.py:\d+\)"
+        GraphError, match=r"matmul\(%x0 f32\[4, 6\], %x0 f32\[4, 6\]\) \(test_functions.py:\d+\)"
     ):
         trace(lambda x: x @ x, X)
 

@@ -171,7 +171,7 @@ def test_operands_that_do_not_fit_are_refused_with_both_sides(call: Any, message
             lambda *shape: trace.source("input", f"f{shape}", shape, "f32"),
             lambda *shape: trace.source("input", f"i{shape}", shape, "i32"),
         )
-    assert "test_ops_fused.py:" in str(caught.value)
+    assert "test_fused_ops.py:" in str(caught.value)
 
 
 def test_a_gradient_through_row_statistics_is_refused() -> None:

@@ -115,7 +115,7 @@ def test_annotations_that_contradict_each_other(mode: str) -> None:
             dg.shard_tensor(x, GRID(dp=2), [None, "dp"])
             return y
 
-    with pytest.raises(ShardingError, match=r"\[_, dp\].*test_searching.*\[dp, _\]"):
+    with pytest.raises(ShardingError, match=r"\[_, dp\].*test_searched_plans.*\[dp, _\]"):
         MLP.search(two_by_two(), mode, Twice())
 
 

@@ -371,7 +371,7 @@ def test_without_numba_the_loops_are_interpreted() -> None:
 import sys
 sys.modules["numba"] = None
 from distgraph.passes.search.contest import read_contest
-from distgraph.passes.search.intra import solve
+from distgraph.passes.search.solver import solve
 found = solve(read_contest({str(DATA / "example.json")!r}), seconds=60)
 print(found.choice, found.status)
 """
