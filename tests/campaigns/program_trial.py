@@ -20,6 +20,7 @@ from support.programs.equivalence import gathered
 from distgraph.engine import Engine
 from distgraph.engine.callbacks import Callback
 from distgraph.errors import DistGraphError, RuntimeFault
+from distgraph.verifier import verify
 
 TOLERANCE = 1e-9
 """Largest error, relative to the largest element of a tensor."""
@@ -75,7 +76,18 @@ def outcome(case: Case) -> Outcome:
                 found.numbers |= _after(extra, program, engine)
         if "plan" in extras:
             _replay(case, engine, found)
+        _verify_programs(engine)
         return found
+
+
+def _verify_programs(engine: Engine) -> None:
+    """Whether every program that an engine has compiled passes the verifier, which does not run by itself."""
+    for compiled in engine._session.programs.values():
+        try:
+            verify(compiled.build.completed, "completed")
+            verify(compiled.build.lowered, "lowered")
+        except DistGraphError as error:
+            raise AssertionError(f"a compiled program does not pass the verifier: {error}") from error
 
 
 class StopAfter(Callback):

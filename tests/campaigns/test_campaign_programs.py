@@ -26,7 +26,7 @@ from support.files.clusters import cluster_of
 from support.programs.searched import slow
 
 import distgraph as dg
-from distgraph import nn, ops, optim
+from distgraph import nn, ops, optim, verifier
 from distgraph.engine import Engine
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.runtime.transport import inprocess
@@ -113,6 +113,15 @@ def test_a_contribution_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -
     verdict = run_trial(case, references)
     assert verdict.kind == WRONG
     assert "loss of step 0" in verdict.why
+
+
+def test_a_layout_that_the_verifier_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of a wrong layout may be right by chance."""
+    case, references = _two_ranks(), References()
+    monkeypatch.setattr(verifier, "representable", lambda rule, layout: False)
+    verdict = run_trial(case, references)
+    assert verdict.kind == INTERNAL
+    assert "does not pass the verifier" in verdict.why
 
 
 def test_errors_are_told_apart() -> None:
