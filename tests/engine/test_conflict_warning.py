@@ -54,7 +54,7 @@ def test_a_conflict_is_warned_about_once_and_reported_with_its_fix() -> None:
         warnings.simplefilter("error")
         competing.fit((X, Y), batch_size=8, progress=False)
     report = competing.plan.conflicts()
-    assert {conflict.lost.axis for conflict in report} == {"dp"}
+    assert report[0].lost.axis == "dp"
     assert report[0].nbytes > 0
     assert report[0].fix is not None
     assert report[0].fix.after < report[0].fix.before
