@@ -120,7 +120,9 @@ def test_connected_transports_serve_threads_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
-def test_time_limits_that_are_no_positive_numbers_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limits_that_are_no_positive_numbers_are_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DISTGRAPH_TIMEOUT", text)
     with pytest.raises(RuntimeFault, match="expected a positive number of seconds"):
         time_limit(None)
