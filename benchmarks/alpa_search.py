@@ -4,7 +4,7 @@
 
 A point is a published model on as many GPUs of p3.16xlarge (GPT, MoE and Wide-ResNet on 1 to 64, and the
 models of the ablations on 1 to 8). Its baselines are the plans of Alpa, Megatron-LM, DeepSpeed and of all
-ablations (`alpa_plans`), each laid out by its recorded meshes, micro-batches, recomputation and ZeRO, and
+ablations (`recorded_plans`), each laid out by its recorded meshes, micro-batches, recomputation and ZeRO, and
 once more with recomputation the other way round. Ours is what the search of mode auto finds.
 
 Both are the same program: the model of `distgraph.models` with embeddings by lookup, its loss without the
@@ -15,7 +15,7 @@ the same devices, and have to fit the same memory, that of the resource file, as
 
 A baseline counts with the fastest of its plans that fits. Where none fits by our runtime though its authors
 ran it, it counts with the fastest all the same (*): Alpa's compiler keeps less than our runtime. `equal
-operator` cuts inside blocks, which `alpa_plans` cannot express: it has no figure (-).
+operator` cuts inside blocks, which `recorded_plans` cannot express: it has no figure (-).
 
 `seconds` of a search are CPU seconds of its process; a search without any plan in that time counts as slower.
 Points that --done has are not searched again, so that a long run can be taken up where it ended.
@@ -62,14 +62,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.alpa_search`
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the package `benchmarks`
 
-from alpa_forecast import batch_of, meshes_of, model_of, optimizer_of
-from alpa_plans import Plan, Stage, blocks_of
-from alpa_rows import Row, read_rows
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.support.alpa.plan_forecast import batch_of, meshes_of, model_of, optimizer_of
+from benchmarks.support.alpa.published_rows import Row, read_rows
+from benchmarks.support.alpa.recorded_plans import Plan, Stage, blocks_of
 from distgraph import data
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.rank_placement import price_on

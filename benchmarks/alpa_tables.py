@@ -3,9 +3,9 @@
     python benchmarks/alpa_tables.py [--quick] [--table NAME] [--calibrate] [--search] [--json FILE]
 
 Every row is a graph of `distgraph.models` with forward, backward and update, completed, lowered and
-scheduled like any program (`alpa_forecast`), for the plan that its authors recorded (`alpa_plans`), and
+scheduled like any program (`plan_forecast`), for the plan that its authors recorded (`recorded_plans`), and
 forecast on resources/files/p3_16xlarge_x8.yaml. TFLOPS are per GPU, of the FLOP that the row counts
-(`alpa_rows`). `mean_error` is mean |forecast seconds / published seconds - 1| of all rows that ran on 2
+(`published_rows`). `mean_error` is mean |forecast seconds / published seconds - 1| of all rows that ran on 2
 GPUs or more and that the forecast says fit. Rows on 1 GPU are those of the calibration and projected rows
 were not run: both stand in the tables and not in the mean. `mean_error_of_tflops` is the same of TFLOPS.
 
@@ -72,19 +72,19 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.alpa_tables`
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the package `benchmarks`
 
-import alpa_search
-from alpa_forecast import Found, built, forecast_of
-from alpa_plans import Plan
-from alpa_rows import Row, read_rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import alpa_search
+from benchmarks.support.alpa.plan_forecast import Found, built, forecast_of
+from benchmarks.support.alpa.published_rows import Row, read_rows
+from benchmarks.support.alpa.recorded_plans import Plan
+from benchmarks.support.calibration import Fit, Parameter, fit
 from distgraph.models import WideResNetConfig
 from distgraph.resources import Cluster, ComputeCost
-from distgraph.resources.calibrate import Fit, Parameter, fit
 from distgraph.resources.cluster import MatmulRate
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast.op_cost import OpCost, Work

@@ -2,12 +2,13 @@
 
     python benchmarks/comm_bytes.py [FILE] [--only REGEX] [--check] [--no-refine] [--print] [--json OUT]
 
-FILE (default `data/gspmd_comm.json`) names programs of `comm_programs.py` with the mesh, the shape, dtype and
-layout of every argument, and the layout of the results (none = the partitioner chooses, but no result stays
-a pending sum). All given layouts are pinned. Ours = the largest number of bytes that a rank sends in one step
-under ring algorithms, as the rank programs say; XLA = the smaller of Shardy and GSPMD, an all-reduce whose
-users only slice it counted as reduce-scatter (XLA on CPU forms none by itself). An all-reduce costs 2(g-1)/g
-of its bytes, all-gather, reduce-scatter and all-to-all (g-1)/g of the whole, a permute its block.
+FILE (default `data/gspmd_comm.json`) names programs of `communication_programs` with the mesh, the shape,
+dtype and layout of every argument, and the layout of the results (none = the partitioner chooses, but no
+result stays a pending sum). All given layouts are pinned. Ours = the largest number of bytes that a rank
+sends in one step under ring algorithms, as the rank programs say; XLA = the smaller of Shardy and GSPMD, an
+all-reduce whose users only slice it counted as reduce-scatter (XLA on CPU forms none by itself). An
+all-reduce costs 2(g-1)/g of its bytes, all-gather, reduce-scatter and all-to-all (g-1)/g of the whole, a
+permute its block.
 
 `--check` also runs every program on in-process ranks with random numbers and compares all results with the
 serial interpretation: a layout that saves bytes but computes something else does not count. Where rounding in
@@ -46,9 +47,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from comm_programs import HEADS, SETTING, Setting, leaves, program_of
-
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the package `benchmarks`
+from benchmarks.support.communication_programs import HEADS, SETTING, Setting, leaves, program_of
 from distgraph.errors import DistGraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph

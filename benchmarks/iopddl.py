@@ -48,6 +48,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distgraph.passes.search.contest import read_contest
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the package `benchmarks`
+
+from benchmarks.support.iopddl_reader import read_contest
 from distgraph.passes.search.solver import solve
 
-DATA = Path(__file__).parent.parent / "tests" / "data" / "iopddl"
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "iopddl"
 QUICK_SECONDS = 8.0
 KNOWN = {  # file: best known objective, best of the contest's entries
     "A": (6548553650, 6548641531),

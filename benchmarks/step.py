@@ -74,7 +74,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_
 TIME_LIMIT = 300.0  # seconds for one program
 LOSS_TOLERANCE = 1e-4  # relative; fp32 sums in another order stay below 1e-5 over the first steps
 MODULES = {
-    "ours": "benchmarks.ours_step",
+    "ours": "benchmarks.peers.distgraph_peers",
     "handwritten": "benchmarks.peers.handwritten",
     "torch": "benchmarks.peers.torch_peers",
 }

@@ -3,8 +3,8 @@
     python benchmarks/vtrain.py [--quick] [--json FILE]
     python benchmarks/vtrain.py --calibrate A.csv --test B.csv [--json FILE]
 
-One model of costs (`megatron_cost`, the forecast in closed form over graphs of `distgraph.models`) with the
-parameters below, calibrated on each cluster by robust least squares (`distgraph.resources.calibrate`).
+One model of costs (`training_cost`, the forecast in closed form over graphs of `distgraph.models`) with the
+parameters below, calibrated on each cluster by robust least squares (`benchmarks.support.calibration`).
 Errors are mean |forecast / measured - 1| of rows that the fit did not see: 10 folds by rows (5 with
 `--quick`), and one fold for each hidden size. Nothing is left out: rows in which the measured run itself
 slowed down (memory nearly full) count too. Regret: how much slower than the fastest measured layout of a
@@ -40,15 +40,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))  # also as `python -m benchmarks.vtrain`
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the package `benchmarks`
 
-from megatron import Run, read_runs
-from megatron_cost import Costs
 from rich.console import Console
 from rich.table import Table
 
-from distgraph.errors import ResourceError
-from distgraph.resources.calibrate import (
+from benchmarks.support.calibration import (
     Fit,
     Parameter,
     by_group,
@@ -58,6 +55,9 @@ from distgraph.resources.calibrate import (
     fit,
     regret,
 )
+from benchmarks.support.megatron.training_cost import Costs
+from benchmarks.support.megatron.training_program import Run, read_runs
+from distgraph.errors import ResourceError
 from distgraph.resources.load import load_cluster
 
 DATA = Path(__file__).parent / "data" / "vtrain"

@@ -1,2 +1,31 @@
-"""Passes: pure functions Graph -> Graph, one file a pass, file name = pass name = name on the command
-line."""
+"""Passes: pure functions from a program to a program, one file a pass, file name = pass name.
+
+Importing this package registers the passes of `pass_pipeline`; `register_pass` registers one from elsewhere.
+"""
+
+from distgraph.passes import (
+    choose_completion,
+    complete,
+    dead_code_elimination,
+    decompose,
+    layout_local_search,
+    lower,
+    partition,
+    reshard,
+    split_tasks,
+)
+from distgraph.passes.pass_registry import PassContext, register_pass
+
+__all__ = [
+    "PassContext",
+    "choose_completion",
+    "complete",
+    "dead_code_elimination",
+    "decompose",
+    "layout_local_search",
+    "lower",
+    "partition",
+    "register_pass",
+    "reshard",
+    "split_tasks",
+]

@@ -18,12 +18,12 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import BUDGET, refined
-from distgraph.passes.lower import lower
-from distgraph.passes.partition import partition
+from distgraph.passes.partition import RankProgram
+from distgraph.passes.pass_pipeline import pipeline, run_passes
+from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.propagate_shardings import POLICIES
 from distgraph.passes.redistribution.planner import Price, wire_price
-from distgraph.passes.reshard import reshard
-from distgraph.passes.split_tasks import phases
+from distgraph.passes.split_tasks import Parts
 
 _GAIN = 0.5  # bytes
 _SLACK = 1.01  # computation per rank that a completion may have above the first one
@@ -84,8 +84,15 @@ def _measured(
 
 def sent(completed: Graph) -> float:
     """Bytes that the first rank of every mesh sends in a step."""
-    parts = phases(lower(reshard(completed)))
-    return sum(partition(parts, rank).bytes_sent() for rank in {mesh.members[0] for mesh in completed.meshes})
+    passes = pipeline()
+    parts: Parts = run_passes(completed, passes.reaching("resharded", "lowered", "tasks"), verified=False)
+    total = 0.0
+    for rank in {mesh.members[0] for mesh in completed.meshes}:
+        program: RankProgram = run_passes(
+            parts, passes.reaching("rank"), PassContext(rank=rank), verified=False
+        )
+        total += program.bytes_sent()
+    return total
 
 
 def operations(completed: Graph) -> float:
@@ -95,3 +102,15 @@ def operations(completed: Graph) -> float:
         if op.layout is not None and op.operands:
             total += flops(op) / op.layout.mesh.count(axis for _, axes in op.layout.axes for axis in axes)
     return total
+
+
+@register_pass("choose_completion", requires="serial", stage="completed", excludes=("complete",))
+def _run(graph: Graph, context: PassContext) -> Graph:
+    """Complete where annotations compete so that least is sent."""
+    return arrange(
+        graph,
+        context.mesh,
+        price=context.layout_price,
+        search=context.search_layouts,
+        budget=context.search_budget or BUDGET,
+    )

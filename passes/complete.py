@@ -32,6 +32,7 @@ from distgraph.passes.assign_meshes import place
 from distgraph.passes.decompose import decompose
 from distgraph.passes.defer_cross_mesh_sums import postpone
 from distgraph.passes.defer_partials import Kept, deferred, passing_group
+from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.propagate_shardings import Settled, op_layout, propagate, value_spec
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
@@ -154,3 +155,9 @@ def _origin(held: Mapping[str, tuple[int | None, int, Origin]], op: Op) -> Origi
     if not from_user:
         return Origin("default", "replicated: no claim reached it")
     return Origin("rule", f"of %{op.name} {op.kind}, from {', '.join(from_user)}")
+
+
+@register_pass("complete", requires="serial", stage="completed", excludes=("choose_completion",))
+def _run(graph: Graph, context: PassContext) -> Graph:
+    """Give every value and op its layout, from the annotations."""
+    return complete(graph, context.mesh)

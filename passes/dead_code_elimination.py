@@ -12,10 +12,12 @@ Invariant: outputs, updates and annotations of what is left do not change.
 from __future__ import annotations
 
 from distgraph.ir.graph import Graph, Op
+from distgraph.passes.pass_registry import register_pass
 
 
+@register_pass("dead_code_elimination", stage="serial")
 def prune(graph: Graph) -> Graph:
-    """Drop ops whose results nobody reads."""
+    """Remove ops that neither an output nor an update needs."""
     needed = set(graph.kept) | {old for old, _ in graph.updates}
     left: list[Op] = []
     for op in reversed(graph.ops):

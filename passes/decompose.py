@@ -17,6 +17,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
+from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 
@@ -63,3 +64,9 @@ def _expand(op: Op) -> list[Op]:
         )
         for made in trace.ops
     ]
+
+
+@register_pass("decompose", stage="serial", after=("dead_code_elimination",))
+def _run(graph: Graph, _context: PassContext) -> Graph:
+    """Replace every fused op by simpler ops."""
+    return decompose(graph, [op.name for op in graph.ops if lookup(op.kind).decompose is not None])

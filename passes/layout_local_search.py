@@ -34,6 +34,7 @@ from distgraph.ir.sharding_spec import Origin
 from distgraph.passes.analysis.layout_space import LayoutSpace
 from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.analysis.value_cost import Key, ValueCosts
+from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, wire_price
 
 BUDGET = 60_000  # work of one search, see `refine`
@@ -305,3 +306,9 @@ def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> 
             attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
         )
     return Refined(sum(refiner.costs), graph.with_ops(ops, attrs=attrs), refiner.work)
+
+
+@register_pass("layout_local_search", stage="completed")
+def _run(graph: Graph, context: PassContext) -> Graph:
+    """Search layouts of what nobody annotated that send less."""
+    return refine(graph, context.layout_price, context.search_budget or BUDGET)

@@ -19,6 +19,7 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
+from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.cross_mesh import transfer
 from distgraph.passes.redistribution.planner import Price, Step, redistribute, wire_price
 
@@ -101,3 +102,9 @@ def _chain(
 def _attrs(step: Step) -> dict[str, Any]:
     fields = {"axes": step.axes, "dim": step.dim, "to_dim": step.to_dim, "reduction": step.reduction}
     return {name: field for name, field in fields.items() if field is not None and field != ()}
+
+
+@register_pass("lower", requires="resharded", stage="lowered")
+def _run(graph: Graph, context: PassContext) -> Graph:
+    """Turn every reshard into the cheapest collectives."""
+    return lower(graph, context.price)

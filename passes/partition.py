@@ -23,6 +23,7 @@ from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import local_attrs, window_bounds
 from distgraph.ir.sharding_spec import DistAttr
+from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.halo import halo_tiles, inside_window
 from distgraph.passes.redistribution.tiles import Tile, crossing_by_rank, exchange_by_rank
 from distgraph.passes.split_tasks import Part, Parts
@@ -228,3 +229,9 @@ def _exchange(
 
 def _inside(tile: Tile, block: tuple[tuple[int, int], ...]) -> Slices:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(tile.bounds, block, strict=True))
+
+
+@register_pass("partition", requires="tasks", stage="rank")
+def _run(parts: Parts, context: PassContext) -> RankProgram:
+    """Make the program of one rank: local shapes and partners."""
+    return partition(parts, context.rank)

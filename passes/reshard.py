@@ -29,6 +29,7 @@ from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import Windows, operand_layout, operand_windows, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin
+from distgraph.passes.pass_registry import register_pass
 from distgraph.passes.redistribution.cross_mesh import transfer_cost
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.redistribution.tiles import without_unit_axes
@@ -49,9 +50,14 @@ class Shared(dict[Key, Value]):
         self.landings = landings
 
 
+@register_pass("reshard", requires="completed", stage="resharded")
 @collector_paused()
 def reshard(graph: Graph) -> Graph:
-    """Insert reshard ops. Raises GraphError when the graph is not completed."""
+    """Make every change of layout an explicit `reshard` op.
+
+    Raises:
+        GraphError: the graph is not completed.
+    """
     bare = next((op for op in graph.ops if op.layout is None), None)
     if bare is not None:
         raise GraphError(f"{bare} has no layout; run the pass complete before reshard")

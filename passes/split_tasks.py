@@ -32,6 +32,7 @@ from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import Windows, lookup
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.passes.pass_registry import register_pass
 
 Key = tuple[str, ProcessMesh, int]
 Block = tuple[tuple[int, ...], str, ShardSpec, Windows]  # shape, dtype, layout, and halo where there is one
@@ -165,9 +166,10 @@ class _State:
     tail: set[str] = field(default_factory=set)
 
 
+@register_pass("split_tasks", requires="lowered", stage="tasks")
 @collector_paused()
 def phases(graph: Graph) -> Parts:
-    """Tasks of a lowered graph."""
+    """Cut the graph into the tasks of a step, for all ranks."""
     places: dict[frozenset[int], ProcessMesh] = {}
     for attr in graph.attrs.values():
         places.setdefault(attr.mesh.rank_set, attr.mesh)

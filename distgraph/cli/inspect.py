@@ -7,20 +7,32 @@ from typing import Annotated
 
 import typer
 
+from distgraph.cli.pass_table import pass_table
 from distgraph.errors import DistGraphError, GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.passes.analysis.conflicts import conflicts, explain
-from distgraph.passes.pass_pipeline import PASSES, Ran, run_passes
+from distgraph.passes.pass_pipeline import PassRun, run_passes
+from distgraph.passes.pass_registry import GRAPH_STAGES, find_passes
 from distgraph.serialization.documents import MOST_BYTES, decode, read_text
 from distgraph.verifier import verify
+
+
+def _list_passes(asked: bool) -> None:
+    if asked:
+        typer.echo(pass_table())
+        raise typer.Exit
 
 
 def inspect(
     file: Annotated[str, typer.Argument(help="Graph text (.dg), - for standard input.")],
     passes: Annotated[
-        str, typer.Option("-p", "--passes", help=f"Of {', '.join(PASSES)}; commas between.")
+        str, typer.Option("-p", "--passes", help="Names of passes, commas between; see --list-passes.")
     ] = "",
+    list_passes: Annotated[
+        bool,
+        typer.Option("--list-passes", callback=_list_passes, is_eager=True, help="Print a table of passes."),
+    ] = False,
     print_each: Annotated[
         bool, typer.Option("--print-each", help="Print the graph after each pass.")
     ] = False,
@@ -39,17 +51,17 @@ def inspect(
     except DistGraphError as error:
         message = str(error)
         raise GraphError(message if message.startswith(where) else f"{where}: {message}") from None
-    names = [name.strip() for name in passes.split(",") if name.strip()]
+    names = _graph_passes(passes)
     completed: list[Graph] = [graph]
 
-    def watch(ran: Ran) -> None:
-        typer.echo(f"# {ran}")
+    def watch(run: PassRun) -> None:
+        typer.echo(f"# {run}")
         if print_each:
-            typer.echo(print_graph(ran.after), nl=False)
-        if PASSES[ran.name].gives == "completed":
-            completed.append(ran.after)
+            typer.echo(print_graph(run.after), nl=False)
+        if run.ran.stage == "completed":
+            completed.append(run.after)
 
-    final = run_passes(graph, names, watch)
+    final: Graph = run_passes(graph, names, watch=watch)
     if not (print_each and names):
         typer.echo(print_graph(final), nl=False)
     if show_conflicts:
@@ -58,6 +70,17 @@ def inspect(
         )
     if about:
         _echo_commented([explain(completed[-1], about)])
+
+
+def _graph_passes(text: str) -> list[str]:
+    """Names of passes. Raises GraphError: there is no such pass, or what it gives is no graph."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for each in find_passes(names):
+        if each.stage not in GRAPH_STAGES:
+            raise GraphError(
+                f"pass {each.name} gives no graph but inspect prints graphs; stop at the pass before it"
+            )
+    return names
 
 
 def _read(file: str) -> str:

@@ -22,6 +22,7 @@ from distgraph.engine.compile.plan_extract import extract
 from distgraph.engine.compile.program_forecast import beforehand, cluster_for, forecast_training
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.training_spec import Recipe, metric_names
+from distgraph.engine.conflict_warning import warn_conflicts
 from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
 from distgraph.engine.executable import Compiled
 from distgraph.engine.history import History, Means
@@ -95,6 +96,7 @@ class Engine:
         self._recording: Recording | None = None  # of steps, while there is one
         self._means = Means()  # of the epoch under way
         self._warned = False  # of values that are not finite
+        self._conflicts_reported = False  # whether annotations that compete have been looked for
         self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
         self._loaded: Loaded | None = None  # what it goes on from
         self.memory = Memory(seed)
@@ -335,7 +337,7 @@ class Engine:
         def portable() -> Plan:
             return extract(compiled.training, build, mapping, self.cluster)
 
-        return PlanView(build, compiled.mode, mapping, portable)
+        return PlanView(build, compiled.mode, mapping, portable, self.recipe.strategy)
 
     def forecast(
         self,
@@ -421,6 +423,9 @@ class Engine:
             self._means = Means()
         for batch in loader:
             logs = self.run(batch)
+            if not self._conflicts_reported:
+                self._conflicts_reported = True
+                warn_conflicts(self._compiled("plan").build.completed)
             if self.step not in self.history.skipped[-1:]:
                 self._means.add(logs, len(batch))
             for watcher in watchers:

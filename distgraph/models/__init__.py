@@ -5,7 +5,6 @@ stages(model, [mesh[0:2], mesh[2:4]], recompute=True)
 plan = Engine(model, model.loss, optim.AdamW()).prepare(shapes)
 """
 
-from distgraph.models import published
 from distgraph.models.decoder import Block, CausalAttention, Decoder
 from distgraph.models.gpt import GPT, GPT_PRESETS, GPTConfig
 from distgraph.models.gshard import MOE_PRESETS, GShardMoE, MoEConfig
@@ -32,6 +31,5 @@ __all__ = [
     "WideResNet",
     "WideResNetConfig",
     "annotate",
-    "published",
     "stages",
 ]

@@ -29,8 +29,9 @@ class Strategy:
             halves the devices again and again, "auto" searches everything and takes the best forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
+            Mode "auto" chooses the number itself and takes none.
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
-            registered (see `distgraph.plan.schedule_policies`).
+            registered (see `distgraph.plan.schedule_policies`). Mode "auto" chooses it.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
@@ -55,7 +56,8 @@ class Strategy:
 
     Raises:
         ShardingError: an unknown mode, schedule, device, policy or axis; fewer than one micro-batch, or step
-            between comparisons; a budget below one, or without a search.
+            between comparisons; micro-batches or a schedule in mode "auto"; a budget below one, or without a
+            search.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -95,6 +97,8 @@ class Strategy:
             raise ShardingError(
                 f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
             )
+        if self.mode == "auto":
+            self._check_nothing_is_given_to_the_search()
         every = self.verify_replicas
         if every is not None and (not is_integer(every) or every < 1):
             raise ShardingError(
@@ -118,6 +122,15 @@ class Strategy:
                 f"refine_budget of Strategy is {budget} but refine is {self.refine!r}, which searches "
                 'nothing; use refine="always" or leave refine_budget out'
             )
+
+    def _check_nothing_is_given_to_the_search(self) -> None:
+        for name, default in (("micro_batches", 1), ("schedule", "1f1b")):
+            value = getattr(self, name)
+            if value != default:
+                raise ShardingError(
+                    f'{name} of Strategy is {value!r} but mode "auto" chooses it itself; leave {name} out, '
+                    f'or use mode "semi"'
+                )
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

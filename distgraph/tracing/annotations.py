@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import EllipsisType
 from typing import Any
 
 from distgraph.errors import ShardingError
@@ -151,8 +152,24 @@ def on(mesh: ProcessMesh | None) -> Iterator[None]:
         yield
 
 
-def pipeline_boundary(x: Any, mesh: ProcessMesh | None = None) -> Any:
-    """Mark the border between two stages; what follows runs on `mesh`, or where its annotations say."""
+def pipeline_boundary(x: Any, mesh: ProcessMesh | EllipsisType | None = ...) -> Any:
+    """Mark the boundary between two pipeline stages: ops that follow run on `mesh`, or where annotations say.
+
+    Args:
+        x: what the first stage gives to the second.
+        mesh: the ranks of the second stage; None changes nothing, so that a script also runs serially.
+
+    Returns:
+        `x` itself.
+
+    Raises:
+        ShardingError: the mesh is left out.
+    """
+    if isinstance(mesh, EllipsisType):
+        raise ShardingError(
+            "pipeline_boundary has no mesh but ends a pipeline stage; give it the mesh of the next stage: "
+            "pipeline_boundary(x, mesh)"
+        )
     if mesh is None:
         return x
     trace = Trace.current()

@@ -127,13 +127,16 @@ def _where(origin: Origin) -> str:
     return origin.where or str(origin)
 
 
-def conflicts(graph: Graph, *, seconds: Price | None = None, plan: Plan = complete) -> tuple[Conflict, ...]:
+def conflicts(
+    graph: Graph, *, seconds: Price | None = None, plan: Plan | None = complete
+) -> tuple[Conflict, ...]:
     """What completion had to decide against an annotation, most bytes first.
 
     Args:
         graph: a completed graph.
         seconds: seconds of one collective on the cluster (see `redistribute.Price`).
-        plan: completes a graph; the changes of annotation are tried with it.
+        plan: completes a graph; the changes of annotation are tried with it. None tries none: no conflict has
+            a fix then, and the report is cheap.
     """
     fixes: dict[tuple[str, Origin, Origin], Fix | None] = {}
     times = multiplicity(graph)
@@ -144,7 +147,7 @@ def conflicts(graph: Graph, *, seconds: Price | None = None, plan: Plan = comple
             continue
         moves = tuple(_moves_of(graph, op, lost, times, seconds))
         key = (lost.axis, lost.claimed, lost.held)
-        if key not in fixes and moves:
+        if key not in fixes and moves and plan is not None:
             fixes[key] = _best_fix(graph, lost, plan)
         found.append(Conflict(lost, op.kind, moves, fixes.get(key) if moves else None))
     return tuple(sorted(found, key=lambda c: -c.nbytes))

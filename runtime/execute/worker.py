@@ -27,7 +27,7 @@ from distgraph.runtime.schedule.schedule import Schedule
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.transport.collectives import finish
 from distgraph.runtime.transport.transport import Transport
-from distgraph.runtime.transport.watchdog import Place, noted
+from distgraph.runtime.transport.watchdog import Activity, recording
 
 _VERDICT = "\0finite"  # no output has this label: names hold no NUL
 _NEUTRAL = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
@@ -183,14 +183,14 @@ class Worker:
         """
         if self._buffers is not None:
             self._buffers.begin()
-        place = Place() if self._transport is None else self._transport.place
-        place.transfers, place.micro_batches = self._transfers, self.program.graph.micro_batches
+        activity = Activity() if self._transport is None else self._transport.activity
+        activity.transfers, activity.micro_batches = self._transfers, self.program.graph.micro_batches
         if recorder is None:
-            outputs = self._step(feeds, noted(place, _run), _run)
+            outputs = self._step(feeds, recording(activity, _run), _run)
         else:
             with recorder.watching(self.tasks.values(), self._transport):
-                outputs = self._step(feeds, noted(place, recorder.run), recorder.post)
-        place.task = ""
+                outputs = self._step(feeds, recording(activity, recorder.run), recorder.post)
+        activity.task = ""
         if self._buffers is not None:
             self._buffers.end()
         return outputs

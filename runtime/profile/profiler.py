@@ -201,7 +201,7 @@ def _places(transport: MpiTransport | None) -> str:
     """How ranks share the cores of the first one's machine."""
     if transport is None:
         return ""
-    return f"{transport.share:g} ranks a core" + ", each on one" * transport.bound
+    return f"{transport.binding.share:g} ranks a core" + ", each on one" * transport.binding.bound
 
 
 def _listed(header: Mapping[str, Any]) -> str:
@@ -284,7 +284,7 @@ class _Profile:
         # Ranks that a core computes in turns, here and for every rank.
         self.share, self.shares = 1.0, [1.0]
         if transport is not None:
-            self.share = transport.share
+            self.share = transport.binding.share
             self.shares = transport.broadcast_object(transport.gather_objects(self.share, 0), 0)
 
     @property

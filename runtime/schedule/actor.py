@@ -69,7 +69,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The task could run now: it wants the device."""
+    """The task can run and needs its device."""
 
     task: str
     micro: int
@@ -104,8 +104,8 @@ Instruction = Request | Run | Send | Release
 
 
 @dataclass(slots=True)
-class _Inlet:
-    """What has arrived from one upstream task: a prefix of its micro-batches, and those that overtook it."""
+class _Input:
+    """Results that have arrived from one upstream task: the first `arrived`, and `early` ones after a gap."""
 
     source: str
     instances: int
@@ -114,8 +114,8 @@ class _Inlet:
 
 
 @dataclass(slots=True)
-class _Outlet:
-    """Results that one downstream task has not consumed yet."""
+class _Output:
+    """The buffer of results that one downstream task has not consumed yet."""
 
     target: str
     buffers: int | None
@@ -123,7 +123,7 @@ class _Outlet:
 
 
 class Actor:
-    """The state machine of one task for one step; see the module's text for its events and instructions.
+    """The state machine of one task for one step; the module's text lists its events and instructions.
 
     Args:
         task: the task.
@@ -142,14 +142,14 @@ class Actor:
         (Send(target='backward.s1', micro=0), Release(source='forward.s0', micro=0))
     """
 
-    __slots__ = ("_inlets", "_instances", "_next", "_outlets", "_requested", "_running", "task")
+    __slots__ = ("_inputs", "_instances", "_next", "_outputs", "_requested", "_running", "task")
 
     def __init__(
         self, task: Task, inputs: Mapping[str, int], outputs: Sequence[Edge], instances: int
     ) -> None:
         self.task = task
-        self._inlets = {source: _Inlet(source, count) for source, count in inputs.items()}
-        self._outlets = {edge.target: _Outlet(edge.target, edge.buffers) for edge in outputs}
+        self._inputs = {source: _Input(source, count) for source, count in inputs.items()}
+        self._outputs = {edge.target: _Output(edge.target, edge.buffers) for edge in outputs}
         self._instances = instances
         self._next = 0
         self._running = False
@@ -175,11 +175,11 @@ class Actor:
         return self._request()
 
     def handle(self, event: Event) -> tuple[Instruction, ...]:
-        """Take one event, change state, say what to do.
+        """Handle one event. Returns the instructions that follow from it.
 
         Raises:
             RuntimeFault: an event that cannot happen: data twice, a buffer freed that held nothing, data from
-                or a buffer of a task this one is not joined to, the end of a run that was not begun.
+                or a buffer of a task without an edge to this one, the end of a run that was not started.
         """
         kind = type(event)
         if kind is DataReady:
@@ -192,66 +192,66 @@ class Actor:
             return ()
         self._requested = False
         self._running = True
-        for outlet in self._outlets.values():
-            outlet.alive += 1
+        for output in self._outputs.values():
+            output.alive += 1
         return (Run(self.task.name, self._next),)
 
     def waits(self) -> tuple[str, ...]:
-        """What the next micro-batch lacks, in words; empty when nothing but the device, or all is done."""
+        """Texts of what the next micro-batch waits for, apart from the device; empty if for nothing."""
         if self.done:
             return ()
-        lacks = []
-        for inlet in self._inlets.values():
-            last = self._needed(inlet) - 1
-            if inlet.arrived <= last:
-                which = str(last) if inlet.arrived == last else f"{inlet.arrived}..{last}"
-                lacks.append(f"data of micro-batch {which} from {inlet.source}")
-        lacks += [
-            f"a free buffer towards {outlet.target} ({outlet.alive} of {outlet.buffers} alive)"
-            for outlet in self._outlets.values()
-            if outlet.buffers is not None and outlet.alive >= outlet.buffers
+        missing = []
+        for input_ in self._inputs.values():
+            last = self._needed(input_) - 1
+            if input_.arrived <= last:
+                which = str(last) if input_.arrived == last else f"{input_.arrived}..{last}"
+                missing.append(f"data of micro-batch {which} from {input_.source}")
+        missing += [
+            f"a free buffer towards {output.target} ({output.alive} of {output.buffers} alive)"
+            for output in self._outputs.values()
+            if output.buffers is not None and output.alive >= output.buffers
         ]
-        return tuple(lacks)
+        return tuple(missing)
 
-    def _needed(self, inlet: _Inlet) -> int:
-        return min(self._next + 1, inlet.instances) if self.task.per_micro else inlet.instances
+    def _needed(self, input_: _Input) -> int:
+        return min(self._next + 1, input_.instances) if self.task.per_micro else input_.instances
 
     def _request(self) -> tuple[Instruction, ...]:
         if self._requested or self._running or self._next == self._instances:
             return ()
-        for inlet in self._inlets.values():
-            if inlet.arrived < self._needed(inlet):
+        for input_ in self._inputs.values():
+            if input_.arrived < self._needed(input_):
                 return ()
-        for outlet in self._outlets.values():
-            if outlet.buffers is not None and outlet.alive >= outlet.buffers:
+        for output in self._outputs.values():
+            if output.buffers is not None and output.alive >= output.buffers:
                 return ()
         self._requested = True
         return (Request(self.task.name, self._next),)
 
     def _data_ready(self, event: DataReady) -> tuple[Instruction, ...]:
-        inlet = self._inlets.get(event.source)
-        if inlet is None or not 0 <= event.micro < inlet.instances:
+        input_ = self._inputs.get(event.source)
+        if input_ is None or not 0 <= event.micro < input_.instances:
             raise RuntimeFault(
                 f"{self.task.name} got data of {event.source} {event.micro}, which it does not use"
             )
-        if event.micro < inlet.arrived or event.micro in inlet.early:
+        if event.micro < input_.arrived or event.micro in input_.early:
             raise RuntimeFault(f"{self.task.name} got data of {event.source} {event.micro} twice")
-        if event.micro > inlet.arrived:
-            inlet.early.add(event.micro)
+        if event.micro > input_.arrived:
+            input_.early.add(event.micro)
             return ()
-        inlet.arrived += 1
-        while inlet.arrived in inlet.early:
-            inlet.early.remove(inlet.arrived)
-            inlet.arrived += 1
+        input_.arrived += 1
+        while input_.arrived in input_.early:
+            input_.early.remove(input_.arrived)
+            input_.arrived += 1
         return self._request()
 
     def _buffer_freed(self, event: BufferFreed) -> tuple[Instruction, ...]:
-        outlet = self._outlets.get(event.target)
-        if outlet is None or outlet.alive == 0:
+        output = self._outputs.get(event.target)
+        if output is None or output.alive == 0:
             raise RuntimeFault(
                 f"{event.target} freed a buffer of {self.task.name} {event.micro} that holds nothing"
             )
-        outlet.alive -= 1
+        output.alive -= 1
         return self._request()
 
     def _finished(self, event: Finished) -> tuple[Instruction, ...]:
@@ -259,16 +259,16 @@ class Actor:
             raise RuntimeFault(f"{self.task.name} {event.micro} finished but was not running")
         self._running = False
         self._next += 1
-        told: list[Instruction] = [*self._request()]
-        told += [Send(target, event.micro) for target in self._outlets]
-        for inlet in self._inlets.values():
+        instructions: list[Instruction] = [*self._request()]
+        instructions += [Send(target, event.micro) for target in self._outputs]
+        for input_ in self._inputs.values():
             if not self.task.per_micro:
-                told += [Release(inlet.source, micro) for micro in range(inlet.instances)]
-            elif inlet.instances == self._instances:
-                told.append(Release(inlet.source, event.micro))
+                instructions += [Release(input_.source, micro) for micro in range(input_.instances)]
+            elif input_.instances == self._instances:
+                instructions.append(Release(input_.source, event.micro))
             elif self.done:  # a once-per-step result serves all micro-batches and is consumed by the last
-                told.append(Release(inlet.source, 0))
-        return tuple(told)
+                instructions.append(Release(input_.source, 0))
+        return tuple(instructions)
 
 
 def actors(graph: TaskGraph) -> dict[str, Actor]:

@@ -1,11 +1,12 @@
-"""Schedules: the order in which each rank runs its tasks, decided once, printed, parsed and followed.
+"""Schedules: the order in which each rank runs its tasks, decided once; it can be printed and parsed.
 
-`schedule` runs the actors under the simulated clock and keeps the order that comes out. Every rank then
-follows its recorded order, so that ranks which share a task (and the collectives inside it) always agree,
-whatever the real durations turn out to be. A recorded order cannot deadlock: it has been executed once.
+`schedule` runs the actors under the simulated clock and records the order. Every rank follows its recorded
+order, so that ranks which share a task (and the collectives inside it) always agree, whatever the real
+durations are. A recorded order cannot deadlock, because it has been simulated once.
 
-Text form: a line of facts, the columns where they are not the plain pipeline's, then one line per clock and
-one column per group of ranks with the same order; F0 = forward of micro-batch 0, - = idle. Every task counts
+Text form: a first line with the policy and the numbers of columns and micro-batches; the ranks and tasks of
+each column, unless they are those of a pipeline with one rank per stage; then one line per clock, with one
+column per group of ranks that have the same order. F0 = forward of micro-batch 0, - = idle. Every task takes
 one clock.
 
     1f1b n=2 m=2                                1f1b n=2 m=2
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.simulate import Timeline, simulate, symbols
-from distgraph.runtime.schedule.steady_state import clocked
+from distgraph.runtime.schedule.steady_state import unit_timeline
 from distgraph.runtime.schedule.task import UPDATES, TaskGraph
 
 __all__ = ["Column", "Schedule", "Step", "check", "parse", "schedule"]
@@ -51,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Ranks with one and the same order.
+    """A group of ranks with the same order.
 
     Args:
         ranks: the ranks, ascending.
@@ -76,15 +77,15 @@ class Schedule:
     def posts(self) -> dict[str, NDArray[np.int64]]:
         """Task -> for each micro-batch the clock at which all its ranks have posted their receives.
 
-        The worker posts those of place p of its order when place p - 2 is done.
+        The worker posts the receives of place p of its order when the task of place p - 2 is done.
         """
-        found: dict[str, NDArray[np.int64]] = {}
+        posts: dict[str, NDArray[np.int64]] = {}
         for column in self.columns:
             for place, step in enumerate(column.steps):
-                clocks = found.setdefault(step.task, np.zeros(self.micro_batches, np.int64))
+                clocks = posts.setdefault(step.task, np.zeros(self.micro_batches, np.int64))
                 if place > 1:
                     clocks[step.micro] = max(clocks[step.micro], column.steps[place - 2].clock + 1)
-        return found
+        return posts
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ class Schedule:
                 table[step.clock][index] = f"{symbol[step.task]}{step.micro}"
         widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
         return "\n".join(
-            " ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+            " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table
         )
 
     def __str__(self) -> str:
@@ -145,7 +146,7 @@ class Schedule:
 
 
 def _plain_names(stage: int, letters: set[str]) -> tuple[tuple[str, str], ...]:
-    """Symbols of the plain pipeline of one rank per stage, as far as they are used."""
+    """(symbol, task) of a pipeline of one rank per stage, for the symbols that are used."""
     kinds = (("F", "forward"), ("B", "backward"), ("O", "optimize"))
     return tuple((letter, f"{kind}.s{stage}") for letter, kind in kinds if letter in letters)
 
@@ -188,19 +189,18 @@ def schedule(
     """
     chosen = schedule_policy(policy)
     if durations is None and not transfer:
-        found = clocked(graph, chosen)
+        timeline = unit_timeline(graph, chosen)
     else:
         orders = simulate(graph, durations, policy=chosen, transfer=transfer).orders()
-        found = simulate(graph, None, policy=chosen, order=orders)
-    orders = found.orders()
-    last = _updates_last(graph, orders)
-    if last != orders:
-        found = simulate(graph, None, policy=chosen, order=last)
-    # columns by rank that differ only in time, not in tasks, would have been one resource already
+        timeline = simulate(graph, None, policy=chosen, order=orders)
+    orders = timeline.orders()
+    orders_updates_last = _updates_last(graph, orders)
+    if orders_updates_last != orders:
+        timeline = simulate(graph, None, policy=chosen, order=orders_updates_last)
     columns = []
-    for ranks in found.columns:
+    for ranks in timeline.columns:
         names = symbols([task for task in graph.tasks if ranks[0] in task.ranks])
-        steps = tuple(Step(round(run.start), run.task, run.micro) for run in found.of_rank(ranks[0]))
+        steps = tuple(Step(round(run.start), run.task, run.micro) for run in timeline.of_rank(ranks[0]))
         columns.append(Column(ranks, tuple((symbol, task) for task, symbol in names.items()), steps))
     return Schedule(chosen.name, graph.micro_batches, tuple(columns))
 
@@ -208,8 +208,10 @@ def schedule(
 def _updates_last(
     graph: TaskGraph, orders: Mapping[int, tuple[tuple[str, int], ...]]
 ) -> dict[int, tuple[tuple[str, int], ...]]:
-    """The orders with updates behind all other tasks. Nothing but an update reads what one makes, so the
-    others keep their order."""
+    """The orders with update tasks moved behind all others, which keep their order.
+
+    Nothing but another update reads the result of an update.
+    """
     updates = {task.name for task in graph.tasks if task.kind == UPDATES}
     return {rank: tuple(sorted(order, key=lambda step: step[0] in updates)) for rank, order in orders.items()}
 
@@ -245,23 +247,25 @@ def parse(text: str) -> Schedule:
                 )
             column.append((clock, cell["symbol"], int(cell["micro"])))
     columns = []
-    for index, found in enumerate(steps):
+    for index, entries in enumerate(steps):
         ranks, names = (
-            _columns_head(legend[index]) if legend else ((index,), _plain_names(index, {c[1] for c in found}))
+            _parse_legend(legend[index])
+            if legend
+            else ((index,), _plain_names(index, {c[1] for c in entries}))
         )
         task = dict(names)
-        unknown = next((symbol for _, symbol, _ in found if symbol not in task), None)
+        unknown = next((symbol for _, symbol, _ in entries if symbol not in task), None)
         if unknown is not None:
             raise GraphError(
                 f"schedule: {unknown} in column {index} has no name; the column has {', '.join(task)}"
             )
         columns.append(
-            Column(ranks, names, tuple(Step(clock, task[symbol], micro) for clock, symbol, micro in found))
+            Column(ranks, names, tuple(Step(clock, task[symbol], micro) for clock, symbol, micro in entries))
         )
     return Schedule(header["policy"], int(header["micro"]), tuple(columns))
 
 
-def _columns_head(match: re.Match[str]) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
+def _parse_legend(match: re.Match[str]) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
     names = [pair.split("=", 1) for pair in match["names"].split()]
     return tuple(map(int, match["ranks"].split(","))), tuple((symbol, task) for symbol, task in names)
 
@@ -274,31 +278,30 @@ def check(
     policy: str | SchedulePolicy | None = None,
     transfer: float = 0.0,
 ) -> Timeline:
-    """Run a schedule against a task graph under the simulated clock, before it is run for real.
+    """Simulate a schedule with a task graph, to check it before it is run.
 
     Args:
         planned: the schedule.
         graph: the task graph.
         durations: seconds by task name or kind; None: one second each.
-        policy: whose credits hold; None: those of the policy that the schedule names.
+        policy: the policy whose credits are used; None: the one that the schedule names.
         transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
 
     Returns:
         The timeline of the step.
 
     Raises:
-        GraphError: the schedule is for another number of micro-batches, or names a rank or task that is not
-            there.
+        GraphError: the schedule is for another number of micro-batches, or for other ranks.
         RuntimeFault: the schedule deadlocks, leaves a task out or repeats one; the message draws the grid.
     """
     if planned.micro_batches != graph.micro_batches:
         raise GraphError(
             f"schedule has m={planned.micro_batches} but the task graph has {graph.micro_batches} "
-            "micro-batches; make the schedule anew"
+            "micro-batches; make a new schedule"
         )
     if planned.ranks != graph.ranks:
         raise GraphError(
-            f"schedule has ranks {planned.ranks} but the task graph has {graph.ranks}; make it anew"
+            f"schedule has ranks {planned.ranks} but the task graph has {graph.ranks}; make a new schedule"
         )
     chosen = schedule_policy(planned.policy if policy is None else policy)
     timeline = simulate(graph, durations, policy=chosen, order=planned.orders(), transfer=transfer)

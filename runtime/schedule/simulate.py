@@ -4,10 +4,10 @@
 *Out:* a `Timeline`: when each task instance ran on each rank.
 *Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted.
 
-Where a policy decides, a plain event queue over the ranks; a recorded order is a longest path (`recorded`).
+A policy is simulated by an event queue over the ranks; a recorded order is a longest path (`event_graph.py`).
 Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
-the size of a mesh. (A process-based simulation library was no fit: who gets a device is not a queue but a
-choice among requests that each want several devices.)
+the size of a mesh. (A process-based simulation library did not fit: a device is not given to the first in a
+queue but to one of several requests, each of which needs several devices.)
 
 Example, one forward and one backward at a time (rows are time, columns are ranks):
 
@@ -43,7 +43,7 @@ from distgraph.runtime.schedule.actor import (
     actors,
 )
 from distgraph.runtime.schedule.credits import with_credits
-from distgraph.runtime.schedule.event_graph import followed
+from distgraph.runtime.schedule.event_graph import order_times
 from distgraph.runtime.schedule.task import Ring, TaskGraph, phases, topological_order, verify
 from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Record, Timeline, symbols
 
@@ -100,7 +100,7 @@ def simulate(
         order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
         transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or
             those of each edge (source, target), 0 where it is not named.
-        last: seconds of tasks with the last micro-batch, by name, where those differ.
+        last: durations of tasks with the last micro-batch, by name, where they differ.
         rings: buffers that messages are sent from, of the programs that follow `order`.
 
     Returns:
@@ -108,33 +108,33 @@ def simulate(
 
     Raises:
         GraphError: the graph is malformed (see `verify`), or a duration is missing or makes no sense.
-        RuntimeFault: deadlock: the run stopped with work left. The message draws the grid up to there and
-            says for each rank what it waits for.
+        RuntimeFault: deadlock: the run stopped with work left. The message draws the grid up to that time
+            and names for each rank what it waits for.
     """
     verify(graph)
     chosen = schedule_policy(policy)
     delays = _delays(graph, transfer)
     seconds = seconds_of(graph, durations)
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
-    clock = _Clock(with_credits(graph, chosen), chosen, seconds, ends, order, delays)
+    clock = _SimulatedClock(with_credits(graph, chosen), chosen, seconds, ends, order, delays)
     if clock.order is not None:
-        runs = followed(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings)
+        runs = order_times(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings)
         if runs is not None:
             return Timeline(clock.graph, runs, clock.columns)
-    found = clock.run()  # with an order that leads nowhere it tells what waits for what
+    timeline = clock.run()  # of an order that deadlocks it reports what each rank waits for
     if rings:
         raise RuntimeFault(
             "deadlock: the order can be run, but not with rings of "
             f"{min(ring.depth for ring in rings)} buffers: a task waits for a receive that is posted later; "
             "give the senders more buffers"
         )
-    return found
+    return timeline
 
 
 def _delays(
     graph: TaskGraph, transfer: float | Mapping[tuple[str, str], float]
 ) -> dict[tuple[str, str], float]:
-    """Seconds of every edge whose target has ranks that its source has not."""
+    """Seconds of each edge whose target runs on ranks that do not run its source."""
     for seconds in transfer.values() if isinstance(transfer, Mapping) else (transfer,):
         if not 0 <= seconds < float("inf"):
             raise GraphError(f"transfer time is {seconds} s, expected a finite number from 0 up")
@@ -145,9 +145,11 @@ def _delays(
     return {edge: seconds for edge, seconds in transfer.items() if seconds}
 
 
-class _Clock:
-    """Virtual time, the actors, and who holds which device. A device is a group of ranks that all do the
-    same."""
+class _SimulatedClock:
+    """Virtual time, the actors, and the task that each device runs.
+
+    A device here is a group of ranks that run the same tasks.
+    """
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class _Clock:
         self.phase = phases(graph)
         self.depth = {name: -index for index, name in enumerate(topological_order(graph))}
         self.busy: list[str | None] = [None] * len(self.columns)
-        self.wanted: list[dict[str, tuple[int, ...]]] = [{} for _ in self.columns]  # requests and their keys
+        self.requested: list[dict[str, tuple[int, ...]]] = [{} for _ in self.columns]  # requests, their keys
         self.forwards = [0] * len(self.columns)  # forward instances not yet begun
         for task in graph.tasks:
             if self.phase[task.name] == "forward":
@@ -194,7 +196,7 @@ class _Clock:
 
     def run(self) -> Timeline:
         for name, actor in self.actors.items():
-            self._obey(name, actor.start())
+            self._execute(name, actor.start())
         self._dispatch()
         while self.queue:
             horizon = self.queue[0][0] * (1 + SAME_TIME)
@@ -205,20 +207,20 @@ class _Clock:
                     for device in self.devices[name]:
                         self.busy[device] = None
                     self.dirty.update(self.devices[name])
-                self._obey(name, self.actors[name].handle(event))
+                self._execute(name, self.actors[name].handle(event))
             self._dispatch()
         timeline = Timeline(self.graph, tuple(self.intervals), self.columns)
         if not all(actor.done for actor in self.actors.values()):
             raise RuntimeFault(self._deadlock(timeline))
         return timeline
 
-    def _obey(self, name: str, instructions: tuple[Instruction, ...]) -> None:
+    def _execute(self, name: str, instructions: tuple[Instruction, ...]) -> None:
         for instruction in instructions:
             kind = type(instruction)
             if kind is Send:
                 self._deliver(name, instruction.target, instruction.micro)  # type: ignore[union-attr]
             elif kind is Request:
-                self._want(name, instruction.micro)
+                self._record_request(name, instruction.micro)
             elif kind is Run:
                 final = self.per_micro[name] and instruction.micro == self.graph.micro_batches - 1
                 seconds = (self.last if final else self.seconds)[name]
@@ -226,7 +228,7 @@ class _Clock:
                 self._push(self.now + seconds, name, Finished(instruction.micro))
             else:
                 source = instruction.source  # type: ignore[union-attr]
-                self._obey(source, self.actors[source].handle(BufferFreed(name, instruction.micro)))
+                self._execute(source, self.actors[source].handle(BufferFreed(name, instruction.micro)))
 
     def _deliver(self, source: str, target: str, micro: int) -> None:
         event = DataReady(source, micro)
@@ -234,29 +236,29 @@ class _Clock:
         if delay:
             self._push(self.now + delay, target, event)
         else:
-            self._obey(target, self.actors[target].handle(event))
+            self._execute(target, self.actors[target].handle(event))
 
     def _push(self, time: float, name: str, event: Finished | DataReady) -> None:
         heapq.heappush(self.queue, (time, -self.depth[name], self.pushed, name, event))
         self.pushed += 1
 
-    def _want(self, name: str, micro: int) -> None:
+    def _record_request(self, name: str, micro: int) -> None:
         if self.table is None:
             key = (*self.policy.priority(self.phase[name], micro, self.requests), self.depth[name])
         else:
             key = (*self.table.priority(name, micro), self.depth[name])
         self.requests += 1
         for device in self.devices[name]:
-            self.wanted[device][name] = key
+            self.requested[device][name] = key
         self.dirty.update(self.devices[name])
 
     def _dispatch(self) -> None:
         dirty, self.dirty = self.dirty, set()
         if self.order is not None:
-            self._follow(dirty)
+            self._grant_recorded(dirty)
             return
         if self.instant:
-            # what takes no time goes first and its news is heard before a device is given away for longer
+            # tasks without duration run first, and their events are handled before a longer task starts
             self._grant(dirty, instant_only=True)
             if self.queue and self.queue[0][0] <= self.now * (1 + SAME_TIME):
                 self.dirty |= dirty
@@ -264,33 +266,33 @@ class _Clock:
         self._grant(dirty, instant_only=False)
 
     def _grant(self, dirty: set[int], *, instant_only: bool) -> None:
-        """Give free devices to the first request by the policy's order.
+        """Grant free devices to the requests in the order of the policy's keys.
 
-        A request that must wait for one device keeps the others it needs from lesser requests, so that a task
-        on many ranks is not starved.
+        A request that waits for one of its devices reserves the others, so that requests with larger keys
+        cannot starve a task on many ranks.
         """
         keys = {
             name: key
             for device in dirty
             if self.busy[device] is None
-            for name, key in self.wanted[device].items()
+            for name, key in self.requested[device].items()
         }
         hold_backward = self.policy.forward_is_done_first
-        held: set[int] = set()
+        reserved: set[int] = set()
         for name in sorted(keys, key=keys.__getitem__):
             devices = self.devices[name]
             if hold_backward and self.phase[name] == "backward" and any(self.forwards[d] for d in devices):
                 continue
             if self.table is not None and not self.table.allows(name, self.actors[name].next_micro):
                 continue
-            free = all(self.busy[device] is None and device not in held for device in devices)
+            free = all(self.busy[device] is None and device not in reserved for device in devices)
             if free and not (instant_only and self.seconds[name] > 0):
                 self._start(name)
             else:
-                held.update(devices)
+                reserved.update(devices)
 
-    def _follow(self, dirty: set[int]) -> None:
-        """Give each device to the next task of its order once all ranks of that task have come to it."""
+    def _grant_recorded(self, dirty: set[int]) -> None:
+        """Grant each device to the next task of its order, once all devices of the task have reached it."""
         for device in dirty:
             step = self._recorded(device)
             if step is None or self.busy[device] is not None:
@@ -313,12 +315,12 @@ class _Clock:
     def _start(self, name: str) -> None:
         for device in self.devices[name]:
             self.busy[device] = name
-            del self.wanted[device][name]
+            del self.requested[device][name]
             if self.phase[name] == "forward":
                 self.forwards[device] -= 1
         if self.table is not None:
             self.table.started(name, self.actors[name].next_micro)
-        self._obey(name, self.actors[name].handle(_DEVICE_FREE))
+        self._execute(name, self.actors[name].handle(_DEVICE_FREE))
 
     def _deadlock(self, timeline: Timeline) -> str:
         total = sum(self.graph.instances(task) for task in self.graph.tasks)
@@ -344,32 +346,32 @@ class _Clock:
             return
         step = self._recorded(device)
         if step is None:
-            left = [
+            missing = [
                 name for name in self.devices if device in self.devices[name] and not self.actors[name].done
             ]
-            if left:
-                yield f"{who}: the order ends but leaves out {', '.join(left)}"
+            if missing:
+                yield f"{who}: the order ends but leaves out {', '.join(missing)}"
             return
         name, micro = step
-        known = self.actors.get(name)
-        if known is None or device not in self.devices[name]:
-            yield f"{waits} {name} {micro}, which is no task of its own"
-        elif known.next_micro != micro:
-            mine = f"{name} {known.next_micro}"
-            yield f"{waits} {name} {micro} for its own {mine}, which comes later or never"
+        stopped = self.actors.get(name)
+        if stopped is None or device not in self.devices[name]:
+            yield f"{waits} {name} {micro}, which the task graph does not run there"
+        elif stopped.next_micro != micro:
+            earlier = f"{name} {stopped.next_micro}"
+            yield f"{waits} {name} {micro} for {earlier} on the same ranks, which comes later or never"
         else:
-            yield f"{waits} {name} {micro} for {self._reason(known, device)}"
+            yield f"{waits} {name} {micro} for {self._reason(stopped, device)}"
 
     def _reason(self, actor: Actor, device: int) -> str:
-        lacks = list(actor.waits())
+        missing = list(actor.waits())
         if self.order is not None:
             for other in self.devices[actor.task.name]:
                 step = self._recorded(other)
                 if other != device and step != (actor.task.name, actor.next_micro):
-                    at = "the end of its order" if step is None else f"{step[0]} {step[1]}"
-                    lacks.append(f"{_ranks_text(self.columns[other])}, which is at {at}")
+                    position = "the end of its order" if step is None else f"{step[0]} {step[1]}"
+                    missing.append(f"{_ranks_text(self.columns[other])}, which is at {position}")
         turn = "all forwards of its ranks" if self.table is None else "its turn in the table of the schedule"
-        return " and ".join(lacks) or turn
+        return " and ".join(missing) or turn
 
 
 def _columns(

@@ -1,13 +1,14 @@
-"""A pipeline of many micro-batches from one of few: what happens again and again is simulated once.
+"""The timeline of many micro-batches, made from a simulation of few by repeating the steady state.
 
-*In:* a task graph and a policy that knows micro-batches by their differences only. *Out:* the timeline with
-one clock a task. *Invariant:* the one of the whole simulation, step by step.
+*In:* a task graph and a policy that depends only on differences between micro-batches (`relative`).
+*Out:* the timeline with one clock a task. *Invariant:* it equals the simulation of all micro-batches.
 
-Before clock c let n_t(c) instances of task t have begun. With one clock a task these numbers are the whole
-state of the actors. Where at c2 they are those at c1, each per-micro-batch task delta further, and no task
-has come to its last instance, all from c1 on happens again: with R delta more micro-batches, the clocks
-[c1, c2) come R times more. (The steady state of a timed event graph: Baccelli, Cohen, Olsder and Quadrat,
-Synchronization and Linearity (1992), section 3.7; here it is looked for, not taken for granted.)
+Let n_t(c) be the number of instances of task t that have begun before clock c. With one clock a task these
+numbers are the whole state of the actors. If at clock c2 they equal those at c1, plus delta for each task
+that runs once per micro-batch, and no task has reached its last instance, the clocks [c1, c2) are a period:
+with R delta more micro-batches they are repeated R more times. (The steady state of a timed event graph:
+Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity (1992), section 3.7. Here a period is
+searched for and not assumed.)
 """
 
 from __future__ import annotations
@@ -19,41 +20,41 @@ from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import TaskGraph, verify
 from distgraph.runtime.schedule.timeline import Interval, Timeline
 
-_ROUNDS = 2  # micro-batches a stage with which a steady state is looked for
+_ROUNDS = 2  # micro-batches per stage of the simulation in which a period is searched for
 
 
-def clocked(graph: TaskGraph, policy: SchedulePolicy) -> Timeline:
+def unit_timeline(graph: TaskGraph, policy: SchedulePolicy) -> Timeline:
     """The timeline of a policy where every task takes one clock.
 
     Raises:
         GraphError: the graph is malformed.
         RuntimeFault: deadlock.
     """
-    verify(graph)  # buffers may be too few for all micro-batches alone
+    verify(graph)  # the buffers may suffice for few micro-batches and not for all
     few = _ROUNDS * (graph.stages + 2)
     while policy.relative and 2 * few < graph.micro_batches:
         short = simulate(replace(graph, micro_batches=few), policy=policy)
-        again = _repeated(short)
-        if again is None:
+        period = _find_period(short)
+        if period is None:
             break
-        lacking = (graph.micro_batches - few) % again.micro
-        if not lacking:
-            return _prolonged(short, again, graph.micro_batches)
-        few += lacking
+        remainder = (graph.micro_batches - few) % period.micro
+        if not remainder:
+            return _extend(short, period, graph.micro_batches)
+        few += remainder
     return simulate(graph, policy=policy)
 
 
 @dataclass(frozen=True, slots=True)
-class _Repeated:
-    """Clocks [start, stop) happen again, each task `micro` micro-batches further."""
+class _Period:
+    """The clocks [start, stop) repeat, with every micro-batch number increased by `micro`."""
 
     start: int
     stop: int
     micro: int
 
 
-def _repeated(timeline: Timeline) -> _Repeated | None:
-    """The first clocks after which everything is as it was before them; None where there are none."""
+def _find_period(timeline: Timeline) -> _Period | None:
+    """The first period of a timeline; None where there is none."""
     graph = timeline.graph
     begun = {task.name: 0 for task in graph.tasks}
     per_micro = [task.name for task in graph.tasks if task.per_micro]
@@ -71,25 +72,25 @@ def _repeated(timeline: Timeline) -> _Repeated | None:
                 return None
             if state in seen:
                 before, behind = seen[state]
-                return _Repeated(before, clock, first - behind)
+                return _Period(before, clock, first - behind)
             seen[state] = clock, first
         begun[run.task] += 1
     return None
 
 
-def _prolonged(short: Timeline, again: _Repeated, micro_batches: int) -> Timeline:
-    """The timeline of more micro-batches."""
+def _extend(short: Timeline, period: _Period, micro_batches: int) -> Timeline:
+    """The timeline of more micro-batches, made by repeating the period."""
     graph = replace(short.graph, micro_batches=micro_batches)
-    rounds = (micro_batches - short.graph.micro_batches) // again.micro
+    rounds = (micro_batches - short.graph.micro_batches) // period.micro
     per_micro = {task.name: task.per_micro for task in graph.tasks}
 
     def later(run: Interval, times: int) -> Interval:
-        shift = times * (again.stop - again.start)
-        micro = run.micro + times * again.micro if per_micro[run.task] else run.micro
+        shift = times * (period.stop - period.start)
+        micro = run.micro + times * period.micro if per_micro[run.task] else run.micro
         return Interval(run.task, micro, run.start + shift, run.end + shift)
 
-    head = [run for run in short.intervals if run.start < again.stop]
-    block = [run for run in head if run.start >= again.start]
+    head = [run for run in short.intervals if run.start < period.stop]
+    block = [run for run in head if run.start >= period.start]
     middle = [later(run, times) for times in range(1, rounds + 1) for run in block]
     tail = [later(run, rounds) for run in short.intervals[len(head) :]]
     return Timeline(graph, (*head, *middle, *tail), short.columns)

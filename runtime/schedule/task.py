@@ -1,11 +1,11 @@
-"""The task graph of one training step: which tasks there are, who runs them, and what each waits for.
+"""The task graph of one training step: the tasks, the ranks that run them, and their dependencies.
 
-A task is a piece of the step with one role (load, forward, backward, send, recv, sync, optimize). It runs
-together on all ranks of one mesh, once per micro-batch or once per step. An edge says that the target uses a
-result of the source, and how many such results may be alive at once.
+A task is a part of the step with one role (load, forward, backward, send, recv, sync, optimize). It runs
+together on all ranks of one mesh, once per micro-batch or once per step. An edge states that the target uses
+a result of the source, and how many such results may be alive at once.
 
-Invariant (checked by `verify`): names are unique, every edge joins two known tasks, the graph has no cycle,
-and no bounded buffer must hold more results than it has room for before its consumer may start.
+Invariant (checked by `verify`): names are unique, every edge joins two tasks of the graph, the graph has no
+cycle, and the consumer of a bounded buffer never waits for more results than the buffer holds.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 KINDS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
 
 UPDATES = "optimize"
-"""Kind of the tasks that write new parameters and states: on every rank they run after all others."""
+"""Kind of the tasks that write new parameters and states. They run after all others on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One role of the step on one mesh.
+    """A part of the step on one mesh.
 
     Args:
         name: unique in its graph, for example "forward.s1".
@@ -66,7 +66,7 @@ class Edge:
         source: name of the task that produces.
         target: name of the task that consumes.
         buffers: how many results of the source may be alive at once; a result is alive from the start of the
-            source to the end of the target. None: no limit of its own, so that a policy may set one.
+            source to the end of the target. None: no limit of its own; a schedule policy may set one.
     """
 
     source: str
@@ -76,16 +76,16 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Buffers that messages are sent from, one a micro-batch, used again in turn.
+    """Buffers that messages are sent from: one per micro-batch, reused in turn.
 
-    A buffer is written again when the receives of what was sent from it are posted, which each rank of the
-    receiver does as soon as it is done with the task two places before it in its order.
+    A buffer is written again when the receives of the messages sent from it are posted. Each rank of the
+    receiver posts them when it has finished the task two places before the receiver in its order.
 
     Args:
         writer: task that writes the buffers.
         receiver: task that receives what is sent from them.
-        depth: how many there are.
-        posting: they are written by a receive, which is posted a place ahead of the task itself.
+        depth: number of buffers.
+        posting: the buffers are written by a receive, which is posted one place before the task itself.
     """
 
     writer: str
@@ -116,12 +116,12 @@ class TaskGraph:
         )
 
     def instances(self, task: Task) -> int:
-        """How many times a task runs in one step."""
+        """Number of instances of a task in one step."""
         return self.micro_batches if task.per_micro else 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that run something, ascending."""
+        """All ranks that run a task, ascending."""
         return tuple(sorted({rank for task in self.tasks for rank in task.ranks}))
 
     @property
@@ -138,7 +138,7 @@ def _as_networkx(graph: TaskGraph) -> nx.DiGraph[str]:
 
 
 def topological_order(graph: TaskGraph) -> tuple[str, ...]:
-    """Names of the tasks, each after all it waits for; among equals in the order of `graph.tasks`."""
+    """Names of the tasks in topological order, with ties in the order of `graph.tasks`."""
     place = {task.name: index for index, task in enumerate(graph.tasks)}
     return tuple(nx.lexicographical_topological_sort(_as_networkx(graph), key=place.__getitem__))
 
@@ -148,8 +148,8 @@ def phases(graph: TaskGraph) -> dict[str, str]:
 
     A per-micro-batch task is "backward" when it is a backward task or follows one (the send of a gradient
     is), else "forward". A once-per-step task is "before" when some per-micro-batch task waits for it, else
-    "after". Nothing of phase forward ever waits for anything of phase backward, so a policy may put all of
-    one ahead of the other.
+    "after". No forward task waits for a backward task, so a policy may run all
+    forward tasks first.
     """
     kinds = {task.name: task for task in graph.tasks}
     directed = _as_networkx(graph)
@@ -172,9 +172,10 @@ def phases(graph: TaskGraph) -> dict[str, str]:
 
 
 def barriers(graph: TaskGraph) -> dict[str, frozenset[str]]:
-    """For each task, the once-per-step tasks before it that wait for micro-batches themselves.
+    """For each task, the once-per-step tasks before it that themselves wait for micro-batches.
 
-    Between two tasks with different barriers all micro-batches may pile up, so their buffers cannot be few.
+    An edge between two tasks with different barriers may have to hold all micro-batches, so its buffers
+    cannot be few.
     """
     kinds = {task.name: task for task in graph.tasks}
     directed = _as_networkx(graph)
@@ -193,7 +194,7 @@ def barriers(graph: TaskGraph) -> dict[str, frozenset[str]]:
 
 
 def verify(graph: TaskGraph) -> None:
-    """Check that the graph can be run at all.
+    """Check that the graph is well-formed and can be run.
 
     Raises:
         GraphError: fewer than one micro-batch; a duplicated name or edge, an unknown kind, a task without
@@ -246,7 +247,7 @@ def _verify_edges(graph: TaskGraph) -> None:
 
 
 def _verify_buffers(graph: TaskGraph, directed: nx.DiGraph[str]) -> None:
-    """A consumer that waits for all micro-batches, itself or behind a barrier, needs room for all."""
+    """Check that a consumer which waits for all micro-batches, itself or by a barrier, has room for all."""
     tasks = {task.name: task for task in graph.tasks}
     behind = barriers(graph)
     for edge in graph.edges:
@@ -266,7 +267,7 @@ def _verify_buffers(graph: TaskGraph, directed: nx.DiGraph[str]) -> None:
 def pipeline(
     stages: Sequence[tuple[int, ...]], micro_batches: int, *, backward: bool = True, optimize: bool = True
 ) -> TaskGraph:
-    """The classical linear pipeline: forward, backward and optimize on each stage.
+    """The task graph of a linear pipeline: forward, backward and optimize on each stage.
 
     Args:
         stages: ranks of each stage, first to last; stages may differ in size.
@@ -275,8 +276,8 @@ def pipeline(
         optimize: False: leave the once-per-step update out.
 
     Returns:
-        Tasks "forward.s0", "backward.s0", "optimize.s0", ... No edge has a buffer limit: that is the policy's
-        part.
+        Tasks "forward.s0", "backward.s0", "optimize.s0", ... No edge has a buffer limit; the schedule
+        policy sets them.
 
     Example:
         >>> [task.name for task in pipeline([(0,), (1, 2)], 4).tasks][:3]

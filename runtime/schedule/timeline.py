@@ -1,7 +1,7 @@
-"""What ran when: the timeline of a step, as intervals, as a record per rank, as a picture.
+"""The timeline of a step: the time of every task instance, as intervals, as records by rank, and as a grid.
 
-*In:* intervals of tasks and the ranks that did the same. *Out:* who was busy when, what was alive, the grid.
-*Invariant:* intervals stand in the order in which they were started; two of one rank do not overlap.
+*In:* intervals of tasks, and groups of ranks that run the same tasks. *Out:* busy times, live micro-batches,
+the grid. *Invariant:* intervals are in the order of their start; two of one rank do not overlap.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When everything ran.
+    """The time of every task instance of a step.
 
     Args:
-        graph: the task graph, with the buffer limits that held.
+        graph: the task graph, with the buffer limits of the run.
         intervals: every task instance in the order in which they were started.
-        columns: ranks that did the same at the same time, as groups; ascending by first rank.
+        columns: groups of ranks that run the same tasks at the same times; ascending by first rank.
     """
 
     graph: TaskGraph
@@ -73,27 +73,26 @@ class Timeline:
                 yield Record(rank, run.task, run.micro, run.start, run.end)
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """What one rank ran, in order."""
+        """The task instances of one rank, in order."""
         names = {task.name for task in self.graph.tasks if rank in task.ranks}
         return tuple(run for run in self.intervals if run.task in names)
 
     def orders(self) -> dict[int, tuple[tuple[str, int], ...]]:
-        """For each rank the (task, micro-batch) pairs it ran, in order. Ranks of one column share one
-        tuple."""
+        """Rank -> its (task, micro-batch) pairs, in order. Ranks of one column share one tuple."""
         result: dict[int, tuple[tuple[str, int], ...]] = {}
         for ranks, runs in zip(self.columns, self._by_column(), strict=True):
             result.update(dict.fromkeys(ranks, tuple((run.task, run.micro) for run in runs)))
         return dict(sorted(result.items()))
 
     def busy(self) -> dict[int, float]:
-        """Seconds that each rank was at work; the makespan less this is its bubble."""
+        """Rank -> seconds in which it runs tasks; the rest of the makespan is its bubble."""
         result: dict[int, float] = {}
         for ranks, runs in zip(self.columns, self._by_column(), strict=True):
             result.update(dict.fromkeys(ranks, sum(run.end - run.start for run in runs)))
         return dict(sorted(result.items()))
 
     def peak_live(self) -> tuple[int, ...]:
-        """For each stage, how many micro-batches were alive there at once.
+        """For each stage, the largest number of micro-batches that are alive there at once.
 
         A micro-batch lives on a stage from the start of its first forward task there to the end of its last
         backward task there; to the end of its last task there when the stage has no backward task.
@@ -120,12 +119,13 @@ class Timeline:
         return tuple(peaks)
 
     def grid(self, rows: int | None = None) -> str:
-        """The rank x time picture: a line for each interval in which nothing starts or ends, a column for
-        each group of ranks that do the same; F0 = forward of micro-batch 0 (see `symbols`), | = still at it,
-        - = idle.
+        """The grid of ranks and times as text.
+
+        It has a line for each interval in which nothing starts or ends, and a column for each group of ranks
+        that run the same tasks. F0 = forward of micro-batch 0 (see `symbols`), | = still running, - = idle.
 
         Args:
-            rows: only the last so many lines; None: all.
+            rows: number of lines, counted from the end; None: all.
         """
         table = _table(self, self._by_column())
         return _align(table if rows is None else table[max(0, len(table) - rows) :])
@@ -143,8 +143,7 @@ class Timeline:
 
 
 def symbols(tasks: Sequence[Task]) -> dict[str, str]:
-    """A short symbol for each task of one rank: the letter of its kind, Fa, Fb, ... for further ones of that
-    kind.
+    """Task -> its short symbol in the grid: the letter of its kind, then Fa, Fb, ... for more of that kind.
 
     Letters: L load, F forward, B backward, S send, R recv, G sync (of gradients), O optimize.
     """
@@ -163,8 +162,7 @@ def symbols(tasks: Sequence[Task]) -> dict[str, str]:
 
 
 def _table(timeline: Timeline, columns: list[list[Interval]]) -> list[list[str]]:
-    """Cells by (line, column). A task without duration gets a line of its own, just before what starts with
-    it."""
+    """Cells by (line, column). A task without duration gets a line of its own, before others of its time."""
     tasks = timeline.graph.tasks
     moment: dict[float, float] = {}  # times that differ by rounding only are one line
     latest = 0.0
@@ -198,13 +196,13 @@ def _table(timeline: Timeline, columns: list[list[Interval]]) -> list[list[str]]
     for time, level, index, cell in placed:
         table[line[time] - levels[time] + level][index] = cell
     for start, end, index, cell in spans:
-        for row in range(line[start], line[end] - levels[end]):
-            table[row][index] = cell if row == line[start] else "|"
+        for number in range(line[start], line[end] - levels[end]):
+            table[number][index] = cell if number == line[start] else "|"
     return table
 
 
 def _align(table: list[list[str]]) -> str:
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     return "\n".join(
-        " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
+        " ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table
     )

@@ -1,13 +1,13 @@
 """Collectives on tensors: what generated rank programs call.
 
-They know dims and uneven shards; transports move flat buffers.
+They handle dims and uneven shards; transports move flat buffers.
 
-Every collective has a `*_start` form that returns a `Handle`; `handle.wait()` gives the array. Start early,
-wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length of the dim in question
-on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out` must be C-contiguous
-and is returned.
+Every collective has a `*_start` form that returns a `Handle`, whose `wait()` returns the array. Start early
+and wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length of the dim in
+question on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out` must be
+C-contiguous and is returned.
 
-Data is packed only where the layout asks for it: with the dim in front (or only dims of length 1 before it)
+Data is packed only where the layout needs it: with the dim in front (or only dims of length 1 before it)
 the shards are stretches of memory already, and `x` and `out` are the transport's buffers themselves.
 
 Invariant: the input is not changed, except by `all_reduce(x, out=x)`, and must not be written before `wait`
@@ -31,22 +31,22 @@ Slices = tuple[slice, ...]
 
 
 class Handle:
-    """A collective under way."""
+    """A started collective."""
 
-    __slots__ = ("_finish", "_kept", "_out", "_requests")
+    __slots__ = ("_finish", "_in_flight", "_out", "_requests")
 
     def __init__(
         self,
         requests: Sequence[Request],
         out: Array,
         finish: Callable[[], None] | None = None,
-        kept: Sequence[Array] = (),
+        in_flight: Sequence[Array] = (),
     ) -> None:
         self._requests, self._out, self._finish = list(requests), out, finish
-        self._kept = kept  # packed buffers that are still being sent
+        self._in_flight = in_flight  # packed buffers that are being sent
 
     def wait(self) -> Array:
-        """Return the result when it is there.
+        """Wait for the result and return it.
 
         Raises:
             RuntimeFault: another rank failed, or the transport's time limit passed without progress.
@@ -57,17 +57,17 @@ class Handle:
         if self._finish is not None:
             self._finish()
             self._finish = None
-        self._kept = ()
+        self._in_flight = ()
         return self._out
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; drives the operation on."""
+        """Whether `wait` would return at once; lets the operation make progress."""
         open_requests = [request for request in self._requests if not request.done()]
         return not open_requests
 
 
 def finish(handles: list[Handle]) -> None:
-    """Wait for all of them, then forget them."""
+    """Wait for all handles, then remove them from the list."""
     for handle in handles:
         handle.wait()
     handles.clear()
@@ -101,7 +101,7 @@ def all_gather_start(
     counts = _counts(x.shape, dim, sizes)
     send = _contiguous(x)
     if _leads(x.shape, dim):
-        return Handle([transport.all_gather(send, out, counts, group)], out, kept=[send])
+        return Handle([transport.all_gather(send, out, counts, group)], out, in_flight=[send])
     packed = _empty(x, sum(counts))
     request = transport.all_gather(send, packed, counts, group)
     return Handle([request], out, lambda: _unpack(packed, out, dim, sizes), [send])
@@ -128,11 +128,11 @@ def reduce_scatter_start(
 ) -> Handle:
     """Start `reduce_scatter`."""
     _check_whole("reduce_scatter", x, dim, sizes, group)
-    own = sizes[position_in(group, transport.rank, "reduce_scatter")]
-    out = _result(out, x, _with_length(x.shape, dim, own), "reduce_scatter")
+    length = sizes[position_in(group, transport.rank, "reduce_scatter")]
+    out = _result(out, x, _with_length(x.shape, dim, length), "reduce_scatter")
     counts = _counts(x.shape, dim, sizes)
     send = _pack(x, dim, sizes)
-    return Handle([transport.reduce_scatter(send, out, counts, op, group)], out, kept=[send])
+    return Handle([transport.reduce_scatter(send, out, counts, op, group)], out, in_flight=[send])
 
 
 def reduce_scatter(
@@ -168,16 +168,18 @@ def all_to_all_start(
         )
     _check_whole("all_to_all", x, split_dim, split_sizes, group)
     _check_dim("all_to_all", transport, x, concat_dim, concat_sizes, group)
-    own = split_sizes[position_in(group, transport.rank, "all_to_all")]
-    landed = _with_length(x.shape, split_dim, own)
-    out = _result(out, x, _with_length(landed, concat_dim, sum(concat_sizes)), "all_to_all")
+    length = split_sizes[position_in(group, transport.rank, "all_to_all")]
+    received_shape = _with_length(x.shape, split_dim, length)
+    out = _result(out, x, _with_length(received_shape, concat_dim, sum(concat_sizes)), "all_to_all")
     send = _pack(x, split_dim, split_sizes)
     send_counts, recv_counts = (
         _counts(x.shape, split_dim, split_sizes),
-        _counts(landed, concat_dim, concat_sizes),
+        _counts(received_shape, concat_dim, concat_sizes),
     )
-    if _leads(landed, concat_dim):
-        return Handle([transport.all_to_all(send, out, send_counts, recv_counts, group)], out, kept=[send])
+    if _leads(received_shape, concat_dim):
+        return Handle(
+            [transport.all_to_all(send, out, send_counts, recv_counts, group)], out, in_flight=[send]
+        )
     packed = _empty(x, sum(recv_counts))
     request = transport.all_to_all(send, packed, send_counts, recv_counts, group)
     return Handle([request], out, lambda: _unpack(packed, out, concat_dim, concat_sizes), [send])
@@ -197,7 +199,7 @@ def all_to_all(
 
     Args:
         split_sizes: length of `split_dim` that each member has afterwards; they sum to that of `x`.
-        concat_sizes: length of `concat_dim` that each member had; own one is that of `x`.
+        concat_sizes: length of `concat_dim` that each member had; this member's is that of `x`.
     """
     handle = all_to_all_start(transport, x, split_dim, split_sizes, concat_dim, concat_sizes, group, out)
     return handle.wait()
@@ -227,7 +229,7 @@ def permute_start(
         requests.append(transport.recv(out, recv_from, MESSAGE_TAGS + tag))
     if send_to is not None:
         requests.append(transport.send(send, send_to, MESSAGE_TAGS + tag))
-    return Handle(requests, out, kept=[send])
+    return Handle(requests, out, in_flight=[send])
 
 
 def permute(
@@ -254,7 +256,7 @@ def exchange_start(
     out: Array | None,
     tag: int = 0,
 ) -> Handle:
-    """Start `exchange`. A rank that is alone has no transport: all tiles stay with it."""
+    """Start `exchange`. A program of one rank has no transport: all tiles stay on the rank."""
     rank = 0 if transport is None else transport.rank
     if (x is None and sends) or (out is None and recvs):
         raise RuntimeFault(
@@ -265,7 +267,7 @@ def exchange_start(
         return Handle([], out)
     requests: list[Request] = []
     landing: list[tuple[Array, Array]] = []
-    kept: list[Array] = []
+    in_flight: list[Array] = []
     for source, tile in recvs:
         if (
             source != rank and out is not None and (target := out[(*tile, ...)]).size
@@ -276,15 +278,15 @@ def exchange_start(
                 landing.append((target, buffer))
     for dest, tile in sends:
         if dest != rank and x is not None and (piece := x[(*tile, ...)]).size:
-            kept.append(_contiguous(piece))
-            requests.append(transport.send(kept[-1], dest, MESSAGE_TAGS + tag))
+            in_flight.append(_contiguous(piece))
+            requests.append(transport.send(in_flight[-1], dest, MESSAGE_TAGS + tag))
     _exchange_here(rank, x, sends, recvs, out)
 
     def finish() -> None:
         for target, buffer in landing:
             target[...] = buffer.reshape(target.shape)
 
-    return Handle(requests, out, finish, kept)
+    return Handle(requests, out, finish, in_flight)
 
 
 def _exchange_here(
@@ -295,13 +297,15 @@ def _exchange_here(
     out: Array | None,
 ) -> None:
     """Copy the tiles that stay on their rank."""
-    kept = [tile for dest, tile in sends if dest == rank]
-    taken = [tile for source, tile in recvs if source == rank]
-    if len(kept) != len(taken):
-        raise RuntimeFault(f"exchange: rank {rank} sends itself {len(kept)} tiles but expects {len(taken)}")
-    for have, want in zip(kept, taken, strict=True):
+    sent = [tile for dest, tile in sends if dest == rank]
+    received = [tile for source, tile in recvs if source == rank]
+    if len(sent) != len(received):
+        raise RuntimeFault(
+            f"exchange: rank {rank} sends itself {len(sent)} tiles but expects {len(received)}"
+        )
+    for source_tile, target_tile in zip(sent, received, strict=True):
         if x is not None and out is not None:
-            out[want] = x[have]
+            out[target_tile] = x[source_tile]
 
 
 def exchange(
@@ -319,9 +323,8 @@ def exchange(
         sends: (destination rank, slices of x); tiles for one rank in the order in which it lists them.
         recvs: (source rank, slices of out), likewise. Tiles of a rank for itself are copied.
         out: local result, written only where tiles land; None where this rank only sends.
-        tag: 0 <= tag < 2**27; exchanges under way between the same two ranks must differ in it or start in
-        the same
-            order on both.
+        tag: 0 <= tag < 2**27; unfinished exchanges between the same two ranks must have different tags or
+            start in the same order on both.
     """
     return exchange_start(transport, x, sends, recvs, out, tag).wait()
 

@@ -1,13 +1,13 @@
 """Ranks as threads of one process: the transport behind `python train.py` with no launcher.
 
-The ranks see each other's arrays, so a collective is a *meeting*: each member leaves its buffers and goes
-on; the last one to arrive does the whole work, by group position, and wakes the others. No member depends on
-another one's waits, and nothing is copied but the result. A message goes from the sender's buffer straight
-into the receiver's, by whichever of the two comes second.
+The ranks share memory. Each member of a collective contributes its buffers and goes on; the last one to start
+the collective does the whole work, in the order of the group, and wakes the members that wait. So no member
+depends on the waits of another one, and nothing but the result is copied. A message is copied from the
+sender's buffer to the receiver's by the one of the two ranks that comes second.
 
-Arrays on a GPU that the ranks share: the one who does the work first makes its stream wait for what the
-others' streams had been given when they came, and who waits for the result makes its stream wait for that
-work (`Order`).
+With arrays on a GPU that the ranks share, the rank that does the work makes its stream wait for the work that
+the streams of the others had at their start of the collective, and a rank that waits for the result makes its
+stream wait for that work (`Order`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distgraph.runtime.transport.transport import (
     stretches,
     time_limit,
 )
-from distgraph.runtime.transport.watchdog import Place, report
+from distgraph.runtime.transport.watchdog import Activity, report
 
 Result = TypeVar("Result")
 _Work = Callable[[list[Any]], None]
@@ -47,43 +47,43 @@ class _Failure:
     error: BaseException
 
 
-class _Finish(threading.Event):
-    """Set when the work is done, or on a GPU launched: then `mark` is where it ends."""
+class _Finished(threading.Event):
+    """Set when the work is done. On a GPU it is set when the work is launched; `mark` is its end."""
 
     mark: Any = None
 
 
 @dataclass(slots=True)
-class _Meeting:
-    """One collective: what each member brought, and the event that ends it."""
+class _Collective:
+    """A started collective: the contributions by position in the group, and the event that ends it."""
 
     what: str
-    terms: object
-    brought: dict[int, Any] = field(default_factory=dict)
-    finished: _Finish = field(default_factory=_Finish)
+    signature: object
+    contributions: dict[int, Any] = field(default_factory=dict)
+    finished: _Finished = field(default_factory=_Finished)
     marks: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Post:
-    """A send or a receive that waits for its counterpart."""
+    """A send or a receive whose counterpart has not been posted yet."""
 
     buffer: Array
-    finished: _Finish = field(default_factory=_Finish)
+    finished: _Finished = field(default_factory=_Finished)
     mark: Any = None
 
 
 class _World:
-    """What the ranks share. The lock guards the tables; copies and reductions happen outside it."""
+    """State that the ranks share. The lock protects the tables; copies and reductions happen outside it."""
 
     def __init__(self, size: int, limit: float) -> None:
         self.size = size
         self.limit = limit
         self.lock = threading.Lock()
-        self.meetings: dict[tuple[Group, int], _Meeting] = {}
+        self.collectives: dict[tuple[Group, int], _Collective] = {}
         self.posts: dict[tuple[int, int, int], tuple[deque[_Post], deque[_Post]]] = {}
         self.waiting: set[threading.Event] = set()
-        self.places = {rank: Place() for rank in range(size)}
+        self.activities = {rank: Activity() for rank in range(size)}
         self.failure: _Failure | None = None
         self.last_progress = time.monotonic()
 
@@ -112,7 +112,7 @@ def _describe(failure: _Failure) -> str:
 class _InProcessRequest:
     __slots__ = ("_event", "_transport", "_what")
 
-    def __init__(self, transport: InProcessTransport, event: _Finish, what: str) -> None:
+    def __init__(self, transport: InProcessTransport, event: _Finished, what: str) -> None:
         self._transport, self._event, self._what = transport, event, what
 
     def done(self) -> bool:
@@ -124,11 +124,11 @@ class _InProcessRequest:
         if not self._event.is_set() or world.failure is not None:
             with world.lock:
                 world.waiting.add(self._event)
-            place = self._transport.place
-            place.waiting = self._what
+            activity = self._transport.activity
+            activity.waiting = self._what
             try:
                 self._block()
-                place.waiting = ""
+                activity.waiting = ""
             finally:
                 with world.lock:
                     world.waiting.discard(self._event)
@@ -148,27 +148,27 @@ class _InProcessRequest:
                 raise RuntimeFault(
                     f"rank {rank}: {self._what} made no progress in {world.limit:g} s; look for a rank "
                     "that does not take part, or raise DISTGRAPH_TIMEOUT"
-                    + report({other: str(place) for other, place in world.places.items()})
+                    + report({other: str(activity) for other, activity in world.activities.items()})
                 )
         world.raise_failure(rank)
 
 
 class InProcessTransport:
-    """One rank of a world of threads; see the protocol `Transport`. Made by `connect`."""
+    """One of several ranks that are threads of this process; see `Transport`. Made by `connect`."""
 
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
         self._rank = rank
-        self._meetings_held: dict[Group, int] = {}
+        self._collectives_started: dict[Group, int] = {}
         self._order: Order | None = None
 
     def order_by(self, order: Order) -> None:
-        """From now on arrays are those of a GPU, and this rank's work is ordered by `order`."""
+        """Order this rank's work on a GPU by `order`; from now on its arrays are on that GPU."""
         self._order = order
 
     @property
-    def place(self) -> Place:
-        return self._world.places[self._rank]
+    def activity(self) -> Activity:
+        return self._world.activities[self._rank]
 
     @property
     def rank(self) -> int:
@@ -182,25 +182,25 @@ class InProcessTransport:
         check_reduction(op, buffer.dtype, "all_reduce")
         mine = flat(buffer, "all_reduce")
 
-        def work(brought: list[Array]) -> None:
-            reduce_in_order(brought, op, brought[0])
-            for other in brought[1:]:
-                other[...] = brought[0]
+        def work(contributions: list[Array]) -> None:
+            reduce_in_order(contributions, op, contributions[0])
+            for other in contributions[1:]:
+                other[...] = contributions[0]
 
-        return self._meet(f"all_reduce({op})", group, (op, mine.size, mine.dtype), mine, work)
+        return self._start(f"all_reduce({op})", group, (op, mine.size, mine.dtype), mine, work)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         check_counts("all_gather", recv.size, counts, group)
         self._check_own("all_gather", send.size, counts, group)
         places = stretches(counts)
 
-        def work(brought: list[tuple[Array, Array]]) -> None:
-            for _, target in brought:
-                for (source, _), place in zip(brought, places, strict=True):
+        def work(contributions: list[tuple[Array, Array]]) -> None:
+            for _, target in contributions:
+                for (source, _), place in zip(contributions, places, strict=True):
                     target[place] = source
 
         pair = (flat(send, "all_gather"), flat(recv, "all_gather"))
-        return self._meet("all_gather", group, (tuple(counts), recv.dtype), pair, work)
+        return self._start("all_gather", group, (tuple(counts), recv.dtype), pair, work)
 
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
@@ -210,12 +210,12 @@ class InProcessTransport:
         self._check_own("reduce_scatter", recv.size, counts, group)
         places = stretches(counts)
 
-        def work(brought: list[tuple[Array, Array]]) -> None:
-            for (_, target), place in zip(brought, places, strict=True):
-                reduce_in_order([source[place] for source, _ in brought], op, target)
+        def work(contributions: list[tuple[Array, Array]]) -> None:
+            for (_, target), place in zip(contributions, places, strict=True):
+                reduce_in_order([source[place] for source, _ in contributions], op, target)
 
         pair = (flat(send, "reduce_scatter"), flat(recv, "reduce_scatter"))
-        return self._meet(f"reduce_scatter({op})", group, (op, tuple(counts), send.dtype), pair, work)
+        return self._start(f"reduce_scatter({op})", group, (op, tuple(counts), send.dtype), pair, work)
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
@@ -223,14 +223,14 @@ class InProcessTransport:
         check_counts("all_to_all", send.size, send_counts, group)
         check_counts("all_to_all", recv.size, recv_counts, group)
 
-        def work(brought: list[tuple[Array, Array, list[slice], list[slice]]]) -> None:
-            for i, (_, target, _, into) in enumerate(brought):
-                for j, (source, _, out_of, _) in enumerate(brought):
-                    have, want = out_of[i].stop - out_of[i].start, into[j].stop - into[j].start
-                    if have != want:
+        def work(contributions: list[tuple[Array, Array, list[slice], list[slice]]]) -> None:
+            for i, (_, target, _, into) in enumerate(contributions):
+                for j, (source, _, out_of, _) in enumerate(contributions):
+                    sent, expected = out_of[i].stop - out_of[i].start, into[j].stop - into[j].start
+                    if sent != expected:
                         raise RuntimeFault(
-                            f"all_to_all: rank {group[j]} sends {have} elements to rank {group[i]}, which "
-                            f"expects {want}; the ranks run different programs"
+                            f"all_to_all: rank {group[j]} sends {sent} elements to rank {group[i]}, which "
+                            f"expects {expected}; the ranks run different programs"
                         )
                     target[into[j]] = source[out_of[i]]
 
@@ -240,47 +240,49 @@ class InProcessTransport:
             stretches(send_counts),
             stretches(recv_counts),
         )
-        return self._meet("all_to_all", group, send.dtype, item, work)
+        return self._start("all_to_all", group, send.dtype, item, work)
 
     def broadcast(self, buffer: Array, root: int, group: Group) -> Request:
         first = position_in(group, root, "broadcast")
         mine = flat(buffer, "broadcast")
 
-        def work(brought: list[Array]) -> None:
-            for position, target in enumerate(brought):
+        def work(contributions: list[Array]) -> None:
+            for position, target in enumerate(contributions):
                 if position != first:
-                    target[...] = brought[first]
+                    target[...] = contributions[first]
 
-        return self._meet("broadcast", group, (root, mine.size, mine.dtype), mine, work)
+        return self._start("broadcast", group, (root, mine.size, mine.dtype), mine, work)
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
-        what = f"{self.place.message(tag)}send to rank {dest} (tag {tag})"
+        what = f"{self.activity.message_text(tag)}send to rank {dest} (tag {tag})"
         return self._post(0, (self.rank, dest, tag), flat(buffer, "send"), what)
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
-        what = f"{self.place.message(tag)}recv from rank {source} (tag {tag})"
+        what = f"{self.activity.message_text(tag)}recv from rank {source} (tag {tag})"
         return self._post(1, (source, self.rank, tag), flat(buffer, "recv"), what)
 
     def barrier(self, group: Group | None = None) -> None:
-        self._meet("barrier", self._everyone() if group is None else group, None, None, lambda _: None).wait()
+        self._start(
+            "barrier", self._everyone() if group is None else group, None, None, lambda _: None
+        ).wait()
 
     def gather_objects(self, obj: Any, root: int = 0) -> list[Any] | None:
         gathered: list[Any] = []
 
-        def work(brought: list[tuple[Any, list[Any]]]) -> None:
-            brought[root][1].extend(item for item, _ in brought)
+        def work(contributions: list[tuple[Any, list[Any]]]) -> None:
+            contributions[root][1].extend(item for item, _ in contributions)
 
-        self._meet("gather_objects", self._everyone(), root, (obj, gathered), work).wait()
+        self._start("gather_objects", self._everyone(), root, (obj, gathered), work).wait()
         return gathered if self.rank == root else None
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         box: list[Any] = []
 
-        def work(brought: list[tuple[Any, list[Any]]]) -> None:
-            for _, target in brought:
-                target.append(brought[root][0])
+        def work(contributions: list[tuple[Any, list[Any]]]) -> None:
+            for _, target in contributions:
+                target.append(contributions[root][0])
 
-        self._meet("broadcast_object", self._everyone(), root, (obj, box), work).wait()
+        self._start("broadcast_object", self._everyone(), root, (obj, box), work).wait()
         return box[0]
 
     def progress(self) -> None:
@@ -290,46 +292,54 @@ class InProcessTransport:
         self._world.fail(self.rank, error)
 
     def close(self) -> None:
-        self._meetings_held.clear()
+        self._collectives_started.clear()
 
     def _everyone(self) -> Group:
         return tuple(range(self.size))
 
-    def _check_own(self, what: str, have: int, counts: Sequence[int], group: Group) -> None:
-        want = counts[position_in(group, self.rank, what)]
-        if have != want:
-            raise RuntimeFault(f"{what}: rank {self.rank} holds {have} elements but its count is {want}")
+    def _check_own(self, what: str, count: int, counts: Sequence[int], group: Group) -> None:
+        expected = counts[position_in(group, self.rank, what)]
+        if count != expected:
+            raise RuntimeFault(f"{what}: rank {self.rank} holds {count} elements but its count is {expected}")
 
-    def _meet(self, what: str, group: Group, terms: object, item: Any, work: _Work) -> Request:
-        """Join the next meeting of `group`; the last to arrive does the `work` on what all brought."""
+    def _start(self, what: str, group: Group, signature: object, contribution: Any, work: _Work) -> Request:
+        """Take part in the next collective of a group; the last member does the `work`.
+
+        Args:
+            what: name of the collective.
+            group: its members.
+            signature: facts that must be equal on all members.
+            contribution: buffers of this member.
+            work: called with the contributions in the order of the group.
+        """
         self.progress()
         position = position_in(group, self.rank, what)
-        number = self._meetings_held.get(group, 0)
-        self._meetings_held[group] = number + 1
+        number = self._collectives_started.get(group, 0)
+        self._collectives_started[group] = number + 1
         world, key = self._world, (group, number)
         mark = None if self._order is None else self._order.mark()
         with world.lock:
-            meeting = world.meetings.setdefault(key, _Meeting(what, terms))
-            meeting.brought[position] = item
+            collective = world.collectives.setdefault(key, _Collective(what, signature))
+            collective.contributions[position] = contribution
             if mark is not None:
-                meeting.marks.append(mark)
-            last = len(meeting.brought) == len(group)
+                collective.marks.append(mark)
+            last = len(collective.contributions) == len(group)
             if last:
-                del world.meetings[key]
-        if (meeting.what, meeting.terms) != (what, terms):
+                del world.collectives[key]
+        if (collective.what, collective.signature) != (what, signature):
             raise RuntimeFault(
-                f"collective {number} of group {group}: rank {self.rank} started {what} {terms} but another "
-                f"member {meeting.what} {meeting.terms}; the ranks run different programs"
+                f"collective {number} of group {group}: rank {self.rank} started {what} {signature} but "
+                f"another member {collective.what} {collective.signature}; the ranks run different programs"
             )
         if last:
-            with self._in_order(meeting.marks, meeting.finished):
-                work([meeting.brought[i] for i in range(len(group))])
-            world.finish(meeting.finished)
-        return _InProcessRequest(self, meeting.finished, f"{what} in group {group}")
+            with self._in_order(collective.marks, collective.finished):
+                work([collective.contributions[i] for i in range(len(group))])
+            world.finish(collective.finished)
+        return _InProcessRequest(self, collective.finished, f"{what} in group {group}")
 
     @contextmanager
-    def _in_order(self, marks: Sequence[Any], *finished: _Finish) -> Iterator[None]:
-        """Work inside happens after the marks, and `finished` says where it ends."""
+    def _in_order(self, marks: Sequence[Any], *finished: _Finished) -> Iterator[None]:
+        """Order the GPU work of the body after the events `marks`, and record its end in `finished`."""
         order = self._order
         if order is None:
             yield
@@ -338,8 +348,8 @@ class InProcessTransport:
             order.after(mark)
         yield
         end = order.mark()
-        for each in finished:
-            each.mark = end
+        for event in finished:
+            event.mark = end
 
     def _post(self, side: int, key: tuple[int, int, int], buffer: Array, what: str) -> Request:
         """Post a send (side 0) or a receive (side 1); copy at once when the counterpart is there already."""
@@ -347,30 +357,32 @@ class InProcessTransport:
         peer = key[1] if side == 0 else key[0]
         if not 0 <= peer < self.size:
             raise RuntimeFault(f"{what}: there are only {self.size} ranks")
-        world, mine = self._world, _Post(buffer)
+        world, post = self._world, _Post(buffer)
         if self._order is not None:
-            mine.mark = self._order.mark()
+            post.mark = self._order.mark()
         with world.lock:
             queues = world.posts.setdefault(key, (deque(), deque()))
-            other = queues[1 - side].popleft() if queues[1 - side] else None
-            if other is None:
-                queues[side].append(mine)
+            counterpart = queues[1 - side].popleft() if queues[1 - side] else None
+            if counterpart is None:
+                queues[side].append(post)
             elif not queues[1 - side]:
                 del world.posts[key]
-        if other is not None:
-            source, target = (mine, other) if side == 0 else (other, mine)
+        if counterpart is not None:
+            source, target = (post, counterpart) if side == 0 else (counterpart, post)
             if (source.buffer.size, source.buffer.dtype) != (target.buffer.size, target.buffer.dtype):
                 raise RuntimeFault(
                     f"{what}: {source.buffer.size} x {source.buffer.dtype} are sent but "
                     f"{target.buffer.size} x {target.buffer.dtype} expected; the ranks run different programs"
                 )
             with self._in_order(
-                [other.mark] if other.mark is not None else [], other.finished, mine.finished
+                [counterpart.mark] if counterpart.mark is not None else [],
+                counterpart.finished,
+                post.finished,
             ):
                 target.buffer[...] = source.buffer
-            world.finish(other.finished)
-            world.finish(mine.finished)
-        return _InProcessRequest(self, mine.finished, what)
+            world.finish(counterpart.finished)
+            world.finish(post.finished)
+        return _InProcessRequest(self, post.finished, what)
 
 
 def connect(size: int, *, limit: float | None = None) -> list[InProcessTransport]:
@@ -380,10 +392,10 @@ def connect(size: int, *, limit: float | None = None) -> list[InProcessTransport
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
 
     Raises:
-        RuntimeFault: `size` < 1 or a senseless limit.
+        RuntimeFault: `size` is below 1, or the limit is no positive number.
     """
     if size < 1:
-        raise RuntimeFault(f"in-process world of {size} ranks; it needs at least 1")
+        raise RuntimeFault(f"in-process transport: got {size} ranks, expected at least 1")
     world = _World(size, time_limit(limit))
     return [InProcessTransport(world, rank) for rank in range(size)]
 
@@ -393,12 +405,13 @@ def run_ranks(
 ) -> list[Result]:
     """Run `fn(transport)` on `size` ranks, one thread each, and join them all.
 
-    Returns: what each rank returned, in rank order.
+    Returns:
+        The results of the ranks, in rank order.
 
     Raises:
-        RuntimeFault: a rank raised. The message names the first to fail; its exception, with its traceback,
-        is the
-            `__cause__`, so Python prints it first. The other ranks stop at their next transport call.
+        RuntimeFault: a rank raised. The message names the rank that failed first; its exception with its
+            traceback is the `__cause__`, so Python prints it first. The other ranks stop at their next
+            transport call.
 
     Example:
         >>> run_ranks(3, lambda t: t.broadcast_object(t.rank * 10, root=2))
@@ -422,7 +435,7 @@ def run_ranks(
     try:
         for thread in threads:
             thread.join()
-    except BaseException as error:  # Ctrl-C in the caller: take the ranks along
+    except BaseException as error:  # Ctrl-C in the caller ends the ranks too
         world.fail(-1, error)
         for thread in threads:
             thread.join(world.limit)
@@ -433,6 +446,6 @@ def run_ranks(
 
 
 def format_failure(fault: RuntimeFault) -> str:
-    """Traceback of the rank that failed, then the house error in one line."""
+    """Text of the traceback of the rank that failed, then the error in one line."""
     origin = "".join(traceback.format_exception(fault.__cause__)) if fault.__cause__ else ""
     return f"{origin}error: {fault}"

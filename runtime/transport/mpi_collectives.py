@@ -1,8 +1,8 @@
-"""How collectives move over non-blocking sends and receives.
+"""Collectives written as non-blocking sends and receives of MPI.
 
-Each is a generator of steps: it posts messages and yields their MPI requests, and is resumed when those are
-complete. Steps of operations of one group must be taken in the order of their starts, so that equal tags
-match in order.
+Each collective is a generator of steps: it posts messages, yields their MPI requests, and is resumed when
+those are complete. The operations of one group must take their steps in the order in which they were started,
+so that messages with equal tags match in order.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from distgraph.runtime.transport.transport import (
 )
 
 TAG_BITS: Final = 28
-"""Bits of a message's tag: MPICH has 29, and of ours the lowest is the phase of a collective."""
-_WHOLE_EXCHANGE_BYTES: Final = (
-    1 << 16
-)  # all_reduce: up to here each member sends all of its buffer to all others
-_FLAT_BROADCAST_BYTES: Final = 1 << 16  # broadcast: up to here the root sends everything itself
+"""Bits of a message's tag, of which MPICH has 29. The lowest bit is the phase of a collective."""
+_WHOLE_EXCHANGE_BYTES: Final = 1 << 16
+"""Up to this size, each member of an all_reduce sends its whole buffer to all others."""
+_FLAT_BROADCAST_BYTES: Final = 1 << 16
+"""Up to this size, the root of a broadcast sends the whole buffer to every member."""
 
 Steps = Iterator[list[Any]]
 _Message = tuple[int, Array]
 
 
 class Exchange:
-    """The messages of one rank's collectives, on a communicator of their own.
+    """Sends and receives the messages of one rank's collectives, on a communicator of their own.
 
     Args:
         comm: mpi4py communicator of all ranks, used for nothing else.
@@ -49,25 +49,27 @@ class Exchange:
         self._scratch: dict[int, list[np.ndarray[Any, Any]]] = {}
 
     def all_reduce(self, mine: Array, op: str, group: Group) -> Steps:
-        me, others = self._peers(group)
+        position, others = self._peers(group)
         if not others or not mine.size:
             return
         tag = self._tag(group)
         if mine.nbytes * len(others) <= _WHOLE_EXCHANGE_BYTES:
-            pieces = {peer: self._take(mine.size, mine.dtype) for peer in others}
+            pieces = {peer: self._scratch_array(mine.size, mine.dtype) for peer in others}
             yield self._exchange([(p, mine) for p in others], list(pieces.items()), tag)
             ordered = [mine if rank == self._rank else pieces[rank] for rank in group]
             reduce_in_order(ordered, op, mine)
-            self._give(pieces.values())
+            self._release(pieces.values())
             return
         places = stretches(even_counts(mine.size, len(group)))
-        kept = mine[places[me]]
-        pieces = {peer: self._take(kept.size, mine.dtype) for peer in others}
+        own_part = mine[places[position]]
+        pieces = {peer: self._scratch_array(own_part.size, mine.dtype) for peer in others}
         by_rank = dict(zip(group, places, strict=True))
         yield self._exchange([(p, mine[by_rank[p]]) for p in others], list(pieces.items()), tag)
-        reduce_in_order([kept if rank == self._rank else pieces[rank] for rank in group], op, kept)
-        self._give(pieces.values())
-        yield self._exchange([(p, kept) for p in others], [(p, mine[by_rank[p]]) for p in others], tag + 1)
+        reduce_in_order([own_part if rank == self._rank else pieces[rank] for rank in group], op, own_part)
+        self._release(pieces.values())
+        yield self._exchange(
+            [(p, own_part) for p in others], [(p, mine[by_rank[p]]) for p in others], tag + 1
+        )
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Steps:
         _, others = self._peers(group)
@@ -80,26 +82,26 @@ class Exchange:
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group) -> Steps:
         _, others = self._peers(group)
         by_rank = dict(zip(group, stretches(counts), strict=True))
-        pieces = {peer: self._take(recv.size, recv.dtype) for peer in others}
+        pieces = {peer: self._scratch_array(recv.size, recv.dtype) for peer in others}
         if others:
             sends = [(p, send[by_rank[p]]) for p in others]
             yield self._exchange(sends, list(pieces.items()), self._tag(group))
-        kept = send[by_rank[self._rank]]
-        reduce_in_order([kept if rank == self._rank else pieces[rank] for rank in group], op, recv)
-        self._give(pieces.values())
+        own_part = send[by_rank[self._rank]]
+        reduce_in_order([own_part if rank == self._rank else pieces[rank] for rank in group], op, recv)
+        self._release(pieces.values())
 
     def all_to_all(
         self, send: Array, recv: Array, out_of: list[slice], into: list[slice], group: Group
     ) -> Steps:
-        me, others = self._peers(group)
-        recv[into[me]] = send[out_of[me]]
+        here, others = self._peers(group)
+        recv[into[here]] = send[out_of[here]]
         position = {rank: i for i, rank in enumerate(group)}
         if others:
             sends = [(p, send[out_of[position[p]]]) for p in others]
             yield self._exchange(sends, [(p, recv[into[position[p]]]) for p in others], self._tag(group))
 
     def broadcast(self, buffer: Array, root: int, group: Group) -> Steps:
-        """From the root to all, or for large buffers a stretch to each member and an all_gather of those."""
+        """Send from the root to all members; a large buffer in parts, one to each, which all_gather joins."""
         _, others = self._peers(group)
         if not others or not buffer.size:
             return
@@ -129,12 +131,15 @@ class Exchange:
         return requests
 
     def _peers(self, group: Group) -> tuple[int, list[int]]:
-        """Own position, and the other members from the next one round: not all send to the first at once."""
+        """Position of this rank, and the other members in turn from the next one on.
+
+        So the members do not all send to the first one at once.
+        """
         me = position_in(group, self._rank, "collective")
         return me, [*group[me + 1 :], *group[:me]]
 
     def _tag(self, group: Group) -> int:
-        """An even tag made from the members; the odd one above it is for second phases."""
+        """An even tag made from the members of a group; the odd tag above it is for second phases."""
         tag = self._tags.get(group)
         if tag is None:
             tag = (zlib.crc32(np.asarray(group, np.int64).tobytes()) & ((1 << (TAG_BITS - 1)) - 1)) << 1
@@ -147,17 +152,17 @@ class Exchange:
             self._tags[group] = tag
         return tag
 
-    def _take(self, count: int, dtype: Any) -> np.ndarray[Any, Any]:
-        """Scratch memory; kept for reuse, because fresh pages cost more than the addition done in them."""
+    def _scratch_array(self, count: int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Scratch memory, reused because fresh pages cost more time than the addition done in them."""
         nbytes = count * np.dtype(dtype).itemsize
         free = self._scratch.setdefault(nbytes, [])
         return (free.pop() if free else np.empty(nbytes, np.uint8)).view(dtype)
 
-    def _give(self, pieces: Iterable[Array]) -> None:
+    def _release(self, pieces: Iterable[Array]) -> None:
         for piece in pieces:
             self._scratch[piece.nbytes].append(piece.view(np.uint8))
 
 
 def octets(data: Array) -> Array:
-    """Bytes of a flat array: MPI needs no type of its own for bf16, f16 or bool, for it never computes."""
+    """The bytes of a flat array. MPI never computes with the data, so bf16, f16 and bool need no MPI type."""
     return data.view(np.uint8)

@@ -1,4 +1,4 @@
-"""An operation of the MPI transport that is under way."""
+"""An operation of the MPI transport that has been started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class WithStatus:
-    """An MPI request whose status is wanted."""
+    """An MPI request together with the status object that receives its result."""
 
     __slots__ = ("request", "status")
 
@@ -21,10 +21,10 @@ class WithStatus:
 
 
 class Operation:
-    """A request: a generator that yields the MPI requests to be complete before its next step.
+    """A started operation; its steps are a generator that yields the MPI requests each next step waits for.
 
-    Steps of operations of one group are taken in the order of their starts, so that equal tags match in
-    order.
+    The operations of one group take their steps in the order in which they were started, so that messages
+    with equal tags match in order.
     """
 
     __slots__ = ("_need", "_steps", "_taken", "_transport", "finished", "previous", "requests", "what")
@@ -39,7 +39,7 @@ class Operation:
         self.finished = False
 
     def advance(self) -> bool:
-        """Take every step that can be taken now; True when there is none left."""
+        """Take every step that can be taken now. Returns whether the operation is finished."""
         while not self.finished:
             if self.requests and not self._transport.test_all(self.requests, self.what):
                 return False

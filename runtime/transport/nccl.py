@@ -6,14 +6,14 @@ group's data is staged through host memory and moved by that other transport.
 
 Streams: collectives run on a stream of their own, messages on one per peer and direction, so that
 communication overlaps the computation on the caller's current stream. An operation waits (on the device) for
-what the current stream had been given when it was started; `Request.wait` makes the current stream wait for
-the operation and returns: the host blocks only for a message whose other side has not been posted yet. So a
-collective that never ends is noticed where the host next waits: `synchronize`, which has the time limit, and
-is to be called before results are read.
+the work that the current stream had when the operation was started. `Request.wait` makes the current stream
+wait for the operation and returns; the host blocks only for a message whose other side has not been posted
+yet. So a collective that never ends is noticed where the host waits next: in `synchronize`, which has the
+time limit and is to be called before results are read.
 
-Messages: NCCL knows no tags and a send occupies its stream until it is received. So a receiver tells the
-sender over the control transport what it is ready for; the sender answers, and both launch in the order of
-the answers.
+Messages: NCCL has no tags, and a send occupies its stream until it is received. So a receiver sends the tags
+that it is ready for to the sender over the control transport; the sender answers, and both launch the
+messages in the order of the answers.
 
 Communicators are made by `prepare`, collectively and in one order for all ranks, because making one blocks.
 """
@@ -43,7 +43,7 @@ from distgraph.runtime.transport.transport import (
     stretches,
     time_limit,
 )
-from distgraph.runtime.transport.watchdog import Place
+from distgraph.runtime.transport.watchdog import Activity
 
 # ncclDataType_t and ncclRedOp_t of nccl.h; bools are bytes, whose max, min and prod are any, all and all.
 _TYPES: Final = {
@@ -56,7 +56,7 @@ _READY_TAG, _GO_TAG = (1 << 28) - 2, (1 << 28) - 1  # of the control transport
 
 
 class _DeviceRequest:
-    """Work on a communication stream, perhaps not launched yet; keeps its arrays alive until waited for."""
+    """Work on a communication stream, launched or not; it keeps its arrays alive until it is waited for."""
 
     __slots__ = ("_arrays", "_transport", "event", "what")
 
@@ -76,48 +76,47 @@ class _DeviceRequest:
 
 
 class _StagedRequest:
-    """An operation of the control transport on host copies, and the way back to the device."""
+    """An operation of the control transport on host copies, whose results are copied to the device."""
 
-    __slots__ = ("_landed", "_pairs", "_request")
+    __slots__ = ("_copied", "_pairs", "_request")
 
     def __init__(self, request: Request, pairs: Sequence[tuple[Array, Array]]) -> None:
-        self._request, self._pairs, self._landed = request, pairs, False
+        self._request, self._pairs, self._copied = request, pairs, False
 
     def done(self) -> bool:
         return self._request.done()
 
     def wait(self) -> None:
         self._request.wait()
-        if not self._landed:
+        if not self._copied:
             for device, host in self._pairs:
                 device.set(host.reshape(device.shape))
-            self._landed = True
+            self._copied = True
 
 
 class _Channel:
-    """Messages from one rank to another: what is posted here, and what the other side has said."""
+    """Messages from one rank to another: those posted here, and the tags received from the other side."""
 
-    __slots__ = ("communicator", "heard", "listening", "note", "posted", "stream")
+    __slots__ = ("communicator", "posted", "receive", "stream", "tag_buffer", "tags")
 
     def __init__(self, communicator: Any, stream: Any) -> None:
         self.communicator, self.stream = communicator, stream
         self.posted: dict[int, deque[tuple[Array, Any, _DeviceRequest]]] = {}
-        self.heard: deque[int] = deque()
-        self.note = np.zeros(1, np.int64)
-        self.listening: Request | None = None
+        self.tags: deque[int] = deque()
+        self.tag_buffer = np.zeros(1, np.int64)
+        self.receive: Request | None = None
 
 
 class NcclTransport:
-    """One rank of a job with GPUs; see `distgraph.runtime.transport.transport.Transport`. Making one is
-    collective.
+    """One rank of a job with GPUs; see `distgraph.runtime.transport.transport.Transport`.
 
-    Uses CUDA device (place of this rank among those of its machine) modulo (devices of the machine) and
-    makes it current.
+    Making one is collective. It uses the CUDA device number (position of this rank on its machine) modulo
+    (number of devices of the machine) and makes it current.
 
     Args:
         control: transport of the same ranks for host data.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
-        serves_process: there is only this one in the process, and it lives as long as that.
+        serves_process: it is the only transport of the process and lives as long as the process.
 
     Attributes:
         device: number of the CUDA device.
@@ -138,11 +137,11 @@ class NcclTransport:
         self._prepared: set[Any] = set()
         self._sending: dict[int, _Channel] = {}
         self._receiving: dict[int, _Channel] = {}
-        self._notes: list[tuple[Request, Any]] = []
+        self._tag_sends: list[tuple[Request, Any]] = []
 
     @property
-    def place(self) -> Place:
-        return self._control.place
+    def activity(self) -> Activity:
+        return self._control.activity
 
     @property
     def rank(self) -> int:
@@ -158,18 +157,20 @@ class NcclTransport:
         return len(set(used)) < len(used)
 
     def prepare(self, groups: Iterable[Group], pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """Make the communicators that the programs of all ranks will need. Collective over all ranks.
+        """Make the communicators that the programs of all ranks need. Collective over all ranks.
 
         Args:
             groups: groups that this rank will use for collectives.
             pairs: (source, destination) of the messages that it will send or receive.
         """
-        wanted = self._control.gather_objects((set(groups), set(pairs)))
+        requests = self._control.gather_objects((set(groups), set(pairs)))
         union = (
-            None if wanted is None else [sorted(set().union(*parts)) for parts in zip(*wanted, strict=True)]
+            None
+            if requests is None
+            else [sorted(set().union(*parts)) for parts in zip(*requests, strict=True)]
         )
         all_groups, all_pairs = self._control.broadcast_object(union)
-        # Every rank takes part in every id, so what is new must not depend on what this rank is a member of.
+        # Every rank takes part in exchanging every id, so the order must not depend on this rank's groups.
         new_groups = [group for group in all_groups if group not in self._prepared]
         new_pairs = [
             pair for pair in all_pairs if (pair, "message") not in self._prepared and len(set(pair)) == 2
@@ -196,12 +197,12 @@ class NcclTransport:
         if self.shares_device(group):
             host = self._to_host(buffer)
             return _StagedRequest(self._control.all_reduce(host, op, group), [(buffer, host)])
-        kind, code, at = self._type(buffer), _OPS[op], buffer.data.ptr
+        kind, code, pointer = self._type(buffer), _OPS[op], buffer.data.ptr
         return self._launch(
             f"all_reduce({op})",
             group,
             (buffer,),
-            lambda comm, stream: comm.allReduce(at, at, buffer.size, kind, code, stream),
+            lambda comm, stream: comm.allReduce(pointer, pointer, buffer.size, kind, code, stream),
         )
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
@@ -241,8 +242,8 @@ class NcclTransport:
             self._nccl.groupStart()
             for root, place in enumerate(places):
                 if counts[root]:
-                    at = source[place].data.ptr
-                    comm.reduce(at, recv.data.ptr, counts[root], kind, code, root, stream)
+                    pointer = source[place].data.ptr
+                    comm.reduce(pointer, recv.data.ptr, counts[root], kind, code, root, stream)
             self._nccl.groupEnd()
 
         run = even if len(set(counts)) == 1 else uneven
@@ -272,12 +273,12 @@ class NcclTransport:
         if self.shares_device(group):
             host = self._to_host(buffer)
             return _StagedRequest(self._control.broadcast(host, root, group), [(buffer, host)])
-        at, kind = buffer.data.ptr, self._type(buffer)
+        pointer, kind = buffer.data.ptr, self._type(buffer)
         return self._launch(
             "broadcast",
             group,
             (buffer,),
-            lambda comm, stream: comm.bcast(at, buffer.size, kind, first, stream),
+            lambda comm, stream: comm.bcast(pointer, buffer.size, kind, first, stream),
         )
 
     # -- messages ----------------------------------------------------------------------------------
@@ -294,23 +295,23 @@ class NcclTransport:
             host = np.empty(buffer.size, buffer.dtype)
             return _StagedRequest(self._control.recv(host, source, tag), [(buffer, host)])
         request = self._post(self._receiving, source, buffer, tag, f"recv from rank {source} (tag {tag})")
-        self._tell(source, _READY_TAG, tag)
+        self._send_tag(source, _READY_TAG, tag)
         return request
 
     def progress(self) -> None:
         self._control.progress()
-        self._notes = [(request, note) for request, note in self._notes if not request.done()]
+        self._tag_sends = [(request, buffer) for request, buffer in self._tag_sends if not request.done()]
         for dest, channel in self._sending.items():
-            self._listen(channel, dest, _READY_TAG)
-            while tags := [tag for tag in channel.heard if channel.posted.get(tag)]:
+            self._receive_tags(channel, dest, _READY_TAG)
+            while tags := [tag for tag in channel.tags if channel.posted.get(tag)]:
                 tag = tags[0]
-                channel.heard.remove(tag)
-                self._tell(dest, _GO_TAG, tag)
+                channel.tags.remove(tag)
+                self._send_tag(dest, _GO_TAG, tag)
                 self._launch_message(channel, tag, sending=True)
         for source, channel in self._receiving.items():
-            self._listen(channel, source, _GO_TAG)
-            while channel.heard:
-                self._launch_message(channel, channel.heard.popleft(), sending=False)
+            self._receive_tags(channel, source, _GO_TAG)
+            while channel.tags:
+                self._launch_message(channel, channel.tags.popleft(), sending=False)
 
     # -- control -----------------------------------------------------------------------------------
 
@@ -325,12 +326,12 @@ class NcclTransport:
         return self._control.broadcast_object(obj, root)
 
     def synchronize(self) -> None:
-        """Wait on the host for the collectives that were started, with the time limit."""
+        """Make the host wait for the started collectives, with the time limit."""
         event = self._mark(self._stream)
         self.poll(lambda: bool(event.done), "collectives on the device")
 
     def poll(self, ready: Callable[[], bool], what: str) -> None:
-        """Drive everything until `ready()`; the wait under every host wait of this transport."""
+        """Wait until `ready()`, while all messages make progress. All waits of the host come here."""
         begun = time.monotonic()
         while not ready():
             self.progress()
@@ -346,7 +347,7 @@ class NcclTransport:
         self._control.abort(error)
 
     def stop(self) -> None:
-        """End collectives that are under way on the device; no other may follow."""
+        """Abort the collectives on the device; no operation may follow."""
         for communicator in self._all_communicators():
             communicator.abort()
         self._communicators.clear()
@@ -360,10 +361,10 @@ class NcclTransport:
         self._sending.clear()
         self._receiving.clear()
 
-    # -- how it is done ----------------------------------------------------------------------------
+    # -- implementation ----------------------------------------------------------------------------
 
     def _choose_device(self) -> list[tuple[str, bytes]]:
-        """Make this rank's device current; (machine, UUID of the device) of every rank."""
+        """Make this rank's device current. Returns (machine, UUID of the device) of every rank."""
         runtime, machine = self.cupy.cuda.runtime, socket.gethostname()
         machines = self._control.broadcast_object(self._control.gather_objects(machine))
         try:
@@ -372,11 +373,14 @@ class NcclTransport:
             identity = bytes(runtime.getDeviceProperties(self.device)["uuid"])
         except runtime.CUDARuntimeError as error:
             raise RuntimeFault(f"rank {self.rank}: nccl transport finds no CUDA device: {error}") from error
-        found = self._control.gather_objects((machine, identity))
-        return [tuple(pair) for pair in self._control.broadcast_object(found)]
+        identities = self._control.gather_objects((machine, identity))
+        return [tuple(pair) for pair in self._control.broadcast_object(identities)]
 
     def _communicator(self, group: Group) -> Any:
-        """A communicator, where this rank is a member; the id goes from the first member to all ranks."""
+        """The communicator of a group, None where this rank is no member.
+
+        The first member makes its id and sends it to all ranks.
+        """
         unique = self._nccl.get_unique_id() if self.rank == group[0] else None
         unique = self._control.broadcast_object(unique, root=group[0])
         if self.rank not in group:
@@ -391,7 +395,7 @@ class NcclTransport:
     def _launch(
         self, what: str, group: Group, arrays: tuple[Array, ...], run: Callable[[Any, int], None]
     ) -> _DeviceRequest:
-        """Put a collective on the communication stream, after what the current stream has been given."""
+        """Launch a collective on the communication stream, after the present work of the current stream."""
         position_in(group, self.rank, what)
         self._control.progress()
         communicator = self._communicators.get(group)
@@ -407,7 +411,7 @@ class NcclTransport:
         return request
 
     def _exchange(self, comm: Any, stream: int, parts: Sequence[Array], targets: Sequence[Array]) -> None:
-        """Part i to member i, target i from member i, own ones included; both sides skip the empty ones."""
+        """Send part i to member i and receive target i from it, this rank included; skip empty ones."""
         self._nccl.groupStart()
         for peer, (part, target) in enumerate(zip(parts, targets, strict=True)):
             if part.size:
@@ -436,26 +440,26 @@ class NcclTransport:
             move(buffer.data.ptr, buffer.nbytes, _BYTE, 1 if sending else 0, channel.stream.ptr)
         request.event = self._mark(channel.stream)
 
-    def _tell(self, peer: int, about: int, tag: int) -> None:
-        note = np.array([tag], np.int64)
-        self._notes.append((self._control.send(note, peer, about), note))
+    def _send_tag(self, peer: int, purpose: int, tag: int) -> None:
+        buffer = np.array([tag], np.int64)
+        self._tag_sends.append((self._control.send(buffer, peer, purpose), buffer))
 
-    def _listen(self, channel: _Channel, peer: int, about: int) -> None:
-        """Take in what the peer has said about the channel."""
+    def _receive_tags(self, channel: _Channel, peer: int, purpose: int) -> None:
+        """Receive the tags that the peer has sent about the channel."""
         while True:
-            if channel.listening is None:
-                channel.listening = self._control.recv(channel.note, peer, about)
-            if not channel.listening.done():
+            if channel.receive is None:
+                channel.receive = self._control.recv(channel.tag_buffer, peer, purpose)
+            if not channel.receive.done():
                 return
-            channel.heard.append(int(channel.note[0]))
-            channel.listening = None
+            channel.tags.append(int(channel.tag_buffer[0]))
+            channel.receive = None
 
     def _mark(self, stream: Any) -> Any:
-        """An event at the present end of a stream."""
+        """An event that happens when the present work of a stream is done."""
         return stream.record(self.cupy.cuda.Event(disable_timing=True))
 
     def _to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        """Flat copy in host memory, when the current stream has come so far."""
+        """Flat copy in host memory, made after the present work of the current stream."""
         return np.asarray(self.cupy.asnumpy(array)).reshape(-1)
 
     def _type(self, array: Array) -> int:

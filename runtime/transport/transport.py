@@ -1,22 +1,22 @@
-"""What every transport offers to a rank program, and the arithmetic that they share.
+"""The interface of a transport, which every rank program uses, and the arithmetic that transports share.
 
 A transport moves flat, C-contiguous arrays between ranks; it knows nothing of tensors, dims or meshes (those
 live in `distgraph.runtime.transport.collectives`). There is one object per rank. Every operation but
-`barrier` and the two for small Python objects returns at once with a `Request`; until `wait` has returned,
-the buffers belong to the transport: don't write what is being sent, don't read what is being received.
+`barrier` and the two for small Python objects returns at once with a `Request`. Until `wait` has returned,
+the buffers belong to the transport: do not write to what is being sent or read what is being received.
 
 Invariants:
 * Operations on the same group are started in the same order by all its members. Operations of different
   groups are not ordered against each other. `send` and `recv` are matched by (source, tag), first come first
   served.
-* A rank that waits for anything drives everything else that it has started, so start early and wait late is
-  always safe.
+* While a rank waits for one operation, all others that it has started make progress, so starting early and
+  waiting late is always safe.
 * A reduction adds contributions by position in the group: ((x0 + x1) + x2) + ... . In-process and MPI ranks
   therefore produce the same bits, on every member, every time. 16-bit floats (f16, bf16) are accumulated in
   f32 and rounded once. (NCCL chooses its own order; it is deterministic for a given group and size but its
   bits differ.)
-* No wait is without a limit: `time_limit` seconds without progress raise `RuntimeFault`, and so does the
-  failure of another rank.
+* Every wait has a limit: `time_limit` seconds without progress raise `RuntimeFault`, and so does the failure
+  of another rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.job.job_files import DEFAULT_TIME_LIMIT, TIMEOUT, setting_in_seconds
-from distgraph.runtime.transport.watchdog import Place
+from distgraph.runtime.transport.watchdog import Activity
 
 Array = Any
 """A NumPy or CuPy array."""
@@ -36,9 +36,8 @@ Group = tuple[int, ...]
 """Global ranks in order of position; contains the rank that uses it."""
 
 REDUCTIONS: Final = ("sum", "max", "min", "prod")
-_CHUNK: Final = (
-    1 << 15
-)  # elements accumulated at a time: f32 accumulators of 128 KiB stay in the second-level cache
+_CHUNK: Final = 1 << 15
+"""Elements accumulated at a time: f32 accumulators of 128 KiB stay in the second-level cache."""
 _UFUNCS: Final[dict[str, np.ufunc]] = {
     "sum": np.add,
     "max": np.maximum,
@@ -48,7 +47,7 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
 
 
 class Request(Protocol):
-    """One operation under way."""
+    """An operation that a transport has started."""
 
     def wait(self) -> None:
         """Return when the operation is complete on this rank.
@@ -66,26 +65,25 @@ class Request(Protocol):
 
 
 class Order(Protocol):
-    """Order among the streams of ranks whose arrays are on a GPU: calls return before the work is done
-    there."""
+    """Orders work between the GPU streams of ranks: calls return before the GPU has done the work."""
 
     def mark(self) -> Any:
-        """An event at the present end of the calling thread's stream."""
+        """An event that happens when the work given to the calling thread's stream so far is done."""
 
     def after(self, mark: Any) -> None:
-        """What the calling thread's stream is given from now on happens after the mark."""
+        """Make all later work of the calling thread's stream wait for the event `mark`."""
 
 
 class Transport(Protocol):
-    """The ranks of one job as seen by one of them; to be used by one thread at a time.
+    """Communication of one rank with the other ranks of its job; used by one thread at a time.
 
     `buffer`, `send` and `recv` are C-contiguous arrays whose dtype is the same on all members. `counts` are
     elements per member of the group, in group order, and may be 0.
     """
 
     @property
-    def place(self) -> Place:
-        """Where this rank is; whoever runs tasks on it notes them there."""
+    def activity(self) -> Activity:
+        """What this rank is doing; the code that runs tasks on it keeps the task up to date."""
 
     @property
     def rank(self) -> int:
@@ -99,23 +97,23 @@ class Transport(Protocol):
         """Replace `buffer` on every member by its reduction over the members: op is one of `REDUCTIONS`."""
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
-        """Put the `counts[i]` elements of member i into `recv` (sum(counts) elements), in group order."""
+        """Collect `counts[i]` elements of each member i in `recv` (sum(counts) elements), in group order."""
 
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
-        """Reduce `send` (sum(counts) elements) over the members; member i gets its i-th stretch in `recv`."""
+        """Reduce `send` (sum(counts) elements) over the members; `recv` of member i gets the i-th stretch."""
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
     ) -> Request:
-        """Send stretch i of `send` to member i; put what member i sends here into stretch i of `recv`."""
+        """Send stretch i of `send` to member i, and receive from member i into stretch i of `recv`."""
 
     def broadcast(self, buffer: Array, root: int, group: Group) -> Request:
         """Overwrite `buffer` with that of the global rank `root`, a member of the group."""
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
-        """Send to the global rank `dest` (may be this one); complete when the receiver has taken it.
+        """Send to the global rank `dest` (may be this one); complete when the receiver has received it.
 
         Waiting for a send before the receiver has posted its `recv` may block: post receives first.
         """
@@ -133,7 +131,7 @@ class Transport(Protocol):
         """Return the `obj` of `root` on every rank."""
 
     def progress(self) -> None:
-        """Drive the operations under way without blocking; worth a call between two long computations.
+        """Let the started operations make progress without blocking; call it between long computations.
 
         Raises:
             RuntimeFault: another rank failed.
@@ -146,7 +144,7 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the transport holds. Nothing may be under way."""
+        """Release the resources of the transport. No operation may be unfinished."""
 
 
 MESSAGES: Final = frozenset(
@@ -158,7 +156,7 @@ MESSAGES: Final = frozenset(
 
 
 def time_limit(seconds: float | None) -> float:
-    """Seconds without progress after which a wait gives up: the argument, or DISTGRAPH_TIMEOUT, or 60.
+    """Seconds without progress after which a wait fails: the argument, else DISTGRAPH_TIMEOUT, else 60.
 
     Raises:
         RuntimeFault: not a positive number.
@@ -207,10 +205,10 @@ def flat(array: Array, what: str) -> Array:
 
 
 def check_reduction(op: str, dtype: Any, what: str) -> None:
-    """Refuse what has no meaning.
+    """Check that a reduction is defined for a dtype.
 
     Raises:
-        RuntimeFault: unknown reduction, or the sum of booleans.
+        RuntimeFault: an unknown reduction, or the sum of booleans.
     """
     if op not in _UFUNCS:
         raise RuntimeFault(f"{what}: reduction {op!r} is unknown; use one of {', '.join(REDUCTIONS)}")
@@ -220,17 +218,17 @@ def check_reduction(op: str, dtype: Any, what: str) -> None:
         )
 
 
-def check_counts(what: str, have: int, counts: Sequence[int], group: Group) -> None:
-    """Compare a buffer with the counts it is to be cut by.
+def check_counts(what: str, size: int, counts: Sequence[int], group: Group) -> None:
+    """Check that the counts of the members add up to the size of the buffer.
 
     Raises:
-        RuntimeFault: another number of counts than members, or of elements than the counts say.
+        RuntimeFault: the number of counts differs from that of members, or their sum from `size`.
     """
     if len(counts) != len(group):
         raise RuntimeFault(f"{what}: {len(counts)} counts but the group {group} has {len(group)} members")
-    if have != sum(counts):
+    if size != sum(counts):
         raise RuntimeFault(
-            f"{what}: buffer has {have} elements but counts {list(counts)} sum to {sum(counts)}"
+            f"{what}: buffer has {size} elements but counts {list(counts)} sum to {sum(counts)}"
         )
 
 
@@ -249,8 +247,8 @@ def position_in(group: Group, rank: int, what: str) -> int:
 def reduce_in_order(pieces: Sequence[Array], op: str, out: Array) -> None:
     """Reduce equally long flat arrays by position into `out`, which may be one of them.
 
-    16-bit floats are accumulated in f32 and rounded once at the end. Overflow gives inf, silently: whether
-    a gradient that overflows is a mistake is for the program to say.
+    16-bit floats are accumulated in f32 and rounded once at the end. Overflow gives inf without a
+    warning: whether a gradient that overflows is a mistake is for the program to decide.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         _reduce_in_order(pieces, op, out)

@@ -1,7 +1,7 @@
-"""What every rank waits for, told when a wait makes no progress within the time limit.
+"""The report that is printed when a wait makes no progress within the time limit: what every rank waits for.
 
-*In:* what the workers note as they go (two attributes a task), and what ranks ask each other over MPI once a
-wait has run out of time. *Out:* one line for each rank: task, micro-batch, value, operation and peer.
+*In:* the activity that each worker records (two attributes a task), which MPI ranks request from each other
+once a wait has reached its limit. *Out:* one line for each rank: task, micro-batch, value, operation, peer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ASK, _ANSWER = 8, 9  # tags of the control communicator
 _ANSWER_SECONDS: Final = 1.0
 
 
-class Place:
-    """Where one rank is.
+class Activity:
+    """What one rank is doing.
 
     Attributes:
-        task, micro: that it runs; "" outside of any.
-        waiting: what it waits for; "" while it does not.
+        task, micro: the task that it runs and its micro-batch; "" while it runs none.
+        waiting: the operation that it waits for; "" while it waits for none.
         transfers: number of a transfer -> the value that it makes.
-        micro_batches: of a step.
+        micro_batches: number of micro-batches of a step.
     """
 
     __slots__ = ("micro", "micro_batches", "task", "transfers", "waiting")
@@ -33,8 +33,8 @@ class Place:
         self.transfers: Mapping[int, str] = {}
         self.micro_batches = 1
 
-    def message(self, tag: int) -> str:
-        """The value and micro-batch of a message, as they go before its description; "" for another tag."""
+    def message_text(self, tag: int) -> str:
+        """Text of the value and micro-batch of a message, to begin its description; "" for another tag."""
         number, micro = divmod(tag - MESSAGE_TAGS, self.micro_batches)
         name = self.transfers.get(number)
         return "" if name is None else f"%{name} of micro-batch {micro}, "
@@ -44,58 +44,61 @@ class Place:
         return f"waits{where} for {self.waiting}" if self.waiting else f"does not wait{where}"
 
 
-def report(places: Mapping[int, str]) -> str:
-    """All ranks, one line each."""
-    return "".join(f"\n  rank {rank} {text}" for rank, text in sorted(places.items()))
+def report(activities: Mapping[int, str]) -> str:
+    """Text of the activities of all ranks, one line each."""
+    return "".join(f"\n  rank {rank} {text}" for rank, text in sorted(activities.items()))
 
 
-class Inquiry:
-    """How a rank of an MPI job learns where the others are, when it has waited too long.
+class ActivityRequest:
+    """Asks the other ranks of an MPI job for their activity after a wait that was too long.
 
     Args:
         mpi: mpi4py's MPI module.
-        comm: communicator with the two tags for itself.
-        place: of this rank.
+        comm: communicator on which the two tags are used for nothing else.
+        activity: that of this rank.
     """
 
-    def __init__(self, mpi: Any, comm: Any, place: Place) -> None:
-        self._mpi, self._comm, self._place = mpi, comm, place
+    def __init__(self, mpi: Any, comm: Any, activity: Activity) -> None:
+        self._mpi, self._comm, self._activity = mpi, comm, activity
         self._sends: list[Any] = []
 
     def answer(self) -> None:
-        """Tell whoever asks; called by a rank that has been waiting for a while."""
+        """Send this rank's activity to the ranks that asked; called while this rank waits."""
         status = self._mpi.Status()
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _ASK, status):
             source = status.Get_source()
             self._comm.Recv(bytearray(1), source, _ASK)
-            self._sends.append(self._comm.Isend(bytearray(str(self._place).encode()), source, _ANSWER))
+            self._sends.append(self._comm.Isend(bytearray(str(self._activity).encode()), source, _ANSWER))
 
     def ask(self) -> dict[int, str]:
-        """Where every rank is; one that neither waits nor answers within a second is somewhere else."""
-        own = int(self._comm.Get_rank())
-        found = {own: str(self._place)}
-        others = [rank for rank in range(int(self._comm.Get_size())) if rank != own]
+        """The activity of every rank. A rank that does not answer within a second computes or has stopped."""
+        this_rank = int(self._comm.Get_rank())
+        answers = {this_rank: str(self._activity)}
+        others = [rank for rank in range(int(self._comm.Get_size())) if rank != this_rank]
         self._sends += [self._comm.Isend(bytearray(1), rank, _ASK) for rank in others]
         deadline = time.monotonic() + _ANSWER_SECONDS
         status = self._mpi.Status()
-        while len(found) <= len(others) and time.monotonic() < deadline:
+        while len(answers) <= len(others) and time.monotonic() < deadline:
             self.answer()  # others may have run out of time as well
             if self._comm.Iprobe(self._mpi.ANY_SOURCE, _ANSWER, status):
                 text = bytearray(status.Get_count(self._mpi.BYTE))
                 self._comm.Recv(text, status.Get_source(), _ANSWER)
-                found[status.Get_source()] = text.decode()
+                answers[status.Get_source()] = text.decode()
             else:
                 time.sleep(0.001)
         return {
-            rank: found.get(rank, "does not answer: it computes, or has stopped") for rank in (own, *others)
+            rank: answers.get(rank, "does not answer: it computes, or has stopped")
+            for rank in (this_rank, *others)
         }
 
 
-def noted(place: Place, run: Callable[[str, int, Callable[[int], None]], None]) -> Callable[..., None]:
-    """Runs a function of a task as `run` does, with the place noted."""
+def recording(
+    activity: Activity, run: Callable[[str, int, Callable[[int], None]], None]
+) -> Callable[..., None]:
+    """A function that runs a function of a task as `run` does, and records the task in `activity`."""
 
-    def noting(name: str, micro: int, function: Callable[[int], None]) -> None:
-        place.task, place.micro = name, micro
+    def run_recorded(name: str, micro: int, function: Callable[[int], None]) -> None:
+        activity.task, activity.micro = name, micro
         run(name, micro, function)
 
-    return noting
+    return run_recorded

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
-from support.paths import BENCHMARKS
 
+from benchmarks import alpa_search as suite
+from benchmarks.alpa_search import Judged, Point
+from benchmarks.support.alpa.recorded_plans import Plan, Stage
 from distgraph.engine.search.searcher import Searcher
 from distgraph.models import GPTConfig
 from distgraph.resources import Cluster
-
-sys.path.insert(0, str(BENCHMARKS))
-
-import alpa_search as suite
-from alpa_plans import Plan, Stage
-from alpa_search import Judged, Point
 
 POINTS = {point.name: point for point in suite.points()}
 TINY = GPTConfig(

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
-from support.paths import BENCHMARKS
 
+from benchmarks import alpa_tables
+from benchmarks.support.alpa import plan_forecast as af
+from benchmarks.support.alpa import published_formulas as published
+from benchmarks.support.alpa.published_rows import MOE_TERA, Row, read_rows
+from benchmarks.support.alpa.recorded_plans import GPUS, Plan, Stage, blocks_of, plans_of
 from distgraph import optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops, lookup
-from distgraph.models import GPT_PRESETS, GPTConfig, MoEConfig, WideResNetConfig, published
+from distgraph.models import GPT_PRESETS, GPTConfig, MoEConfig, WideResNetConfig
 from distgraph.resources import CollectiveCost
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast.forecast import forecast
-
-sys.path.insert(0, str(BENCHMARKS))
-
-import alpa_forecast as af
-import alpa_tables
-from alpa_plans import GPUS, Plan, Stage, blocks_of, plans_of
-from alpa_rows import MOE_TERA, Row, read_rows
 
 ROWS = {row.name: row for row in read_rows()}
 TINY = GPTConfig(

@@ -4,18 +4,14 @@ The numbers of XLA stand in `benchmarks/data/gspmd_comm.json` (JAX 0.10.2 on CPU
 """
 
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.paths import BENCHMARKS
 
-sys.path.insert(0, str(BENCHMARKS))
-
-import comm_bytes as cb
-from comm_programs import program_of
+from benchmarks import comm_bytes as cb
+from benchmarks.support.communication_programs import program_of
 
 CASES = {case.name: case for case in cb.read_cases(cb.DATA)}
 SUBSET = [

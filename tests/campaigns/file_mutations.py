@@ -24,9 +24,9 @@ import numpy as np
 import yaml
 from support.programs.plan_cases import CASES
 
+from benchmarks.support.iopddl_reader import read_contest
 from distgraph.errors import DistGraphError
 from distgraph.ir.parser import parse_graph, print_graph
-from distgraph.passes.search.contest import read_contest
 from distgraph.passes.search.intra_op.solution_cache import Cache, digest
 from distgraph.passes.search.solver.problem import Problem, Solution, Use
 from distgraph.plan.plan import Plan

@@ -15,6 +15,7 @@ from support.programs.small_graphs import mlp
 import distgraph
 from distgraph.cli import application
 from distgraph.ir.parser import parse_graph, print_graph
+from distgraph.passes.pass_registry import PASSES
 from distgraph.resources import shipped_clusters
 
 
@@ -82,6 +83,16 @@ def test_inspect_prints_each_pass(file):
     ]  # fmt: skip
 
 
+def test_inspect_lists_the_passes():
+    code, output = invoke("inspect", "--list-passes")
+    assert code == 0
+    (line,) = [line for line in output.split("\n") if line.startswith("| decompose ")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    needs = "after dead_code_elimination"
+    assert cells == ["decompose", "serial", "serial", "", needs, "Replace every fused op by simpler ops."]
+    assert output.count("\n") == len(PASSES) + 4
+
+
 def test_inspect_explains_and_lists_conflicts(tmp_path):
     path = tmp_path / "conflict.dg"
     path.write_text(print_graph(mlp(rows="[tp, _]")))
@@ -98,6 +109,10 @@ def test_inspect_explains_and_lists_conflicts(tmp_path):
         (("inspect", "nowhere.dg"), "nowhere.dg: cannot be read"),
         (("inspect", "-", "-p", "fuse"), "pass 'fuse' does not exist"),
         (("inspect", "-", "-p", "lower"), "run the pass complete"),
+        (
+            ("inspect", "-", "-p", "complete,split_tasks"),
+            "pass split_tasks gives no graph but inspect prints",
+        ),
         (("cluster", "nowhere"), "neither a file nor a shipped cluster"),
         (("run", "-n", "2", "nowhere.py"), "script 'nowhere.py' does not exist"),
     ],

@@ -37,7 +37,7 @@ def round_trip(graph: Graph) -> Graph:
 @given(programs(ALL_MESHES, train=True))
 def test_a_program_round_trips_at_every_stage(program):
     stages = [program.graph]
-    run_passes(program.graph, ["complete", "reshard", "lower"], lambda ran: stages.append(ran.after))
+    run_passes(program.graph, ["complete", "reshard", "lower"], watch=lambda run: stages.append(run.after))
     assert len(stages) == 4
     for graph in stages:
         assert round_trip(graph) == graph

@@ -12,7 +12,7 @@ from support.devices import collective_cases as cases
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.launch.launch import current_transport
-from distgraph.runtime.transport.call_check import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, RollCall
+from distgraph.runtime.transport.call_check import ASK_SECONDS, GRACE_SECONDS, LISTEN_SECONDS, CallCheck
 from distgraph.runtime.transport.inprocess import run_ranks
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.transport import Transport
@@ -79,7 +79,7 @@ def test_a_wait_without_progress_ends(transport: MpiTransport) -> None:
 def test_a_wait_without_progress_tells_what_every_rank_waits_for(transport: MpiTransport) -> None:
     """Each waits for the next; the first to run out of time asks the others, which still wait."""
     other = MpiTransport(limit=0.5)
-    other.place.task, other.place.micro = "forward.s0", other.rank
+    other.activity.task, other.activity.micro = "forward.s0", other.rank
     with pytest.raises(RuntimeFault, match=r"made no progress in 0.5 s") as caught:
         other.recv(np.zeros(4), (other.rank + 1) % other.size, 5).wait()
     reports = transport.gather_objects(str(caught.value))
@@ -91,42 +91,42 @@ def test_a_wait_without_progress_tells_what_every_rank_waits_for(transport: MpiT
         assert any(all(line in report for line in lines) for report in reports), reports
 
 
-def parting(transport: MpiTransport, calls: list[str], early: int = 0) -> str:
-    """What the roll call of this rank says where every rank makes its own call, all of them in a long wait.
+def call_difference(transport: MpiTransport, calls: list[str], early: int = 0) -> str:
+    """The error of this rank's call check where every rank makes its own call, all of them in a long wait.
 
     The first `early` ranks have asked before the others come to the call.
     """
     comm = transport._calls.Dup()
-    roll = RollCall(transport._mpi, comm)
-    roll.enter("engine.fit()")
+    check = CallCheck(transport._mpi, comm)
+    check.enter("engine.fit()")
     if transport.rank < early:
-        roll.enter(calls[transport.rank])
-        roll.attend(ASK_SECONDS + 1)
+        check.enter(calls[transport.rank])
+        check.verify(ASK_SECONDS + 1)
     transport.barrier()
     if transport.rank >= early:
-        roll.attend(LISTEN_SECONDS)  # it has not come to what the others ask for
-        roll.enter(calls[transport.rank])
+        check.verify(LISTEN_SECONDS)  # it has not come to what the others ask for
+        check.enter(calls[transport.rank])
     message, begun = "", time.monotonic()
     try:
         while time.monotonic() < begun + 3 * GRACE_SECONDS:
-            roll.attend(ASK_SECONDS + 1)
+            check.verify(ASK_SECONDS + 1)
     except RuntimeFault as error:
         message = str(error)
     while time.monotonic() < begun + 3 * GRACE_SECONDS:
-        roll._receive()  # those that ask later still get their answers
+        check._receive()  # those that ask later still get their answers
     comm.Free()
     return message
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_ranks_in_different_calls_are_told(transport: MpiTransport, early: int) -> None:
+def test_ranks_in_different_calls_are_named(transport: MpiTransport, early: int) -> None:
     others = range(1, transport.size)
     calls = ["engine.save()", *("engine.run()" for _ in others)]
     wanted = f"engine.save() on rank 0 but engine.run() on rank{'s' * (len(others) > 1)} "
     wanted += ", ".join(map(str, others))
-    assert wanted in parting(transport, calls, early)
+    assert wanted in call_difference(transport, calls, early)
 
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_ranks_in_one_call_wait_for_each_other(transport: MpiTransport, early: int) -> None:
-    assert parting(transport, ["engine.save()"] * transport.size, early) == ""
+    assert call_difference(transport, ["engine.save()"] * transport.size, early) == ""

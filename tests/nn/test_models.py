@@ -11,6 +11,7 @@ import pytest
 from support.paths import ROOT
 
 import distgraph as dg
+from benchmarks.support.alpa import published_formulas as published
 from distgraph.array_api.trace import trace
 from distgraph.engine import train_graph
 from distgraph.errors import GraphError, ShardingError
@@ -30,7 +31,6 @@ from distgraph.models import (
     WideResNet,
     WideResNetConfig,
     annotate,
-    published,
     stages,
 )
 from distgraph.passes.complete import complete

@@ -11,9 +11,9 @@ from distgraph.passes.pass_pipeline import run_passes
 STAGES = {
     "mlp.1.serial": [],
     "mlp.2.completed": ["complete"],
-    "mlp.3.refined": ["complete", "refine"],
-    "mlp.4.resharded": ["complete", "refine", "reshard"],
-    "mlp.5.lowered": ["complete", "refine", "reshard", "lower"],
+    "mlp.3.refined": ["complete", "layout_local_search"],
+    "mlp.4.resharded": ["complete", "layout_local_search", "reshard"],
+    "mlp.5.lowered": ["complete", "layout_local_search", "reshard", "lower"],
 }
 
 

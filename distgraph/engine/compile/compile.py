@@ -17,6 +17,7 @@ from distgraph.passes.choose_completion import arrange
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import BUDGET
 from distgraph.passes.redistribution.planner import latency_price
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.execute.process_group import is_chief
 from distgraph.runtime.program.build import Build, build
@@ -64,11 +65,15 @@ def complete_program(training: Training, reference: Graph | None = None) -> tupl
     strategy, plan = training.recipe.strategy, training.plan
     if plan is None:
         serial = replace(training.trace(), micro_batches=training.micro_batches)
-        default = strategy.mesh or ProcessMesh.grid(serial=1)
-        return serial, lay_out(serial, default, strategy.refine, strategy.refine_budget)
+        return serial, lay_out(serial, default_mesh(strategy), strategy.refine, strategy.refine_budget)
     if training.planned:
         return apply(training, plan)
     return follow_plan(training, reference or reference_of(training, plan), plan)
+
+
+def default_mesh(strategy: Strategy) -> ProcessMesh:
+    """The mesh of everything that no annotation places: that of the strategy, or else one rank."""
+    return strategy.mesh or ProcessMesh.grid(serial=1)
 
 
 def lay_out(serial: Graph, default: ProcessMesh, refine: str, budget: int | None = None) -> Graph:

@@ -11,14 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from distgraph.engine.compile.compile import default_mesh, lay_out
+from distgraph.engine.compile.rank_placement import price_on
 from distgraph.errors import GraphError
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.analysis.conflicts import Conflict, conflicts
 from distgraph.passes.partition import RankProgram
 from distgraph.plan.export import Export
 from distgraph.plan.plan import Plan
 from distgraph.plan.report import Comparison
+from distgraph.plan.strategy import Strategy
 from distgraph.resources import RankMapping
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
@@ -67,6 +71,7 @@ class PlanView:
         title: what the program is.
         mapping: device of every rank, where a cluster is given.
         portable: the plan of the program, made when asked for.
+        strategy: of the engine that compiled the program.
     """
 
     def __init__(
@@ -75,11 +80,13 @@ class PlanView:
         title: str = "step",
         mapping: RankMapping | None = None,
         portable: Callable[[], Plan] | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         self.build = build
         self.mapping = mapping
         self.title = title
         self._portable = portable
+        self._strategy = strategy or Strategy()
         self._programs: dict[int, RankProgram] = {}
 
     @property
@@ -162,6 +169,21 @@ class PlanView:
                 f"{target.mesh}"
             )
         return "\n".join(lines)
+
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """Annotations that compete for a mesh axis, most bytes first: both source lines, the collectives that
+        follow with their bytes (and seconds, where there is a cluster), and the change of annotation after
+        which a step moves least.
+
+        Every change of annotation is tried by completing the program anew, so a large program takes a while.
+        """
+        mapping, strategy = self.mapping, self._strategy
+        refine = "never" if strategy.refine == "never" else "conflicts"
+        return conflicts(
+            self.build.completed,
+            seconds=None if mapping is None else price_on(mapping.cluster, mapping.devices),
+            plan=lambda serial: lay_out(serial, default_mesh(strategy), refine),
+        )
 
     @cached_property
     def portable(self) -> Plan:

@@ -138,7 +138,7 @@ def test_credits_of_1f1b_and_gpipe() -> None:
     assert all(edge.buffers is None for edge in with_credits(graph, "gpipe").edges)
 
 
-def test_what_a_backward_reads_again_may_be_one_ahead() -> None:
+def test_data_that_a_backward_task_reads_too_may_be_one_ahead() -> None:
     tasks = (
         Task("recv", "recv", 1, (1,), True),
         Task("forward", "forward", 1, (1,), True),
@@ -230,6 +230,6 @@ def test_malformed_task_graphs(graph: TaskGraph, message: str) -> None:
         verify(graph)
 
 
-def test_looking_up_a_task_that_is_not_there() -> None:
+def test_looking_up_an_unknown_task() -> None:
     with pytest.raises(GraphError, match="task graph has no task 'x'; it has t0"):
         linear("load").task("x")

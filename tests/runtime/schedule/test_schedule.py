@@ -57,7 +57,7 @@ def test_the_orders_under_unequal_times_are_the_published_ones() -> None:
             assert letters(planned.order(int(stage[1:]))) == order
 
 
-def test_the_document_tells_the_truth() -> None:
+def test_the_grid_in_the_documentation_is_the_real_one() -> None:
     document = ROOT / "docs" / "schedules.md"
     result = doctest.testfile(str(document), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.attempted >= 8
@@ -113,7 +113,7 @@ def test_any_schedule_prints_parses_agrees_and_runs(
     assert check(planned, graph, other).orders() == orders  # whatever the durations turn out to be
 
 
-def test_a_mesh_that_comes_twice() -> None:
+def test_two_stages_on_one_mesh() -> None:
     # stages 0 and 2 are both on ranks 0 and 1, stage 1 on ranks 1 and 2: rank 1 runs all three
     planned = schedule(pipeline([(0, 1), (1, 2), (0, 1)], 3, optimize=False))
     assert [column.ranks for column in planned.columns] == [(0,), (1,), (2,)]
@@ -143,11 +143,14 @@ def edited(old: str, new: str, stages: int = 2, micro: int = 2) -> Schedule:
     return parse(text.replace(old, new, 1))
 
 
-def test_a_swap_by_hand_is_found_before_it_runs() -> None:
+def test_a_swapped_order_is_refused_before_it_runs() -> None:
     # F0 -, F1 F0, - B0, B0 F1, - B1, B1 -: rank 1 takes its second forward before its first backward
     with pytest.raises(RuntimeFault, match=r"(?s)deadlock.*rank 1 waits in forward\.s1 1 for a free buffer"):
         check(edited("-  B0\nB0 F1", "-  F1\nB0 B0"), plain(2, 2))
-    with pytest.raises(RuntimeFault, match=r"(?s)deadlock.*rank 0 waits in backward\.s0 1 for its own"):
+    with pytest.raises(
+        RuntimeFault,
+        match=r"(?s)deadlock.*rank 0 waits in backward\.s0 1 for backward\.s0 0 on the same ranks",
+    ):
         check(edited("F1 F0\n-  B0\nB0 F1\n-  B1\nB1 -", "F1 F0\n-  B0\nB1 F1\n-  B1\nB0 -"), plain(2, 2))
     with pytest.raises(RuntimeFault, match=r"rank 0: the order ends but leaves out backward\.s0"):
         check(edited("\nB1 -", ""), plain(2, 2))

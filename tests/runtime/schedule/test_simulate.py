@@ -16,7 +16,7 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.plan.schedule_policies import SchedulePolicy, schedule_names, schedule_policy
 from distgraph.runtime.schedule.credits import with_credits
 from distgraph.runtime.schedule.simulate import Timeline, seconds_of, simulate, symbols
-from distgraph.runtime.schedule.steady_state import clocked
+from distgraph.runtime.schedule.steady_state import unit_timeline
 from distgraph.runtime.schedule.task import Edge, Ring, Task, TaskGraph, pipeline
 
 Room = Callable[[Task, Task, int, bool], int | None]
@@ -105,7 +105,7 @@ def test_columns_may_be_meshes_of_different_size() -> None:
     assert timeline.of_rank(2)[0].start == 1.0
 
 
-def test_grid_shows_length_and_tasks_without_length() -> None:
+def test_grid_shows_durations_and_tasks_without_duration() -> None:
     graph = pipeline([(0,), (1,)], 2)
     durations = {"forward": 1.0, "backward": 2.0, "optimize": 0.0}
     expected = """
@@ -124,7 +124,7 @@ def test_grid_shows_length_and_tasks_without_length() -> None:
     ]
 
 
-def test_grid_gives_each_task_without_length_a_line() -> None:
+def test_grid_gives_each_task_without_duration_a_line() -> None:
     graph = with_transfers(plain(2, 1))
     timeline = simulate(graph, {"forward": 1.0, "backward": 1.0, "send": 0.0, "recv": 0.0})
     assert [line.split() for line in timeline.grid().splitlines()] == [
@@ -139,7 +139,7 @@ def test_grid_gives_each_task_without_length_a_line() -> None:
     assert simulate(TaskGraph(tasks, (Edge("a", "b"),), 1), {"sync": 0.0}).grid() == "G0\nGa0"
 
 
-def test_symbols_tell_tasks_of_one_kind_apart() -> None:
+def test_symbols_of_tasks_of_one_kind_differ() -> None:
     tasks = [Task(f"send.{i}", "send", 0, (0,), True) for i in range(28)]
     named = list(symbols(tasks).values())
     assert named[:3] == ["S", "Sa", "Sb"]
@@ -165,7 +165,7 @@ def test_transfers_that_take_no_time_change_nothing(policy: str, stages: int, mi
     assert explicit.peak_live() == direct.peak_live()
 
 
-def test_news_that_takes_no_time_is_heard_before_a_device_is_given_away() -> None:
+def test_events_of_tasks_without_duration_are_handled_before_longer_tasks_start() -> None:
     # rank 0 ends its fourth forward at 4, when the first gradient comes by way of a send: that goes first
     graph = plain(2, 6)
     edges = [edge for edge in graph.edges if edge.source != "backward.s1"]
@@ -233,10 +233,10 @@ def longest_path(graph: TaskGraph, durations: Mapping[str, float], timeline: Tim
 
 @settings(deadline=None)
 @given(task_graphs(), st.integers(1, 90), st.sampled_from(["1f1b", "gpipe"]))
-def test_what_comes_round_again_is_the_same(graph: TaskGraph, micro: int, name: str) -> None:
+def test_a_repeated_period_equals_the_whole_simulation(graph: TaskGraph, micro: int, name: str) -> None:
     graph = replace(graph, micro_batches=micro)
     whole = simulate(graph, policy=name)
-    found = clocked(graph, schedule_policy(name))
+    found = unit_timeline(graph, schedule_policy(name))
     assert sorted(found.intervals, key=str) == sorted(whole.intervals, key=str)
     assert found.orders() == whole.orders()
     assert found.graph == whole.graph
@@ -341,13 +341,13 @@ def test_a_credit_cycle_is_a_deadlock_that_names_the_buffer() -> None:
         (lambda order: order[:-1], "rank 1: the order ends but leaves out backward.s1"),
         (
             lambda order: [*order[:2], ("forward.s0", 0)],
-            "rank 1 waits in forward.s0 0, which is no task of its own",
+            "rank 1 waits in forward.s0 0, which the task graph does not run there",
         ),
         (
             lambda order: order[::-1],
-            "rank 1 waits in backward.s1 1 for its own backward.s1 0, which comes later or",
+            "rank 1 waits in backward.s1 1 for backward.s1 0 on the same ranks, which comes",
         ),
-        (lambda order: [("x", 0)], "rank 1 waits in x 0, which is no task of its own"),
+        (lambda order: [("x", 0)], "rank 1 waits in x 0, which the task graph does not run there"),
     ],
 )
 def test_orders_that_do_not_fit(change: object, message: str) -> None:

@@ -78,7 +78,7 @@ def test_a_wait_without_progress_ends() -> None:
         run_ranks(2, program, limit=0.05)
 
 
-def test_different_programs_are_told_apart() -> None:
+def test_different_programs_are_refused() -> None:
     def program(transport: InProcessTransport) -> None:
         transport.all_reduce(np.zeros(3), "sum" if transport.rank else "max", (0, 1)).wait()
 
@@ -106,7 +106,7 @@ def test_pieces_of_all_to_all_must_match() -> None:
         run_ranks(2, program)
 
 
-def test_connected_transports_serve_threads_of_ones_own() -> None:
+def test_connected_transports_serve_threads_of_the_caller() -> None:
     first, second = connect(2)
     received = np.zeros(2)
     request = second.recv(received, 0, 1)
@@ -120,7 +120,9 @@ def test_connected_transports_serve_threads_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
-def test_senseless_time_limits(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limits_that_are_no_positive_numbers_are_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DISTGRAPH_TIMEOUT", text)
     with pytest.raises(RuntimeFault, match="expected a positive number of seconds"):
         time_limit(None)
@@ -132,7 +134,7 @@ def test_time_limit_is_the_argument_then_the_environment(monkeypatch: pytest.Mon
     assert time_limit(3) == 3.0
 
 
-def test_no_world_without_ranks() -> None:
+def test_a_job_needs_a_rank() -> None:
     with pytest.raises(RuntimeFault, match="0 ranks"):
         connect(0)
 

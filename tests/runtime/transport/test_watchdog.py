@@ -17,7 +17,7 @@ from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
 from distgraph.runtime.transport.inprocess import run_ranks
 
 
-def test_every_rank_says_what_it_waits_for() -> None:
+def test_the_report_names_what_every_rank_waits_for() -> None:
     """The middle of five stages does not take part."""
     graph, mesh = read_in_backward(5, 0, 1)
     built = build(complete(graph, mesh), micro_batches=6, policy="gpipe")
@@ -45,7 +45,7 @@ def test_ring_in_which_a_rank_would_wait_for_ever_is_refused_before_the_run(
         plan_storage(built.program(sender), built.schedule)
 
 
-def test_rank_that_does_not_take_part_is_told_apart() -> None:
+def test_rank_that_does_not_take_part_is_named() -> None:
     def body(transport: Any) -> None:
         if transport.rank == 0:
             transport.all_reduce(np.ones(3), "sum", (0, 1)).wait()

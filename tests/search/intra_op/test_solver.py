@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from support.paths import DATA
 
+from benchmarks.support.iopddl_reader import problem_of, read_contest
 from distgraph.errors import GraphError
-from distgraph.passes.search.contest import problem_of, read_contest
 from distgraph.passes.search.solver import solve
 from distgraph.passes.search.solver.flat_problem import Flat
 from distgraph.passes.search.solver.lagrangian_dual import Dual
@@ -370,7 +370,7 @@ def test_without_numba_the_loops_are_interpreted() -> None:
     program = f"""
 import sys
 sys.modules["numba"] = None
-from distgraph.passes.search.contest import read_contest
+from benchmarks.support.iopddl_reader import read_contest
 from distgraph.passes.search.solver import solve
 found = solve(read_contest({str(DATA / "example.json")!r}), seconds=60)
 print(found.choice, found.status)

@@ -1,10 +1,10 @@
-"""The rows of Alpa's tables (OSDI 2022): published TFLOPS, and the FLOP that they count. See `alpa_plans`.
+"""The rows of Alpa's tables (OSDI 2022): published TFLOPS and the FLOP that they count; see `recorded_plans`.
 
 `data/alpa/results.tsv` has the tables; `data/alpa/seconds.tsv` the seconds of a step and the peak memory
 of the rows for which the artifact states them (table, system, GPUs, TFLOPS, seconds, GiB). Where it does,
 a row counts TFLOPS x seconds x GPUs: the intra-operator rows of MoE and all of Wide-ResNet count the
 contractions of their compiled programs, embeddings by one-hot matrices among them, up to 12 % more or less
-than the formula. Elsewhere the formulas of the paper count (`distgraph.models.published`), recomputation
+than the formula. Elsewhere the formulas of the paper count (`published_formulas`), recomputation
 included."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from alpa_plans import GPUS, Config, Plan, plans_of
+from benchmarks.support.alpa import published_formulas as published
+from benchmarks.support.alpa.recorded_plans import GPUS, Config, Plan, plans_of
+from distgraph.models import WideResNetConfig
 
-from distgraph.models import WideResNetConfig, published
-
-DATA = Path(__file__).parent / "data" / "alpa"
+DATA = Path(__file__).resolve().parents[2] / "data" / "alpa"
 MOE_TERA = dict(zip(GPUS, (1579.9, 1580.1, 3005.7, 4992.6, 10445.9, 17870.6, 35333.4), strict=True))
 WIDE_GIGA = dict(zip(GPUS, (83.6, 163.5, 333.2, 652.5, 1330.6, 2203.5, 4518.2), strict=True))
 
@@ -30,7 +30,7 @@ class Row:
         table, system, gpus: where it stands.
         published: TFLOPS per GPU, None for out of memory.
         projected: whether its authors did not run it.
-        recorded: whether the plan is theirs, see `alpa_plans`.
+        recorded: whether the plan is theirs, see `recorded_plans`.
         plans: one or several; none where they cannot be expressed.
         sample: FLOP of one sequence or image, as the row counts them.
         peak: GiB of the GPU that needed most, None where it is not stated.

@@ -4,7 +4,7 @@
 *Invariant:* the forecast of distgraph without overlap, in closed form: an op costs what `ComputeCost` says,
 a collective what `CollectiveCost` says (the same algorithms on the same links, their loads counted once,
 because only bandwidths and latencies change while calibrating), a task the sum of its ops, a step the last
-task of the schedule one forward, one backward. tests/benchmarks/test_calibrate.py holds both against each
+task of the schedule one forward, one backward. tests/benchmarks/test_calibration.py holds both against each
 other.
 
 What is in a task twice is summed once: all runs together are one sparse matrix (tasks of stages x distinct
@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from megatron import KINDS, Bills, Message, Run, Shape, model_bills
 from scipy.sparse import csr_array
 
 import distgraph as dg
+from benchmarks.support.megatron.training_program import KINDS, Bills, Message, Run, Shape, model_bills
 from distgraph.resources import Cluster
 from distgraph.resources.collective_algorithms import algorithms
 from distgraph.resources.collective_cost import CollectiveCost

@@ -4,8 +4,8 @@ ZeRO-2 on two.
 Each program is a serial model written with `dg.nn`, a few annotations, and `Engine.prepare` and `Engine.run`;
 nothing below the public front is touched but the initial values, which come from `benchmarks.peers`.
 
-    python -m benchmarks.ours_step gpt_serial
-    mpiexec -n 2 python -m mpi4py -m benchmarks.ours_step mlp_dp2
+    python -m benchmarks.peers.distgraph_peers gpt_serial
+    mpiexec -n 2 python -m mpi4py -m benchmarks.peers.distgraph_peers mlp_dp2
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from support.paths import BENCHMARKS, ROOT
 
-from distgraph.errors import ResourceError
-from distgraph.resources.calibrate import (
+from benchmarks.support.calibration import (
     Parameter,
     by_group,
     by_rows,
@@ -21,14 +20,12 @@ from distgraph.resources.calibrate import (
     regret,
     splits,
 )
+from benchmarks.support.megatron.training_cost import Costs
+from benchmarks.support.megatron.training_program import Run, Shape, gpt_build, read_runs
+from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast.forecast import forecast
-
-sys.path.insert(0, str(BENCHMARKS))
-
-from megatron import Run, Shape, gpt_build, read_runs
-from megatron_cost import Costs
 
 SIZES = np.array([1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0])
 LINE = (Parameter("start", 1.0, 1e-3, 1e3, 30.0), Parameter("rate", 1.0, 1e-3, 1e3, 30.0))

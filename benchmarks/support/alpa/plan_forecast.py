@@ -1,9 +1,9 @@
 """The forecast of one plan of Alpa's tables (OSDI 2022): seconds of a step, bytes of the GPU that needs most.
 
-*In:* a `Plan` (see `alpa_plans`). *Out:* a `Found`.
+*In:* a `Plan` (see `recorded_plans`). *Out:* a `Found`.
 *Invariant:* seconds are the forecast of distgraph for the plan's program, without overlap of computation and
 communication, and nothing beside it but the second gathering of ZeRO-3 (`gathering`). Bytes are those of the
-same program under a compiler that fuses and plans memory (`alpa_memory`).
+same program under a compiler that fuses and plans memory (`fused_memory`).
 
 A long pipeline repeats itself: once it is full every further micro-batch takes the same time. So `SIMULATED`
 micro-batches a stage are simulated to fill it, as many again for the slope, and the rest is the slope times
@@ -18,9 +18,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from alpa_memory import moments
-from alpa_plans import Plan
-
+from benchmarks.support.alpa.fused_memory import moments
+from benchmarks.support.alpa.recorded_plans import Plan
 from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.graph import Graph
