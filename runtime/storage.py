@@ -26,7 +26,7 @@ from distgraph.dtypes import itemsize
 from distgraph.errors import RuntimeFault
 from distgraph.ops.registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.runtime.packing import Block, pack
+from distgraph.runtime.packing import Block, pack_once
 from distgraph.runtime.rings import RankClocks, outstanding, rank_clocks, window
 from distgraph.runtime.schedule import Schedule
 
@@ -404,7 +404,7 @@ class StoragePlan:
                         owner[value.name] = owner[donor]
                         blocks[owner[donor]].stop = begin + last[value.name]
             begin += len(task.ops) + 1
-        self.storage.scratch = pack(blocks)
+        self.storage.scratch = pack_once(self.program.parts, blocks)
         for name, block in owner.items():
             self.slots[name].offset = blocks[block].offset
 
