@@ -1,7 +1,7 @@
 """Seconds to compile a GPT's training graph for a mesh: trace, complete, reshard, lower, phases, partition,
 plan storage, generate code.
 
-    python benchmarks/compile.py [--quick] [--json FILE] [--scale]
+    python benchmarks/compile.py [--quick] [--json FILE] [--scale] [--shapes]
 
 The model has hidden 256, 8 heads and sequence 128, annotated as Megatron-LM does (attention and feed-forward
 split by columns, then by rows) on a mesh of dp=2 x tp=2; only its number of layers grows. The times do not
@@ -11,7 +11,9 @@ to compile a train graph of 48 layers on such a machine, 1.1 s of that for the p
 
 `--scale` compiles a narrow model of up to 100,000 ops for all four ranks in one process, from the trace to
 workers that could run, and prints CPU seconds of each phase and the growth of the whole: the exponent k of
-ops ** k between one size and the next.
+ops ** k between one size and the next. `--shapes` does the same for programs that are unlike a GPT: 1,500 to
+12,000 ops beside each other that are summed two by two (fan) or joined by one op (join), and a chain of up to
+25,000 ops, to which the backward part adds as many again or more.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distgraph as dg
-from distgraph import nn
+from distgraph import nn, ops
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.ir.graph import Graph
 from distgraph.passes.complete import complete
@@ -44,6 +47,7 @@ from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.transport.inprocess import connect
 
+SHAPES = {"fan": (1500, 3000, 6000, 12000), "join": (1500, 3000, 6000, 12000), "chain": (6000, 12500, 25000)}
 SCALE = (78, 155, 310, 624)  # layers of 12,500, 25,000, 50,000 and 100,000 ops
 LAYERS = (6, 12, 24, 48, 120)  # 48 layers are 7,700 ops here, 120 are 19,300
 HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY = 256, 8, 128, 16, 4096
@@ -72,6 +76,41 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
+class Shape(nn.Module):
+    """Ops that do hardly anything: so many beside each other, summed two by two or joined, or in a chain."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind, self.count, self.weight = kind, count, nn.Parameter((8,))
+
+    def forward(self, x: Any) -> Any:
+        """[batch, 8] to the same."""
+        y = x * self.weight
+        if self.kind == "chain":
+            for _ in range(self.count):
+                y = ops.tanh(y)
+            return y
+        parts = [ops.tanh(y) for _ in range(self.count)]
+        if self.kind == "join":
+            return ops.concat(parts, axis=1)[:, :8]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts = [left + right for left, right in pairs] + parts[len(parts) // 2 * 2 :]
+        return parts[0]
+
+
+def squares(output: Any, target: Any) -> Any:
+    """Mean of the squares of the error."""
+    return ((output - target) ** 2).mean()
+
+
+def shaped(kind: str, count: int) -> dict[str, float]:
+    """CPU seconds of every step of compiling one `Shape` for all ranks, and the number of ops."""
+    mesh = dg.ProcessMesh.grid(dp=2, tp=2)
+    strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
+    recipe = Recipe(Shape(kind, count), squares, dg.optim.SGD(lr=0.1), {}, strategy)
+    return steps(recipe, mesh, {f"batch.{i}": ((8, 8), "f32") for i in range(2)}, every=True)
+
+
 def compiled(layers: int, hidden: int = HIDDEN, *, every: bool = False) -> dict[str, float]:
     """Seconds of every step of compiling one model, and the number of ops.
 
@@ -79,11 +118,15 @@ def compiled(layers: int, hidden: int = HIDDEN, *, every: bool = False) -> dict[
         layers, hidden: of the model.
         every: workers of all ranks, and CPU seconds; else rank 0, and seconds of the clock.
     """
-    clock = time.process_time if every else time.perf_counter
     mesh = dg.ProcessMesh.grid(dp=2, tp=2)
     strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
     recipe = Recipe(Gpt(layers, mesh, hidden), nn.CrossEntropy(), dg.optim.Adam(), {}, strategy)
-    fields = {f"batch.{i}": ((BATCH, SEQUENCE), "i64") for i in range(2)}
+    return steps(recipe, mesh, {f"batch.{i}": ((BATCH, SEQUENCE), "i64") for i in range(2)}, every=every)
+
+
+def steps(recipe: Recipe, mesh: dg.ProcessMesh, fields: dict[str, Any], *, every: bool) -> dict[str, float]:
+    """Seconds of every step of compiling a program, and the number of ops; `every` as in `compiled`."""
+    clock = time.process_time if every else time.perf_counter
     found: dict[str, float] = {}
 
     def timed(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -127,15 +170,15 @@ def total(times: dict[str, float]) -> float:
     return sum(seconds for name, seconds in times.items() if name != "ops")
 
 
-def scale() -> None:
+def scale(sizes: tuple[int, ...], measure: Callable[[int], dict[str, float]], name: str) -> None:
     """Print what graphs of growing size take, each compiled in a process of its own."""
     table: Table | None = None
     before: tuple[float, float] | None = None
-    for layers in SCALE:
+    for size in sizes:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            times = pool.submit(compiled, layers, 16, every=True).result()
+            times = pool.submit(measure, size).result()
         if table is None:
-            table = Table(*times, "all", "exponent", title="CPU seconds to compile, all four ranks")
+            table = Table(*times, "all", "exponent", title=f"CPU seconds to compile, all four ranks: {name}")
         whole = total(times)
         growth = math.log(whole / before[1], times["ops"] / before[0]) if before else math.nan
         before = times["ops"], whole
@@ -154,9 +197,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one run of each size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--scale", action="store_true", help="up to 100,000 ops, for all ranks")
+    parser.add_argument("--shapes", action="store_true", help="wide graphs and a deep one, for all ranks")
     arguments = parser.parse_args()
     if arguments.scale:
-        scale()
+        scale(SCALE, partial(compiled, hidden=16, every=True), "GPT")
+    for kind, sizes in SHAPES.items() if arguments.shapes else ():
+        scale(sizes, partial(shaped, kind), kind)
+    if arguments.scale or arguments.shapes:
         return
     load = os.getloadavg()[0]
     results = {layers: least(layers, 1 if arguments.quick else 3) for layers in LAYERS}

@@ -37,7 +37,7 @@ from distgraph.passes.analysis.value_cost import Key, ValueCosts
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import Price, wire_price
 
-BUDGET = 60_000  # work of one search, see `refine`
+BUDGET = 500_000  # work of one search, see `refine`
 _GAIN = 0.5  # a move must save at least half a byte
 _FLOOD = 40  # ops that one move may carry along
 _ROUNDS = 6
@@ -126,7 +126,7 @@ class _Refiner:
         before = sum(self.costs[v] for v in node.around)
         best, best_option = (math.inf, present) if through >= 0 else (0.0, present)
         for bound, option in self.ranked(number):
-            if bound >= before + best + _EQUAL * (1.0 + before):
+            if bound >= before + best + _EQUAL * (1.0 + before) or self.spent:
                 break
             if through < 0 and option == present:
                 continue
@@ -277,8 +277,9 @@ def refine(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> G
         graph: a completed graph.
         price: cost of one collective.
         budget: work after which the search ends with what it has found: 1 for each layout of an op that is
-            compared, 20 for each change of layout priced on one mesh, 200 for each between two. Counted, not
-            timed, so that every rank and every run ends with the same layouts.
+            compared, 20 for each change of layout priced, 1 for each step that the search for its collectives
+            examines, and 12 for each way to cut it into tiles between two meshes. Counted, not timed, so that
+            every rank and every run ends with the same layouts.
     """
     return refined(graph, price, budget).graph
 

@@ -88,6 +88,16 @@ class Parts:
         return Lock()
 
     @cached_property
+    def packed(self) -> dict[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+        """Blocks of scratch memory -> their offsets, for the ranks that need the same; see `packing`."""
+        return {}
+
+    @cached_property
+    def packing(self) -> Lock:
+        """Held while `packed` is filled: one rank finds the places, the others wait and take them."""
+        return Lock()
+
+    @cached_property
     def numbers(self) -> dict[str, int]:
         """Name of every communication -> its place in the graph, the tag of its messages."""
         return {op.name: i for i, op in enumerate(self.graph.ops) if op.kind.startswith("comm.")}

@@ -271,7 +271,9 @@ def linear_groups(op: Op) -> Groups:
 
 def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> ShardSpec:
     """Layout in which a completed op (or one under `layout`) reads an operand."""
-    return operand_spec(rule_of(op), operand, layout or _completed(op), linear_groups(op))
+    layout = layout or _completed(op)
+    # the groups are as many numbers as there are operands: not looked at for each of them without need
+    return operand_spec(rule_of(op), operand, layout, linear_groups(op) if layout.partial else ())
 
 
 def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:

@@ -361,6 +361,12 @@ define(
 # concat, flip
 
 
+@lru_cache(maxsize=4096)
+def _together(count: int) -> tuple[tuple[int, ...], ...]:
+    """All operands in one group, made once for every count: it is asked for each operand."""
+    return (tuple(range(count)),)
+
+
 def _concat_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters(shapes[0])
     joined = f"i{attrs['dim']}"
@@ -410,7 +416,7 @@ define(
     infer=_infer_concat,
     gradient=_concat_gradient,
     flops=_nothing,
-    linear=lambda count, attrs: (tuple(range(count)),),
+    linear=lambda count, attrs: _together(count),
     reads=_reads_concat,
 )
 

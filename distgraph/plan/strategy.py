@@ -42,8 +42,9 @@ class Strategy:
             without conflicts (slower to compile; the plan may look unlike what was annotated).
         refine_budget: work after which the search of refine="always" ends with the best layouts found so far,
             counted and not timed, so that every rank and every run ends with the same ones: 1 for each layout
-            of an op that is compared, 20 for each change of layout that is priced on one mesh, 200 for each
-            between two meshes. The default is a few seconds. Needs refine="always".
+            of an op that is compared, 20 for each change of layout that is priced, 1 for each step examined
+            in the search for its collectives, and 12 for each way to cut it into tiles between two meshes.
+            The default, 500,000, is a few seconds. Needs refine="always".
         device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13. Planning
             for a GPU needs none; see docs/gpu.md.
         nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends

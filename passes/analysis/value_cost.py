@@ -12,13 +12,15 @@ from typing import NamedTuple
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import Windows
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.passes.analysis.redistribution_cost import Read, copy_cost, move_cost, window_cost
-from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, price_bound
+from distgraph.passes.analysis.redistribution_cost import Read, copy_cost, window_cost
+from distgraph.passes.redistribution.cross_mesh import choose
+from distgraph.passes.redistribution.layout_equivalence import Change
+from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, Priced, price_bound, priced
 from distgraph.passes.redistribution.step_bound import received
 from distgraph.passes.reshard import fetches
 
 Key = tuple[int, int, tuple[int, ...]]  # kind of a value, layout of the maker, layouts of the readers
-_REDISTRIBUTION, _TRANSFER = 20, 200  # work to price a move on one mesh, and between two
+_PRICED, _WAY = 20, 12  # work of any price, and of the tiles between two layouts of different meshes
 _ROUNDING = 1e-6  # bytes by which a sum of bounds may be above that of the prices
 
 
@@ -84,6 +86,7 @@ class ValueCosts:
         self._ranked: dict[Key, list[tuple[float, int]]] = {}
         self._bounds: dict[tuple[int, int, int], float] = {}
         self._moves: dict[tuple[int, int, int], float] = {}
+        self._examined: set[tuple[int, Change]] = set()
         self._windows: dict[tuple[int, int], float] = {}
 
     def cheapest(self, key: Key) -> tuple[float, int]:
@@ -150,10 +153,28 @@ class ValueCosts:
         if found is None:
             value, reads = self.kinds[kind], self.layouts.reads
             ends = reads[source][0], reads[target][0]
-            self.work += _REDISTRIBUTION if ends[0].mesh == ends[1].mesh else _TRANSFER
-            found = move_cost(value.shape, value.size, *ends, self.price)
-            self._moves[kind, source, target] = found
+            found = self._moves[kind, source, target] = self._search(value, *ends)
         return found
+
+    def _search(self, value: ValueKind, source: DistAttr, target: DistAttr) -> float:
+        """Price of a change of layout.
+
+        Its work counts once for all changes of its class, whether or not the process has made it before.
+        """
+        self.work += _PRICED
+        parts: tuple[Priced, ...]
+        if source.mesh == target.mesh:
+            parts = (priced(value.shape, value.size, source.mesh, source.spec, target.spec, self.price),)
+            cost = parts[0].cost
+        else:
+            chosen = choose(value.shape, value.size, source, target, price=self.price)
+            self.work += _WAY * chosen.ways
+            cost, parts = chosen.cost, chosen.redistributions
+        for part in parts:
+            if (value.size, part.change) not in self._examined:
+                self._examined.add((value.size, part.change))
+                self.work += part.examined
+        return cost
 
     def _reads(self, kind: int, kept: int, wanted: tuple[int, ...]) -> float:
         """As `read_cost`."""

@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from distgraph.ir.collective_registry import Dims, Step, cached_until_registration, selections
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.passes.redistribution.layout_equivalence import Change
 from distgraph.passes.redistribution.planner import (
     BYTE_PRICES,
     Price,
+    Priced,
     price_bound,
+    priced,
     redistribute,
-    redistribute_cost,
     wire_price,
 )
 from distgraph.passes.redistribution.step_bound import received
@@ -46,7 +48,17 @@ from distgraph.passes.redistribution.tiles import (
     volume,
 )
 
-__all__ = ["Tile", "Transfer", "exchange_tiles", "link_bytes", "transfer", "transfer_cost", "translate"]
+__all__ = [
+    "Choice",
+    "Tile",
+    "Transfer",
+    "choose",
+    "exchange_tiles",
+    "link_bytes",
+    "transfer",
+    "transfer_cost",
+    "translate",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +140,45 @@ def transfer_cost(
     price: Price = wire_price,
 ) -> float:
     """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
+    return choose(shape, itemsize, source, target, machine_of=machine_of, price=price).cost
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest transfer, and what it takes to find.
+
+    Args:
+        cost: its price.
+        start: layout that is sent.
+        landing: layout that is received.
+        ways: pairs of such layouts whose tiles were looked at.
+        redistributions: changes of layout on either mesh that were priced, each once.
+    """
+
+    cost: float
+    start: ShardSpec
+    landing: ShardSpec
+    ways: int
+    redistributions: tuple[Priced, ...]
+
+
+def choose(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: DistAttr,
+    target: DistAttr,
+    *,
+    machine_of: MachineOf | None = None,
+    price: Price = wire_price,
+) -> Choice:
+    """Price of `transfer`, cached, with what it takes to find; arguments as there."""
     if machine_of is None and price in BYTE_PRICES:
         first, second, _ = renumbered(source.mesh, target.mesh)
         source, target = DistAttr(first, source.spec), DistAttr(second, target.spec)
     if source.mesh == target.mesh:
-        return redistribute_cost(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
-    return _choose(tuple(shape), itemsize, source, target, machine_of, price)[0]
+        found = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
+        return Choice(found.cost, target.spec, target.spec, 0, (found,))
+    return _choose(tuple(shape), itemsize, source, target, machine_of, price)
 
 
 def translate(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
@@ -172,7 +217,8 @@ def _plan(
 ) -> Transfer:
     if source.mesh == target.mesh:
         return _stay(shape, itemsize, source, target, price)
-    _, start, landing = _choose(shape, itemsize, source, target, machine_of, price)
+    chosen = _choose(shape, itemsize, source, target, machine_of, price)
+    start, landing = chosen.start, chosen.landing
     return Transfer(
         redistribute(shape, itemsize, source.mesh, source.spec, start, price),
         DistAttr(source.mesh, start),
@@ -190,8 +236,8 @@ def _choose(
     target: DistAttr,
     machine_of: MachineOf | None,
     price: Price,
-) -> tuple[float, ShardSpec, ShardSpec]:
-    """Price of the cheapest transfer between two meshes, layout that is sent, layout that is received."""
+) -> Choice:
+    """The cheapest transfer between two meshes."""
     source.spec.check(shape, source.mesh, "source of a transfer")
     target.spec.check(shape, target.mesh, "target of a transfer")
     ranks = len({*source.mesh.members, *target.mesh.members})
@@ -202,26 +248,34 @@ def _choose(
         pairs = itertools.pairwise(layouts) if bounded else ()
         return sum(price_bound(price, itemsize * received(shape, *pair)) for pair in pairs)
 
+    def moved_within(mesh: ProcessMesh, before: ShardSpec, after: ShardSpec) -> float:
+        found = priced(shape, itemsize, mesh, before, after, price)
+        redistributions.setdefault(found.change, found)
+        return found.cost
+
+    redistributions: dict[Change, Priced] = {}
+    ways = 0
     best: tuple[tuple[int, float, int, int, int], ShardSpec, ShardSpec] | None = None
     starts = [(DistAttr(source.mesh, spec), i) for i, spec in enumerate(_finished(source))]
     landings = [(DistAttr(target.mesh, spec), i) for i, spec in enumerate(_landings(target))]
     for bound, first, (start, _) in sorted((least(source, s[0], target), s[1], s) for s in starts):
         if best is not None and bounded and bound > best[0][1]:
             break
-        before = redistribute_cost(shape, itemsize, source.mesh, source.spec, start.spec, price)
+        before = moved_within(source.mesh, source.spec, start.spec)
         ranked = sorted((before + least(start, end[0], target), end[1], end) for end in landings)
         for bound, second, (landing, _) in ranked:
             if best is not None and bounded and bound > best[0][1]:
                 break
             way = _way(shape, source.mesh, start.spec, target, landing.spec, machine_of)
-            after = redistribute_cost(shape, itemsize, target.mesh, landing.spec, target.spec, price)
+            ways += 1
+            after = moved_within(target.mesh, landing.spec, target.spec)
             most = itemsize * way.busiest
             hop = price("permute", float(most), ranks, target.mesh, target.mesh.axes) if most else 0.0
             cost = (way.crossing, before + hop + after, way.messages, first, second)
             if best is None or cost < best[0]:
                 best = cost, start.spec, landing.spec
     assert best is not None  # both loops have at least one turn
-    return best[0][1], best[1], best[2]
+    return Choice(best[0][1], best[1], best[2], ways, tuple(redistributions.values()))
 
 
 def _tiles(

@@ -19,22 +19,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from distgraph.errors import InfeasibleError
 from distgraph.ir.collective_registry import BlockSizes, Space, Step, cached_until_registration, with_dim
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.passes.redistribution.layout_equivalence import representative
+from distgraph.passes.redistribution.layout_equivalence import Change, representative
 from distgraph.passes.redistribution.step_bound import received
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
 __all__ = [
     "BYTE_PRICES",
     "Price",
+    "Priced",
     "Step",
     "latency_price",
     "price_bound",
+    "priced",
     "redistribute",
     "redistribute_cost",
     "step_bytes",
@@ -47,6 +50,23 @@ Cost = tuple[float, float, int]
 
 TIE_SECONDS = 1e-9
 """Seconds for every byte of `Collective.tie_break`, where prices are seconds."""
+
+
+class Priced(NamedTuple):
+    """Price of a change of layout, and what it takes to find.
+
+    Attributes:
+        cost: the price.
+        change: the change of layout that was searched: all of its class have its price.
+        examined: steps between layouts that the search looks at, the same number wherever the price is known
+            already.
+    """
+
+    cost: float
+    change: Change
+    examined: int
+
+
 _COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
 _BELOW = 1 - 1e-9  # keeps a bound below what it bounds, whatever is rounded
 
@@ -128,7 +148,7 @@ def redistribute_cost(
     price: Price = wire_price,
 ) -> float:
     """Price of `redistribute`, cached; 0 when nothing is sent. Raises what `redistribute` raises."""
-    return _cost(shape, itemsize, mesh, source, target, price)
+    return priced(shape, itemsize, mesh, source, target, price).cost
 
 
 def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: ProcessMesh) -> float:
@@ -160,19 +180,23 @@ def block_volume(shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec) -> 
 
 
 @cached_until_registration(maxsize=1 << 18)
-def _cost(
+def priced(
     shape: tuple[int, ...],
     itemsize: int,
     mesh: ProcessMesh,
     source: ShardSpec,
     target: ShardSpec,
     price: Price,
-) -> float:
+) -> Priced:
+    """Price of `redistribute`, cached, with the number of steps examined. Raises what that raises."""
     if price not in BYTE_PRICES:
-        return _plan(shape, itemsize, mesh, source, target, price, None, False)[0]
+        cost, _, examined = _plan(shape, itemsize, mesh, source, target, price, None, False)
+        return Priced(cost, (shape, mesh, source, target), examined)
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
-    return _cost_of_class(itemsize, *representative(shape, mesh, source, target), price)
+    change = representative(shape, mesh, source, target)
+    cost, examined = _cost_of_class(itemsize, *change, price)
+    return Priced(cost, change, examined)
 
 
 @cached_until_registration(maxsize=1 << 16)
@@ -183,17 +207,18 @@ def _cost_of_class(
     source: ShardSpec,
     target: ShardSpec,
     price: Price,
-) -> float:
+) -> tuple[float, int]:
     """As `_plan`, without its steps: the search goes first where a lower bound is least (A*)."""
     start, goal, space = _space(shape, mesh, source, target, False)
     if start == goal:
-        return 0.0
+        return 0.0, 0
     end = DistAttr(mesh, goal)
 
     def left(spec: ShardSpec) -> float:
         return price_bound(price, itemsize * received(shape, DistAttr(mesh, spec), end))
 
-    return _search(space, start, itemsize, price, None, left)[0]
+    cost, _, examined = _search(space, start, itemsize, price, None, left)
+    return cost, examined
 
 
 @cached_until_registration(maxsize=1 << 14)
@@ -206,16 +231,17 @@ def _plan(
     price: Price,
     limit: float | None,
     exhaustive: bool,
-) -> tuple[float, tuple[Step, ...]]:
+) -> tuple[float, tuple[Step, ...], int]:
+    """Price and steps of the cheapest sequence, and the number of steps examined."""
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
     start, goal, space = _space(shape, mesh, source, target, exhaustive)
     if start == goal:
-        return 0.0, ()
-    cost, steps = _search(space, start, itemsize, price, limit)
+        return 0.0, (), 0
+    cost, steps, examined = _search(space, start, itemsize, price, limit)
     # the ends carry the specs that were asked for: the same layout, with axes of size 1 named as there
     steps = (replace(steps[0], source=source), *steps[1:])
-    return cost, (*steps[:-1], replace(steps[-1], target=target))
+    return cost, (*steps[:-1], replace(steps[-1], target=target)), examined
 
 
 def _space(
@@ -239,38 +265,44 @@ def _search(
     price: Price,
     limit: float | None,
     left: Callable[[ShardSpec], float] = lambda spec: 0.0,
-) -> tuple[float, tuple[Step, ...]]:
-    """Cost and steps of the cheapest path; `left` is at most the cost from a layout to the goal."""
+) -> tuple[float, tuple[Step, ...], int]:
+    """Cost and steps of the cheapest path, and the number of steps examined.
+
+    `left` is at most the cost from a layout to the goal.
+    """
     best: dict[ShardSpec, Cost] = {start: (0.0, 0.0, 0)}
     came: dict[ShardSpec, Step] = {}
     volumes = {start: block_volume(space.shape, space.mesh, start)}
     lefts: dict[ShardSpec, float] = {}
     heap: list[tuple[Cost, int, ShardSpec, Cost]] = [((0.0, 0.0, 0), 0, start, (0.0, 0.0, 0))]
     order = itertools.count(1)
+    endless, examined = (math.inf, 0.0, 0), 0
     while heap:
         _, _, spec, cost = heapq.heappop(heap)
         if spec == space.goal:
-            return cost[0], _path(came, start, spec)
+            return cost[0], _path(came, start, spec), examined
         if cost > best[spec]:
             continue
         for step in space.steps(spec):
             after = step.target
+            examined += 1
             if after not in volumes:
                 volumes[after] = block_volume(space.shape, space.mesh, after)
                 lefts[after] = left(after)
             memory = itemsize * (volumes[spec] + volumes[after])
             if limit is not None and memory > limit:
                 continue
-            total = (
-                cost[0] + step_price(step, space.shape, itemsize, space.mesh, price),
-                max(cost[1], memory),
-                cost[2] + 1,
-            )
+            least = (cost[0], max(cost[1], memory), cost[2] + 1)  # what it comes to if the step costs nothing
+            if after in best and best[after] <= least:
+                continue
+            if cost[0] + lefts[after] > best.get(space.goal, endless)[0]:
+                continue
+            spent = step_price(step, space.shape, itemsize, space.mesh, price)
+            total = (cost[0] + spent, *least[1:])
             if after not in best or total < best[after]:
                 best[after] = total
                 came[after] = step
-                least = (total[0] + lefts[after], total[1], total[2])
-                heapq.heappush(heap, (least, next(order), after, total))
+                heapq.heappush(heap, ((total[0] + lefts[after], *least[1:]), next(order), after, total))
     raise InfeasibleError(
         f"redistribution of shape {space.shape} from {start} to {space.goal} on {space.mesh} has no sequence "
         f"whose steps stay within {limit:g} bytes a rank; raise the limit or choose a finer layout"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from distgraph.passes.split_tasks import Parts
+
 _STRETCH, _LONG = 64, 8  # times that are looked up together; stretches beyond which a block is long
 Places = NDArray[np.int64]
 
@@ -50,6 +52,24 @@ def pack(blocks: Sequence[Block]) -> int:
         block = blocks[number]
         block.offset = _gap(block.nbytes, *placed.beside(block))
         placed.add(number, block)
+    return _end(blocks)
+
+
+def pack_once(parts: Parts, blocks: Sequence[Block]) -> int:
+    """As `pack`, done once for all ranks of a program that need as large blocks at the same times."""
+    key = tuple((block.nbytes, block.start, block.stop) for block in blocks)
+    with parts.packing:
+        if key not in parts.packed:
+            pack(blocks)
+            parts.packed[key] = tuple(block.offset for block in blocks)
+        offsets = parts.packed[key]
+    for block, offset in zip(blocks, offsets, strict=True):
+        block.offset = offset
+    return _end(blocks)
+
+
+def _end(blocks: Sequence[Block]) -> int:
+    """Bytes of all blocks together."""
     return max((block.offset + block.nbytes for block in blocks), default=0)
 
 
@@ -63,8 +83,8 @@ class _Placed:
         count = len(blocks)
         self.stop, self.low, self.high = (np.zeros(count, np.int64) for _ in range(3))
         self.start = np.full(count, np.iinfo(np.int64).max)  # not placed: beside nothing
-        self.by_stretch: dict[int, list[int]] = {}
-        self.long: list[int] = []
+        self.by_stretch: dict[int, _Numbers] = {}
+        self.long = _Numbers()
 
     def add(self, number: int, block: Block) -> None:
         """Take a block that has been placed."""
@@ -75,18 +95,39 @@ class _Placed:
             self.long.append(number)
             return
         for stretch in stretches:
-            self.by_stretch.setdefault(stretch, []).append(number)
+            self.by_stretch.setdefault(stretch, _Numbers()).append(number)
 
     def beside(self, block: Block) -> tuple[Places, Places]:
-        """Begin and end in memory of the blocks that are needed at the same time."""
+        """Begin and end in memory of the blocks that are needed at the same time; some of them repeatedly."""
         stretches = _stretches(block)
         if len(stretches) > _LONG:
             together = (self.start <= block.stop) & (block.start <= self.stop)
             return self.low[together], self.high[together]
-        near = [*self.long, *dict.fromkeys(i for s in stretches for i in self.by_stretch.get(s, ()))]
-        numbers = np.array(near, np.int64)
+        near = [self.by_stretch[s].all for s in stretches if s in self.by_stretch]
+        numbers = np.concatenate([self.long.all, *near])
         numbers = numbers[(self.start[numbers] <= block.stop) & (block.start <= self.stop[numbers])]
         return self.low[numbers], self.high[numbers]
+
+
+class _Numbers:
+    """A row of numbers that grows, as an array."""
+
+    __slots__ = ("_count", "_room")
+
+    def __init__(self) -> None:
+        self._room, self._count = np.empty(16, np.int64), 0
+
+    @property
+    def all(self) -> Places:
+        """The numbers so far."""
+        return self._room[: self._count]
+
+    def append(self, number: int) -> None:
+        """Put one more behind the others."""
+        if self._count == len(self._room):
+            self._room = np.concatenate([self._room, np.empty_like(self._room)])
+        self._room[self._count] = number
+        self._count += 1
 
 
 def _stretches(block: Block) -> range:

@@ -26,7 +26,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.runtime.program.memory_packing import Block, pack
+from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.ring_sizes import RankClocks, outstanding, rank_clocks, window
 from distgraph.runtime.schedule.schedule import Schedule
 
@@ -406,7 +406,7 @@ class StoragePlan:
                         owner[value.name] = owner[donor]
                         blocks[owner[donor]].stop = begin + last[value.name]
             begin += len(task.ops) + 1
-        self.storage.scratch = pack(blocks)
+        self.storage.scratch = pack_once(self.program.parts, blocks)
         for name, block in owner.items():
             self.slots[name].offset = blocks[block].offset
 

@@ -15,6 +15,7 @@ from support.programs.random_programs import MESHES, PIPELINES, Program, program
 from support.programs.seeded_programs import CUBE, seeded_program
 
 from distgraph.errors import ShardingError
+from distgraph.ir.collective_registry import Space
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
@@ -23,6 +24,7 @@ from distgraph.passes import choose_completion as arrange_module
 from distgraph.passes.analysis.redistribution_cost import move_cost, multiplicity
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import Refined, _Refiner, refine, refined
+from distgraph.passes.redistribution import cross_mesh, planner
 from distgraph.passes.redistribution.planner import (
     Price,
     latency_price,
@@ -149,10 +151,11 @@ def test_refining_twice_changes_no_numbers(program: Program) -> None:
 def test_the_search_ends_with_its_budget(seed: int) -> None:
     """Three axes and ops of three indices: without a budget the search compares layouts for minutes."""
     before = complete(seeded_program(seed))
-    one_op = 320 + 200 * 64  # options of an op in all orders of its ranks, and the moves of one of them
-    found = [refined(before, latency_price, budget) for budget in (1, 2000, 2000)]
-    assert [each.work < budget + one_op for each, budget in zip(found, (1, 2000, 2000), strict=True)]
-    assert found[1].work >= 2000
+    # an op in all orders of its ranks, and one comparison: the changes of layout of the values around it
+    one_op = 320 + 30_000
+    found = [refined(before, latency_price, budget) for budget in (1, 20_000, 20_000)]
+    assert [each.work < budget + one_op for each, budget in zip(found, (1, 20_000, 20_000), strict=True)]
+    assert found[1].work >= 20_000
     assert found[1].cost <= found[0].cost <= modelled(before, latency_price)
     assert found[1] == found[2]
 
@@ -168,7 +171,29 @@ def test_all_policies_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrange_module, "refined", counted)
     arrange_module.arrange(seeded_program(1), CUBE, price=latency_price, budget=1500)
     assert len(works) == 3  # its annotations compete, so that it is completed under every policy
-    assert sum(works) < 1500 + 3 * (320 + 200 * 64)
+    assert sum(works) < 1500 + 3 * (320 + 30_000)
+
+
+def test_work_counts_what_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps between layouts and tiles of transfers, whether or not the process knew their prices before."""
+    examined = [0]
+
+    def counted(space: Any, spec: ShardSpec) -> Iterator[Any]:
+        for step in plain_steps(space, spec):
+            examined[0] += 1
+            yield step
+
+    before = complete(seeded_program(14))  # its ops may run in other orders of the ranks
+    for cached in (cross_mesh._choose, planner.priced, planner._cost_of_class):
+        cached.cache_clear()
+    plain_steps = Space.steps
+    monkeypatch.setattr(Space, "steps", counted)
+    first = refined(before, latency_price, 20_000)
+    assert examined[0] > 2000
+    assert first.work >= examined[0]
+    steps = examined[0]
+    assert refined(before, latency_price, 20_000).work == first.work
+    assert examined[0] == steps
 
 
 def unbounded(kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import distgraph as dg
 from distgraph import nn, ops
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.ir.dtypes import to_numpy
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.op_registry import linear_groups
 from distgraph.passes.complete import complete
 from distgraph.runtime.execute.worker import Worker
+from distgraph.runtime.program import memory_packing
 from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.transport.inprocess import connect
 
@@ -47,6 +51,14 @@ class Fan(nn.Module):
         return parts[0]
 
 
+class Join(Fan):
+    """All ops read one value, and one op reads them all."""
+
+    def forward(self, x: Any) -> Any:
+        y = x * self.weight
+        return ops.concat([ops.tanh(y) for _ in range(self.width)], axis=1)[:, :8]
+
+
 def squares(output: Any, target: Any) -> Any:
     return ((output - target) ** 2).mean()
 
@@ -65,11 +77,33 @@ def compiled(model: nn.Module) -> tuple[Build, list[Worker]]:
     return built, workers
 
 
-@pytest.mark.parametrize("model", [Chain(1500), Fan(500)], ids=["deep", "wide"])
+@pytest.mark.parametrize("model", [Chain(1500), Fan(500), Join(500)], ids=["deep", "wide", "joined"])
 def test_graphs_deeper_than_the_stack_compile(model: nn.Module) -> None:
     built, workers = compiled(model)
     assert len(built.lowered.ops) > 1500
     assert len(workers) == MESH.size
+
+
+def test_ranks_share_places_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+
+    def counted(blocks: Sequence[memory_packing.Block]) -> int:
+        packed.append(len(blocks))
+        return pack(blocks)
+
+    pack = memory_packing.pack
+    monkeypatch.setattr(memory_packing, "pack", counted)
+    _, workers = compiled(Fan(20))
+    assert len(workers) == MESH.size
+    assert len(packed) == 1  # the ranks hold as large blocks at the same times
+
+
+def test_groups_of_operands_are_not_made_again_for_each_operand() -> None:
+    """For an op of n operands that would be n ** 2 numbers."""
+    values = tuple(Value(f"x{i}", (2,), "f32") for i in range(5))
+    op = Op("concat", values, (Value("y", (10,), "f32"),), {"dim": 0})
+    assert linear_groups(op) == ((0, 1, 2, 3, 4),)
+    assert linear_groups(op) is linear_groups(op)
 
 
 def test_ranks_share_compiled_code() -> None:

@@ -2,6 +2,8 @@
 
 from itertools import pairwise, permutations
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +37,33 @@ def best(found: list[tuple[int, int, int]]) -> int:
             placed.append((n, a, b, at))
         least = min(least, max((o + n for n, _, _, o in placed), default=0))
     return least
+
+
+def one_by_one(found: list[tuple[int, int, int]]) -> list[int]:
+    """Offsets by the rule itself: the largest first, each in the smallest gap beside what is placed."""
+    placed: dict[int, tuple[int, int]] = {}
+    for i in sorted(range(len(found)), key=lambda i: (-found[i][0], found[i][1])):
+        n, a, b = found[i]
+        beside = sorted(placed[j] for j in placed if found[j][1] <= b and a <= found[j][2])
+        gaps, at = [], 0
+        for low, high in beside:
+            if low - at >= n:
+                gaps.append((low - at, at))
+            at = max(at, high)
+        here = min(gaps)[1] if gaps else at
+        placed[i] = here, here + n
+    return [placed[i][0] for i in range(len(found))]
+
+
+@pytest.mark.parametrize("most", [5, 100, 1500], ids=["short", "both", "long"])
+def test_places_are_those_of_the_rule(most: int) -> None:
+    rng = np.random.default_rng(most)
+    starts, lengths = rng.integers(0, 2000, 300), rng.integers(0, most, 300)
+    sizes = rng.integers(1, 9, 300) * 64
+    found = [(int(n), int(a), int(a + d)) for n, a, d in zip(sizes, starts, lengths, strict=True)]
+    blocks = [Block(*entry) for entry in found]
+    pack(blocks)
+    assert [block.offset for block in blocks] == one_by_one(found)
 
 
 @settings(max_examples=200, deadline=None)
