@@ -72,7 +72,6 @@ from benchmarks.support.alpa.published_rows import Row, read_rows
 from benchmarks.support.alpa.recorded_plans import Plan, Stage, blocks_of
 from distgraph import data
 from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.rank_placement import price_on
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.engine.search.candidate import Realized
@@ -85,6 +84,7 @@ from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.load import read_document
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.schema import check
 from distgraph.runtime.forecast.forecast import forecast, out_of_memory
 from distgraph.runtime.program.build import build
@@ -200,7 +200,7 @@ def judged(plan: Plan, cluster: Cluster) -> Judged:
     graph = train_graph(model, batch_of(plan), _loss(model), _optimizer(plan))
     completed = replace(complete(graph, meshes_of(plan)[0]), micro_batches=plan.micro)
     devices = tuple(range(plan.gpus))
-    built = build(completed, micro_batches=plan.micro, price=price_on(cluster, devices))
+    built = build(completed, micro_batches=plan.micro, price=MeshCommunication(cluster, devices).price)
     found = forecast(built, cluster, devices)
     missing = max((short.missing for short in out_of_memory(found, cluster)), default=0.0)
     text = f"{plan}, {'all' if plan.recompute else 'nothing'} computed again"

@@ -45,8 +45,6 @@ __all__ = [
 Price = Callable[[str, float, int, ProcessMesh, tuple[str, ...]], float]
 Cost = tuple[float, float, int]
 
-TIE_SECONDS = 1e-9
-"""Seconds for every byte of `Collective.tie_break`, where prices are seconds."""
 _COLLECTIVE = 16384.0  # bytes that could be sent in the time that starting one collective takes
 _BELOW = 1 - 1e-9  # keeps a bound below what it bounds, whatever is rounded
 
