@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.paths import DATA
 
-from distgraph.engine.search.stage_search import Bordered
+from distgraph.engine.search.stage_search import CostsWithBorders
 from distgraph.errors import GraphError, InfeasibleError, ResourceError
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import Candidates
@@ -319,7 +319,7 @@ def test_a_border_or_a_ban_changes_the_stages_it_is_for(seed: int) -> None:
     _, costs = some_costs(seed)
     behind = np.random.default_rng(seed).random((5, 3))
     forbidden = np.random.default_rng(seed).random((5, 5, 3)) < 0.3
-    bordered, restricted = Bordered(costs, behind), Restricted(costs, forbidden)
+    bordered, restricted = CostsWithBorders(costs, behind), Restricted(costs, forbidden)
     for live in (1, 4):
         plain, longer, fewer = costs.at(live), bordered.at(live), restricted.at(live)
         for first, last, n, c in np.ndindex(plain.seconds.shape):
