@@ -53,7 +53,7 @@ def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> No
 
 
 def test_three_devices_of_two_models() -> None:
-    """No row of stages on two devices of one model and one of another is forecast to be faster."""
+    """No pipeline on two devices of one model and one of another is forecast to be faster."""
     cluster = cluster_of(mixed(0.5, 2, 1))
     layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
     every = [build_candidate(candidate, layout_costs) for candidate in candidates(layout_costs, 1)]

@@ -149,7 +149,7 @@ def test_no_time_at_all() -> None:
 
 
 def test_no_time_and_no_data_parallelism() -> None:
-    """Two samples for four devices: the first row of stages that fits, else an error that says so. Costs of
+    """Two samples for four devices: the first pipeline that fits, else an error that says so. Costs of
     what was chosen are told, runners-up that nobody forecast are named."""
     program = PROGRAMS["conv"]
     few = replace(program, batch=2)

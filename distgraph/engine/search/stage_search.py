@@ -211,27 +211,27 @@ class CostsWithBorders:
         """Layers, sub-meshes, configs."""
         return self.costs.shape
 
-    def at(self, live: int) -> StageCosts:
-        """Costs with `live` micro-batches in flight."""
-        return every_stage(self, live)
+    def tabulate(self, in_flight: int) -> StageCosts:
+        """Costs with `in_flight` micro-batches in flight."""
+        return every_stage(self, in_flight)
 
-    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+    def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""
         layers, submeshes, configs = self.shape
         last, submesh = np.divmod(stages // configs % (layers * submeshes), submeshes)
-        return self.costs.seconds_of(stages, live) + self.behind[last, submesh]
+        return self.costs.seconds_of(stages, in_flight) + self.behind[last, submesh]
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step, by numbers of stages."""
         return self.costs.step_of(stages)
 
-    def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
+    def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
         """Layers of a run that are recomputed in the backward part."""
-        return self.costs.recomputed(first, last, submesh, config, live)
+        return self.costs.recomputed(first, last, submesh, config, in_flight)
 
-    def missing(self, live: int) -> Floats:
+    def missing(self, in_flight: int) -> Floats:
         """Bytes above the memory of a device."""
-        return self.costs.missing(live)
+        return self.costs.missing(in_flight)
 
 
 def transfer_seconds(layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh]) -> Floats:
@@ -290,7 +290,7 @@ def best_pipeline(
         None if policy.waits_for_transfers else np.repeat(behind[:-1, :, None], count, axis=2),
         whole=False,
     )
-    stages = find_stages(problem, runner_up=False, below=below)
+    stages = find_stages(problem, below=below)
     return _candidate(table, stages, schedule), stages
 
 

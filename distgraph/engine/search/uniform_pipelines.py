@@ -177,8 +177,8 @@ def _seconds(
     times, steps = [], []
     for position, choice in enumerate(choices):
         stage = np.array([choice.first * bordered.shape[0] + choice.stop - 1])
-        live = policy.in_flight(position, len(choices), pipeline.micro_batches)
-        times.append(float(bordered.seconds_of(stage, live)[0]))
+        in_flight = policy.in_flight(position, len(choices), pipeline.micro_batches)
+        times.append(float(bordered.seconds_of(stage, in_flight)[0]))
         steps.append(float(bordered.step_of(stage)[0]))
     return makespan(policy, times, [0.0] * len(times), pipeline.micro_batches, step=steps)
 

@@ -34,7 +34,7 @@ def rows(layout_costs: LayoutCosts, layers: int) -> Iterator[list[tuple[SubMesh,
 
 
 def candidates(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[Candidate]:
-    """Every cut of the layers for every row of stages."""
+    """Every cut of the layers for every sequence of sub-meshes."""
     layers = len(layout_costs.layered_graph(micro_batches).layers)
     for row in rows(layout_costs, layers):
         for cuts in combinations(range(1, layers), len(row) - 1):
