@@ -72,11 +72,11 @@ from benchmarks.support.alpa.published_rows import Row, read_rows
 from benchmarks.support.alpa.recorded_plans import Plan, Stage, blocks_of
 from distgraph import data
 from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.rank_placement import price_on
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.engine.compile.training_spec import Recipe
-from distgraph.engine.search.candidate import Realized
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.candidate import BuiltCandidate
+from distgraph.engine.search.driver import run_search
+from distgraph.engine.search.search_state import SearchState
 from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.models import MoEConfig
 from distgraph.models.decoder import Decoder
@@ -85,6 +85,7 @@ from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.load import read_document
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.schema import check
 from distgraph.runtime.forecast.forecast import forecast, out_of_memory
 from distgraph.runtime.program.build import build
@@ -186,7 +187,7 @@ def same_program(plan: Plan, point: Point) -> Plan:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluation:
     """A plan with its forecast; missing: bytes that the device lacks which lacks most."""
 
     plan: str
@@ -194,22 +195,22 @@ class Judged:
     missing: float
 
 
-def judged(plan: Plan, cluster: Cluster) -> Judged:
+def evaluation_of(plan: Plan, cluster: Cluster) -> Evaluation:
     """Build and forecast a plan as the search does its own."""
     model = model_of(_lookups(plan))
     graph = train_graph(model, batch_of(plan), _loss(model), _optimizer(plan))
     completed = replace(complete(graph, meshes_of(plan)[0]), micro_batches=plan.micro)
     devices = tuple(range(plan.gpus))
-    built = build(completed, micro_batches=plan.micro, price=price_on(cluster, devices))
+    built = build(completed, micro_batches=plan.micro, price=MeshCommunication(cluster, devices).price)
     found = forecast(built, cluster, devices)
     missing = max((short.missing for short in out_of_memory(found, cluster)), default=0.0)
     text = f"{plan}, {'all' if plan.recompute else 'nothing'} computed again"
-    return Judged(text, found.step_seconds, missing)
+    return Evaluation(text, found.step_seconds, missing)
 
 
-def baselines_of(point: Point, cluster: Cluster) -> Iterator[tuple[Row, list[Judged]]]:
+def baselines_of(point: Point, cluster: Cluster) -> Iterator[tuple[Row, list[Evaluation]]]:
     """Every row with the forecasts of its plans, each with and without recomputation."""
-    known: dict[Plan, Judged | None] = {}
+    known: dict[Plan, Evaluation | None] = {}
     for row in point.rows:
         found = []
         plans = [same_program(plan, point) for plan in row.plans]
@@ -217,12 +218,12 @@ def baselines_of(point: Point, cluster: Cluster) -> Iterator[tuple[Row, list[Jud
             if plan not in known:
                 known[plan] = None
                 with contextlib.suppress(DistGraphError):  # such as more ranks than samples
-                    known[plan] = judged(plan, cluster)
+                    known[plan] = evaluation_of(plan, cluster)
             found.append(known[plan])
         yield row, [each for each in found if each is not None]
 
 
-def chosen(row: Row, found: Iterable[Judged]) -> Judged | None:
+def chosen(row: Row, found: Iterable[Evaluation]) -> Evaluation | None:
     """The fastest that fits; of a row that ran, the fastest of all where none fits."""
     found = list(found)
     fitting = [each for each in found if not each.missing]
@@ -236,16 +237,16 @@ def chosen(row: Row, found: Iterable[Judged]) -> Judged | None:
 def searched(point: Point, cluster: Cluster, limit: float, log: bool = False) -> dict[str, Any]:
     """The search of everything; seconds are None where it finds nothing that fits."""
     start = time.process_time()
-    searcher = Searcher(training_of(point), cluster, "auto", limit, clock=time.process_time)
+    state = SearchState(training_of(point), cluster, "auto", limit, clock=time.process_time)
     message = ""
     try:
-        for event in searcher.run():
+        for event in run_search(state):
             if log:
-                best = "" if searcher.best is None else f"{searcher.best.seconds:.4g} s"
+                best = "" if state.best is None else f"{state.best.seconds:.4g} s"
                 print(f"{time.process_time() - start:7.1f} {event.phase} {best}", flush=True)
     except InfeasibleError as error:
         message = str(error)
-    best = None if searcher.best is None else searcher.best.again(searcher.oracle)
+    best = None if state.best is None else state.best.built(state.layout_costs)
     return {
         "seconds": None if best is None else best.seconds,
         "plan": message if best is None else _shown(best),
@@ -254,21 +255,21 @@ def searched(point: Point, cluster: Cluster, limit: float, log: bool = False) ->
         "peak_gib": None if best is None else best.forecast.peak_memory / 2**30,
         "search_seconds": time.process_time() - start,
         "limit": limit,
-        "out_of_time": searcher.expired(),
+        "out_of_time": state.expired(),
     }
 
 
-def _sizes(found: Realized) -> list[int]:
+def _sizes(found: BuiltCandidate) -> list[int]:
     """GPUs of every stage, the first stage first."""
-    if found.proposal is None:
+    if found.candidate is None:
         return [len(mesh.members) for mesh in dict.fromkeys(found.build.lowered.meshes)]
-    return [len(stage.devices) for stage in found.proposal.stages]
+    return [len(stage.devices) for stage in found.candidate.stages]
 
 
-def _shown(found: Realized) -> str:
-    if found.proposal is None:
-        return f"{found.origin}, {found.traced.graph.micro_batches} micro-batches"
-    return str(found.proposal)
+def _shown(found: BuiltCandidate) -> str:
+    if found.candidate is None:
+        return f"{found.origin}, {found.layered.graph.micro_batches} micro-batches"
+    return str(found.candidate)
 
 
 def compared(point: Point, cluster: Cluster) -> list[dict[str, Any]]:

@@ -69,12 +69,13 @@ import yaml
 from distgraph import nn, optim
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.training_spec import Recipe
-from distgraph.engine.search.baselines import uniform_rows
-from distgraph.engine.search.candidate import Proposal, realize
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import Candidate, build_candidate
+from distgraph.engine.search.driver import plan_of_search, run_search
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.engine.search.restrictions import Restriction
 from distgraph.engine.search.search_space import micro_batch_counts, pools_of
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.search_state import SearchState
+from distgraph.engine.search.uniform_pipelines import uniform_pipelines
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
 from distgraph.plan.parts import Stage
@@ -155,16 +156,16 @@ def training(model: str, batch: int, layers: int | None) -> Training:
 
 def searched(program: Training, cluster: Cluster, seconds: float) -> tuple[float | None, str]:
     """Forecast of the searched plan, and what it is."""
-    searcher = Searcher(program, cluster, "auto", seconds, clock=time.process_time)
+    state = SearchState(program, cluster, "auto", seconds, clock=time.process_time)
     try:
-        for _ in searcher.run():
+        for _ in run_search(state):
             pass
     except InfeasibleError as error:
         return None, str(error)
-    assert searcher.best is not None
-    plan = searcher.plan({})
+    assert state.best is not None
+    plan = plan_of_search(state, {})
     stages = "; ".join(described(stage, cluster) for stage in plan.stages)
-    return searcher.best.seconds, f"{plan.micro_batches} micro-batches on {stages}"
+    return state.best.seconds, f"{plan.micro_batches} micro-batches on {stages}"
 
 
 def described(stage: Stage, cluster: Cluster) -> str:
@@ -176,28 +177,28 @@ def described(stage: Stage, cluster: Cluster) -> str:
 
 def uniform(program: Training, alike: Cluster, real: Cluster, seconds: float) -> tuple[float | None, str]:
     """Forecast on the real cluster of the best uniform plan for devices that are all alike."""
-    oracle = Oracle(program, alike, pools_of(alike))
+    layout_costs = LayoutCosts(program, alike, pools_of(alike))
     end = time.process_time() + seconds
     best: tuple[float | None, str] = (None, "none fits")
-    for proposal in _uniform_proposals(oracle, program, end):
-        found = realize(proposal, oracle)
+    for candidate in _uniform_candidates(layout_costs, program, end):
+        found = build_candidate(candidate, layout_costs)
         if not found.fits:
             continue
         there = forecast(found.build, real, found.devices)
         if not out_of_memory(there, real) and (best[0] is None or there.step_seconds < best[0]):
-            best = there.step_seconds, proposal.origin
+            best = there.step_seconds, candidate.origin
     return best
 
 
-def _uniform_proposals(oracle: Oracle, program: Training, end: float) -> Iterator[Proposal]:
+def _uniform_candidates(layout_costs: LayoutCosts, program: Training, end: float) -> Iterator[Candidate]:
     """The best rows by estimate of every restriction."""
     counts = micro_batch_counts(program.size)[::2]
-    rows: dict[Restriction, list[Proposal]] = {restriction: [] for restriction in UNIFORM}
+    rows: dict[Restriction, list[Candidate]] = {restriction: [] for restriction in UNIFORM}
     for micro in counts:
         for restriction in UNIFORM:
             if any(rows.values()) and time.process_time() > end:
                 break
-            rows[restriction] += uniform_rows(oracle, micro, restriction)
+            rows[restriction] += uniform_pipelines(layout_costs, micro, restriction)
     for found in rows.values():
         yield from sorted(found, key=lambda row: row.estimate)[:2]
 

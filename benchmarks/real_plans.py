@@ -114,11 +114,11 @@ from distgraph import nn, ops, optim
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.training_spec import Recipe
-from distgraph.engine.search.baselines import uniform_rows
-from distgraph.engine.search.candidate import plan_of, realize
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import build_candidate, plan_of
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.engine.search.restrictions import Restriction
 from distgraph.engine.search.search_space import pools_of
+from distgraph.engine.search.uniform_pipelines import uniform_pipelines
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
@@ -312,12 +312,12 @@ def uniform_plans(
     training: Training, cluster: Cluster, end: float, most: int | None
 ) -> dict[str, Plan | None]:
     """Every uniform plan by name, those of least estimate first; equal programs once, None past the end."""
-    oracle = Oracle(training, cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(training, cluster, pools_of(cluster))
     rows = [
         row
         for micro in MICRO_BATCHES
         for restriction in UNIFORM
-        for row in uniform_rows(oracle, micro, restriction)
+        for row in uniform_pipelines(layout_costs, micro, restriction)
     ]
     found: dict[str, Plan | None] = {}
     programs = []
@@ -328,7 +328,7 @@ def uniform_plans(
         if len(found) > 1 and time.monotonic() > end:
             found[name] = None
             continue
-        plan = plan_of(realize(row, oracle), oracle)
+        plan = plan_of(build_candidate(row, layout_costs), layout_costs)
         program = program_of(plan)
         if program not in programs:
             programs.append(program)

@@ -48,9 +48,6 @@ __all__ = [
 Price = Callable[[str, float, int, ProcessMesh, tuple[str, ...]], float]
 Cost = tuple[float, float, int]
 
-TIE_SECONDS = 1e-9
-"""Seconds for every byte of `Collective.tie_break`, where prices are seconds."""
-
 
 class Priced(NamedTuple):
     """Price of a change of layout, and what it takes to find.

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from distgraph.errors import RuntimeFault, installing
 from distgraph.resources import Cluster
 from distgraph.resources.describe import describe
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
-from distgraph.runtime.forecast.communication_cost import TrafficCost
 from distgraph.runtime.forecast.forecast import Forecast, out_of_memory
 from distgraph.runtime.forecast.memory_timeline import occupancy
 from distgraph.runtime.forecast.traffic_matrix import by_machine, exchanged_bytes
@@ -259,11 +259,9 @@ class Page:
         build, cluster, forecast = self.subject.build, self.subject.cluster, self.forecast
         if build is None or cluster is None:
             return ""
-        traffic = TrafficCost(build.lowered, cluster, forecast.devices)
         many = len(build.ranks) > _MANY
         columns = {ranks[0]: ranks for ranks in forecast.timeline.columns}
-        each = {rank: (rank,) for rank in build.ranks}
-        matrix = exchanged_bytes(build, columns if many or forecast.exact else each, traffic)
+        matrix = exchanged_bytes(build, columns if many or forecast.exact else None)
         if not matrix:
             return _section("communication", "Communication", "Ranks send each other nothing.", "")
         place = {rank: cluster.devices[forecast.devices[rank]] for rank in build.ranks}
@@ -280,7 +278,8 @@ class Page:
             borders = [
                 i for i in range(1, len(order)) if place[order[i]].machine != place[order[i - 1]].machine
             ]
-            links = {(a, b): _narrowest(traffic, place[a].index, place[b].index) for a, b in matrix}
+            link = MeshCommunication(cluster).narrowest
+            links = {(a, b): link(place[a].index, place[b].index) or "nothing" for a, b in matrix}
             names = {rank: f"rank {rank} ({place[rank].node})" for rank in order}
             figure = matrix_figure(matrix, names, borders, links)
             said = "Bytes of a step from rank to rank; dotted lines are borders of machines."
@@ -309,12 +308,6 @@ class Page:
             return ""
         text = html.escape(describe(self.subject.cluster))
         return _section("cluster", "Cluster", "", f"<pre>{text}</pre>")
-
-
-def _narrowest(traffic: TrafficCost, source: int, target: int) -> str:
-    router = traffic.cost.router
-    links = [router.link(directed) for directed in router.route(source, target).links]
-    return min(links, key=lambda link: link.bandwidth or 0.0).kind if links else "nothing"
 
 
 def _error(row: Compared) -> str:

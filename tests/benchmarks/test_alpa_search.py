@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import alpa_search as suite
-from benchmarks.alpa_search import Judged, Point
+from benchmarks.alpa_search import Evaluation, Point
 from benchmarks.support.alpa.recorded_plans import Plan, Stage
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.driver import run_search
+from distgraph.engine.search.search_state import SearchState
 from distgraph.models import GPTConfig
 from distgraph.resources import Cluster
 
@@ -71,14 +72,14 @@ def test_rows_with_smaller_batches_keep_their_micro_batches() -> None:
 def test_both_sides_are_one_program() -> None:
     point, plan = tiny(1, (Stage(2, 1),), micro=2)
     cluster = suite.devices_of(1)
-    found = suite.judged(plan, cluster)
+    found = suite.evaluation_of(plan, cluster)
     assert not found.missing
-    searcher = Searcher(suite.training_of(point), cluster, "auto", 60.0)
-    list(searcher.run())
+    state = SearchState(suite.training_of(point), cluster, "auto", 60.0)
+    list(run_search(state))
     alike = [
         each.seconds
-        for each in searcher.forecasts
-        if each.proposal is not None and each.proposal.micro_batches == 2 and not each.proposal.recompute
+        for each in state.evaluations.all
+        if each.candidate is not None and each.candidate.micro_batches == 2 and not each.candidate.recompute
     ]
     assert alike
     assert alike == pytest.approx([found.seconds] * len(alike), rel=1e-9)
@@ -86,7 +87,11 @@ def test_both_sides_are_one_program() -> None:
 
 def test_what_a_baseline_counts_with() -> None:
     row = POINTS["gpt 8"].rows[0]
-    slow, fast, large = Judged("slow", 3.0, 0.0), Judged("fast", 2.0, 0.0), Judged("large", 1.0, 5.0)
+    slow, fast, large = (
+        Evaluation("slow", 3.0, 0.0),
+        Evaluation("fast", 2.0, 0.0),
+        Evaluation("large", 1.0, 5.0),
+    )
     assert suite.chosen(row, [slow, fast, large]) == fast
     assert suite.chosen(row, [large]) == large  # it ran, with another compiler
     assert suite.chosen(replace(row, published=None), [large]) is None

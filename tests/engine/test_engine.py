@@ -15,9 +15,9 @@ from support.programs.training import LAYOUTS, OUTPUTS, Net, by_hand, data, engi
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine.callbacks import Callback
-from distgraph.engine.compile.rank_placement import exchanged
 from distgraph.engine.data import order
 from distgraph.errors import GraphError, ResourceError, RuntimeFault, ShardingError
+from distgraph.runtime.forecast.traffic_matrix import exchanged_bytes
 
 TIGHT = 1e-10  # fp64; sums of at most a few hundred terms, so that their order changes the last digits only
 
@@ -279,7 +279,7 @@ def test_a_cluster_places_the_ranks_and_prices_the_collectives() -> None:
 
 def test_what_ranks_exchange_adds_up_to_what_they_send() -> None:
     plan = engine("pp1_3", micro=2).prepare(data(16))
-    pairs = exchanged(plan.build)
+    pairs = exchanged_bytes(plan.build)
     for rank, sent in plan.bytes_per_rank.items():
         assert sum(n for (source, _), n in pairs.items() if source == rank) == pytest.approx(sent)
     assert all(source != target for source, target in pairs)

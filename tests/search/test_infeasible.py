@@ -11,15 +11,15 @@ from support.files.clusters import cluster_of
 from support.programs.searched import PROGRAMS, mixed, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
-from distgraph.engine.search import searcher
+from distgraph.engine.search import infeasibility
 from distgraph.errors import InfeasibleError
 from distgraph.ir.name_ranges import parse_spans
 from distgraph.resources import Cluster
 
 pytestmark = pytest.mark.timeout(600)  # several searches in one test
 NEAREST = re.compile(
-    r"search: no plan fits cluster boxes; the nearest, (?P<what>.*), lacks (?P<missing>[\d.]+ \w+) on device "
-    r"(?P<device>\d): rank \d needs (?P<needed>[\d.]+ \w+) but device (?P=device) \(b\d/gpu\d\) has "
+    r"search: no plan fits cluster boxes; the nearest, (?P<what>.*), needs (?P<missing>[\d.]+ \w+) more on "
+    r"device (?P<device>\d): rank \d needs (?P<needed>[\d.]+ \w+) but device (?P=device) \(b\d/gpu\d\) has "
     r"(?P<has>[\d.]+ \w+): (?P=missing) are missing; devices? (?P<short>[\d\-, ]+) of (?P<used>\d) used fall "
     r"short; it takes (?P<parts>.*); it would fit with devices of (?P<enough>[\d.]+ \w+)(?P<ways>.*)$"
 )
@@ -81,7 +81,7 @@ def test_what_the_memory_is_for_says_what_helps() -> None:
 
 def test_the_nearest_lacks_less_than_what_was_forecast_before(monkeypatch: pytest.MonkeyPatch) -> None:
     nearest = number(failure("mlp", two_by_two(memory="4 KiB"))["missing"])
-    monkeypatch.setattr(searcher, "leanest", lambda *given: iter(()))
+    monkeypatch.setattr(infeasibility, "candidates_by_memory", lambda *given: iter(()))
     assert nearest < number(failure("mlp", two_by_two(memory="4 KiB"))["missing"])
 
 

@@ -15,10 +15,11 @@ from support.search.distant_machines import WIDE, far
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.engine.search.candidate import Proposal, Realized, realize
-from distgraph.engine.search.evaluation import judge, judged
-from distgraph.engine.search.runners_up import Explainer
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.candidate import BuiltCandidate, Candidate, build_candidate
+from distgraph.engine.search.driver import plan_of_search, run_search
+from distgraph.engine.search.evaluations import evaluate, evaluation_of
+from distgraph.engine.search.explain.runners_up import Explainer
+from distgraph.engine.search.search_state import SearchState
 from distgraph.ir.name_ranges import parse_spans, unfold
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Decision, Plan
@@ -78,18 +79,18 @@ CASES: dict[str, Case] = {
 }
 
 
-def searcher_of(name: str) -> Searcher:
+def state_of(name: str) -> SearchState:
     program, make, cluster, mode = CASES[name]
-    return Searcher(program.training(make()), cluster(), mode, 3600.0)
+    return SearchState(program.training(make()), cluster(), mode, 3600.0)
 
 
 @cache
-def searched(name: str) -> tuple[Searcher, Plan]:
+def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
-    searcher = searcher_of(name)
-    for _ in searcher.run():
+    state = state_of(name)
+    for _ in run_search(state):
         pass
-    return searcher, Plan.parse(searcher.plan({}).text())
+    return state, Plan.parse(plan_of_search(state, {}).text())
 
 
 def seconds(name: str, plan: Plan) -> float:
@@ -145,13 +146,15 @@ def test_every_layer_is_explained(name: str) -> None:
         assert "in place of" in text or "no other choice was forecast" in text
 
 
-def beside(best: Proposal, layers: int) -> dict[int, float]:
+def beside(best: Candidate, layers: int) -> dict[int, float]:
     """Layer -> seconds with the best other choice for it, where all layers but the last are equal."""
     found = dict.fromkeys(range(layers), float("inf"))
 
-    def forecast(other: Proposal, changed: list[int]) -> None:
+    def forecast(other: Candidate, changed: list[int]) -> None:
         for layer in changed:
-            found[layer] = min(found[layer], realize(other, searched("two stages")[0].oracle).seconds)
+            found[layer] = min(
+                found[layer], build_candidate(other, searched("two stages")[0].layout_costs).seconds
+            )
 
     front, back = best.stages
     for border, layer in ((front.stop - 1, front.stop - 1), (front.stop + 1, front.stop)):
@@ -165,9 +168,9 @@ def beside(best: Proposal, layers: int) -> dict[int, float]:
 
 
 def test_the_runner_up_is_the_best_of_all_changes() -> None:
-    searcher, plan = searched("two stages")
-    assert searcher.best is not None
-    best = searcher.best.again(searcher.oracle).proposal
+    state, plan = searched("two stages")
+    assert state.best is not None
+    best = state.best.built(state.layout_costs).candidate
     assert best is not None
     assert best.recompute == ()
     told = of_layers(plan)
@@ -180,10 +183,10 @@ def test_the_runner_up_is_the_best_of_all_changes() -> None:
 
 def test_layers_on_several_given_meshes() -> None:
     """Their stage is that of the plan, their costs those of their own device: layers are not equal."""
-    searcher = Searcher(ROW.training(in_a_row()), cluster_of(slow(3)), "auto", 3600.0)
-    for _ in searcher.run():
+    state = SearchState(ROW.training(in_a_row()), cluster_of(slow(3)), "auto", 3600.0)
+    for _ in run_search(state):
         pass
-    plan = searcher.plan({})
+    plan = plan_of_search(state, {})
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 2), (2, 3)]
     decided = {each: decision for key, decision in of_layers(plan).items() for each in unfold(key)}
     assert [decided[f"layer {n}"].chosen for n in range(3)] == ["stage 0", "stage 1", "stage 2"]
@@ -203,38 +206,39 @@ def test_equal_layers_cost_the_same() -> None:
 
 def test_a_runner_up_that_is_faster_is_taken() -> None:
     """From a border that is at the wrong place it goes to where nothing beside it is faster."""
-    searcher, plan = searched("two stages")
-    assert searcher.best is not None
-    best = searcher.best.again(searcher.oracle).proposal
+    state, plan = searched("two stages")
+    assert state.best is not None
+    best = state.best.built(state.layout_costs).candidate
     assert best is not None
     front, back = best.stages
     wrong = replace(best, stages=(replace(front, stop=4), replace(back, first=4)))
-    other = searcher_of("two stages")
-    other.book.enter(judge(wrong, other.oracle))
-    for found in Explainer(other.oracle, other.book, lambda: False).run():
+    other = state_of("two stages")
+    other.evaluations.add(evaluate(wrong, other.layout_costs))
+    for found in Explainer(other.layout_costs, other.evaluations, lambda: False).run():
         if not isinstance(found, str):
-            other.book.enter(found)
+            other.evaluations.add(found)
     assert other.best is not None
     assert plan.forecast is not None
     assert other.best.seconds == pytest.approx(plan.forecast.seconds, rel=1e-12)
-    assert other.best.again(other.oracle).proposal == best
+    assert other.best.built(other.layout_costs).candidate == best
 
 
 def test_a_search_that_stops_at_a_faster_runner_up_tells_nothing_of_the_slower_plan() -> None:
-    searcher, _ = searched("two stages")
-    assert searcher.best is not None
-    best = searcher.best.again(searcher.oracle).proposal
+    state, _ = searched("two stages")
+    assert state.best is not None
+    best = state.best.built(state.layout_costs).candidate
     assert best is not None
     front, back = best.stages
-    other = searcher_of("two stages")
+    other = state_of("two stages")
     wrong = replace(best, stages=(replace(front, stop=4), replace(back, first=4)))
-    other.book.enter(judge(wrong, other.oracle))
-    for event in other._explained():
-        if event.found is not None:
+    other.evaluations.add(evaluate(wrong, other.layout_costs))
+    for found in other.explainer.run():
+        if not isinstance(found, str):
+            other.record(found)
             break
     else:
         pytest.fail("nothing was faster")
-    plan = other.plan({})
+    plan = plan_of_search(other, {})
     for key, decision in of_layers(plan).items():
         for layer in (int(each.removeprefix("layer ")) for each in unfold(key)):
             assert decision.chosen.startswith(f"stage {plan.stage_of(layer)}")
@@ -242,17 +246,17 @@ def test_a_search_that_stops_at_a_faster_runner_up_tells_nothing_of_the_slower_p
 
 def test_programs_of_many_ops_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the number of ops allows, whether they are forecast one by one or at the same time."""
-    searcher, _ = searched("two stages")
-    assert searcher.best is not None
-    best: Realized = searcher.best.again(searcher.oracle)
+    state, _ = searched("two stages")
+    assert state.best is not None
+    best: BuiltCandidate = state.best.built(state.layout_costs)
     monkeypatch.setattr(
-        "distgraph.engine.search.runners_up._TOLD_OF_LAYERS", int(1.5 * len(best.build.lowered.ops))
+        "distgraph.engine.search.explain.runners_up._MOST_CHANGE_OPS", int(1.5 * len(best.build.lowered.ops))
     )
     told = []
     for together in (1, 3):
-        monkeypatch.setattr("distgraph.engine.search.evaluations.Book.together", together)
-        searcher.book.best = judged(best, rechosen=True)
-        explainer = Explainer(searcher.oracle, searcher.book, lambda: False)
+        monkeypatch.setattr("distgraph.engine.search.evaluations.Evaluations.processes", together)
+        state.evaluations.best = evaluation_of(best, other_layouts=True)
+        explainer = Explainer(state.layout_costs, state.evaluations, lambda: False)
         assert all(isinstance(found, str) for found in explainer.run())
         layers = {k: d for k, d in explainer.decisions.items() if k.startswith("layer ")}
         told.append({key: decision.runner_up_seconds for key, decision in layers.items()})

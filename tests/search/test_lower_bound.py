@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, Program, mixed, slow, two_by_two
-from support.search.candidates import proposals
+from support.search.candidates import candidates
 
-from distgraph.engine.search.baselines import uniform_rows
-from distgraph.engine.search.candidate import realize
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import build_candidate
+from distgraph.engine.search.driver import run_search
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.engine.search.lower_bound import _divided, least_seconds
 from distgraph.engine.search.search_space import pools_of
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.search_state import SearchState
+from distgraph.engine.search.uniform_pipelines import uniform_pipelines
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import OpTable
@@ -24,7 +25,9 @@ from distgraph.resources.cluster import OpTable
 
 def bound_of(program: Program, cluster: Cluster) -> float:
     """Of the program on a cluster."""
-    return least_seconds(Oracle(program.training(), cluster, pools_of(cluster)).traced(1).fold, cluster)
+    return least_seconds(
+        LayoutCosts(program.training(), cluster, pools_of(cluster)).layered_graph(1).fold, cluster
+    )
 
 
 def chain_flops() -> tuple[int, int]:
@@ -87,11 +90,11 @@ def with_rates(cluster: Cluster) -> Cluster:
 
 def every_row(program: Program, cluster: Cluster) -> Iterator[float]:
     """Forecasts of uniform rows of every kind."""
-    oracle = Oracle(program.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(program.training(), cluster, pools_of(cluster))
     for restriction in ("uniform", "none"):
         for micro_batches in (1, program.batch):
-            for row in uniform_rows(oracle, micro_batches, restriction):
-                yield realize(row, oracle).seconds
+            for row in uniform_pipelines(layout_costs, micro_batches, restriction):
+                yield build_candidate(row, layout_costs).seconds
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -105,8 +108,12 @@ def test_no_uniform_row_is_below(name: str, measured: bool) -> None:
 @pytest.mark.parametrize("speed", [0.8, 0.1])
 def test_not_above_the_optimum_of_exhaustive_search(speed: float) -> None:
     cluster = cluster_of(mixed(speed, 1, 1))
-    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
-    best = min(realize(p, oracle).seconds for count in (1, 2, 4, 8) for p in proposals(oracle, count))
+    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
+    best = min(
+        build_candidate(p, layout_costs).seconds
+        for count in (1, 2, 4, 8)
+        for p in candidates(layout_costs, count)
+    )
     assert 0.1 * best < bound_of(CHAIN, cluster) <= best
 
 
@@ -136,7 +143,7 @@ def test_the_plan_tells_its_bound_and_gap() -> None:
 
 
 def test_it_is_known_before_any_plan() -> None:
-    searcher = Searcher(PROGRAMS["mlp"].training(), two_by_two(), "auto", 60.0)
-    next(searcher.run())
-    assert searcher.best is None
-    assert searcher.bound == bound_of(PROGRAMS["mlp"], two_by_two())
+    state = SearchState(PROGRAMS["mlp"].training(), two_by_two(), "auto", 60.0)
+    next(run_search(state))
+    assert state.best is None
+    assert state.bound == bound_of(PROGRAMS["mlp"], two_by_two())

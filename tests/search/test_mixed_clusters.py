@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, Program, mixed, slow
-from support.search.candidates import proposals
+from support.search.candidates import candidates
 from support.search.plan_training import trains_as_one_rank
 
 from distgraph import nn
-from distgraph.engine.search.candidate import realize
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import build_candidate
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.engine.search.load_balancing import rebalanced
 from distgraph.engine.search.search_space import (
     Shape,
@@ -36,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> None:
     """Both models have a stage where the slower one is not much slower; else only the faster one."""
     cluster = cluster_of(mixed(speed, 1, 1))
-    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
     every = [
-        realize(proposal, oracle)
+        build_candidate(candidate, layout_costs)
         for count in micro_batch_counts(CHAIN.batch)
-        for proposal in proposals(oracle, count)
+        for candidate in candidates(layout_costs, count)
     ]
     # micro-batch counts x (one stage + two, in both orders, four cuts), and one across both: b - 1 ways each
     assert len(every) == 4 * (2 + 2 * 4) + (7 + 3 + 1)
@@ -53,10 +53,10 @@ def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> No
 
 
 def test_three_devices_of_two_models() -> None:
-    """No row of stages on two devices of one model and one of another is forecast to be faster."""
+    """No pipeline on two devices of one model and one of another is forecast to be faster."""
     cluster = cluster_of(mixed(0.5, 2, 1))
-    oracle = Oracle(CHAIN.training(), cluster, pools_of(cluster))
-    every = [realize(proposal, oracle) for proposal in proposals(oracle, 1)]
+    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
+    every = [build_candidate(candidate, layout_costs) for candidate in candidates(layout_costs, 1)]
     plan = CHAIN.search(cluster)
     assert plan.forecast is not None
     assert plan.forecast.seconds <= min(found.seconds for found in every)
@@ -82,11 +82,11 @@ def test_shares_as_exhaustive_search_by_forecasts(speed: float, batch: int, widt
     """One layer: on either device, or on both, with the batch shared in any way."""
     program = Program(lambda: nn.Linear(width, 6, dtype="f64"), (width,), batch=batch)
     cluster = cluster_of(mixed(speed, 1, 1))
-    oracle = Oracle(program.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(program.training(), cluster, pools_of(cluster))
     every = [
-        realize(proposal, oracle)
+        build_candidate(candidate, layout_costs)
         for count in micro_batch_counts(batch)
-        for proposal in proposals(oracle, count)
+        for candidate in candidates(layout_costs, count)
     ]
     plan = program.search(cluster)
     assert plan.forecast is not None

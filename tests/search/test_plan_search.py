@@ -20,7 +20,7 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.engine.commands import plan_search
 from distgraph.engine.commands.interrupt import Interrupt, remembered
-from distgraph.engine.commands.plan_search import Candidate, Progress, SearchOptions, Step, search, settled
+from distgraph.engine.commands.plan_search import Progress, SearchOptions, Step, search, settled
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.data import whole
 from distgraph.engine.search import layout_costs
@@ -120,14 +120,14 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
     more = []
 
     def improved(*given: Any) -> Iterator[Step]:
-        yield Step("first", Candidate(1.0, lambda: plan))
+        yield Step("first", 1.0, lambda: plan)
         try:
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
         except KeyboardInterrupt:
             if not swallowed:
                 raise
-        yield Step("second", Candidate(0.9, lambda: replace(plan, cluster="better")))
+        yield Step("second", 0.9, lambda: replace(plan, cluster="better"))
         more.append("went on")
 
     monkeypatch.setattr(plan_search, "_improved", improved)
@@ -144,7 +144,7 @@ def test_a_second_ctrl_c_ends_without_a_plan(monkeypatch: pytest.MonkeyPatch) ->
     plan = engine.plan.portable
 
     def improved(*given: Any) -> Iterator[Step]:
-        yield Step("first", Candidate(1.0, lambda: plan))
+        yield Step("first", 1.0, lambda: plan)
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):  # as a solver may
                 os.kill(os.getpid(), signal.SIGINT)

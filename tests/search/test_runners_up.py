@@ -10,8 +10,9 @@ from support.programs.searched import PROGRAMS, Net, Program, two_by_two
 
 import distgraph as dg
 from distgraph.engine.search.candidate import plan_of
-from distgraph.engine.search.evaluation import Judged
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.driver import plan_of_search, run_search
+from distgraph.engine.search.evaluations import Evaluation
+from distgraph.engine.search.search_state import SearchState
 from distgraph.errors import GraphError
 from distgraph.ir.name_ranges import unfold
 from distgraph.plan.plan import Plan
@@ -22,7 +23,7 @@ SEARCHES: dict[str, tuple[str, str, Any]] = {
     **{name: (name, "auto", None) for name in PROGRAMS},
     "annotated": ("mlp", "auto", lambda: Net(MESH)),
     "recursive": ("mlp", "recursive", None),
-    "propagated": ("mlp", "sharding_propagation", lambda: Net(MESH)),
+    "sharding_propagation": ("mlp", "sharding_propagation", lambda: Net(MESH)),
 }
 
 
@@ -32,13 +33,13 @@ def program_of(name: str) -> tuple[Program, Any]:
 
 
 @cache
-def searched(name: str) -> tuple[Searcher, Plan]:
+def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
     program, make = program_of(name)
-    searcher = Searcher(program.training(make()), two_by_two(), SEARCHES[name][1], 3600.0)
-    for _ in searcher.run():
+    state = SearchState(program.training(make()), two_by_two(), SEARCHES[name][1], 3600.0)
+    for _ in run_search(state):
         pass
-    return searcher, Plan.parse(searcher.plan({}).text())
+    return state, Plan.parse(plan_of_search(state, {}).text())
 
 
 def seconds(name: str, plan: Plan) -> float:
@@ -88,7 +89,7 @@ def test_every_parameter_is_explained(name: str) -> None:
 def test_runners_up_of_the_whole_program_are_other_programs(name: str) -> None:
     """Of micro-batches, stages, recomputation and schedule: the best program of the search with another one,
     whose plan takes what is said."""
-    searcher, plan = searched(name)
+    state, plan = searched(name)
     for key in ("micro_batches", "stages", "recompute", "schedule"):
         decision = plan.decisions[key]
         if decision.runner_up_seconds is None:
@@ -96,18 +97,18 @@ def test_runners_up_of_the_whole_program_are_other_programs(name: str) -> None:
             continue
         assert decision.runner_up != decision.chosen
         (origin,) = {decision.note.rpartition(": ")[2]}
-        same = [f for f in searcher.forecasts if f.seconds == decision.runner_up_seconds]
+        same = [f for f in state.evaluations.all if f.seconds == decision.runner_up_seconds]
         assert any(found.origin.endswith(origin) for found in same)
-        if name not in ("annotated", "propagated"):  # where data parallelism is another program
+        if name not in ("annotated", "sharding_propagation"):  # where data parallelism is another program
             assert (
-                seconds(name, plan_of(best_of(same).again(searcher.oracle), searcher.oracle))
+                seconds(name, plan_of(best_of(same).built(state.layout_costs), state.layout_costs))
                 == decision.runner_up_seconds
             )
         with pytest.raises(GraphError, match=rf"does not say what '{key}' would be instead; it does of"):
             plan.instead(key)
 
 
-def best_of(programs: list[Judged]) -> Judged:
+def best_of(programs: list[Evaluation]) -> Evaluation:
     return min(programs, key=lambda found: found.seconds)
 
 

@@ -19,7 +19,7 @@ from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.search.intra_op import solution_cache as solved
@@ -129,7 +129,7 @@ def test_less_memory_than_the_fastest_plan_takes() -> None:
     assert max(plan.forecast.memory) <= memory
     assert plan.forecast.seconds > fastest.seconds
     trains_as_one_rank(MLP, plan)
-    with pytest.raises(InfeasibleError, match=r"no plan fits cluster boxes; .* lacks .*B on device \d"):
+    with pytest.raises(InfeasibleError, match=r"no plan fits cluster boxes; .* needs .*B more on device \d"):
         MLP.search(two_by_two(memory="4 KiB"))
 
 
@@ -149,7 +149,7 @@ def test_no_time_at_all() -> None:
 
 
 def test_no_time_and_no_data_parallelism() -> None:
-    """Two samples for four devices: the first row of stages that fits, else an error that says so. Costs of
+    """Two samples for four devices: the first pipeline that fits, else an error that says so. Costs of
     what was chosen are told, runners-up that nobody forecast are named."""
     program = PROGRAMS["conv"]
     few = replace(program, batch=2)
@@ -187,17 +187,17 @@ def _timeless(plan: Plan) -> Plan:
 
 def test_what_a_search_made_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes for large programs: they do not wait until a collector looks for cycles."""
-    alive: list[weakref.ref[Oracle]] = []
-    begin = Oracle.__init__
+    alive: list[weakref.ref[LayoutCosts]] = []
+    begin = LayoutCosts.__init__
 
-    def noted(self: Oracle, *given: Any) -> None:
+    def noted(self: LayoutCosts, *given: Any) -> None:
         begin(self, *given)
         alive.append(weakref.ref(self))
 
-    monkeypatch.setattr(Oracle, "__init__", noted)
+    monkeypatch.setattr(LayoutCosts, "__init__", noted)
     with collector_paused():
         search(MLP.training(), two_by_two(), SearchOptions(seconds=SECONDS))
-        assert [oracle() for oracle in alive] == [None]
+        assert [layout_costs() for layout_costs in alive] == [None]
 
 
 def test_resource_files(tmp_path: Path) -> None:

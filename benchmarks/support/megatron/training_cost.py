@@ -24,7 +24,7 @@ from benchmarks.support.megatron.training_program import KINDS, Bills, Message, 
 from distgraph.resources import Cluster
 from distgraph.resources.collective_algorithms import algorithms
 from distgraph.resources.collective_cost import CollectiveCost
-from distgraph.runtime.forecast.communication_cost import TrafficCost
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.forecast.op_cost import Work
 
 STAGES = ("first", "middle", "last")
@@ -105,8 +105,7 @@ class Costs:
         key = (message.axis, message.kind, run.tp, run.dp)
         if key not in self._pattern:
             mesh = dg.ProcessMesh.grid(dp=run.dp, tp=run.tp)
-            places = TrafficCost(None, self.cluster, range(mesh.size))  # type: ignore[arg-type]
-            (groups,) = places.patterns(mesh, (message.axis,))
+            (groups,) = MeshCommunication(self.cluster).patterns(mesh, (message.axis,))
             self._forms.append(self._lines(message.kind, groups))
             self._groups.append((message.kind, groups[0]))
             self._pattern[key] = len(self._forms) - 1

@@ -15,8 +15,9 @@ from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.plan_apply import planned
 from distgraph.engine.compile.plan_extract import estimate, extract
 from distgraph.engine.compile.program_forecast import forecast_training
-from distgraph.engine.search.evaluation import Judged
-from distgraph.engine.search.searcher import Searcher
+from distgraph.engine.search.driver import plan_of_search, run_search
+from distgraph.engine.search.evaluations import Evaluation
+from distgraph.engine.search.search_state import SearchState
 from distgraph.engine.search.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
@@ -34,7 +35,7 @@ class Progress:
         phase: what it is at.
         seconds: since it began.
         incumbent: seconds of a step of the best plan so far, by forecast; None while there is none.
-        bound: seconds of a step that no plan goes below (see `searching.bound`), where that is known.
+        bound: seconds of a step that no plan goes below (see `search.lower_bound`), where that is known.
     """
 
     phase: str
@@ -102,11 +103,11 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
         RuntimeFault: Ctrl-C before there was any plan.
     """
     start = time.monotonic()
-    best: Candidate | None = None
+    best: Step | None = None
     with collector_paused(), remembered() as interrupt:
         try:
             for event in _improved(training, cluster, options, interrupt):
-                best = event.found or best
+                best = event if event.plan is not None else best
                 if options.watch is not None:
                     now = time.monotonic() - start
                     incumbent = None if best is None else best.seconds
@@ -129,6 +130,7 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
             f"search: interrupted after {seconds:.1f} s, before there was any plan; let it go on, or search "
             f"with 0 seconds for the first plan that fits"
         )
+    assert best.plan is not None
     plan = best.plan()
     status = "interrupted" if interrupt.asked else plan.search.status
     return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
@@ -160,19 +162,19 @@ def settled(training: Training, cluster: Cluster | None) -> Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A program that was forecast: seconds of a step, and how to write its plan."""
-
-    seconds: float
-    plan: Callable[[], Plan]
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """A phase that began, or a program that is better than those before; `bound` as in `Progress`."""
+    """A phase that began, or a program that is better than those before.
+
+    Attributes:
+        phase: in words.
+        seconds: of a step of the better program; None where only a phase began.
+        plan: writes the plan of the better program.
+        bound: as in `Progress`.
+    """
 
     phase: str
-    found: Candidate | None = None
+    seconds: float | None = None
+    plan: Callable[[], Plan] | None = None
     bound: float | None = None
 
 
@@ -194,13 +196,13 @@ def _improved(
         search = Found(mode=options.mode, status="not searched", settings=options.settings())
         return replace(plan, forecast=estimate(plan, forecasted.forecast), baselines=baselines, search=search)
 
-    yield Step("forecast", Candidate(forecasted.forecast.step_seconds, as_compiled))
+    yield Step("forecast", forecasted.forecast.step_seconds, as_compiled)
 
 
 def _searched(
     training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
 ) -> Iterator[Step]:
-    searcher = Searcher(
+    state = SearchState(
         training,
         cluster,
         options.mode,
@@ -208,14 +210,14 @@ def _searched(
         lambda: interrupt.asked,
         processes=options.processes or available_processes(),
     )
-    best: Judged | None = None
-    for event in searcher.run():
-        if searcher.best is best or searcher.best is None:
-            yield Step(event.phase, None, searcher.bound)
+    best: Evaluation | None = None
+    for event in run_search(state):
+        if state.best is best or state.best is None:
+            yield Step(event.phase, bound=state.bound)
             continue
-        best = searcher.best
-        found = Candidate(best.seconds, partial(searcher.plan, options.settings()))
-        yield Step(event.phase, found, searcher.bound)
+        best = state.best
+        plan = partial(plan_of_search, state, options.settings())
+        yield Step(event.phase, best.seconds, plan, state.bound)
 
 
 def _alike(make: Callable[[], Plan]) -> Plan:

@@ -9,7 +9,7 @@ from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.derived_programs import follow_plan, reference_of
 from distgraph.engine.compile.dump import dump_directory, dump_stage, write
 from distgraph.engine.compile.plan_apply import apply, devices_of
-from distgraph.engine.compile.rank_placement import place_ranks, placed_on, price_on
+from distgraph.engine.compile.rank_placement import place_ranks, placed_on
 from distgraph.errors import ResourceError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -19,6 +19,7 @@ from distgraph.passes.layout_local_search import BUDGET
 from distgraph.passes.redistribution.planner import latency_price
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, RankMapping
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.execute.process_group import is_chief
 from distgraph.runtime.program.build import Build, build
 
@@ -52,7 +53,7 @@ def compile_program(
     ):  # placed by what it exchanges, then its changes of layout priced where it is placed
         devices = devices_of(training.plan, cluster)
         mapping = place_ranks(built, cluster) if devices is None else placed_on(built, cluster, devices)
-        price = price_on(cluster, mapping.devices)
+        price = MeshCommunication(cluster, mapping.devices).price
         built = build(completed, micro_batches=micro_batches, policy=policy, price=price)
     dump_stage(training.mode, "lowered", built.lowered)
     if dump_directory() is not None and is_chief():

@@ -13,13 +13,13 @@ import numpy as np
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.program_summary import PlanView
-from distgraph.engine.compile.rank_placement import price_on
 from distgraph.errors import DistGraphError, ResourceError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster, RankMapping
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.program.build import Build, build
@@ -101,7 +101,7 @@ class Forecasted:
             training = self.training
             serial = training.recipe.trace(training.mode, training.blocks(1), {})
             completed = complete(plain(serial, mesh), mesh)
-            built = build(completed, price=price_on(self.cluster, devices))
+            built = build(completed, price=MeshCommunication(self.cluster, devices).price)
             return {name: forecast(built, self.cluster, devices)}
         except DistGraphError as error:
             return {name: f"there is none: {error}"}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from distgraph.engine.compile.compile import default_mesh, lay_out
-from distgraph.engine.compile.rank_placement import price_on
 from distgraph.errors import GraphError
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.graph import Graph, Op, Value
@@ -24,6 +23,7 @@ from distgraph.plan.plan import Plan
 from distgraph.plan.report import Comparison
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import RankMapping
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.memory_plan import nbytes
@@ -181,7 +181,7 @@ class PlanView:
         refine = "never" if strategy.refine == "never" else "conflicts"
         return conflicts(
             self.build.completed,
-            seconds=None if mapping is None else price_on(mapping.cluster, mapping.devices),
+            seconds=None if mapping is None else MeshCommunication(mapping.cluster, mapping.devices).price,
             plan=lambda serial: lay_out(serial, default_mesh(strategy), refine),
         )
 

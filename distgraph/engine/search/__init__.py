@@ -1,1 +1,1 @@
-"""The search behind `Strategy(mode="auto")` and `distgraph plan`: see `searcher`."""
+"""The search behind `Strategy(mode="auto")` and `distgraph plan`: see `driver.run_search`."""

@@ -1,168 +1,124 @@
-"""Uniform pipelines, which every answer is compared with: equal stages, dp x tp on each.
+"""Baselines: the programs that every answer of a search is compared with.
 
-*In:* an `Oracle` of a cluster of one kind. *Out:* `Proposal`s with their estimates. *Invariant:* all devices
-are used; restrictions say what dp may split (see `restrict`).
+*In:* the state of a search. *Out:* evaluations of plain data parallelism, of one device, of uniform
+pipelines, of double recursion and of sharding propagation; each may be the answer. *Invariant:* a baseline
+that does not exist is entered with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
+from distgraph.engine.search.candidate import Candidate, StageChoice, layout_identity
+from distgraph.engine.search.evaluations import Evaluation, evaluation_of, without_program
+from distgraph.engine.search.given_meshes import data_parallel, double_recursion, sharding_propagation
+from distgraph.engine.search.pipeline_search import best_count
+from distgraph.engine.search.restrictions import RESTRICTION_NAMES, Restriction
+from distgraph.engine.search.search_space import Shape
+from distgraph.engine.search.search_state import Event, SearchState
+from distgraph.engine.search.uniform_pipelines import best_uniform
+from distgraph.errors import DistGraphError
 
-from distgraph.engine.search.candidate import Proposal, StageChoice
-from distgraph.engine.search.layout_costs import Oracle
-from distgraph.engine.search.restrictions import SAID, Restriction
-from distgraph.engine.search.search_space import Shape, shapes_of
-from distgraph.engine.search.stage_search import Bordered, Poor, borders
-from distgraph.passes.search.inter_op.schedule_costs import makespan
-from distgraph.passes.search.inter_op.stage_costs import Config, ProfileCosts
-from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
-from distgraph.passes.search.intra_op.formulate import Profile
-from distgraph.plan.schedule_policies import ONE_F_ONE_B
-
-Floats = NDArray[np.float64]
+_UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
+_MOST_AXES = 4
+"""Axes of a program of double recursion, at most: its time grows exponentially with them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Equal stages on all devices: how many micro-batches, on which devices, in which shape."""
-
-    micro_batches: int
-    submesh: SubMesh
-    shape: Shape
-    devices: tuple[tuple[int, ...], ...]
-
-    @property
-    def free(self) -> Shape:
-        """The shape with a name for its axis that says nothing, where it has one."""
-        return self.shape if len(self.shape.axes) > 1 else Shape((("dp", self.submesh.size),))
-
-
-def uniform_rows(oracle: Oracle, micro_batches: int, restriction: Restriction) -> Iterator[Proposal]:
-    """Every dp x tp x pp that fits by the estimate, layers divided by their work.
-
-    Where it does not fit otherwise, all layers are computed again. None in a cluster of several kinds.
+def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = False) -> Iterator[Event]:
+    """Plain data parallelism on all devices, and on those of each kind where there are several.
 
     Args:
-        oracle: of the program.
-        micro_batches: in a step.
-        restriction: what dp may split.
+        state: of the search.
+        eligible: whether it may be the answer; not where annotations say otherwise.
+        hopeless: build it also where parameters and states alone are too large.
     """
-    for row in _rows(oracle, micro_batches):
-        found = None if oracle.expired() else _proposed(oracle, row, restriction)
-        if found is not None:
-            yield found
+    if not hopeless:
+        yield Event("data parallel")
+    groups = {"data parallel": tuple(range(len(state.cluster.devices)))}
+    for pool in state.layout_costs.pools:
+        if 1 < pool.size < len(state.cluster.devices):
+            devices = tuple(device for machine in pool.machines for device in machine)
+            groups[f"data parallel, {pool.size} x {pool.name}"] = devices
+    for name, devices in groups.items():
+        program = data_parallel(state.layout_costs, devices, name, hopeless=hopeless)
+        if isinstance(program, str):
+            state.evaluations.baselines[name] = program
+        else:
+            yield state.record(evaluation_of(program), eligible)
 
 
-def best_uniform(
-    oracle: Oracle, counts: Sequence[int], restriction: Restriction, poor: Poor = ()
-) -> Proposal | None:
-    """The row of `uniform_rows` with the least estimate; None where none fits.
-
-    Rows are looked at in the order of what they would take without restriction and with memory enough. A
-    restriction takes choices away, so once that is above the best estimate, no other row can be better.
-
-    Args:
-        oracle: of the program.
-        counts: numbers of micro-batches.
-        restriction: what dp may split.
-        poor: shapes that are looked at only where no row of others fits.
-    """
-    rows = [row for count in counts for row in _rows(oracle, count)]
-    good = [row for row in rows if (row.submesh, row.free) not in poor]
-    found = _best(oracle, good, restriction)
-    if found is None and len(good) < len(rows):
-        found = _best(oracle, [row for row in rows if (row.submesh, row.free) in poor], restriction)
-    return found
+def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
+    """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
+    layered = state.layout_costs.layered_graph(1)
+    nbytes = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
+    for pool in state.layout_costs.pools:
+        device = pool.machines[0][0]
+        if nbytes <= state.cluster.devices[device].memory and not state.expired():
+            stage = StageChoice(0, len(layered.layers), (device,), Shape((("dp", 1),)))
+            yield Event("one device")
+            candidate = Candidate("search", 1, "1f1b", (stage,), (), "none", math.inf)
+            yield state.record(state.evaluations.evaluator.evaluate(candidate))
 
 
-def _best(oracle: Oracle, rows: Sequence[_Row], restriction: Restriction) -> Proposal | None:
-    best: Proposal | None = None
-    for floor, row in sorted(((_floor(oracle, row), row) for row in rows), key=lambda pair: pair[0]):
-        if oracle.expired() or (best is not None and floor >= best.estimate):
-            break
-        found = _proposed(oracle, row, restriction)
-        if found is not None and (best is None or found.estimate < best.estimate):
-            best = found
-    return best
+def evaluate_sharding_propagation(state: SearchState) -> Iterator[Event]:
+    """Sharding propagation from the annotations, with the micro-batches of the strategy."""
+    yield Event("sharding propagation")
+    yield state.record(evaluation_of(sharding_propagation(state.layout_costs, state.training.micro_batches)))
 
 
-def _rows(oracle: Oracle, micro_batches: int) -> Iterator[_Row]:
-    if len(oracle.pools) > 1:
+def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:
+    """Double recursion over all devices, with the micro-batches of the strategy."""
+    yield Event("double recursion")
+    yield state.record(evaluation_of(double_recursion(state.layout_costs, state.training.micro_batches)))
+
+
+def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
+    """The best uniform pipeline of every kind, by estimate, and double recursion, while there is time."""
+    yield Event("uniform grid")
+    layout_costs, evaluations, pipelines = state.layout_costs, state.evaluations, state.pipelines
+    micro_batches = best_count(pipelines.best) if pipelines.best else 1
+    excluded = pipelines.excluded_shapes()
+
+    def best(restriction: Restriction) -> Candidate | None:
+        return best_uniform(layout_costs, [micro_batches], restriction, excluded)
+
+    best_pipelines = layout_costs.parallel_map(best, _UNIFORM, evaluations.processes)
+    same_layouts: dict[object, list[Candidate]] = {}
+    for pipeline in best_pipelines:
+        if pipeline is not None:
+            same_layouts.setdefault(layout_identity(pipeline, layout_costs), []).append(pipeline)
+    if state.expired():
         return
-    (pool,) = oracle.pools
-    layers = len(oracle.traced(micro_batches).layers)
-    for count in range(1, min(layers, pool.size) + 1):
-        submesh = SubMesh((pool.size // count,))
-        devices = place(oracle.pools, [submesh] * count) if pool.size % count == 0 else None
-        if devices is not None:
-            for shape in _shapes(oracle, submesh):
-                yield _Row(micro_batches, submesh, shape, devices)
+    for restriction, pipeline in zip(_UNIFORM, best_pipelines, strict=True):
+        if pipeline is None:
+            several = len(layout_costs.pools) > 1
+            reason = "devices are of several kinds" if several else "out of memory by the estimate"
+            evaluations.baselines[RESTRICTION_NAMES[restriction]] = reason
+    yield Event("double recursion")
+
+    def evaluate_one(pipeline: Candidate | None) -> Evaluation | str:
+        if pipeline is None:
+            return _double_recursion(state)
+        return without_program(evaluations.evaluator.evaluate(pipeline))
+
+    jobs = [None, *(equal[0] for equal in same_layouts.values())]  # the first is done in this process
+    recursive, *uniform = layout_costs.parallel_map(evaluate_one, jobs, evaluations.processes)
+    for evaluation, equal in zip(uniform, same_layouts.values(), strict=True):
+        assert isinstance(evaluation, Evaluation)
+        for pipeline in equal:
+            yield state.record(replace(evaluation, origin=pipeline.origin, candidate=pipeline))
+    if isinstance(recursive, str):
+        evaluations.baselines["double recursion"] = recursive
+    else:
+        yield state.record(recursive)
 
 
-def _floor(oracle: Oracle, row: _Row) -> float:
-    """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
-    if oracle.expired():
-        return 0.0
-    profile = oracle.variants(row.micro_batches, row.submesh, row.free, "none")[0].profile
-    firsts = _divided(profile.forward[:-1] + profile.backward[:-1], len(row.devices))
-    if firsts is None:
-        return float("inf")
-    return _seconds(oracle, ProfileCosts([[Config(profile)]], [np.inf]), row, _choices(row, profile, firsts))
-
-
-def _proposed(oracle: Oracle, row: _Row, restriction: Restriction) -> Proposal | None:
-    """A row without recomputation, or else with it; None where neither fits, or a stage would be empty."""
-    variant = oracle.variants(row.micro_batches, row.submesh, row.shape, restriction)[0]
-    count, layers = len(row.devices), len(variant.profile.forward) - 1
-    firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
-    if firsts is None:
-        return None
-    choices = _choices(row, variant.profile, firsts)
-    for profile, recompute in ((variant.profile, ()), (variant.recompute, tuple(range(layers)))):
-        costs = ProfileCosts([[Config(profile)]], [oracle.memory(row.submesh)])
-        seconds = _seconds(oracle, costs, row, choices)
-        if np.isfinite(seconds):
-            name = f"{SAID[variant.restriction]}: {row.shape}, {count} stage{'s' * (count > 1)}"
-            return Proposal(name, row.micro_batches, "1f1b", choices, recompute, variant.restriction, seconds)
-    return None
-
-
-def _choices(row: _Row, profile: Profile, firsts: tuple[int, ...]) -> tuple[StageChoice, ...]:
-    layers = len(profile.forward) - 1
-    return tuple(
-        StageChoice(first, stop, devices, row.shape)
-        for (first, stop), devices in zip(pairwise((*firsts, layers)), row.devices, strict=True)
-    )
-
-
-def _seconds(oracle: Oracle, costs: ProfileCosts, row: _Row, choices: tuple[StageChoice, ...]) -> float:
-    policy = ONE_F_ONE_B
-    bordered = Bordered(costs, borders(oracle, row.micro_batches, [row.submesh]))
-    times, steps = [], []
-    for position, choice in enumerate(choices):
-        stage = np.array([choice.first * bordered.shape[0] + choice.stop - 1])
-        live = policy.in_flight(position, len(choices), row.micro_batches)
-        times.append(float(bordered.seconds_of(stage, live)[0]))
-        steps.append(float(bordered.step_of(stage)[0]))
-    return makespan(policy, times, [0.0] * len(times), row.micro_batches, step=steps)
-
-
-def _shapes(oracle: Oracle, submesh: SubMesh) -> tuple[Shape, ...]:
-    """dp x tp meshes: one axis for either, or both."""
-    (pool,) = oracle.pools
-    shapes = shapes_of(pool, submesh.size)
-    inside = 1 < submesh.size <= pool.machine
-    return (*shapes, Shape((("tp", submesh.size),))) if inside else shapes
-
-
-def _divided(work: Floats, count: int) -> tuple[int, ...] | None:
-    """First layer of each of `count` runs of about the same work; None where one would be empty."""
-    total = np.cumsum(work)
-    firsts = [0, *(int(np.searchsorted(total, total[-1] * k / count - 1e-12)) + 1 for k in range(1, count))]
-    firsts = [min(first, len(work) - count + i) for i, first in enumerate(firsts)]
-    return tuple(firsts) if all(a < b for a, b in pairwise(firsts)) else None
+def _double_recursion(state: SearchState) -> Evaluation | str:
+    """Double recursion for the micro-batches of the best program, or why there is none: no fault here."""
+    micro_batches = 1 if state.best is None else int(state.best.choices["micro_batches"])
+    try:
+        return evaluation_of(double_recursion(state.layout_costs, micro_batches, _MOST_AXES))
+    except DistGraphError as error:
+        return f"there is none: {error}"

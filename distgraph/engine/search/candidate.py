@@ -1,7 +1,7 @@
-"""A proposal: stages, micro-batches, schedule, recomputed layers; and what becomes of it when it is built.
+"""A candidate: stages, micro-batches, schedule, recomputed layers; and the program that is built from it.
 
-*In:* decisions. *Out:* `Realized`: the completed graph, its build, its forecast on the cluster. *Invariant:*
-the forecast is that of the program that `Engine(plan=...)` would run.
+*In:* decisions. *Out:* a `BuiltCandidate`: the completed graph, its build, its forecast on the cluster.
+*Invariant:* the forecast is that of the program that `Engine(plan=...)` would run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_extract import describe, estimate
-from distgraph.engine.search.layout_costs import Oracle, Traced
+from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts
 from distgraph.engine.search.restrictions import Restriction
 from distgraph.engine.search.search_space import Shape
 from distgraph.ir.gc_pause import collector_paused
@@ -31,27 +31,27 @@ Solved = Mapping[ProcessMesh, tuple[Formulation, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """One stage: layers `first` up to `stop`, devices, shape of the mesh, price of memory."""
+    """One stage: layers `first` up to `stop`, devices, shape of the mesh, memory multiplier."""
 
     first: int
     stop: int
     devices: tuple[int, ...]
     shape: Shape
-    memory_price: float = 0.0
+    memory_multiplier: float = 0.0
 
     def __str__(self) -> str:
         return f"layers {self.first}-{self.stop - 1} on {self.shape}"
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """What is decided beside layouts.
+class Candidate:
+    """All decisions about a program but its layouts.
 
     Attributes:
         origin: where it comes from, such as "search" or "uniform dp=2 x tp=4, 2 stages".
         micro_batches, schedule, stages: of the pipeline.
-        recompute: numbers of the layers that are computed again.
-        restriction: what layouts may not be.
+        recompute: numbers of the layers that are recomputed.
+        restriction: of the layouts.
         estimate: seconds of a step, from costs by layer.
     """
 
@@ -65,7 +65,7 @@ class Proposal:
 
     @property
     def decisions(self) -> tuple[object, ...]:
-        """What makes two proposals the same."""
+        """A key that is the same for two candidates with the same program."""
         return self.micro_batches, self.schedule, self.stages, self.recompute, self.restriction
 
     def __str__(self) -> str:
@@ -75,22 +75,21 @@ class Proposal:
 
 
 @dataclass(frozen=True, eq=False)
-class Realized:
-    """A proposal as a program.
+class BuiltCandidate:
+    """A candidate as a program.
 
     Attributes:
-        origin, proposal: what it was made from; no proposal where it is a completion.
-        traced: the serial graph and its layers.
+        origin, candidate: what it was built from; no candidate where completion or a mode made its layouts.
+        layered: the serial graph and its layers.
         placements: mesh of every op of the serial graph; None where `place` finds them.
         completed, build, devices, forecast: the program on the cluster.
-        solved: mesh -> the problem that its layouts solve and the choice; empty where they come from
-            elsewhere.
-        shortages: what it lacks of memory; nothing where it fits.
+        solved: mesh -> the problem that its layouts solve, and the choice; empty where they solve none.
+        shortages: devices with too little memory; none where it fits.
     """
 
     origin: str
-    proposal: Proposal | None
-    traced: Traced
+    candidate: Candidate | None
+    layered: LayeredGraph
     placements: Mapping[str, ProcessMesh] | None
     completed: Graph
     build: Build
@@ -110,128 +109,139 @@ class Realized:
         return not self.shortages
 
 
-def realize(proposal: Proposal, oracle: Oracle) -> Realized:
-    """Lay out, build and forecast a proposal."""
-    traced = oracle.traced(proposal.micro_batches, proposal.recompute)
-    meshes, devices = _meshes(proposal.stages)
-    placements = _placements(traced, proposal.stages, meshes)
+def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCandidate:
+    """Lay out, build and forecast a candidate."""
+    layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
+    meshes, devices = _meshes(candidate.stages)
+    placements = _placements(layered, candidate.stages, meshes)
     solved: dict[ProcessMesh, tuple[Formulation, tuple[int, ...]]] = {}
-    for mesh, stage in zip(meshes, proposal.stages, strict=True):
-        key = oracle.like(stage.devices), stage.shape, stage.memory_price
-        solved[mesh] = oracle.laid_out(traced, *key, proposal.restriction)
-    completed = _completed(traced, placements, solved)
-    schedule, origin = proposal.schedule, proposal.origin
-    built = program(oracle, completed, traced, devices, schedule, origin, proposal, placements)
+    for mesh, stage in zip(meshes, candidate.stages, strict=True):
+        key = layout_costs.reference_devices(stage.devices), stage.shape, stage.memory_multiplier
+        solved[mesh] = layout_costs.stage_layouts(layered, *key, candidate.restriction)
+    completed = _completed(layered, placements, solved)
+    schedule, origin = candidate.schedule, candidate.origin
+    built = build_program(layout_costs, completed, layered, devices, schedule, origin, candidate, placements)
     return replace(built, solved=solved)
 
 
-def laid_out_as(proposal: Proposal, oracle: Oracle) -> tuple[object, ...]:
-    """What makes the programs of two proposals the same, though restrictions differ: layouts that came out
-    the same in all stages."""
-    micro, recompute = proposal.micro_batches, proposal.recompute
-    kinds = dict.fromkeys((oracle.like(s.devices), s.shape, s.memory_price) for s in proposal.stages)
-    traced = oracle.traced(micro, recompute)
-    layouts = tuple(oracle.decided(traced, kind, proposal.restriction) for kind in kinds)
-    return micro, proposal.schedule, proposal.stages, recompute, layouts
+def layout_identity(candidate: Candidate, layout_costs: LayoutCosts) -> tuple[object, ...]:
+    """A key that is the same for two candidates of different restrictions only where their programs are the
+    same: layouts came out the same in all stages."""
+    micro, recompute = candidate.micro_batches, candidate.recompute
+    kinds = dict.fromkeys(
+        (layout_costs.reference_devices(s.devices), s.shape, s.memory_multiplier) for s in candidate.stages
+    )
+    layered = layout_costs.layered_graph(micro, recompute)
+    layouts = tuple(layout_costs.layout_key(layered, kind, candidate.restriction) for kind in kinds)
+    return micro, candidate.schedule, candidate.stages, recompute, layouts
 
 
-def rechosen(found: Realized, solved: Solved, oracle: Oracle) -> Realized:
+def with_layouts(program: BuiltCandidate, solved: Solved, layout_costs: LayoutCosts) -> BuiltCandidate:
     """A program with other choices of layouts, everything else as it is."""
-    assert found.placements is not None
-    completed = _completed(found.traced, found.placements, solved)
-    schedule = found.build.policy
-    built = program(
-        oracle,
+    assert program.placements is not None
+    completed = _completed(program.layered, program.placements, solved)
+    schedule = program.build.policy
+    built = build_program(
+        layout_costs,
         completed,
-        found.traced,
-        found.devices,
+        program.layered,
+        program.devices,
         schedule,
-        found.origin,
-        found.proposal,
-        found.placements,
+        program.origin,
+        program.candidate,
+        program.placements,
     )
     return replace(built, solved=solved)
 
 
-def rearranged(found: Realized, proposal: Proposal, oracle: Oracle) -> Realized | None:
-    """A program with its layers on other stages, or others computed again, its layouts as they are.
+def with_stages(
+    program: BuiltCandidate, candidate: Candidate, layout_costs: LayoutCosts
+) -> BuiltCandidate | None:
+    """A program with its layers on other stages, or other layers recomputed, its layouts as they are.
 
     Args:
-        found: it.
-        proposal: with stages on the same devices, in the same shapes.
-        oracle: of the search.
+        program: its layouts are carried over.
+        candidate: with stages on the same devices, in the same shapes.
+        layout_costs: of the search.
 
-    Returns: None where layouts do not carry over.
+    Returns:
+        None where layouts do not carry over.
     """
-    traced = oracle.traced(proposal.micro_batches, proposal.recompute)
-    meshes, devices = _meshes(proposal.stages)
-    placements = _placements(traced, proposal.stages, meshes)
-    solved = dict(found.solved)
-    for mesh, stage in zip(meshes, proposal.stages, strict=True):
-        if traced is not found.traced:
-            target = oracle.formulation(traced, oracle.like(stage.devices), stage.shape)
-            choice = oracle.carried_over(*found.solved[mesh], target, traced, found.traced)
+    layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
+    meshes, devices = _meshes(candidate.stages)
+    placements = _placements(layered, candidate.stages, meshes)
+    solved = dict(program.solved)
+    for mesh, stage in zip(meshes, candidate.stages, strict=True):
+        if layered is not program.layered:
+            target = layout_costs.formulation(
+                layered, layout_costs.reference_devices(stage.devices), stage.shape
+            )
+            choice = layout_costs.carried_over(*program.solved[mesh], target, layered, program.layered)
             if choice is None:
                 return None
             solved[mesh] = target, choice
-    completed = _completed(traced, placements, solved)
-    schedule = found.build.policy
-    built = program(oracle, completed, traced, devices, schedule, found.origin, proposal, placements)
+    completed = _completed(layered, placements, solved)
+    schedule = program.build.policy
+    built = build_program(
+        layout_costs, completed, layered, devices, schedule, program.origin, candidate, placements
+    )
     return replace(built, solved=solved)
 
 
-def _completed(traced: Traced, placements: Mapping[str, ProcessMesh], solved: Solved) -> Graph:
+def _completed(layered: LayeredGraph, placements: Mapping[str, ProcessMesh], solved: Solved) -> Graph:
     """Every op and value laid out by the choices of its mesh."""
     decoded: dict[tuple[int, tuple[int, ...]], Layouts] = {}
     layouts: dict[ProcessMesh, Layouts] = {}
-    for mesh, (found, choice) in solved.items():
-        key = id(found.nodes), choice
+    for mesh, (formulation, choice) in solved.items():
+        key = id(formulation.nodes), choice
         if key not in decoded:
-            decoded[key] = found.decode(choice)
+            decoded[key] = formulation.decode(choice)
         layouts[mesh] = decoded[key]
-    return replace(assign(traced.graph, placements, layouts), micro_batches=traced.graph.micro_batches)
+    return replace(assign(layered.graph, placements, layouts), micro_batches=layered.graph.micro_batches)
 
 
 @collector_paused()
-def program(
-    oracle: Oracle,
+def build_program(
+    layout_costs: LayoutCosts,
     completed: Graph,
-    traced: Traced,
+    layered: LayeredGraph,
     devices: tuple[int, ...],
     schedule: str,
     origin: str,
-    proposal: Proposal | None = None,
+    candidate: Candidate | None = None,
     placements: Mapping[str, ProcessMesh] | None = None,
-) -> Realized:
+) -> BuiltCandidate:
     """Build and forecast a completed graph."""
-    price = oracle.prices(devices).price
+    price = layout_costs.prices(devices).price
     built = build(completed, micro_batches=completed.micro_batches, policy=schedule, price=price)
-    found = forecast(built, oracle.cluster, devices)
-    short = out_of_memory(found, oracle.cluster)
-    return Realized(origin, proposal, traced, placements, completed, built, devices, found, short)
+    result = forecast(built, layout_costs.cluster, devices)
+    shortages = out_of_memory(result, layout_costs.cluster)
+    return BuiltCandidate(
+        origin, candidate, layered, placements, completed, built, devices, result, shortages
+    )
 
 
 @collector_paused()
-def plan_of(found: Realized, oracle: Oracle, outline: bool = False) -> Plan:
+def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = False) -> Plan:
     """A program as a plan with its forecast; an outline lacks the fingerprint and what exports need."""
-    training, traced = oracle.training, found.traced
-    unmarked = oracle.traced(traced.graph.micro_batches).graph
+    training, layered = layout_costs.training, program.layered
+    unmarked = layout_costs.layered_graph(layered.graph.micro_batches).graph
     name = type(training.recipe.model).__name__
     unnamed = Program(name=name, fingerprint="", parameters=0, inputs={})
     plan = describe(
-        traced.graph,
-        found.completed,
-        traced.layers,
+        layered.graph,
+        program.completed,
+        layered.layers,
         program=unnamed if outline else program_of(training.recipe.model, unmarked),
         batch=training.size,
-        schedule=found.build.policy,
-        cluster=oracle.cluster.name,
-        devices=found.devices,
-        recompute=traced.recompute,
-        placements=found.placements,
+        schedule=program.build.policy,
+        cluster=layout_costs.cluster.name,
+        devices=program.devices,
+        recompute=layered.recompute,
+        placements=program.placements,
         exported=not outline,
     )
-    return replace(plan, forecast=estimate(plan, found.forecast))
+    return replace(plan, forecast=estimate(plan, program.forecast))
 
 
 def _meshes(stages: Sequence[StageChoice]) -> tuple[list[ProcessMesh], tuple[int, ...]]:
@@ -245,7 +255,7 @@ def _meshes(stages: Sequence[StageChoice]) -> tuple[list[ProcessMesh], tuple[int
 
 
 def _placements(
-    traced: Traced, stages: Sequence[StageChoice], meshes: Sequence[ProcessMesh]
+    layered: LayeredGraph, stages: Sequence[StageChoice], meshes: Sequence[ProcessMesh]
 ) -> dict[str, ProcessMesh]:
     """Mesh of every op: that of its layer; what belongs to none goes where `place` puts it."""
     of_layer = {
@@ -253,7 +263,7 @@ def _placements(
         for stage, mesh in zip(stages, meshes, strict=True)
         for layer in range(stage.first, stage.stop)
     }
-    graph, of = traced.graph, traced.layering.of
+    graph, of = layered.graph, layered.layering.of
     if len(meshes) == 1:
         return {op.name: meshes[0] for op in graph.ops}
     known = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}

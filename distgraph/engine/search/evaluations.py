@@ -1,108 +1,226 @@
-"""What a search has forecast: the best program so far, the baselines, all others by their figures.
+"""Evaluations of candidates: the forecast of each, the best of them, and the baselines.
 
-*In:* proposals. *Out:* their forecasts, each made once and several at the same time. *Invariant:* only the
-best program itself is kept; of others what leads back to them.
+*In:* candidates, and an evaluator of them. *Out:* an `Evaluation` of each, made once, several at the same
+time. *Invariant:* only the best program itself is kept. Of every other one its figures are, with the
+candidate from which it can be built again: building is deterministic.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from distgraph.engine.search.candidate import Proposal
-from distgraph.engine.search.evaluation import Judged, judge, light
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import BuiltCandidate, Candidate, build_candidate
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.resources.units import format_bytes
 
-_QUICK = 0.2  # seconds of a forecast that needs no process of its own
+_FORK_SECONDS = 0.2
+"""A forecast that takes less is not worth a process of its own: forking one takes about as long."""
+
+
+@dataclass(eq=False, slots=True)
+class Evaluation:
+    """The forecast of a program.
+
+    Attributes:
+        origin: where the program comes from, as of `BuiltCandidate`.
+        candidate: what the program was built from; None where it does not follow from a candidate.
+        seconds: of a step.
+        memory_ratio: bytes that the fullest device needs over those that it has; 1 where the program fits.
+        missing_bytes: that the fullest device needs besides; 0 where the program fits.
+        ops: of the program, once lowered.
+        choices: what was decided for the whole program, as texts.
+        program: the program itself, where it is at hand.
+    """
+
+    origin: str
+    candidate: Candidate | None
+    seconds: float
+    memory_ratio: float
+    missing_bytes: float
+    ops: int
+    choices: Mapping[str, str]
+    program: BuiltCandidate | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory."""
+        return not self.missing_bytes
+
+    def built(self, layout_costs: LayoutCosts) -> BuiltCandidate:
+        """The program; built once more where it is not at hand."""
+        if self.program is None:
+            assert self.candidate is not None
+            self.program = build_candidate(self.candidate, layout_costs)
+        return self.program
+
+    def release(self) -> None:
+        """Free the program where it can be built again."""
+        if self.candidate is not None:
+            self.program = None
+
+
+def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Evaluation:
+    """The evaluation of a program, with the program.
+
+    Args:
+        program: on the cluster.
+        other_layouts: whether its layouts are not those of its candidate, so that the program must be kept.
+    """
+    shortages = program.shortages
+    return Evaluation(
+        program.origin,
+        None if other_layouts else program.candidate,
+        program.seconds,
+        max((s.needed / s.available for s in shortages), default=1.0),
+        max((s.missing for s in shortages), default=0.0),
+        len(program.build.lowered.ops),
+        {
+            "micro_batches": str(program.layered.graph.micro_batches),
+            "stages": _stages(program),
+            "recompute": f"{len(program.layered.recompute)} of {len(program.layered.layers)} layers",
+            "schedule": program.build.policy,
+        },
+        program,
+    )
+
+
+def evaluate(candidate: Candidate, layout_costs: LayoutCosts) -> Evaluation:
+    """Build a candidate and forecast it."""
+    return evaluation_of(build_candidate(candidate, layout_costs))
+
+
+def without_program(evaluation: Evaluation) -> Evaluation:
+    """The same figures without the program, as one process sends them to another."""
+    return replace(evaluation, program=None)
+
+
+def _stages(program: BuiltCandidate) -> str:
+    if program.candidate is None:
+        meshes = dict.fromkeys(program.build.lowered.meshes)
+        shapes = [" x ".join(f"{axis}={mesh.axis_size(axis)}" for axis in mesh.axes) for mesh in meshes]
+        return f"layers 0-{len(program.layered.layers) - 1} on {', '.join(shapes)}"
+    return "; ".join(map(str, program.candidate.stages))
+
+
+class Evaluator(Protocol):
+    """Evaluates candidates: what a search compares them by."""
+
+    @property
+    def processes(self) -> int:
+        """Processes that may evaluate at the same time."""
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        """The evaluation of one candidate."""
+
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
+        """Evaluations of several candidates, in as many processes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forecaster:
+    """Evaluates candidates by building them and forecasting the program on the cluster."""
+
+    layout_costs: LayoutCosts
+
+    @property
+    def processes(self) -> int:
+        """Those of the layout costs."""
+        return self.layout_costs.processes
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        """Build a candidate and forecast it."""
+        return evaluate(candidate, self.layout_costs)
+
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
+        """Forecasts of several candidates; the program of the first is at hand."""
+        for candidate in candidates:
+            self.layout_costs.layered_graph(candidate.micro_batches)  # before processes are forked
+
+        def forecast(candidate: Candidate) -> Evaluation:
+            evaluation = self.evaluate(candidate)
+            return evaluation if candidate is candidates[0] else without_program(evaluation)
+
+        return self.layout_costs.parallel_map(forecast, candidates, processes, pack=without_program)
 
 
 @dataclass(eq=False)
-class Book:
-    """Forecasts.
+class Evaluations:
+    """All that a search has evaluated.
 
     Args:
-        oracle: of the program.
+        evaluator: of candidates.
 
     Attributes:
-        best: the best program that fits so far.
+        best: the fastest program so far that fits and may be the answer.
         baselines: name -> seconds of a step, or why there is none.
-        forecasts: everything that was forecast.
+        all: in the order in which they were made.
     """
 
-    oracle: Oracle
-    best: Judged | None = None
+    evaluator: Evaluator
+    best: Evaluation | None = None
     baselines: dict[str, float | str] = field(default_factory=dict)
-    forecasts: list[Judged] = field(default_factory=list)
-    _took: float = 0.0
-    _foreseen: dict[tuple[object, ...], Judged] = field(default_factory=dict)
+    all: list[Evaluation] = field(default_factory=list)
+    _last_seconds: float = 0.0
+    _prefetched: dict[tuple[object, ...], Evaluation] = field(default_factory=dict)
 
     @property
-    def together(self) -> int:
-        """Processes that forecast programs: one as long as these are ready before a process is copied."""
-        return self.oracle.processes if self._took > _QUICK else 1
+    def processes(self) -> int:
+        """Processes that evaluate at the same time: one while an evaluation takes less than forking."""
+        return self.evaluator.processes if self._last_seconds > _FORK_SECONDS else 1
 
-    def enter(self, found: Judged, eligible: bool = True) -> Judged:
-        """Keep a program if it is the best so far; note it among the baselines where it is one.
+    def add(self, evaluation: Evaluation, eligible: bool = True) -> Evaluation:
+        """Enter a program: as the best so far where it is, and among the baselines unless the search made it.
 
         Args:
-            found: it.
+            evaluation: of the program.
             eligible: whether it may be the answer.
         """
-        self.forecasts.append(found)
-        if found.origin != "search":
-            self.note(found.origin, found)
-        if eligible and found.fits and self.is_better(found):
+        self.all.append(evaluation)
+        if evaluation.origin != "search":
+            self.add_baseline(evaluation.origin, evaluation)
+        if eligible and evaluation.fits and self.is_better(evaluation):
             if self.best is not None:
-                self.best.forget()
-            self.best = found
+                self.best.release()
+            self.best = evaluation
         else:
-            found.forget()
-        return found
+            evaluation.release()
+        return evaluation
 
-    def is_better(self, found: Judged) -> bool:
-        """Whether it takes less than the best so far."""
-        return self.best is None or found.seconds < self.best.seconds
+    def is_better(self, evaluation: Evaluation) -> bool:
+        """Whether a program takes less than the best so far."""
+        return self.best is None or evaluation.seconds < self.best.seconds
 
-    def note(self, name: str, found: Judged) -> None:
-        """Keep the best program of a name."""
-        known = self.baselines.get(name, "")
-        if found.fits:
-            self.baselines[name] = found.seconds if isinstance(known, str) else min(known, found.seconds)
-        elif isinstance(known, str):
-            self.baselines[name] = f"out of memory by {format_bytes(found.missing)}"
+    def add_baseline(self, name: str, evaluation: Evaluation) -> None:
+        """Enter a program among the baselines; of several of one name the fastest counts."""
+        before = self.baselines.get(name, "")
+        if evaluation.fits:
+            seconds = evaluation.seconds
+            self.baselines[name] = seconds if isinstance(before, str) else min(before, seconds)
+        elif isinstance(before, str):
+            self.baselines[name] = f"out of memory by {format_bytes(evaluation.missing_bytes)}"
 
-    def look(self, proposal: Proposal) -> Judged:
-        """The forecast of a proposal."""
-        known = self._foreseen.pop(_key(proposal), None)
-        if known is None:
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        """The evaluation of a candidate; one that was prefetched is handed out once."""
+        evaluation = self._prefetched.pop(_key(candidate), None)
+        if evaluation is None:
             begin = time.monotonic()
-            known = judge(proposal, self.oracle)
-            self._took = time.monotonic() - begin
-        return known
+            evaluation = self.evaluator.evaluate(candidate)
+            self._last_seconds = time.monotonic() - begin
+        return evaluation
 
-    def look_at(self, proposals: Sequence[Proposal]) -> list[Judged]:
-        """Forecasts of several proposals at the same time; of the first the program is at hand."""
-
-        def looked(proposal: Proposal) -> Judged:
-            found = judge(proposal, self.oracle)
-            return found if proposal is proposals[0] else light(found)
-
-        return self.oracle.together(looked, proposals, self.together, packed=light)
-
-    def foresee(self, proposals: Sequence[Proposal]) -> None:
-        """Forecast what will probably be asked for, at the same time; nothing where there is one process."""
-        wanted = [proposal for proposal in proposals if _key(proposal) not in self._foreseen]
-        if len(wanted) < 2 or self.together < 2:
+    def prefetch(self, candidates: Sequence[Candidate]) -> None:
+        """Evaluate at the same time what will probably be asked for; nothing where there is one process."""
+        missing = [candidate for candidate in candidates if _key(candidate) not in self._prefetched]
+        if len(missing) < 2 or self.processes < 2:
             return
-        for proposal in wanted:
-            self.oracle.traced(proposal.micro_batches)
-        for found in self.look_at(wanted):
-            assert found.proposal is not None
-            self._foreseen[_key(found.proposal)] = found
+        evaluations = self.evaluator.evaluate_all(missing, self.processes)
+        for candidate, evaluation in zip(missing, evaluations, strict=True):
+            self._prefetched[_key(candidate)] = evaluation
 
 
-def _key(proposal: Proposal) -> tuple[object, ...]:
-    """What makes two forecasts the same."""
-    return proposal.origin, *proposal.decisions
+def _key(candidate: Candidate) -> tuple[object, ...]:
+    """What makes two evaluations the same."""
+    return candidate.origin, *candidate.decisions

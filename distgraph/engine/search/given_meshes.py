@@ -1,6 +1,6 @@
 """Searches on meshes that are given: those of annotations, or one of all devices.
 
-*In:* an `Oracle`, a number of micro-batches. *Out:* programs with their forecasts. *Invariant:* annotations
+*In:* layout costs, a number of micro-batches. *Out:* programs with their forecasts. *Invariant:* annotations
 stay, and every op runs where they and `place` put it.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distgraph.engine.compile.program_forecast import plain
-from distgraph.engine.search.candidate import Realized, program, rechosen
-from distgraph.engine.search.layout_costs import Oracle, Traced, solved
+from distgraph.engine.search.candidate import BuiltCandidate, build_program, with_layouts
+from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts, solve_problem
 from distgraph.errors import DistGraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -44,13 +44,13 @@ def annotated_meshes(graph: Graph, cluster: Cluster) -> tuple[ProcessMesh, ...]:
     return tuple(found)
 
 
-def on_annotated(
-    oracle: Oracle, micro_batches: int, recompute: Sequence[int], memory_share: float
-) -> Realized:
+def best_on_given_meshes(
+    layout_costs: LayoutCosts, micro_batches: int, recompute: Sequence[int], memory_share: float
+) -> BuiltCandidate:
     """The best layouts on the meshes of the annotations.
 
     Args:
-        oracle: of the program.
+        layout_costs: of the program.
         micro_batches: in a step.
         recompute: numbers of layers.
         memory_share: price of a rank's whole memory, in steps of the program.
@@ -59,42 +59,43 @@ def on_annotated(
         ShardingError: annotations contradict each other.
         ResourceError: see `annotated_meshes`.
     """
-    traced = oracle.traced(micro_batches, recompute)
-    graph, meshes = traced.graph, annotated_meshes(traced.graph, oracle.cluster)
+    layered = layout_costs.layered_graph(micro_batches, recompute)
+    graph, meshes = layered.graph, annotated_meshes(layered.graph, layout_costs.cluster)
     _, homes = place(graph, meshes[0])
     placements = {op.name: homes[op.name] for op in graph.ops}
     solved = {
-        mesh: _solved(oracle, traced, mesh, memory_share) for mesh in dict.fromkeys(placements.values())
+        mesh: _solved(layout_costs, layered, mesh, memory_share)
+        for mesh in dict.fromkeys(placements.values())
     }
     layouts = {mesh: found.decode(choice) for mesh, (found, choice) in solved.items()}
-    return replace(_assigned(oracle, traced, placements, layouts, "1f1b", "search"), solved=solved)
+    return replace(_assigned(layout_costs, layered, placements, layouts, "1f1b", "search"), solved=solved)
 
 
-def as_annotated(oracle: Oracle, micro_batches: int) -> Realized:
+def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> BuiltCandidate:
     """What completion makes of the annotations."""
-    traced = oracle.traced(micro_batches)
-    meshes = annotated_meshes(traced.graph, oracle.cluster)
-    completed = replace(complete(traced.graph, meshes[0]), micro_batches=micro_batches)
+    layered = layout_costs.layered_graph(micro_batches)
+    meshes = annotated_meshes(layered.graph, layout_costs.cluster)
+    completed = replace(complete(layered.graph, meshes[0]), micro_batches=micro_batches)
     devices = tuple(range(max(rank for mesh in completed.meshes for rank in mesh.members) + 1))
-    return program(oracle, completed, traced, devices, "1f1b", "annotations, completed")
+    return build_program(layout_costs, completed, layered, devices, "1f1b", "annotations, completed")
 
 
 def data_parallel(
-    oracle: Oracle, devices: tuple[int, ...], name: str, *, hopeless: bool = False
-) -> Realized | str:
+    layout_costs: LayoutCosts, devices: tuple[int, ...], name: str, *, hopeless: bool = False
+) -> BuiltCandidate | str:
     """Plain data parallelism from completion alone; or why there is none.
 
     Args:
-        oracle: of the program.
+        layout_costs: of the program.
         devices: each gets an equal share of the samples.
         name: of the program.
         hopeless: build it also where parameters and states alone are too large.
     """
-    if oracle.training.size < len(devices):
-        return f"the batch has {oracle.training.size} samples, fewer than {len(devices)} devices"
-    traced = oracle.traced(1)
-    held = sum(op.result.nbytes for op in traced.graph.sources("param", "state"))
-    missing = held - min(oracle.cluster.devices[device].memory for device in devices)
+    if layout_costs.training.size < len(devices):
+        return f"the batch has {layout_costs.training.size} samples, fewer than {len(devices)} devices"
+    layered = layout_costs.layered_graph(1)
+    held = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
+    missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
     if missing > 0 and not hopeless:
         return (
             f"out of memory by at least {format_bytes(missing)}: every device would hold all parameters and "
@@ -102,82 +103,86 @@ def data_parallel(
         )
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
-        completed = replace(complete(plain(traced.graph, mesh), mesh), micro_batches=1)
-        return program(oracle, completed, traced, devices, "1f1b", name)
+        completed = replace(complete(plain(layered.graph, mesh), mesh), micro_batches=1)
+        return build_program(layout_costs, completed, layered, devices, "1f1b", name)
     except DistGraphError as error:
         return f"there is none: {error}"
 
 
-def formulated(oracle: Oracle, traced: Traced, mesh: ProcessMesh) -> Formulation:
+def formulate_on_mesh(layout_costs: LayoutCosts, layered: LayeredGraph, mesh: ProcessMesh) -> Formulation:
     """The problem of laying everything out on one mesh; annotations on others do not count."""
-    graph = traced.graph
+    graph = layered.graph
     own = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
-    prices = oracle.prices(tuple(range(len(oracle.cluster.devices))))
-    return formulate(replace(graph, attrs=own), mesh, prices, traced.layering)
+    prices = layout_costs.prices(tuple(range(len(layout_costs.cluster.devices))))
+    return formulate(replace(graph, attrs=own), mesh, prices, layered.layering)
 
 
-def recomputed(found: Realized, recompute: Sequence[int], oracle: Oracle) -> Realized | None:
+def with_recomputation(
+    found: BuiltCandidate, recompute: Sequence[int], layout_costs: LayoutCosts
+) -> BuiltCandidate | None:
     """A program on one mesh with other layers computed again, its layouts as they are; None where these do
     not carry over."""
     ((mesh, known),) = found.solved.items()
-    traced = oracle.traced(found.traced.graph.micro_batches, recompute)
-    problem = formulated(oracle, traced, mesh)
-    choice = oracle.carried_over(*known, problem, traced, found.traced)
+    layered = layout_costs.layered_graph(found.layered.graph.micro_batches, recompute)
+    problem = formulate_on_mesh(layout_costs, layered, mesh)
+    choice = layout_costs.carried_over(*known, problem, layered, found.layered)
     if choice is None:
         return None
     placed = replace(
-        found, traced=traced, placements=dict.fromkeys((op.name for op in traced.graph.ops), mesh)
+        found, layered=layered, placements=dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     )
-    return rechosen(placed, {mesh: (problem, choice)}, oracle)
+    return with_layouts(placed, {mesh: (problem, choice)}, layout_costs)
 
 
 def _solved(
-    oracle: Oracle, traced: Traced, mesh: ProcessMesh, memory_share: float
+    layout_costs: LayoutCosts, layered: LayeredGraph, mesh: ProcessMesh, memory_share: float
 ) -> tuple[Formulation, tuple[int, ...]]:
     """The problem of one mesh and its best choice."""
-    found = formulated(oracle, traced, mesh)
-    solution = solved(found.problem)
+    found = formulate_on_mesh(layout_costs, layered, mesh)
+    solution = solve_problem(found.problem)
     if memory_share:
-        memory = min(oracle.cluster.devices[rank].memory for rank in mesh.members)
-        found = found.priced(memory_price=memory_share * solution.objective / memory)
-        solution = solved(found.problem)
+        memory = min(layout_costs.cluster.devices[rank].memory for rank in mesh.members)
+        found = found.priced(memory_multiplier=memory_share * solution.objective / memory)
+        solution = solve_problem(found.problem)
     if solution.choice is None:
         raise ShardingError(
-            f"graph @{traced.graph.name}: no layouts on {mesh} meet all annotations "
+            f"graph @{layered.graph.name}: no layouts on {mesh} meet all annotations "
             f"({solution.message or solution.status}); take one of them out"
         )
     return found, tuple(solution.choice)
 
 
-def recursively(oracle: Oracle, micro_batches: int, most_axes: int | None = None) -> Realized:
+def double_recursion(
+    layout_costs: LayoutCosts, micro_batches: int, most_axes: int | None = None
+) -> BuiltCandidate:
     """Double recursion over all devices, or over the mesh of the annotations (see `recursive`)."""
-    traced = oracle.traced(micro_batches)
-    count = len(oracle.cluster.devices)
-    meshes = annotated_meshes(traced.graph, oracle.cluster) or (ProcessMesh.grid(dp=count),)
-    price = oracle.prices(tuple(range(count))).price
-    mesh, layouts = recursive(traced.graph, _only(meshes, "recursive"), price, most_axes)
-    placements = dict.fromkeys((op.name for op in traced.graph.ops), mesh)
-    return _assigned(oracle, traced, placements, {mesh: layouts}, "1f1b", "double recursion")
+    layered = layout_costs.layered_graph(micro_batches)
+    count = len(layout_costs.cluster.devices)
+    meshes = annotated_meshes(layered.graph, layout_costs.cluster) or (ProcessMesh.grid(dp=count),)
+    price = layout_costs.prices(tuple(range(count))).price
+    mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
+    placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
+    return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "double recursion")
 
 
-def propagated(oracle: Oracle, micro_batches: int) -> Realized:
+def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> BuiltCandidate:
     """Sharding propagation from the annotations (see `propagation`).
 
     Raises:
         ShardingError: there are no annotations, or they name several meshes.
     """
-    traced = oracle.traced(micro_batches)
-    meshes = annotated_meshes(traced.graph, oracle.cluster)
+    layered = layout_costs.layered_graph(micro_batches)
+    meshes = annotated_meshes(layered.graph, layout_costs.cluster)
     if not meshes:
         raise ShardingError(
-            f"graph @{traced.graph.name} has no annotation to propagate from but the mode is "
+            f"graph @{layered.graph.name} has no annotation to propagate from but the mode is "
             f"sharding_propagation; annotate with dg.shard_tensor, or search in mode auto"
         )
     mesh = _only(meshes, "sharding_propagation")
-    price = oracle.prices(tuple(range(len(oracle.cluster.devices)))).price
-    placements = dict.fromkeys((op.name for op in traced.graph.ops), mesh)
-    layouts = propagate(traced.graph, mesh, price)
-    return _assigned(oracle, traced, placements, {mesh: layouts}, "1f1b", "sharding propagation")
+    price = layout_costs.prices(tuple(range(len(layout_costs.cluster.devices)))).price
+    placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
+    layouts = propagate(layered.graph, mesh, price)
+    return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "sharding propagation")
 
 
 def _only(meshes: Sequence[ProcessMesh], mode: str) -> ProcessMesh:
@@ -190,23 +195,25 @@ def _only(meshes: Sequence[ProcessMesh], mode: str) -> ProcessMesh:
 
 
 def _assigned(
-    oracle: Oracle,
-    traced: Traced,
+    layout_costs: LayoutCosts,
+    layered: LayeredGraph,
     placements: Mapping[str, ProcessMesh],
     layouts: Mapping[ProcessMesh, Layouts],
     schedule: str,
     origin: str,
-) -> Realized:
-    completed = assign(traced.graph, placements, layouts)
-    completed = replace(completed, micro_batches=traced.graph.micro_batches)
+) -> BuiltCandidate:
+    completed = assign(layered.graph, placements, layouts)
+    completed = replace(completed, micro_batches=layered.graph.micro_batches)
     devices = tuple(range(max(rank for mesh in layouts for rank in mesh.members) + 1))
-    return program(oracle, completed, traced, devices, schedule, origin, None, placements)
+    return build_program(layout_costs, completed, layered, devices, schedule, origin, None, placements)
 
 
-def fronts(oracle: Oracle, counts: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...], float]]:
+def given_mesh_trials(
+    layout_costs: LayoutCosts, counts: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...], float]]:
     """(micro-batches, layers to compute again, price of memory), what is worth trying first."""
     for share in (0.0, 1.0):
         for micro_batches in counts:
             yield micro_batches, (), share
             if share:
-                yield micro_batches, oracle.everything(micro_batches), share
+                yield micro_batches, layout_costs.all_layers(micro_batches), share

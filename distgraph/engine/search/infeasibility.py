@@ -1,98 +1,120 @@
-"""When nothing fits: the program that lacks least, what of it takes the memory, and what would make it fit.
+"""When nothing fits: the program that needs least memory besides, what takes it, and what would make it fit.
 
-*In:* the program that lacks least. *Out:* a proposal to forecast besides, the message. *Invariant:* every
-number is one of a forecast, but for the number of devices, which divides the memory of the whole program.
+*In:* the state of a search without an answer. *Out:* evaluations of what nearly fits, and the message of the
+error. *Invariant:* every number is one of a forecast, but for the number of devices, which divides the memory
+of the whole program.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
-from distgraph.engine.search.candidate import Proposal, Realized
-from distgraph.engine.search.layout_costs import Oracle
-from distgraph.engine.search.stage_search import Front, best_row
+from distgraph.engine.search.candidate import BuiltCandidate, Candidate
+from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search.search_space import micro_batch_counts
+from distgraph.engine.search.search_state import FORECASTS, Event, SearchState
+from distgraph.engine.search.stage_search import VariantTable, best_pipeline, variant_table
 from distgraph.errors import InfeasibleError
 from distgraph.ir.name_ranges import spans
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.forecast.memory_forecast import Shortage
 
-_LEAST = 0.5  # share of its memory from which on a device is given more and more
-_STEP, _STRIDE = 1.06, 1.2  # by so much, below what it has and above
+_LEAST = 0.5
+"""Share of its memory with which a device begins: an estimate may be above the forecast."""
+_FACTOR_BELOW, _FACTOR_ABOVE = 1.06, 1.2
+"""By which the memory grows, below what a device has and above."""
 _STEPS = 64
+"""How often it grows: up to 1.2 ** 52 times what a device has."""
 _STAYS = ("parameters", "gradients", "states")
 
 
-def leanest(oracle: Oracle, found: Front) -> Iterator[Proposal]:
-    """The best rows on devices with more and more memory, by the estimate, up to one that takes all there is.
+def evaluate_nearest(state: SearchState) -> Iterator[Event]:
+    """Forecast the pipelines that need least memory, so that the error can tell, or one fits after all."""
+    yield Event("the plan that needs least memory besides")
+    pipelines = state.pipelines
+    for count in micro_batch_counts(state.training.size):
+        if not pipelines.is_batch(count):
+            continue
+        table = variant_table(state.layout_costs, count, pipelines.submeshes)
+        evaluated = 0
+        for candidate in islice(candidates_by_memory(state.layout_costs, table), FORECASTS):
+            evaluated += 1
+            yield state.record(state.evaluations.evaluator.evaluate(candidate))
+            if state.best is not None:
+                return
+        if evaluated:
+            return
+
+
+def candidates_by_memory(layout_costs: LayoutCosts, table: VariantTable) -> Iterator[Candidate]:
+    """The best pipelines on devices with more and more memory, by the estimate, up to one that takes it all.
 
     They begin below what a device has: what fits by the estimate need not by its forecast. Where nothing fits
-    by the estimate either, it is one row, on devices with as little more as any row needs.
+    by the estimate either, it is one pipeline, on devices with as little more as any pipeline needs.
 
     Args:
-        oracle: of the program.
-        found: costs of stages.
+        layout_costs: of the program.
+        table: costs of stages.
     """
     slack, seen = _LEAST, set()
     for _ in range(_STEPS):
-        if oracle.expired():
+        if layout_costs.expired():
             return
         try:
-            row = best_row(oracle, found, slack=slack)[0]
+            pipeline = best_pipeline(layout_costs, table, slack=slack)[0]
         except InfeasibleError:
-            row = None
-        if row is not None and row.decisions not in seen:
-            seen.add(row.decisions)
-            yield row
-        if row is not None and slack >= 1:
+            pipeline = None
+        if pipeline is not None and pipeline.decisions not in seen:
+            seen.add(pipeline.decisions)
+            yield pipeline
+        if pipeline is not None and slack >= 1:
             return
-        slack *= _STEP if slack < 1 else _STRIDE
+        slack *= _FACTOR_BELOW if slack < 1 else _FACTOR_ABOVE
 
 
-def nothing_fits(cluster: Cluster, nearest: Realized | None, seconds: float | None) -> str:
-    """The message of a search without an answer.
-
-    Args:
-        cluster: what was searched for.
-        nearest: the program that lacks least; None where none was forecast.
-        seconds: that the search had, where they ran out.
-    """
+def infeasible_message(state: SearchState) -> str:
+    """The message of a search without an answer."""
+    cluster = state.cluster
     head = f"search: no plan fits cluster {cluster.name}"
-    if seconds is not None:
-        head = f"search: no plan that fits cluster {cluster.name} was found in {seconds:g} s"
-    if nearest is None:
+    if state.expired():
+        head = f"search: no plan that fits cluster {cluster.name} was found in {state.seconds:g} s"
+    unfit = [evaluation for evaluation in state.evaluations.all if not evaluation.fits]
+    if not unfit:
         return f"{head}; use more or larger devices, or a smaller batch"
+    nearest = min(unfit, key=lambda evaluation: evaluation.memory_ratio).built(state.layout_costs)
     worst = max(nearest.shortages, key=lambda s: s.missing)
-    what = nearest.origin if nearest.proposal is None else str(nearest.proposal)
-    lacks = f"lacks {format_bytes(worst.missing)} on device {worst.device}: {worst}"
+    name = nearest.origin if nearest.candidate is None else str(nearest.candidate)
+    lacks = f"needs {format_bytes(worst.missing)} more on device {worst.device}: {worst}"
     more = f"{_short(nearest)}; {_of_what(nearest, worst)}; {_ways_out(cluster, nearest, worst)}"
-    return f"{head}; the nearest, {what}, {lacks}; {more}"
+    return f"{head}; the nearest, {name}, {lacks}; {more}"
 
 
-def _short(found: Realized) -> str:
-    """Which devices lack memory."""
-    ranks = sorted(rank for s in found.shortages for rank in found.forecast.ranks[s.rank])
-    devices = sorted(found.forecast.devices[rank] for rank in ranks)
-    return f"device{'s' * (len(devices) > 1)} {spans(devices)} of {len(found.devices)} used fall short"
+def _short(program: BuiltCandidate) -> str:
+    """Which devices have too little memory."""
+    ranks = sorted(rank for s in program.shortages for rank in program.forecast.ranks[s.rank])
+    devices = sorted(program.forecast.devices[rank] for rank in ranks)
+    return f"device{'s' * (len(devices) > 1)} {spans(devices)} of {len(program.devices)} used fall short"
 
 
-def _of_what(found: Realized, worst: Shortage) -> str:
+def _of_what(program: BuiltCandidate, worst: Shortage) -> str:
     """What the memory is for, the largest part first."""
-    parts = sorted(found.forecast.memory[worst.rank].categories.items(), key=lambda pair: -pair[1])
+    parts = sorted(program.forecast.memory[worst.rank].categories.items(), key=lambda pair: -pair[1])
     return "it takes " + ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts if size)
 
 
-def _ways_out(cluster: Cluster, found: Realized, worst: Shortage) -> str:
+def _ways_out(cluster: Cluster, program: BuiltCandidate, worst: Shortage) -> str:
     """The nearest relaxations: memory, devices, and what the program could do with less of."""
-    ways = [f"devices of {format_bytes(max(s.needed for s in found.shortages))}"]
+    ways = [f"devices of {format_bytes(max(s.needed for s in program.shortages))}"]
     total = sum(
-        memory.total * len(found.forecast.ranks[rank]) for rank, memory in found.forecast.memory.items()
+        memory.total * len(program.forecast.ranks[rank]) for rank, memory in program.forecast.memory.items()
     )
     count = math.ceil(total / min(device.memory for device in cluster.devices))
     if count > len(cluster.devices):
         ways.append(f"at least {count} devices like these")
-    categories = found.forecast.memory[worst.rank].categories
+    categories = program.forecast.memory[worst.rank].categories
     stays = sum(categories[name] for name in _STAYS)
     if worst.needed - stays >= worst.missing:
         ways.append("a smaller batch or shorter samples")

@@ -1,17 +1,17 @@
-"""What layers cost on the meshes of a space: traces, formulations, solved choices, each made once.
+"""Layout costs: what layers cost on the meshes of the search space.
 
-*In:* a program, a cluster. *Out:* for a number of micro-batches, a sub-mesh, a shape and a price of memory
-the costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; nothing is
-solved twice.
+*In:* a program, a cluster. *Out:* for a micro-batch count, a sub-mesh, a shape and a memory multiplier the
+costs of every layer (`Variant`), without and with recomputation. *Invariant:* deterministic; every trace,
+formulation and solution is made once.
 
-A problem is solved for the first number of micro-batches that asks for a shape. For those near it the choice
-is carried over (`passes.search.transfer`) where ops have the same options: its costs are those of the layouts
-under the other number, and hardly above the best. So are the costs of layers that are computed again. What is
-proposed in the end is solved for itself (`settle`).
+A problem is solved for the first micro-batch count that needs a shape. For counts near it the choice is
+carried over (`passes.search.intra_op.warm_start`) where ops have the same options: its costs are those of the
+layouts under the other count, and hardly above the best. So are the costs of layers that are recomputed. What
+becomes a candidate in the end is solved for its own count (`solve_separately`).
 
-The price of memory makes a front: at 0 layouts are the fastest; as it rises, what is stored is split over
-more axes (ZeRO). Prices above 0 are tried only where the layers, put on as many stages as there are
-sub-meshes of this size, would not fit.
+Memory multipliers make a Pareto front of seconds and bytes: at 0 layouts are the fastest; as the multiplier
+rises, what is stored is split over more axes (ZeRO). Multipliers above 0 are tried only where the layers, put
+on as many stages as there are sub-meshes of this size, would not fit.
 """
 
 from __future__ import annotations
@@ -42,18 +42,22 @@ from distgraph.passes.search.layering.layer_sequence import Layer, Layering, clu
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
 
-MEMORY_PRICES = (0.0, 0.3, 3.0)
+MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
 SOLVE_SECONDS = 2.0
 GAP = 1e-3
-_FAR, _PATIENCE = 0.1, 5.0  # a solution this far from its bound gets so many times as long
-_REACH = 4  # times as many micro-batches, or as few, to which a choice is carried over
-_ALONE = 0.3  # seconds after which shapes are solved in several processes
-_REPLANNED = 1.02  # a variant is one of its own where it saves 2 % of the memory of the one before
+_LARGE_GAP, _MORE_TIME = 0.1, 5.0
+"""A solution with this gap to its bound is solved again, with so many times the seconds."""
+_REACH = 4
+"""The ratio of two micro-batch counts up to which a choice is carried over from one to the other."""
+_SERIAL_SECONDS = 0.3
+"""Seconds after which shapes are solved in several processes: forking these takes about as long."""
+_SMALLER = 1.02
+"""A variant is one of its own where the one before needs this many times its memory."""
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class LayeredGraph:
     """A serial train graph, its layers, and which of them are computed again."""
 
     graph: Graph
@@ -92,17 +96,17 @@ class Variant:
     Attributes:
         micro_batches: in a step.
         submesh, shape: devices and logical mesh.
-        memory_price: seconds a byte.
+        memory_multiplier: seconds a byte, as a Lagrange multiplier of the memory limit.
         restriction: what was forbidden.
-        profile: costs by layer; recompute: the same where every layer is computed again.
-        estimate: seconds of a step by the problem, and what memory costs.
-        solved: whether layouts are the best for this number of micro-batches, not carried over from another.
+        profile: costs by layer; recompute: the same where every layer is recomputed.
+        estimate: the objective: seconds of a step, and what memory costs.
+        solved: whether layouts were solved for this micro-batch count, not carried over from another.
     """
 
     micro_batches: int
     submesh: SubMesh
     shape: Shape
-    memory_price: float
+    memory_multiplier: float
     restriction: Restriction
     profile: Profile
     recompute: Profile
@@ -110,53 +114,58 @@ class Variant:
     solved: bool
 
 
-def solved(problem: Problem) -> Solution:
-    """Solve a problem of layouts.
+def solve_problem(problem: Problem) -> Solution:
+    """Solve a problem of layouts; once more with more time where the gap to the bound is large.
 
-    A few seconds are plenty, unless much of them goes by while the solver is compiled or the machine is busy:
-    then the answer may be far from the best, and its bound tells so.
+    A few seconds are plenty, unless much of them goes by while the solver is compiled or the machine is busy.
     """
-    found = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
-    if found.status == "infeasible" or found.gap <= _FAR:
-        return found
-    return solve_cached(problem, seconds=_PATIENCE * SOLVE_SECONDS, gap=GAP)
+    solution = solve_cached(problem, seconds=SOLVE_SECONDS, gap=GAP)
+    if solution.status == "infeasible" or solution.gap <= _LARGE_GAP:
+        return solution
+    return solve_cached(problem, seconds=_MORE_TIME * SOLVE_SECONDS, gap=GAP)
 
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 StageKey = tuple[tuple[int, ...], Shape, float]
-"""Devices, shape and price of memory of a stage."""
-_Asked = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...]]
+"""Devices, shape and memory multiplier of a stage."""
+_VariantQuery = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...]]
 _Key = tuple[int, SubMesh, Shape, Restriction, tuple[float, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class _Learned:
-    """What is small and took long: choices, the prices of memory that they were found for, fronts."""
+class Solutions:
+    """What was solved, as one process sends it to another: small, but it took long.
+
+    Attributes:
+        choices: problem -> the best choice and its objective.
+        bases: devices, shape and memory share -> micro-batch counts that were solved, with their multiplier.
+        variants: of shapes.
+    """
 
     choices: dict[object, tuple[tuple[int, ...], float]]
     bases: dict[object, dict[int, float]]
     variants: dict[_Key, tuple[Variant, ...]]
 
-    def since(self, before: _Learned) -> _Learned:
-        """What is new."""
+    def since(self, before: Solutions) -> Solutions:
+        """What was solved after `before` was copied."""
         bases = {
-            key: {m: price for m, price in own.items() if m not in before.bases.get(key, ())}
+            key: {m: multiplier for m, multiplier in own.items() if m not in before.bases.get(key, ())}
             for key, own in self.bases.items()
         }
-        return _Learned(
+        return Solutions(
             {key: choice for key, choice in self.choices.items() if key not in before.choices},
             {key: own for key, own in bases.items() if own},
-            {key: front for key, front in self.variants.items() if key not in before.variants},
+            {key: variants for key, variants in self.variants.items() if key not in before.variants},
         )
 
-    def copy(self) -> _Learned:
-        """As it is now."""
+    def copy(self) -> Solutions:
+        """A copy, to which nothing is added."""
         bases = {key: dict(own) for key, own in self.bases.items()}
-        return _Learned(dict(self.choices), bases, dict(self.variants))
+        return Solutions(dict(self.choices), bases, dict(self.variants))
 
-    def add(self, more: _Learned) -> None:
-        """Know this, too."""
+    def add(self, more: Solutions) -> None:
+        """Add what another process solved."""
         self.choices.update(more.choices)
         self.variants.update(more.variants)
         for key, own in more.bases.items():
@@ -164,15 +173,15 @@ class _Learned:
 
 
 @dataclass(eq=False)
-class Oracle:
-    """Traces and solves on demand.
+class LayoutCosts:
+    """Costs of layouts: traces and solves on demand, and keeps what it has made.
 
     Args:
         training: the program.
         cluster: where it is to run.
         pools: of the cluster.
         expired: whether nothing new is to be begun.
-        processes: that work for it at the same time (see `worker_pool`).
+        processes: that solve at the same time (see `worker_pool`).
     """
 
     training: Training
@@ -181,170 +190,186 @@ class Oracle:
     expired: Callable[[], bool] = lambda: False
     processes: int = 1
     _firsts: list[str] | None = None
-    _traces: dict[tuple[int, tuple[int, ...]], Traced] = field(default_factory=dict)
+    _traces: dict[tuple[int, tuple[int, ...]], LayeredGraph] = field(default_factory=dict)
     _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
-    _twins: dict[object, Ints | None] = field(default_factory=dict)
-    _learned: _Learned = field(default_factory=lambda: _Learned({}, {}, {}))
-    _settled: set[object] = field(default_factory=set)
+    _corresponding_ops: dict[object, Ints | None] = field(default_factory=dict)
+    _solutions: Solutions = field(default_factory=lambda: Solutions({}, {}, {}))
+    _solved_separately: set[object] = field(default_factory=set)
 
-    def together(
+    def parallel_map(
         self,
-        work: Callable[[Item], Result],
+        function: Callable[[Item], Result],
         items: Sequence[Item],
         processes: int,
         *,
-        alone: float = 0.0,
-        packed: Callable[[Result], Result] = lambda result: result,
+        serial_seconds: float = 0.0,
+        pack: Callable[[Result], Result] = lambda result: result,
     ) -> list[Result]:
-        """The results of `parallel_map`; what worker processes solve is known here, too."""
-        known = self._learned.copy()
+        """The results of `parallel_map`; what worker processes solve is added to the solutions here."""
+        sent = self._solutions.copy()
 
-        def news(result: tuple[Result, _Learned | None]) -> tuple[Result, _Learned | None]:
-            nonlocal known
-            new, known = self._learned.since(known), self._learned.copy()
-            return packed(result[0]), new
+        def with_solutions(result: tuple[Result, Solutions | None]) -> tuple[Result, Solutions | None]:
+            nonlocal sent
+            new, sent = self._solutions.since(sent), self._solutions.copy()
+            return pack(result[0]), new
 
-        done: list[tuple[Result, _Learned | None]] = parallel_map(
-            lambda item: (work(item), None), items, processes, alone, news
+        results: list[tuple[Result, Solutions | None]] = parallel_map(
+            lambda item: (function(item), None), items, processes, serial_seconds, with_solutions
         )
-        for _, learned in done:
-            if learned is not None:
-                self._learned.add(learned)
-        return [result for result, _ in done]
+        for _, solutions in results:
+            if solutions is not None:
+                self._solutions.add(solutions)
+        return [result for result, _ in results]
 
-    def traced(self, micro_batches: int, recompute: Sequence[int] = ()) -> Traced:
-        """The serial graph for a number of micro-batches, with some layers computed again."""
+    def layered_graph(self, micro_batches: int, recompute: Sequence[int] = ()) -> LayeredGraph:
+        """The serial graph for a micro-batch count, with some layers recomputed."""
         key = micro_batches, tuple(recompute)
         if key not in self._traces:
             self._traces[key] = self._trace(micro_batches, tuple(recompute))
         return self._traces[key]
 
     @collector_paused()
-    def _trace(self, micro_batches: int, recompute: tuple[int, ...]) -> Traced:
+    def _trace(self, micro_batches: int, recompute: tuple[int, ...]) -> LayeredGraph:
         fields = self.training.blocks(micro_batches)
         blocks: list[tuple[str, ...]] = []
         if recompute:
-            layers = self.traced(micro_batches).layers
+            layers = self.layered_graph(micro_batches).layers
             blocks = [layers[number].ops for number in recompute]
         graph = self.training.recipe.trace("train", fields, self.training.layouts, recompute=blocks)
         graph = replace(graph, micro_batches=micro_batches)
         if self._firsts is None:
             self._firsts = [layer.ops[0] for layer in cluster_layers(graph)]
         layers = cut(graph, self._firsts)
-        return Traced(graph, layers, layering(graph, layers), recompute)
+        return LayeredGraph(graph, layers, layering(graph, layers), recompute)
 
-    def everything(self, micro_batches: int) -> tuple[int, ...]:
+    def all_layers(self, micro_batches: int) -> tuple[int, ...]:
         """Numbers of all layers."""
-        return tuple(range(len(self.traced(micro_batches).layers)))
+        return tuple(range(len(self.layered_graph(micro_batches).layers)))
 
     @cached_property
     def collective(self) -> CollectiveCost:
-        """Of single messages, wherever stages lie."""
+        """Costs of single messages between any devices."""
         return shared_cost(self.cluster)
 
     def prices(self, devices: tuple[int, ...]) -> Prices:
-        """Of ranks on these devices."""
+        """Costs of layouts for ranks on some devices."""
         if devices not in self._prices:
             self._prices[devices] = Prices(self.cluster, devices)
         return self._prices[devices]
 
-    def like(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """The devices that a stage of this size would have, were it alone: costs are known for those."""
+    def reference_devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """The devices that a stage of this size would have, were it alone: costs are solved for those."""
         sizes = [len(set(devices) & {d for row in pool.machines for d in row}) for pool in self.pools]
         return devices_for(self.pools, SubMesh(tuple(sizes)))
 
     @cached_property
-    def kinds(self) -> tuple[int, ...]:
+    def pool_numbers(self) -> tuple[int, ...]:
         """Number of the pool of every device."""
-        found = {d: n for n, pool in enumerate(self.pools) for machine in pool.machines for d in machine}
-        return tuple(found[device] for device in range(len(found)))
+        numbers = {d: n for n, pool in enumerate(self.pools) for machine in pool.machines for d in machine}
+        return tuple(numbers[device] for device in range(len(numbers)))
 
     def memory(self, submesh: SubMesh) -> float:
         """Bytes of the smallest device of a sub-mesh."""
         return min(self.cluster.devices[device].memory for device in devices_for(self.pools, submesh))
 
-    def formulation(self, traced: Traced, devices: tuple[int, ...], shape: Shape) -> Formulation:
-        """The problem of one mesh."""
-        key = traced.graph.micro_batches, traced.recompute, devices, shape
+    def formulation(self, layered: LayeredGraph, devices: tuple[int, ...], shape: Shape) -> Formulation:
+        """The problem of laying a graph out on one mesh."""
+        key = layered.graph.micro_batches, layered.recompute, devices, shape
         if key not in self._formulations:
             self._formulations[key] = formulate(
-                traced.graph, shape.mesh(), self.prices(devices), traced.layering, folded=traced.fold
+                layered.graph, shape.mesh(), self.prices(devices), layered.layering, folded=layered.fold
             )
         return self._formulations[key]
 
-    def chosen(
-        self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
+    def solve(
+        self,
+        layered: LayeredGraph,
+        devices: tuple[int, ...],
+        shape: Shape,
+        multiplier: float,
+        restriction: Restriction,
     ) -> tuple[Formulation, tuple[int, ...], float]:
         """The formulation, its best choice and objective.
 
         Raises:
             InfeasibleError: none was found, as after Ctrl-C.
         """
-        key = traced.graph.micro_batches, traced.recompute, devices, shape, price, restriction
-        found = self.formulation(traced, devices, shape).priced(memory_price=price, live_micro_batches=1)
-        if key not in self._learned.choices:
+        key = layered.graph.micro_batches, layered.recompute, devices, shape, multiplier, restriction
+        found = self.formulation(layered, devices, shape).priced(
+            memory_multiplier=multiplier, live_micro_batches=1
+        )
+        if key not in self._solutions.choices:
             problem = restricted(found, restriction)
-            solution = solved(problem)
+            solution = solve_problem(problem)
             if solution.choice is None:
                 reason = solution.message or solution.status
                 raise InfeasibleError(
                     f"{problem.name}: no layouts on {shape} were found ({reason}); take annotations out, or "
                     f"give the search more time"
                 )
-            self._learned.choices[key] = tuple(solution.choice), solution.objective
-        return (found, *self._learned.choices[key])
+            self._solutions.choices[key] = tuple(solution.choice), solution.objective
+        return (found, *self._solutions.choices[key])
 
-    def decided(self, traced: Traced, stage: StageKey, restriction: Restriction) -> tuple[object, ...]:
-        """The choice of `laid_out` where its problem is solved; else what it will be solved under. Where that
-        is the same under two restrictions, so are the layouts of the stage."""
-        if (traced.graph.micro_batches, (), *stage, restriction) not in self._learned.choices:
+    def layout_key(
+        self, layered: LayeredGraph, stage: StageKey, restriction: Restriction
+    ) -> tuple[object, ...]:
+        """A key that is the same under two restrictions only where the layouts of the stage are the same: the
+        choice of `stage_layouts` where its problem is solved, else the restriction."""
+        if (layered.graph.micro_batches, (), *stage, restriction) not in self._solutions.choices:
             return (restriction,)
-        return self.laid_out(traced, *stage, restriction)[1]
+        return self.stage_layouts(layered, *stage, restriction)[1]
 
-    def laid_out(
-        self, traced: Traced, devices: tuple[int, ...], shape: Shape, price: float, restriction: Restriction
+    def stage_layouts(
+        self,
+        layered: LayeredGraph,
+        devices: tuple[int, ...],
+        shape: Shape,
+        multiplier: float,
+        restriction: Restriction,
     ) -> tuple[Formulation, tuple[int, ...]]:
         """The formulation and the choice that estimates are made of.
 
-        What is computed again lies as it did the first time, so that a program holds what its estimate says:
-        the fastest choice for itself may keep more.
+        What is recomputed has the layouts of the first time, so that a program holds what its estimate says:
+        the fastest choice for the recomputed graph may keep more.
         """
-        if traced.recompute:
-            plain = self.traced(traced.graph.micro_batches)
-            source, choice, _ = self.chosen(plain, devices, shape, price, restriction)
-            target = self.formulation(traced, devices, shape)
-            again = self.carried_over(source, choice, target, traced, plain)
+        if layered.recompute:
+            plain = self.layered_graph(layered.graph.micro_batches)
+            source, choice, _ = self.solve(plain, devices, shape, multiplier, restriction)
+            target = self.formulation(layered, devices, shape)
+            again = self.carried_over(source, choice, target, layered, plain)
             if again is not None:
-                return target.priced(memory_price=price, live_micro_batches=1), again
-        found, choice, _ = self.chosen(traced, devices, shape, price, restriction)
+                return target.priced(memory_multiplier=multiplier, live_micro_batches=1), again
+        found, choice, _ = self.solve(layered, devices, shape, multiplier, restriction)
         return found, choice
 
-    def settle(self, micro_batches: int, submesh: SubMesh, shape: Shape) -> None:
-        """From now on solve a shape for this number of micro-batches."""
-        self._settled.add((micro_batches, submesh, shape))
+    def solve_separately(self, micro_batches: int, submesh: SubMesh, shape: Shape) -> None:
+        """From now on solve a shape for this micro-batch count; do not carry choices over to it."""
+        self._solved_separately.add((micro_batches, submesh, shape))
 
-    def known(self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction) -> bool:
-        """Whether the front of a shape was made before."""
-        key = micro_batches, submesh, shape, restriction, MEMORY_PRICES
-        return any((*key, settled) in self._learned.variants for settled in (False, True))
+    def has_variants(
+        self, micro_batches: int, submesh: SubMesh, shape: Shape, restriction: Restriction
+    ) -> bool:
+        """Whether the variants of a shape were solved before."""
+        key = micro_batches, submesh, shape, restriction, MEMORY_MULTIPLIERS
+        return any((*key, settled) in self._solutions.variants for settled in (False, True))
 
-    def look_up(
+    def prepare_variants(
         self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
     ) -> None:
-        """Make the fronts of some shapes at the same time: of the first, of others while there is time."""
-        keys = [self._key((micro_batches, *pair, restriction, MEMORY_PRICES)) for pair in shapes]
-        missing = [key for key in keys if key not in self._learned.variants]
+        """Solve the variants of some shapes at the same time: of the first, of others while there is time."""
+        keys = [self._key((micro_batches, *pair, restriction, MEMORY_MULTIPLIERS)) for pair in shapes]
+        missing = [key for key in keys if key not in self._solutions.variants]
         if not missing:
             return
-        for layers in ((), self.everything(micro_batches)):
-            _ = self.traced(micro_batches, layers).fold  # before processes are copied
+        for layers in ((), self.all_layers(micro_batches)):
+            _ = self.layered_graph(micro_batches, layers).fold  # before processes are forked
 
         def make(number: int) -> None:
             if number == 0 or not self.expired():
-                self._learned.variants[missing[number]] = tuple(self._front(*missing[number]))
+                self._solutions.variants[missing[number]] = tuple(self._solve_variants(*missing[number]))
 
-        self.together(make, range(len(missing)), self.processes, alone=_ALONE)
+        self.parallel_map(make, range(len(missing)), self.processes, serial_seconds=_SERIAL_SECONDS)
 
     def variants(
         self,
@@ -352,21 +377,21 @@ class Oracle:
         submesh: SubMesh,
         shape: Shape,
         restriction: Restriction,
-        shares: Sequence[float] = MEMORY_PRICES,
+        shares: Sequence[float] = MEMORY_MULTIPLIERS,
     ) -> tuple[Variant, ...]:
-        """The front of one shape, fastest first; of the given prices of memory."""
+        """The variants of one shape, fastest first, for memory multipliers as in `MEMORY_MULTIPLIERS`."""
         key = self._key((micro_batches, submesh, shape, restriction, tuple(shares)))
-        if key not in self._learned.variants:
-            self._learned.variants[key] = tuple(self._front(*key))
-        return self._learned.variants[key]
+        if key not in self._solutions.variants:
+            self._solutions.variants[key] = tuple(self._solve_variants(*key))
+        return self._solutions.variants[key]
 
-    def _key(self, asked: _Asked) -> _Key:
-        """What `_front` is called with: that, and whether it is to be solved for itself."""
-        micro_batches, submesh, shape, restriction, _ = asked
-        return *asked, restriction != "none" or (micro_batches, submesh, shape) in self._settled
+    def _key(self, query: _VariantQuery) -> _Key:
+        """The arguments of `_solve_variants`: a query, and whether it is to be solved separately."""
+        micro_batches, submesh, shape, restriction, _ = query
+        return *query, restriction != "none" or (micro_batches, submesh, shape) in self._solved_separately
 
     @collector_paused()
-    def _front(
+    def _solve_variants(
         self,
         micro_batches: int,
         submesh: SubMesh,
@@ -377,27 +402,30 @@ class Oracle:
     ) -> list[Variant]:
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
-        plain, again = self.traced(micro_batches), self.traced(micro_batches, self.everything(micro_batches))
+        plain, again = (
+            self.layered_graph(micro_batches),
+            self.layered_graph(micro_batches, self.all_layers(micro_batches)),
+        )
         stages = max(1, len(self.cluster.devices) // submesh.size)
         found: list[Variant] = []
         fastest, held = 0.0, np.inf
         for share in shares:
-            price = share * fastest / memory
+            multiplier = share * fastest / memory
             laid = None if settled else self._carried(plain, devices, shape, share, restriction)
             solved = laid is None
-            a, choice, estimate = laid or self.chosen(plain, devices, shape, price, restriction)
+            a, choice, estimate = laid or self.solve(plain, devices, shape, multiplier, restriction)
             if solved and restriction == "none":
-                self._learned.bases.setdefault((devices, shape, share), {})[micro_batches] = price
+                self._solutions.bases.setdefault((devices, shape, share), {})[micro_batches] = multiplier
             profile = a.profile(choice)
             size = profile.nbytes(1)
-            if size * _REPLANNED < held:
-                recompute = self._again(a, choice, again, devices, shape, price, restriction)
+            if size * _SMALLER < held:
+                recompute = self._again(a, choice, again, devices, shape, multiplier, restriction)
                 found.append(
                     Variant(
                         micro_batches,
                         submesh,
                         shape,
-                        price,
+                        multiplier,
                         restriction,
                         profile,
                         recompute,
@@ -412,17 +440,22 @@ class Oracle:
         return found
 
     def _carried(
-        self, traced: Traced, devices: tuple[int, ...], shape: Shape, share: float, restriction: Restriction
+        self,
+        layered: LayeredGraph,
+        devices: tuple[int, ...],
+        shape: Shape,
+        share: float,
+        restriction: Restriction,
     ) -> tuple[Formulation, tuple[int, ...], float] | None:
-        """The choice for the nearest number of micro-batches that was solved and offers the same options."""
-        here = traced.graph.micro_batches
-        bases = self._learned.bases.get((devices, shape, share), {})
+        """The choice for the nearest micro-batch count that was solved and has the same options."""
+        here = layered.graph.micro_batches
+        bases = self._solutions.bases.get((devices, shape, share), {})
         near = [count for count in bases if max(count, here) <= _REACH * min(count, here)]
         for count in sorted(near, key=lambda count: abs(math.log(count / here))):
-            other = self.traced(count)
-            source, choice, _ = self.chosen(other, devices, shape, bases[count], restriction)
-            target = self.formulation(traced, devices, shape)
-            found = self.carried_over(source, choice, target, traced, other)
+            other = self.layered_graph(count)
+            source, choice, _ = self.solve(other, devices, shape, bases[count], restriction)
+            target = self.formulation(layered, devices, shape)
+            found = self.carried_over(source, choice, target, layered, other)
             if found is not None:
                 return target, found, target.profile(found).seconds(here)
         return None
@@ -431,17 +464,17 @@ class Oracle:
         self,
         plain: Formulation,
         choice: tuple[int, ...],
-        again: Traced,
+        again: LayeredGraph,
         devices: tuple[int, ...],
         shape: Shape,
-        price: float,
+        multiplier: float,
         restriction: Restriction,
     ) -> Profile:
-        """Costs by layer where each is computed again, in the layouts in which it was computed first."""
+        """Costs by layer where each is recomputed, in the layouts in which it was computed first."""
         target = self.formulation(again, devices, shape)
-        other = self.carried_over(plain, choice, target, again, self.traced(again.graph.micro_batches))
+        other = self.carried_over(plain, choice, target, again, self.layered_graph(again.graph.micro_batches))
         if other is None:
-            _, other, _ = self.chosen(again, devices, shape, price, restriction)
+            _, other, _ = self.solve(again, devices, shape, multiplier, restriction)
         return target.profile(other)
 
     def carried_over(
@@ -449,12 +482,12 @@ class Oracle:
         source: Formulation,
         choice: tuple[int, ...],
         target: Formulation,
-        traced: Traced,
-        other: Traced,
+        layered: LayeredGraph,
+        other: LayeredGraph,
     ) -> tuple[int, ...] | None:
         """A choice for the source, of `other`, as one for the target; None where their options differ."""
-        key = traced, other
-        if key not in self._twins:
-            self._twins[key] = twins(traced.fold, other.fold)
-        twin = self._twins[key]
+        key = layered, other
+        if key not in self._corresponding_ops:
+            self._corresponding_ops[key] = twins(layered.fold, other.fold)
+        twin = self._corresponding_ops[key]
         return None if twin is None else transferred(source, choice, target, twin)

@@ -1,70 +1,179 @@
-"""Which numbers of micro-batches are tried, in which order.
+"""The search over micro-batch counts: which are tried, in which order, and which pipelines are forecast.
 
-*In:* the numbers there are, the best row of stages for each that was tried. *Out:* the next one. *Invariant:*
-none comes twice; where there are few, all come.
+*In:* the counts that divide the batch. *Out:* the best pipeline by estimate for each count that is tried;
+evaluations of the most promising of them. *Invariant:* no count comes twice; where there are few, all come.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from distgraph.engine.search.candidate import Proposal
+from distgraph.engine.search.candidate import Candidate
+from distgraph.engine.search.pipeline_search import SLOWER, best_count, best_estimate
+from distgraph.engine.search.search_space import FEW_COUNTS, micro_batch_counts
+from distgraph.engine.search.search_state import FORECASTS, Event, SearchState
+from distgraph.engine.search.stage_search import may_fit
 
-_ROUNDS = 4  # micro-batches a stage of the longest pipeline, about which the search begins
-FEW = 8
-"""Numbers of micro-batches that are all tried, in all shapes."""
+_ROUNDS = 4
+"""Micro-batches a stage of the longest pipeline, from which the search begins: its stages then stand still
+for (p - 1) / (5 p - 1) of a step, about a fifth (GPipe, Huang et al., 2019, section 2.3: no more than 4 p are
+needed)."""
+_RETRIES = 2
+"""How often a pipeline that does not fit by its forecast is searched again with less memory."""
+_TIGHTER = 4
+"""How often the memory of one such search is lowered while the same pipeline comes out."""
 
 
-def best_count(rows: Mapping[int, Proposal]) -> int:
-    """Micro-batches of the best row by estimate."""
-    return min(rows, key=lambda m: rows[m].estimate)
+def search_micro_batch_counts(state: SearchState) -> Iterator[Event]:
+    """The best pipelines of several micro-batch counts, the most promising of them forecast."""
+    pipelines, counts = state.pipelines, micro_batch_counts(state.training.size)
+    longest = min(len(state.cluster.devices), len(state.layout_costs.layered_graph(counts[-1]).layers))
+    tried: set[int] = set()
+    for count in counts_to_try(counts, longest, pipelines.best, state.expired):
+        tried.add(count)
+        yield from _try_count(state, count)
+        pipeline = pipelines.best.get(count)
+        if pipeline is not None and state.best is None:  # so that there is an answer early
+            yield from _evaluate_promising(state, pipeline)
+    yield from _evaluate_best(state, pipelines.best.values())
+    if pipelines.best and not state.expired():
+        yield from _try_fewest(state, counts[-1], tried)
 
 
-def least(rows: Mapping[int, Proposal]) -> float:
-    """Seconds of the best row by estimate; infinite without any."""
-    return min((row.estimate for row in rows.values()), default=math.inf)
+def evaluate_single_pools(state: SearchState) -> Iterator[Event]:
+    """The best pipelines on each kind of device alone, which no plan may be behind."""
+    for pipelines in state.pipelines.by_pool.values():
+        for pipeline in _foremost(pipelines):
+            yield from _compare(state, pipeline, _comes_too_late(state, pipeline))
 
 
-def climb(
-    counts: Sequence[int], stages: int, rows: Mapping[int, Proposal], expired: Callable[[], bool]
+def counts_to_try(
+    counts: Sequence[int], stages: int, best: Mapping[int, Candidate], expired: Callable[[], bool]
 ) -> Iterator[int]:
-    """Numbers of micro-batches, towards that of the best row.
+    """Micro-batch counts, towards that of the best pipeline.
 
-    From four times as many as a pipeline may have stages on, with which the longest one stands still for
-    a fifth of a step; where nothing fits there, from the next smaller micro-batches that do. From there to
-    more, else to fewer, in growing strides as long as that is better; last to what lies beside the best. Then
-    all others, where there are few: a pipeline likes many, what is no pipeline few, and both may be best of
-    their kind.
+    From four times as many as the longest pipeline has stages; where nothing fits there, from the next
+    smaller micro-batches that do. From there to more, else to fewer, in growing strides as long as that is
+    better; last to the neighbours of the best. Then all others, where there are few: a pipeline needs many
+    micro-batches, a single stage few, and both may be local optima.
 
     Args:
         counts: falling.
         stages: of the longest pipeline.
-        rows: by micro-batches; whoever tries a number adds its row before asking for the next.
-        expired: whether only a first row is still wanted.
+        best: pipeline by count; whoever tries a count adds its pipeline before the next count is taken.
+        expired: whether only a first pipeline is still searched for.
     """
     start = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / (_ROUNDS * stages))))
     tried: set[int] = set()
     order = [*range(start, -1, -1), *range(start + 1, len(counts))]
-    for number in order:
-        tried.add(number)
-        yield counts[number]
-        if rows or expired():
+    for position in order:
+        tried.add(position)
+        yield counts[position]
+        if best or expired():
             break
     stride = {-1: 1, 1: 1}  # towards more, towards fewer
-    while rows and not expired():
-        at, before = counts.index(best_count(rows)), least(rows)
-        near = [(way, at + way * size) for way in stride for size in (stride[way], 1)]
+    while best and not expired():
+        center, before = counts.index(best_count(best)), best_estimate(best)
+        near = [(way, center + way * size) for way in stride for size in (stride[way], 1)]
         ahead = [(way, n) for way, n in near if 0 <= n < len(counts) and n not in tried]
         if not ahead:
             break
-        way, number = ahead[0]
-        tried.add(number)
-        yield counts[number]
-        stride[way] = 2 * stride[way] if least(rows) < before else 1
-    for number in order if len(counts) <= FEW else ():
+        way, position = ahead[0]
+        tried.add(position)
+        yield counts[position]
+        stride[way] = 2 * stride[way] if best_estimate(best) < before else 1
+    for position in order if len(counts) <= FEW_COUNTS else ():
         if expired():
             return
-        if number not in tried:
-            tried.add(number)
-            yield counts[number]
+        if position not in tried:
+            tried.add(position)
+            yield counts[position]
+
+
+def _try_count(state: SearchState, count: int) -> Iterator[Event]:
+    yield Event(f"stages, {count} micro-batches")
+    state.pipelines.try_count(count)
+
+
+def _try_fewest(state: SearchState, fewest: int, tried: set[int]) -> Iterator[Event]:
+    """The fewest micro-batches, where the best of all others are pipelines: a single stage likes few."""
+    pipelines = state.pipelines
+    count = min(pipelines.best)
+    if fewest in tried or any(len(pipeline.stages) == 1 for pipeline in pipelines.best.values()):
+        return
+    if may_fit(state.layout_costs, count, pipelines.submeshes[-1], larger=count // fewest):
+        yield from _try_count(state, fewest)
+        yield from _evaluate_best(state, [pipelines.best[n] for n in pipelines.best if n == fewest])
+
+
+def _foremost(pipelines: Iterable[Candidate]) -> list[Candidate]:
+    """The few best by estimate."""
+    return sorted(pipelines, key=lambda pipeline: pipeline.estimate)[:FORECASTS]
+
+
+def _evaluate_best(state: SearchState, pipelines: Iterable[Candidate]) -> Iterator[Event]:
+    """Forecast the best of some pipelines, and for each that mixes sizes of stages those of one size."""
+    best = _foremost(pipelines)
+    best += _foremost(
+        single
+        for pipeline in best
+        if not _is_much_slower(state, pipeline)
+        for single in state.pipelines.of_single_sizes(pipeline)
+    )
+    state.evaluations.prefetch([each for each in best if _is_promising(state, each)])
+    for pipeline in best:
+        yield from _evaluate_promising(state, pipeline)
+
+
+def _evaluate_promising(state: SearchState, pipeline: Candidate) -> Iterator[Event]:
+    """Forecast a pipeline that may be better than the best, once."""
+    if _is_promising(state, pipeline):
+        state.evaluated.add(pipeline.decisions)
+        yield from _evaluate(state, pipeline)
+
+
+def _is_promising(state: SearchState, pipeline: Candidate) -> bool:
+    return not _comes_too_late(state, pipeline) and pipeline.decisions not in state.evaluated
+
+
+def _comes_too_late(state: SearchState, pipeline: Candidate) -> bool:
+    """Whether to skip a pipeline: its estimate is more than 15 % above the best, or the time limit is
+    reached. The first pipeline is not skipped for the time limit, nor is any while there is no program."""
+    if state.best is None:
+        return False
+    return _is_much_slower(state, pipeline) or (state.expired() and bool(state.evaluated))
+
+
+def _is_much_slower(state: SearchState, pipeline: Candidate) -> bool:
+    return state.best is not None and pipeline.estimate > SLOWER * state.best.seconds
+
+
+def _evaluate(state: SearchState, pipeline: Candidate) -> Iterator[Event]:
+    """Forecast a pipeline; where it does not fit, search again with less memory."""
+    slack = 1.0
+    for _ in range(_RETRIES + 1):
+        evaluation = state.evaluations.evaluate(pipeline)
+        yield state.record(evaluation)
+        if evaluation.fits or (state.expired() and state.best is not None):
+            return
+        yield Event(f"stages, {pipeline.micro_batches} micro-batches, with less memory")
+        smaller: Candidate | None = pipeline
+        for _ in range(_TIGHTER):  # the estimate may say of the same pipeline that it needs less
+            slack /= evaluation.memory_ratio * 1.01
+            smaller = state.pipelines.best_for(pipeline.micro_batches, slack, (pipeline.schedule,))
+            if smaller is None or smaller.decisions != pipeline.decisions:
+                break
+        if smaller is None or smaller.decisions == pipeline.decisions:
+            return
+        pipeline = smaller
+
+
+def _compare(state: SearchState, pipeline: Candidate, late: bool) -> Iterator[Event]:
+    """A pipeline among the baselines, by its forecast; a late one only where that was made before."""
+    same = (e for e in state.evaluations.all if e.candidate is not None)
+    before = next((e for e in same if e.candidate and e.candidate.decisions == pipeline.decisions), None)
+    if before is not None:
+        state.evaluations.add_baseline(pipeline.origin, before)
+    elif not late:
+        yield state.record(state.evaluations.evaluate(pipeline))

@@ -23,7 +23,7 @@ from distgraph.passes.search.solver.problem import Problem
 
 Restriction = Literal["none", "uniform", "zero1", "zero3"]
 BATCH_AXIS = "dp"
-SAID: Final[dict[Restriction, str]] = {
+RESTRICTION_NAMES: Final[dict[Restriction, str]] = {
     "none": "uniform stages, layouts free",
     "uniform": "uniform, without ZeRO",
     "zero1": "uniform, ZeRO-1",

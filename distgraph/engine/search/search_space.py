@@ -21,6 +21,8 @@ _WIDEST = 8
 """Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
 _MOST_SHARES = 4
 """Pools of more machines give a stage a divisor of their number."""
+FEW_COUNTS = 8
+"""Up to so many micro-batch counts are all tried, in all shapes."""
 _MOST_DIVISORS = 8
 """Of more of these, some are left out."""
 
@@ -142,11 +144,11 @@ def micro_batch_counts(size: int, most: int | None = None) -> tuple[int, ...]:
     return tuple(_spread(divisors))
 
 
-def counts_beside(size: int, count: int) -> tuple[int, ...]:
+def adjacent_counts(size: int, count: int) -> tuple[int, ...]:
     """The next numbers of micro-batches above and below one that divide a batch, where there are any.
 
     Example:
-        >>> counts_beside(1536, 48), counts_beside(1024, 1024)
+        >>> adjacent_counts(1536, 48), adjacent_counts(1024, 1024)
         ((64, 32), (512,))
     """
     divisors = _divisors(size)

@@ -1,4 +1,4 @@
-"""Sums and maxima of runs of layers, as many runs at once as one likes.
+"""Sums and maxima of runs of layers, for many runs at once.
 
 *In:* values by layer; a last entry belongs to no layer and is part of every run. *Out:* values by run.
 *Invariant:* a run is its first and its last layer, the last included; sums are differences of prefix sums.
@@ -18,7 +18,7 @@ Runs = tuple[Some, Some, Some]
 """Ways to run layers, first and last layers."""
 
 
-class Sums:
+class IntervalSums:
     """Sums of runs of layers, each in one of several ways.
 
     Args:
@@ -32,16 +32,16 @@ class Sums:
         np.cumsum(stacked[:, :-1], axis=1, out=self._total[:, 1:])
 
     def of(self, runs: Runs) -> Floats:
-        """What belongs to no layer included."""
+        """Sums with the entry that belongs to no layer."""
         return np.asarray(self.between(runs) + self._always[runs[0]])
 
     def between(self, runs: Runs) -> Floats:
-        """Of the layers alone."""
+        """Sums of the layers alone."""
         way, first, last = runs
         return np.asarray(self._total[way, last + 1] - self._total[way, first])
 
     def inside(self, runs: Runs) -> Floats:
-        """Of all layers but the last, as the borders inside a run are."""
+        """Sums of all layers but the last, as for the borders inside a run."""
         way, first, last = runs
         return np.asarray(self._total[way, last] - self._total[way, first])
 

@@ -1,12 +1,12 @@
-"""Stages that may be part of a better row, with a number of micro-batches in flight.
+"""Stages that may be part of a better pipeline, with a number of micro-batches in flight.
 
-*In:* costs of stages, the seconds of the best row so far. *Out:* tables [first, last, sub-mesh] of the
+*In:* costs of stages, the seconds of the best pipeline so far. *Out:* tables [first, last, sub-mesh] of the
 fastest config under a limit. *Invariant:* numbers of stages rise, so that the configs of a run on a sub-mesh
-lie together.
+are consecutive.
 
 Few stages matter with many micro-batches in flight: seconds never fall with them, so what does not fit, or
-alone takes as long as the best row, needs no second look; and p - 1 stages behind a stage have as many
-layers. So those with more in flight are made from those with fewer.
+alone takes as long as the best pipeline, is dropped for all larger numbers; and p - 1 stages behind a stage
+have as many layers. So the stages for more in flight are made from those for fewer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
+class StageCandidates:
     """Stages and what they cost.
 
     Attributes:
@@ -32,7 +32,7 @@ class Candidates:
         stages: their numbers, see `costs`.
         seconds: of one micro-batch.
         step: seconds once a step.
-        slowest: what the maximum of the objective is at least with one in the row.
+        slowest: the least maximum of the objective of a pipeline with the stage.
     """
 
     shape: tuple[int, int, int]
@@ -42,32 +42,34 @@ class Candidates:
     slowest: Floats
 
     @staticmethod
-    def of(costs: IntervalCosts, live: int, rounds: float) -> Candidates:
+    def of(costs: IntervalCosts, in_flight: int, rounds: float) -> StageCandidates:
         """All stages that fit.
 
         Args:
             costs: of them.
-            live: micro-batches in flight.
+            in_flight: micro-batches in flight.
             rounds: what seconds count in the maximum of the objective.
         """
         stages = stage_numbers(costs.shape)
         free = np.zeros(len(stages))
-        return Candidates(costs.shape, stages, free, costs.step_of(stages), free).fitting(costs, live, rounds)
+        return StageCandidates(costs.shape, stages, free, costs.step_of(stages), free).fitting(
+            costs, in_flight, rounds
+        )
 
-    def fitting(self, costs: IntervalCosts, live: int, rounds: float) -> Candidates:
-        """Those that fit with so many micro-batches in flight; arguments as of `of`."""
-        seconds = costs.seconds_of(self.stages, live)
+    def fitting(self, costs: IntervalCosts, in_flight: int, rounds: float) -> StageCandidates:
+        """The stages that fit with `in_flight` micro-batches in flight; arguments as of `of`."""
+        seconds = costs.seconds_of(self.stages, in_flight)
         fits = np.isfinite(seconds)
         seconds, step = seconds[fits], self.step[fits]
-        return Candidates(self.shape, self.stages[fits], seconds, step, rounds * seconds + step)
+        return StageCandidates(self.shape, self.stages[fits], seconds, step, rounds * seconds + step)
 
-    def ahead(self, layers: int) -> Candidates:
-        """Those with at least so many layers behind them."""
+    def ahead(self, layers: int) -> StageCandidates:
+        """The stages with at least `layers` layers behind them."""
         count, submeshes, configs = self.shape
         return self._where(self.stages // (submeshes * configs) % count < count - layers)
 
-    def below(self, seconds: float) -> Candidates:
-        """Those with which the maximum of the objective can be below some seconds."""
+    def below(self, seconds: float) -> StageCandidates:
+        """The stages with which the maximum of the objective can be below some seconds."""
         return self._where(self.slowest < seconds)
 
     def within(self, limit: float) -> Floats:
@@ -75,14 +77,14 @@ class Candidates:
         return self._least(np.where(self.slowest <= limit, self.seconds, np.inf))
 
     def maxima(self) -> Floats:
-        """What the maximum of the objective is at least with a run on a sub-mesh, [first, last, sub-mesh]."""
+        """The least maximum of the objective with a run on a sub-mesh, [first, last, sub-mesh]."""
         return self._least(self.slowest)
 
-    def _where(self, kept: NDArray[np.bool_]) -> Candidates:
-        if kept.all():
+    def _where(self, mask: NDArray[np.bool_]) -> StageCandidates:
+        if mask.all():
             return self
-        return Candidates(
-            self.shape, self.stages[kept], self.seconds[kept], self.step[kept], self.slowest[kept]
+        return StageCandidates(
+            self.shape, self.stages[mask], self.seconds[mask], self.step[mask], self.slowest[mask]
         )
 
     @cached_property
@@ -94,19 +96,19 @@ class Candidates:
 
     def _least(self, values: Floats) -> Floats:
         layers, submeshes, _ = self.shape
-        found = np.full((layers, layers, submeshes), np.inf)
+        least = np.full((layers, layers, submeshes), np.inf)
         starts, runs = self._groups
         if len(starts):
-            found.reshape(-1)[runs] = np.minimum.reduceat(values, starts)
-        return found
+            least.reshape(-1)[runs] = np.minimum.reduceat(values, starts)
+        return least
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class ConfigCosts:
     """All configs of one run of layers on one sub-mesh.
 
     Attributes:
-        seconds, step, slowest: as of `Candidates`, [config]; inf where one does not fit.
+        seconds, step, slowest: as of `StageCandidates`, [config]; inf where one does not fit.
     """
 
     seconds: Floats
@@ -114,17 +116,17 @@ class Ways:
     slowest: Floats
 
     @staticmethod
-    def of(costs: IntervalCosts, run: tuple[int, int, int], live: int, rounds: float) -> Ways:
-        """Those of first layer, stop and sub-mesh."""
+    def of(costs: IntervalCosts, run: tuple[int, int, int], in_flight: int, rounds: float) -> ConfigCosts:
+        """The configs of a run: first layer, stop and sub-mesh."""
         layers, submeshes, configs = costs.shape
         first, stop, submesh = run
-        at = ((first * layers + stop - 1) * submeshes + submesh) * configs + np.arange(configs)
-        seconds, step = costs.seconds_of(at, live), costs.step_of(at)
+        stages = ((first * layers + stop - 1) * submeshes + submesh) * configs + np.arange(configs)
+        seconds, step = costs.seconds_of(stages, in_flight), costs.step_of(stages)
         fits = np.isfinite(seconds)
         slowest = np.full(configs, np.inf)
         slowest[fits] = rounds * seconds[fits] + step[fits]
-        return Ways(seconds, step, slowest)
+        return ConfigCosts(seconds, step, slowest)
 
     def within(self, limit: float) -> Floats:
-        """Seconds of those that keep a limit, inf for others."""
+        """Seconds of the configs that keep a limit, inf for others."""
         return np.where(self.slowest <= limit, self.seconds, np.inf)

@@ -1,15 +1,15 @@
 """What a run of layers costs on a sub-mesh, for any number of stages at once.
 
 *In:* costs of every run, or of every layer. *Out:* seconds of stages, infinite where one does not fit into
-memory with so many micro-batches in flight. *Invariant:* seconds never fall when more are in flight.
+memory with the micro-batches in flight. *Invariant:* seconds never fall when more are in flight.
 
 A stage is a run of layers on a sub-mesh under a config. Its number is its place in an array [first, last,
-sub-mesh, config], last included in the run. There are far more of them than ever matter, so nobody keeps
-such arrays for every number of micro-batches in flight: the search of stages asks for those that may be part
-of a better row.
+sub-mesh, config], last included in the run. There are far more stages than matter, so that such arrays
+are not kept for every number of micro-batches in flight: the search takes the stages that may be part of a
+better pipeline.
 
-`DenseCosts` holds costs of every stage. `ProfileCosts` makes them from profiles by layer: the costs of a run
-are differences of prefix sums. With l the micro-batches in flight a stage of the layers R fits where
+`ProfileCosts` makes costs from profiles by layer: the costs of a run are differences of prefix sums.
+With l the micro-batches in flight a stage of the layers R fits where
 
     sum_R fixed + max_R temporary + l sum_R activations <= memory.
 
@@ -29,15 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
-from distgraph.passes.search.inter_op.interval_sums import Numbers, Runs, Sums, maxima
+from distgraph.passes.search.inter_op.interval_sums import IntervalSums, Numbers, Runs, maxima
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 
 __all__ = [
     "Config",
-    "DenseCosts",
     "IntervalCosts",
     "ProfileCosts",
-    "Restricted",
+    "RestrictedCosts",
     "StageCosts",
     "every_stage",
     "stage_numbers",
@@ -69,20 +68,20 @@ class IntervalCosts(Protocol):
     def shape(self) -> tuple[int, int, int]:
         """Layers, sub-meshes, configs."""
 
-    def at(self, live: int) -> StageCosts:
-        """Costs of every stage with `live` micro-batches in flight."""
+    def tabulate(self, in_flight: int) -> StageCosts:
+        """Costs of every stage with `in_flight` micro-batches in flight."""
 
-    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+    def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step, by numbers of stages."""
 
-    def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
-        """Layers of a run that are computed again in the backward part."""
+    def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
+        """Layers of a run that are recomputed in the backward part."""
 
-    def missing(self, live: int) -> Floats:
-        """Bytes above the memory of a device, all layers recomputed that can be; the shape of `at`."""
+    def missing(self, in_flight: int) -> Floats:
+        """Bytes above the memory of a device, all layers recomputed that can be; the shape of `tabulate`."""
 
 
 def stage_numbers(shape: tuple[int, int, int]) -> Numbers:
@@ -101,90 +100,19 @@ def stage_numbers(shape: tuple[int, int, int]) -> Numbers:
     return np.asarray(((first * layers + last) * ways)[:, None] + np.arange(ways)).reshape(-1)
 
 
-def every_stage(costs: IntervalCosts, live: int) -> StageCosts:
+def every_stage(costs: IntervalCosts, in_flight: int) -> StageCosts:
     """Costs of all stages in arrays, from those by number."""
     layers, submeshes, configs = costs.shape
     stages = stage_numbers(costs.shape)
     seconds = np.full((layers, layers, submeshes, configs), np.inf)
     step = np.zeros_like(seconds)
-    seconds.reshape(-1)[stages] = costs.seconds_of(stages, live)
+    seconds.reshape(-1)[stages] = costs.seconds_of(stages, in_flight)
     step.reshape(-1)[stages] = costs.step_of(stages)
     return StageCosts(seconds, step)
 
 
-@dataclass(frozen=True, eq=False)
-class DenseCosts:
-    """Costs that somebody has measured or made up for every run.
-
-    Attributes:
-        seconds: [first, last, sub-mesh, config], last included in the run.
-        step: the same shape, or None for none.
-        fixed, activations: bytes of the same shape that a stage holds always, and for each micro-batch in
-            flight; None for none.
-        memory: bytes of one device of every sub-mesh; None where memory is no matter.
-
-    Raises:
-        GraphError: shapes differ.
-    """
-
-    seconds: Floats
-    step: Floats | None = None
-    fixed: Floats | None = None
-    activations: Floats | None = None
-    memory: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        shape = self.seconds.shape
-        if len(shape) != 4 or shape[0] != shape[1]:
-            raise GraphError(
-                f"costs of stages have shape {shape} but need [layers, layers, sub-meshes, configs]"
-            )
-        for name in ("step", "fixed", "activations"):
-            array = getattr(self, name)
-            if array is not None and array.shape != shape:
-                raise GraphError(f"{name} of stages has shape {array.shape} but their seconds {shape}")
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Layers, sub-meshes, configs."""
-        _, layers, submeshes, configs = self.seconds.shape
-        return layers, submeshes, configs
-
-    def at(self, live: int) -> StageCosts:
-        """Costs of every stage with `live` micro-batches in flight."""
-        return every_stage(self, live)
-
-    def seconds_of(self, stages: Numbers, live: int) -> Floats:
-        """Seconds of one micro-batch, inf where a stage does not fit."""
-        return np.where(self._missing(stages, live) <= 0, self.seconds.reshape(-1)[stages], np.inf)
-
-    def step_of(self, stages: Numbers) -> Floats:
-        """Seconds once a step."""
-        return np.zeros(len(stages)) if self.step is None else self.step.reshape(-1)[stages]
-
-    def missing(self, live: int) -> Floats:
-        """Bytes above the memory of a device."""
-        return self._missing(np.arange(self.seconds.size), live).reshape(self.seconds.shape)
-
-    def _missing(self, stages: Numbers, live: int) -> Floats:
-        held = np.zeros(len(stages))
-        if self.memory is None:
-            return held
-        if self.fixed is not None:
-            held += self.fixed.reshape(-1)[stages]
-        if self.activations is not None:
-            held += live * self.activations.reshape(-1)[stages]
-        _, submeshes, configs = self.shape
-        submesh = stages // configs % submeshes
-        return np.asarray(held - np.asarray(self.memory)[submesh] * (1 + _ROUNDING))
-
-    def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
-        """None: what a config does is in its costs."""
-        return ()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Restricted:
+class RestrictedCosts:
     """Costs without some stages.
 
     Attributes:
@@ -200,28 +128,28 @@ class Restricted:
         """Layers, sub-meshes, configs."""
         return self.costs.shape
 
-    def at(self, live: int) -> StageCosts:
-        """Costs of every stage with `live` micro-batches in flight."""
-        return every_stage(self, live)
+    def tabulate(self, in_flight: int) -> StageCosts:
+        """Costs of every stage with `in_flight` micro-batches in flight."""
+        return every_stage(self, in_flight)
 
-    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+    def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, inf where a stage does not fit or may not be."""
         layers, submeshes, configs = self.shape
         forbidden = np.broadcast_to(self.forbidden, (layers, layers, submeshes))
-        at = np.unravel_index(stages // configs, forbidden.shape)
-        return np.where(forbidden[at], np.inf, self.costs.seconds_of(stages, live))
+        index = np.unravel_index(stages // configs, forbidden.shape)
+        return np.where(forbidden[index], np.inf, self.costs.seconds_of(stages, in_flight))
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step."""
         return self.costs.step_of(stages)
 
-    def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
-        """Layers of a run that are computed again in the backward part."""
-        return self.costs.recomputed(first, last, submesh, config, live)
+    def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
+        """Layers of a run that are recomputed in the backward part."""
+        return self.costs.recomputed(first, last, submesh, config, in_flight)
 
-    def missing(self, live: int) -> Floats:
+    def missing(self, in_flight: int) -> Floats:
         """Bytes above the memory of a device, all layers recomputed that can be."""
-        return self.costs.missing(live)
+        return self.costs.missing(in_flight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +158,7 @@ class Config:
 
     Attributes:
         profile: costs by layer.
-        recompute: costs by layer where each is computed again in the backward part; None where that is no
-            choice.
+        recompute: costs by layer where each is recomputed in the backward part; None where none can be.
     """
 
     profile: Profile
@@ -268,64 +195,64 @@ class ProfileCosts:
         some = next(c for row in configs for c in row)
         ways = [c for row in configs for c in (*row, *[some] * (self.shape[2] - len(row)))]
         profiles = [c.profile for c in ways]
-        self._time = Sums([p.forward + p.backward for p in profiles])
-        self._border = Sums([p.border for p in profiles])
-        self._once = Sums([p.step for p in profiles])
-        self._fixed = Sums([p.fixed for p in profiles])
-        self._activations = Sums([p.activations for p in profiles])
+        self._time = IntervalSums([p.forward + p.backward for p in profiles])
+        self._border = IntervalSums([p.border for p in profiles])
+        self._once = IntervalSums([p.step for p in profiles])
+        self._fixed = IntervalSums([p.fixed for p in profiles])
+        self._activations = IntervalSums([p.activations for p in profiles])
         self._temporary = np.stack([maxima(p.temporary) for p in profiles])
         again = np.stack([maxima((c.recompute or c.profile).temporary) for c in ways])
         self._scratch = np.maximum(self._temporary, again)
         self._kinds = [_kinds(c) for c in ways]
         self._ranks = _ranks(self._kinds, layers)
 
-    def at(self, live: int) -> StageCosts:
-        """Costs of every stage with `live` micro-batches in flight."""
-        return every_stage(self, live)
+    def tabulate(self, in_flight: int) -> StageCosts:
+        """Costs of every stage with `in_flight` micro-batches in flight."""
+        return every_stage(self, in_flight)
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step."""
         return self._once.of(self._runs(stages))
 
-    def seconds_of(self, stages: Numbers, live: int) -> Floats:
+    def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, inf where a stage does not fit."""
         way, first, last = runs = self._runs(stages)
         found = self._time.of(runs) + np.maximum(self._border.inside(runs), 0.0)
-        held, allowed = self._held(runs, live), self._allowed()[way]
+        held, allowed = self._held(runs, in_flight), self._allowed()[way]
         full = np.flatnonzero(held + self._temporary[runs] > allowed)
         if len(full):
             few = way[full], first[full], last[full]
             missing, extra = held[full] + self._scratch[few] - allowed[full], np.zeros(len(full))
             for more, less, counted in self._ranks:
                 saved = less[few[0]]
-                taken = np.clip(np.ceil(missing / (live * saved)), 0, counted.between(few))
-                missing -= taken * live * saved
+                taken = np.clip(np.ceil(missing / (in_flight * saved)), 0, counted.between(few))
+                missing -= taken * in_flight * saved
                 extra += taken * more[few[0]]
             found[full] = np.where(missing <= 0, found[full] + extra, np.inf)
         return found
 
-    def missing(self, live: int) -> Floats:
+    def missing(self, in_flight: int) -> Floats:
         """Bytes above the memory, with all or no layers recomputed; the better."""
         layers, submeshes, configs = self.shape
         runs = self._runs(np.arange(layers * layers * submeshes * configs))
-        held = self._held(runs, live)
+        held = self._held(runs, in_flight)
         saved = np.zeros_like(held)
         for _, less, counted in self._ranks:
-            saved += live * less[runs[0]] * counted.between(runs)
+            saved += in_flight * less[runs[0]] * counted.between(runs)
         least = np.minimum(held + self._temporary[runs], held - saved + self._scratch[runs])
         return np.asarray(least - self._memory[runs[0]]).reshape(layers, layers, submeshes, configs)
 
-    def recomputed(self, first: int, last: int, submesh: int, config: int, live: int) -> tuple[int, ...]:
+    def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
         """Layers of a run that are computed again in the backward part; of equal ones the first."""
         way = submesh * self.shape[2] + config
-        held, allowed = self._held((way, first, last), live), self._allowed()[way]
+        held, allowed = self._held((way, first, last), in_flight), self._allowed()[way]
         if held + self._temporary[way, first, last] <= allowed:
             return ()
         missing, found = held + self._scratch[way, first, last] - allowed, []
         for _, less, layers in self._kinds[way]:
             inside = layers[(layers >= first) & (layers <= last)]
-            taken = int(np.clip(np.ceil(missing / (live * less)), 0, len(inside)))
-            missing -= taken * live * less
+            taken = int(np.clip(np.ceil(missing / (in_flight * less)), 0, len(inside)))
+            missing -= taken * in_flight * less
             found += [int(layer) for layer in inside[:taken]]
         return tuple(sorted(found))
 
@@ -336,9 +263,9 @@ class ProfileCosts:
         first, last = np.divmod(run, layers)
         return way, first, last
 
-    def _held(self, runs: Runs, live: int) -> Floats:
+    def _held(self, runs: Runs, in_flight: int) -> Floats:
         """Bytes without scratch memory, nothing recomputed."""
-        return self._fixed.of(runs) + live * self._activations.of(runs)
+        return self._fixed.of(runs) + in_flight * self._activations.of(runs)
 
     def _allowed(self) -> Floats:
         return self._memory * (1 + _ROUNDING)
@@ -360,7 +287,7 @@ def _kinds(config: Config) -> list[tuple[float, float, Numbers]]:
 
 def _ranks(
     kinds: Sequence[Sequence[tuple[float, float, Numbers]]], layers: int
-) -> list[tuple[Floats, Floats, Sums]]:
+) -> list[tuple[Floats, Floats, IntervalSums]]:
     """The best kinds of all ways, the second ones, and so on: seconds more, bytes less, which layers."""
     found = []
     for rank in range(max(map(len, kinds))):
@@ -370,5 +297,5 @@ def _ranks(
             if rank < len(own):
                 more[way], less[way], numbers = own[rank]
                 members[way][numbers] = 1
-        found.append((more, less, Sums(members)))
+        found.append((more, less, IntervalSums(members)))
     return found

@@ -1,4 +1,4 @@
-"""The shortest row of stages under a limit on the slowest: one table, filled from the last layer back.
+"""The shortest pipeline under a limit on its slowest stage: one table, filled from the last layer back.
 
 With F(s, k, d) the least sum of seconds when layers k.. make s stages on d devices and no stage is above the
 limit (Zheng et al., Alpa, OSDI 2022, section 5.2),
@@ -15,7 +15,7 @@ A state matters only where it takes less than every state of the same layer with
 devices where fewer may be used: t never falls with s, so whatever precedes the one could precede the other.
 
 Memory is the only reason to count s. So a table without s comes first, with t as on the last stage; it bounds
-the other from below, and where its stages fit where they lie it is the answer.
+the other from below, and where its stages fit at their positions it is the answer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_CACHED = 1 << 16  # numbers added at a time
+_CACHED = 1 << 16
+"""Numbers that are added at a time: their 512 KiB fit into the second-level cache of a core."""
 
 Floats = NDArray[np.float64]
 Times = Callable[[int], Floats]
 """Position from the end (1 is the last stage) -> seconds [first, stop - 1, sub-mesh], inf above the limit."""
 
 Index = tuple[int | slice, ...]
-Row = tuple[tuple[int, int, int], ...]
-"""Stages from the first to the last: (first layer, stop, sub-mesh)."""
+StageAssignment = tuple[tuple[int, int, int], ...]
+"""The stages of a pipeline, from the first to the last: (first layer, stop, sub-mesh)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,20 @@ class Devices:
         if whole and any(n % unit for n, unit in zip(pools, units, strict=True)):
             return None
         shape = tuple(n // unit + 1 for n, unit in zip(pools, units, strict=True))
-        scaled = tuple(tuple(n // unit for n, unit in zip(row, units, strict=True)) for row in sizes)
+        scaled = tuple(tuple(n // unit for n, unit in zip(sizes_, units, strict=True)) for sizes_ in sizes)
         return Devices(shape, scaled, whole)
 
-    def taken(self, submesh: int) -> tuple[slice, ...]:
-        """States that are left when a sub-mesh is taken of `room`."""
+    def states_after(self, submesh: int) -> tuple[slice, ...]:
+        """The states that follow from `states_before` when the sub-mesh is added, in the same order."""
         return tuple(slice(n, None) for n in self.sizes[submesh])
 
-    def room(self, submesh: int) -> tuple[slice, ...]:
-        """States to which a sub-mesh can be added."""
+    def states_before(self, submesh: int) -> tuple[slice, ...]:
+        """The states to which a sub-mesh can be added."""
         return tuple(slice(0, max(0, m - n)) for m, n in zip(self.shape, self.sizes[submesh], strict=True))
 
 
 class StageTable:
-    """Rows of stages under a limit.
+    """The dynamic programme over stage assignments under a limit.
 
     Args:
         layers: K.
@@ -85,41 +86,41 @@ class StageTable:
         self.count = len(devices.sizes)
         self.borders = None if borders is None or not borders.size else borders
         pairs = self.borders is not None and bool((self.borders != self.borders[:, :, :1]).any())
-        self.firsts = self.count if pairs else 1  # what the state knows of the first sub-mesh of the rest
+        self.firsts = self.count if pairs else 1  # sub-meshes of the rest that a state tells apart
         self.before = 1 if self.borders is None else self.count
-        self.room = [devices.room(n) for n in range(self.count)]
-        self.taken = [devices.taken(n) for n in range(self.count)]
-        self.usable = [n for n, room in enumerate(self.room) if all(part.stop for part in room)]
+        self.states_before = [devices.states_before(n) for n in range(self.count)]
+        self.states_after = [devices.states_after(n) for n in range(self.count)]
+        self.usable = [n for n, room in enumerate(self.states_before) if all(part.stop for part in room)]
 
-    def shortest(self, times: Times, budget: float) -> tuple[float, Row] | None:
-        """The row of any number of stages with the least sum, were each stage the last.
+    def shortest(self, times: Times, budget: float) -> tuple[float, StageAssignment] | None:
+        """The assignment of any number of stages with the least sum, were each stage the last.
 
         Args:
             times: see `Times`.
-            budget: rows with a larger sum are not looked for.
+            budget: assignments with a larger sum are not looked for.
 
         Returns:
-            sum and row, or None.
+            sum and assignment, or None.
         """
         table = times(1)
         best, reach = self._suffixes(table, budget)
         end = self._end(best[0])
         return None if end is None else (end[0], self._back(lambda _: table, lambda _: reach, end[1], 0))
 
-    def counted(self, times: Times, most: int, budget: float) -> tuple[float, Row] | None:
-        """The row of at most `most` stages with the least sum; other arguments as of `shortest`."""
+    def counted(self, times: Times, most: int, budget: float) -> tuple[float, StageAssignment] | None:
+        """The assignment of at most `most` stages with the least sum; other arguments as of `shortest`."""
         ahead = self._prefixes(times(1), budget)
         reach = self._empty()
         self._start(reach)
         levels, least = [reach], reach
         best: tuple[float, tuple[int, ...], int] | None = None
         for position in range(1, most + 1):
-            found = self._extend_all(times(position), levels[-1])
-            found[found + ahead[..., None] > budget] = np.inf
-            end = self._end(found[0].min(axis=-1))
+            totals = self._extend_all(times(position), levels[-1])
+            totals[totals + ahead[..., None] > budget] = np.inf
+            end = self._end(totals[0].min(axis=-1))
             if end is not None and (best is None or end[0] < best[0]):
                 best = end[0], end[1], position
-            reach = self._joined(found)
+            reach = self._joined(totals)
             before, least = least, self._least(np.minimum(reach, least))
             reach[(reach > least) | (reach >= before)] = np.inf
             if not np.isfinite(reach).any():
@@ -130,7 +131,7 @@ class StageTable:
         return best[0], self._back(times, lambda position: levels[position - 1], best[1], best[2])
 
     def _suffixes(self, table: Floats, budget: float) -> tuple[Floats, Floats]:
-        """Least sums of the rows that start at each layer [layer, units], and with the border before it."""
+        """Least sums of assignments from each layer on, [layer, units], and with the border before it."""
         reach = self._empty()
         self._start(reach)
         best = np.full((self.layers, *self.devices.shape), np.inf)
@@ -139,15 +140,15 @@ class StageTable:
         for first in range(self.layers - 1, -1, -1):
             low, high = lows[first], highs[first]
             ends = {n: (low[n], high[n]) for n in self.usable if fits[first, low[n], n]}
-            found = self._extend(table, reach, first, ends, budget)
-            best[first] = found.min(axis=-1)
-            self._join(reach, first, found)
+            totals = self._extend(table, reach, first, ends, budget)
+            best[first] = totals.min(axis=-1)
+            self._join(reach, first, totals)
         return best, reach
 
     def _prefixes(self, table: Floats, budget: float) -> Floats:
-        """No row whose rest starts at a layer on so many units takes less before it, [layer, units].
+        """Lower bounds of the sum before a layer with some units left, [layer, units].
 
-        The suffixes of the row read backwards.
+        They are the suffixes of the reversed pipeline.
         """
         borders = None if self.borders is None else self.borders[::-1].transpose(0, 2, 1)
         mirror = StageTable(self.layers, self.devices, borders)
@@ -175,41 +176,41 @@ class StageTable:
     def _extend(
         self, table: Floats, reach: Floats, first: int, ends: Mapping[int, tuple[int, int]], budget: float
     ) -> Floats:
-        """Least sums of the rows that start at a layer, [units, first sub-mesh].
+        """Least sums of the assignments that start at a layer, [units, first sub-mesh].
 
         `ends` says between which last layer and which stop the stages on each sub-mesh end.
         """
-        found = np.full((*self.devices.shape, self.firsts), np.inf)
+        totals = np.full((*self.devices.shape, self.firsts), np.inf)
         for submesh, (low, high) in ends.items():
-            room = self.room[submesh]
-            own = submesh if self.before > 1 else 0
-            rest: Index = (own, slice(low + 1, high + 1), *room)
+            room = self.states_before[submesh]
+            behind = submesh if self.before > 1 else 0
+            rest: Index = (behind, slice(low + 1, high + 1), *room)
             sums = reach[rest] + table[first, low:high, submesh].reshape(-1, *[1] * len(room))
             least = sums.min(axis=0)
-            at: Index = (*self.taken[submesh], submesh if self.firsts > 1 else 0)
-            found[at] = np.minimum(found[at], least)
-        found[found > budget] = np.inf
-        return found
+            index: Index = (*self.states_after[submesh], submesh if self.firsts > 1 else 0)
+            totals[index] = np.minimum(totals[index], least)
+        totals[totals > budget] = np.inf
+        return totals
 
     def _extend_all(self, table: Floats, reach: Floats) -> Floats:
-        """Least sums of the rows that start at every layer, [layer, units, first sub-mesh]."""
-        found = np.full((self.layers, *self.devices.shape, self.firsts), np.inf)
+        """Least sums of the assignments that start at every layer, [layer, units, first sub-mesh]."""
+        totals = np.full((self.layers, *self.devices.shape, self.firsts), np.inf)
         for submesh in self.usable:
-            at: Index = (submesh if self.before > 1 else 0, slice(1, None), *self.room[submesh])
-            rest = reach[at]
+            index: Index = (submesh if self.before > 1 else 0, slice(1, None), *self.states_before[submesh])
+            rest = reach[index]
             flat = rest.reshape(self.layers, -1)
             finite = np.isfinite(flat)
             stops, units = np.flatnonzero(finite.any(axis=1)), np.flatnonzero(finite.any(axis=0))
-            own = table[:, stops, submesh]
-            firsts = np.flatnonzero(np.isfinite(own).any(axis=1))
+            seconds = table[:, stops, submesh]
+            firsts = np.flatnonzero(np.isfinite(seconds).any(axis=1))
             if not len(stops) or not len(firsts):
                 continue
             least = np.full((self.layers, flat.shape[1]), np.inf)
-            least[np.ix_(firsts, units)] = _least_sums(own[firsts], flat[np.ix_(stops, units)])
+            least[np.ix_(firsts, units)] = _least_sums(seconds[firsts], flat[np.ix_(stops, units)])
             least = least.reshape(self.layers, *rest.shape[1:])
-            to: Index = (slice(None), *self.taken[submesh], submesh if self.firsts > 1 else 0)
-            found[to] = np.minimum(found[to], least)
-        return found
+            target: Index = (slice(None), *self.states_after[submesh], submesh if self.firsts > 1 else 0)
+            totals[target] = np.minimum(totals[target], least)
+        return totals
 
     def _least(self, reach: Floats) -> Floats:
         """Least sums on no more devices, where fewer may be used."""
@@ -217,77 +218,77 @@ class StageTable:
             reach = np.minimum.accumulate(reach, axis=axis)
         return reach
 
-    def _joined(self, found: Floats) -> Floats:
-        """Rows that start at every layer, with the border before them."""
+    def _joined(self, totals: Floats) -> Floats:
+        """Least sums from every layer on, with the border before it."""
         reach = self._empty()
         if self.borders is None:
-            reach[0, 1 : self.layers] = found[1:].min(axis=-1)
+            reach[0, 1 : self.layers] = totals[1:].min(axis=-1)
             return reach
         ones = (1,) * len(self.devices.shape)
         for before in range(self.count):
             border = self.borders[:, before, : self.firsts].reshape(-1, *ones, self.firsts)
-            reach[before, 1 : self.layers] = (found[1:] + border).min(axis=-1)
+            reach[before, 1 : self.layers] = (totals[1:] + border).min(axis=-1)
         return reach
 
-    def _join(self, reach: Floats, first: int, found: Floats) -> None:
-        """Add the border before a layer to the rows that start at it."""
+    def _join(self, reach: Floats, first: int, totals: Floats) -> None:
+        """Enter the least sums from a layer on, with the border before it."""
         if self.borders is None:
-            reach[0, first] = found.min(axis=-1)
+            reach[0, first] = totals.min(axis=-1)
             return
         if first:
             for before in range(self.count):
-                reach[before, first] = (found + self.borders[first - 1, before, : self.firsts]).min(axis=-1)
+                reach[before, first] = (totals + self.borders[first - 1, before, : self.firsts]).min(axis=-1)
 
     def _end(self, sums: Floats) -> tuple[float, tuple[int, ...]] | None:
         """The best state in which all layers are covered."""
         if self.devices.whole:
-            at = tuple(n - 1 for n in self.devices.shape)
+            state = tuple(n - 1 for n in self.devices.shape)
         else:
-            at = tuple(int(i) for i in np.unravel_index(int(sums.argmin()), sums.shape))
-        return (float(sums[at]), at) if np.isfinite(sums[at]) else None
+            state = tuple(int(i) for i in np.unravel_index(int(sums.argmin()), sums.shape))
+        return (float(sums[state]), state) if np.isfinite(sums[state]) else None
 
     def _back(
         self, times: Times, reach: Callable[[int], Floats], units: tuple[int, ...], position: int
-    ) -> Row:
-        """The stages of the best row, found again from the table."""
-        row: list[tuple[int, int, int]] = []
+    ) -> StageAssignment:
+        """The best assignment, traced back through the table."""
+        assignment: list[tuple[int, int, int]] = []
         first = 0
         while first < self.layers:
-            stop, submesh = self._best_stage(times(position), reach(position), row, first, units)
-            row.append((first, stop, submesh))
+            stop, submesh = self._best_stage(times(position), reach(position), assignment, first, units)
+            assignment.append((first, stop, submesh))
             units = tuple(a - b for a, b in zip(units, self.devices.sizes[submesh], strict=True))
             first, position = stop, position - 1
-        return tuple(row)
+        return tuple(assignment)
 
     def _best_stage(
         self,
         table: Floats,
         reach: Floats,
-        row: list[tuple[int, int, int]],
+        assignment: list[tuple[int, int, int]],
         first: int,
         units: tuple[int, ...],
     ) -> tuple[int, int]:
-        """Stop and sub-mesh of the stage that starts at a layer with so many units left."""
-        best, found = np.inf, (0, 0)
+        """Stop and sub-mesh of the stage that starts at a layer with some units left."""
+        best, choice = np.inf, (0, 0)
         for submesh, sizes in enumerate(self.devices.sizes):
             left = tuple(a - b for a, b in zip(units, sizes, strict=True))
             if min(left) < 0:
                 continue
             rest: Index = (submesh if self.before > 1 else 0, slice(first + 1, None), *left)
             sums = table[first, first:, submesh] + reach[rest]
-            if row and self.borders is not None:
-                sums = sums + self.borders[first - 1, row[-1][2], submesh]
-            at = int(sums.argmin())
-            if sums[at] < best:
-                best, found = float(sums[at]), (first + 1 + at, submesh)
-        return found
+            if assignment and self.borders is not None:
+                sums = sums + self.borders[first - 1, assignment[-1][2], submesh]
+            index = int(sums.argmin())
+            if sums[index] < best:
+                best, choice = float(sums[index]), (first + 1 + index, submesh)
+        return choice
 
 
 def _least_sums(seconds: Floats, rest: Floats) -> Floats:
     """min over stops of seconds [first, stop] + rest [stop, units], in pieces that stay in the cache."""
-    found = np.empty((len(seconds), rest.shape[1]))
+    totals = np.empty((len(seconds), rest.shape[1]))
     piece = max(1, _CACHED // rest.size)
     for start in range(0, len(seconds), piece):
         stop = start + piece
-        np.min(seconds[start:stop, :, None] + rest[None], axis=1, out=found[start:stop])
-    return found
+        np.min(seconds[start:stop, :, None] + rest[None], axis=1, out=totals[start:stop])
+    return totals

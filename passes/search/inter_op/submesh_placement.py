@@ -1,4 +1,4 @@
-"""Which devices a stage gets: sub-meshes that a pool of equal machines offers, and where chosen ones lie.
+"""Submesh placement: the sub-meshes that pools of equal machines offer, and the devices of each stage.
 
 *In:* pools, the devices that each stage takes of each pool. *Out:* device numbers by stage.
 *Invariant:* a stage that takes no more devices than a machine has lies in one machine; one that takes more
@@ -156,76 +156,77 @@ def place(pools: Sequence[Pool], stages: Sequence[SubMesh]) -> tuple[tuple[int, 
     """
     devices: list[list[int]] = [[] for _ in stages]
     for number, pool in enumerate(pools):
-        wanted = [stage.sizes[number] for stage in stages]
-        found = _place(pool, wanted)
-        if found is None:
+        sizes = [stage.sizes[number] for stage in stages]
+        placed = _place(pool, sizes)
+        if placed is None:
             return None
-        for own, more in zip(devices, found, strict=True):
-            own += more
-    return tuple(tuple(own) for own in devices)
+        for of_stage, more in zip(devices, placed, strict=True):
+            of_stage += more
+    return tuple(tuple(of_stage) for of_stage in devices)
 
 
-def _place(pool: Pool, wanted: Sequence[int]) -> list[list[int]] | None:
+def _place(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
     """Device numbers of every stage in one pool."""
-    return _in_order(pool, wanted) or _by_size(pool, wanted)
+    return _in_order(pool, sizes) or _by_size(pool, sizes)
 
 
-def _in_order(pool: Pool, wanted: Sequence[int]) -> list[list[int]] | None:
+def _in_order(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
     """One after the other; None where one would not start at a multiple of its size, or leave its machine."""
     devices = [d for machine in pool.machines for d in machine]
-    found, start = [], 0
-    for size in wanted:
+    placed, start = [], 0
+    for size in sizes:
         inside = start % pool.machine
         fits = inside % size == 0 and inside + size <= pool.machine if 0 < size < pool.machine else not inside
         if size and (not fits or start + size > pool.size or (size > pool.machine and size % pool.machine)):
             return None
-        found.append(devices[start : start + size])
+        placed.append(devices[start : start + size])
         start += size
-    return found
+    return placed
 
 
-def _by_size(pool: Pool, wanted: Sequence[int]) -> list[list[int]] | None:
+def _by_size(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
     """The largest first, equal ones in order."""
-    found: list[list[int]] = [[] for _ in wanted]
+    placed: list[list[int]] = [[] for _ in sizes]
     machine, used = pool.machine, 0
-    large = sorted((i for i, n in enumerate(wanted) if n >= machine), key=lambda i: -wanted[i])
+    large = sorted((i for i, n in enumerate(sizes) if n >= machine), key=lambda i: -sizes[i])
     for i in large:
-        count = wanted[i] // machine
-        if wanted[i] % machine or used + count > len(pool.machines):
+        count = sizes[i] // machine
+        if sizes[i] % machine or used + count > len(pool.machines):
             return None
-        found[i] = [d for row in pool.machines[used : used + count] for d in row]
+        placed[i] = [d for devices in pool.machines[used : used + count] for d in devices]
         used += count
-    small = sorted((i for i, n in enumerate(wanted) if 0 < n < machine), key=lambda i: -wanted[i])
+    small = sorted((i for i, n in enumerate(sizes) if 0 < n < machine), key=lambda i: -sizes[i])
     free = [machine] * (len(pool.machines) - used)
-    packed = _pack([wanted[i] for i in small], free)
+    packed = _pack([sizes[i] for i in small], free)
     if packed is None:
         return None
     taken = [0] * len(free)
-    for i, at in zip(small, packed, strict=True):
-        found[i] = list(pool.machines[used + at][taken[at] : taken[at] + wanted[i]])
-        taken[at] += wanted[i]
-    return found
+    for i, number in zip(small, packed, strict=True):
+        placed[i] = list(pool.machines[used + number][taken[number] : taken[number] + sizes[i]])
+        taken[number] += sizes[i]
+    return placed
 
 
 def _pack(sizes: Sequence[int], free: list[int]) -> list[int] | None:
     """Machine of each size (falling): first fit, else depth-first search over machines that differ."""
     if sum(sizes) > sum(free):
         return None
-    left, found = list(free), []
+    left, machines = list(free), []
     for size in sizes:
-        at = next((i for i, room in enumerate(left) if room >= size), None)
-        if at is None:
+        machine = next((i for i, room in enumerate(left) if room >= size), None)
+        if machine is None:
             divides = all(a % b == 0 for a, b in pairwise(sizes))
             return None if divides and all(room % sizes[0] == 0 for room in free) else _search(sizes, free)
-        left[at] -= size
-        found.append(at)
-    return found
+        left[machine] -= size
+        machines.append(machine)
+    return machines
 
 
 def _search(sizes: Sequence[int], free: list[int]) -> list[int] | None:
     """Machine of each size by depth-first search; equal remainders are tried once."""
     dead: set[tuple[int, tuple[int, ...]]] = set()
-    left, found = list(free), []
+    left: list[int] = list(free)
+    machines: list[int] = []
 
     def descend(number: int) -> bool:
         if number == len(sizes):
@@ -234,14 +235,14 @@ def _search(sizes: Sequence[int], free: list[int]) -> list[int] | None:
         if state in dead:
             return False
         for room in sorted({r for r in left if r >= sizes[number]}):
-            at = left.index(room)
-            left[at] -= sizes[number]
-            found.append(at)
+            machine = left.index(room)
+            left[machine] -= sizes[number]
+            machines.append(machine)
             if descend(number + 1):
                 return True
-            left[at] += sizes[number]
-            found.pop()
+            left[machine] += sizes[number]
+            machines.pop()
         dead.add(state)
         return False
 
-    return found if descend(0) else None
+    return machines if descend(0) else None

@@ -3,7 +3,7 @@
 *In:* a cluster and the device of every rank. *Out:* seconds, remembered by shapes, so that repeated layers
 and further formulations on the same mesh are priced once. *Invariant:* the numbers of the forecast: the same
 work of an op (`passes.work`), the same patterns of groups (`resources.patterns`), the steps that
-`redistribute` takes under `Prices.price`.
+`redistribute` takes under `MeshCommunication.price`.
 
 Every rank does what the rank with the largest blocks does; on a mesh of unequal devices the slowest counts.
 Where the mesh has weights, an op takes what it takes on the slowest of the ranks, each with its own block; a
@@ -22,7 +22,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
@@ -37,10 +36,10 @@ from distgraph.ir.op_registry import (
     rule_of,
     window_bounds,
 )
-from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.analysis.op_work import Work, work_of
-from distgraph.passes.redistribution.halo import halo_volume
-from distgraph.passes.redistribution.planner import TIE_SECONDS, redistribute_cost
+from distgraph.passes.analysis.redistribution_cost import window_cost
+from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.search.intra_op.redistribution_costs import Routes, representatives, routes
 from distgraph.passes.search.intra_op.strategies import (
     Specs,
@@ -50,9 +49,8 @@ from distgraph.passes.search.intra_op.strategies import (
     own_blocks,
     parts_of,
 )
-from distgraph.resources import Cluster, ComputeCost, shared_cost
-from distgraph.resources.collective_cost import held_bytes
-from distgraph.resources.group_symmetry import Groups, patterns
+from distgraph.resources import Cluster, ComputeCost
+from distgraph.resources.mesh_communication import MeshCommunication
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -111,49 +109,15 @@ class Prices:
 
     def __init__(self, cluster: Cluster, devices: Sequence[int] | None = None) -> None:
         self.cluster = cluster
-        self.devices = None if devices is None else tuple(devices)
-        self.collective = shared_cost(cluster)
+        self.communication = MeshCommunication(cluster, devices)
+        self.price = self.communication.price
         self.compute = ComputeCost(cluster)
-        self._patterns: dict[tuple[ProcessMesh, tuple[str, ...]], tuple[Groups, ...]] = {}
-        self._single: dict[tuple[str, float, tuple[Groups, ...]], float] = {}
         self._tables: dict[object, _Table] = {}
         self._matrices: dict[object, Floats] = {}
         self._ops: dict[object, Floats] = {}
         self._streams: dict[object, Floats] = {}
         self._works: dict[object, float] = {}
         self._members: dict[ProcessMesh, tuple[_Member, ...]] = {}
-
-    # collectives
-
-    def price(
-        self, kind: str, sent: float, group_size: int, mesh: ProcessMesh, axes: tuple[str, ...]
-    ) -> float:
-        """Seconds of a collective; what `redistribute`, `lower` and `build` take as `price`."""
-        if group_size == 1 or not sent:
-            return 0.0
-        key = (kind, sent, self._groups(mesh, axes))
-        if key not in self._single:
-            self._single[key] = float(self._collective(kind, mesh, axes, np.array([sent]))[0])
-        return self._single[key]
-
-    def _collective(self, kind: str, mesh: ProcessMesh, axes: tuple[str, ...], sent: Floats) -> Floats:
-        """Seconds of collectives along some axes; bytes that a rank sends."""
-        sizes = held_bytes(kind, mesh.count(axes), sent)
-        found = np.zeros_like(sizes)
-        for groups in self._groups(mesh, axes):
-            found = np.maximum(found, self.collective.times(kind, groups[0], sizes, groups[1:]))
-        return np.where(sent > 0, found + COLLECTIVES[kind].tie_break * TIE_SECONDS, 0.0)
-
-    def _groups(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[Groups, ...]:
-        key = (mesh, axes)
-        if key not in self._patterns:
-            placed = [tuple(self.device(rank) for rank in group) for group in mesh.groups(axes)]
-            self._patterns[key] = patterns(self.cluster, placed)
-        return self._patterns[key]
-
-    def device(self, rank: int) -> int:
-        """Number of the device of a rank."""
-        return rank if self.devices is None else self.devices[rank]
 
     # changes of layout
 
@@ -198,7 +162,7 @@ class Prices:
         if key not in self._matrices:
 
             def of_step(kind: str, axes: tuple[str, ...], sent: Floats) -> Floats:
-                return self._collective(kind, mesh, axes, sent) if axes else np.zeros_like(sent)
+                return self.communication.prices(kind, mesh, axes, sent) if axes else np.zeros_like(sent)
 
             self._matrices[key] = found.seconds(np.array([nbytes], dtype=np.float64), of_step)[0]
         return self._matrices[key]
@@ -356,7 +320,7 @@ class Prices:
         if mesh not in self._members:
             kinds: dict[object, dict[object, tuple[int, int]]] = {}
             for rank in mesh.members:
-                device = self.cluster.devices[self.device(rank)]
+                device = self.cluster.devices[self.communication.device(rank)]
                 at = zip(mesh.axes, mesh.coordinates(rank), strict=True)
                 own = tuple(mesh.weights[axis][i] for axis, i in at if axis in mesh.weights)
                 kind = device.type, device.model, device.origin, device.memory
@@ -373,8 +337,7 @@ class Prices:
         for position, value in enumerate(op.operands):
             windows = operand_windows(op, position, layout)
             if windows:
-                spec = operand_layout(op, position, layout)
-                sent = itemsize(value.dtype) * halo_volume(value.shape, layout.mesh, spec, windows)
-                axes = tuple(axis for dim, _ in windows for axis in spec.dims[dim])
-                total += self.price("permute", float(sent), layout.mesh.count(axes), layout.mesh, axes)
+                stored = DistAttr(layout.mesh, operand_layout(op, position, layout))
+                size = itemsize(value.dtype)
+                total += window_cost(value.shape, size, stored, stored, windows, self.price)
         return total

@@ -63,7 +63,7 @@ class Formulation:
         graph, mesh: what was formulated.
         prices: seconds.
         fold, nodes, lifetimes, assembly: what the problem is made of; its node i is `nodes.all[i]`.
-        memory_limit, memory_price, live_micro_batches: as given.
+        memory_limit, memory_multiplier, live_micro_batches: as given.
     """
 
     graph: Graph
@@ -74,16 +74,16 @@ class Formulation:
     lifetimes: Lifetimes = field(repr=False)
     assembly: Assembly = field(repr=False)
     memory_limit: float | None = None
-    memory_price: float = 0.0
+    memory_multiplier: float = 0.0
     live_micro_batches: int = 1
 
     @cached_property
     def problem(self) -> Problem:
-        """What `intra.solve` takes; costs in seconds of a step, plus `memory_price` a byte.
+        """What `intra.solve` takes; costs in seconds of a step, plus `memory_multiplier` a byte.
 
         Made when first asked for: the profile of a choice needs far fewer prices.
         """
-        limit, price, live = self.memory_limit, self.memory_price, self.live_micro_batches
+        limit, price, live = self.memory_limit, self.memory_multiplier, self.live_micro_batches
         return _problem(self.fold, self.nodes, self.parts, limit, price, live)
 
     @property
@@ -148,14 +148,14 @@ class Formulation:
         self,
         *,
         memory_limit: float | None = None,
-        memory_price: float = 0.0,
+        memory_multiplier: float = 0.0,
         live_micro_batches: int = 1,
     ) -> Formulation:
         """The same with another limit on memory and another price of it; costs nothing but additions."""
         return replace(
             self,
             memory_limit=memory_limit,
-            memory_price=memory_price,
+            memory_multiplier=memory_multiplier,
             live_micro_batches=live_micro_batches,
         )
 
@@ -167,7 +167,7 @@ def formulate(
     layering: Layering | None = None,
     *,
     memory_limit: float | None = None,
-    memory_price: float = 0.0,
+    memory_multiplier: float = 0.0,
     live_micro_batches: int = 1,
     folded: Fold | None = None,
 ) -> Formulation:
@@ -179,7 +179,7 @@ def formulate(
         prices: seconds; also knows the device of every rank.
         layering: layers, equal ones of which get equal layouts; None to decide every op apart.
         memory_limit: bytes that a rank may use; None for no limit.
-        memory_price: seconds that a byte costs which is held for the whole step.
+        memory_multiplier: seconds that a byte costs which is held for the whole step.
         live_micro_batches: micro-batches whose activations are held at the same time.
         folded: of this graph and layering, where it is known.
 
@@ -199,7 +199,7 @@ def formulate(
         lifetimes,
         Assembly(folded, nodes, lifetimes, mesh, prices),
         memory_limit,
-        memory_price,
+        memory_multiplier,
         live_micro_batches,
     )
 

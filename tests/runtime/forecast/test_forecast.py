@@ -15,6 +15,7 @@ from distgraph.ir.op_registry import flops, lookup
 from distgraph.passes.partition import LocalOp
 from distgraph.resources import CollectiveCost, ComputeCost
 from distgraph.resources.cluster import Cluster, MeasuredTable
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.forecast.op_cost import OpCost
@@ -157,10 +158,10 @@ def test_groups_that_share_a_cable_slow_each_other():
 def test_patterns_of_groups_give_the_slowest_group(sizes: tuple[int, ...], axes: tuple[str, ...]):
     """Beside a computation for every group, with the groups that share a machine with it, however far."""
     mesh, cluster = grid(a=3, b=4), machines(*sizes)
-    traffic = TrafficCost(serial_chain().lowered, cluster, tuple(range(12)))
+    communication = MeshCommunication(cluster)
     cost = CollectiveCost(cluster)
     best = max(
-        cost.time("all_gather", groups[0], 2**20, groups[1:]) for groups in traffic.patterns(mesh, axes)
+        cost.time("all_gather", groups[0], 2**20, groups[1:]) for groups in communication.patterns(mesh, axes)
     )
     slowest, meet = 0.0, nx.Graph()
     groups = mesh.groups(axes)

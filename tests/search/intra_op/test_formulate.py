@@ -302,12 +302,12 @@ def test_states_are_split_as_memory_gets_dear() -> None:
     plain = formulate(graph, MESHES[1], prices())
     held = []
     for price in (0.0, 1e-9, 1e-3):
-        formulation = plain.priced(memory_price=price)
+        formulation = plain.priced(memory_multiplier=price)
         profile = formulation.profile(best(formulation))
         held.append(float(profile.fixed.sum() + profile.activations.sum()))
     assert held[0] > held[1] > held[2] or held[0] > held[2]
     states = [op for op in graph.sources("state") if len(op.result.shape) > 1]
-    formulation = plain.priced(memory_price=1e-3)
+    formulation = plain.priced(memory_multiplier=1e-3)
     layouts = formulation.decode(best(formulation))
     assert all("x" in layouts.values[op.name].spec.axes for op in states)
 
@@ -404,7 +404,7 @@ def test_an_annotation_over_an_axis_that_the_mesh_lacks_is_named() -> None:
 
 def test_terms_say_what_a_change_costs() -> None:
     graph = task("mlp").graph(micro=2)
-    formulation = formulate(graph, MESHES[2], prices(SLOW), memory_price=1e-9)
+    formulation = formulate(graph, MESHES[2], prices(SLOW), memory_multiplier=1e-9)
     problem, choice = formulation.problem, best(formulation)
     objective = problem.objective(choice)
     for node in range(len(problem.costs)):

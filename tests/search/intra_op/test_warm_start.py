@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.programs.searched import Program, gpt, two_by_two
 
-from distgraph.engine.search.layout_costs import Oracle, Traced
+from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts
 from distgraph.engine.search.search_space import Shape, pools_of
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
@@ -19,29 +19,31 @@ SHAPES = [Shape((("dp", 2), ("tp", 2))), Shape((("dp", 4),))]
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Iterator[Oracle]:
+def layout_costs() -> Iterator[LayoutCosts]:
     """Of two blocks of a GPT and 16 sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         cluster = two_by_two()
         program = Program(gpt, (6,), (6,), tokens=True, batch=16)
-        yield Oracle(program.training(), cluster, pools_of(cluster))
+        yield LayoutCosts(program.training(), cluster, pools_of(cluster))
 
 
 def carried(
-    oracle: Oracle, shape: Shape, source: Traced, target: Traced
+    layout_costs: LayoutCosts, shape: Shape, source: LayeredGraph, target: LayeredGraph
 ) -> tuple[Formulation, tuple[int, ...], Formulation, tuple[int, ...] | None]:
     """The best choice for one graph, and what it is for another."""
-    found, choice, _ = oracle.chosen(source, DEVICES, shape, 0.0, "none")
-    other = oracle.formulation(target, DEVICES, shape)
+    found, choice, _ = layout_costs.solve(source, DEVICES, shape, 0.0, "none")
+    other = layout_costs.formulation(target, DEVICES, shape)
     twin = twins(target.fold, source.fold)
     assert twin is not None
     return found, choice, other, transferred(found, choice, other, twin)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_other_micro_batches_lie_alike(oracle: Oracle, shape: Shape) -> None:
-    source, choice, target, found = carried(oracle, shape, oracle.traced(2), oracle.traced(4))
+def test_other_micro_batches_lie_alike(layout_costs: LayoutCosts, shape: Shape) -> None:
+    source, choice, target, found = carried(
+        layout_costs, shape, layout_costs.layered_graph(2), layout_costs.layered_graph(4)
+    )
     assert found is not None
     wanted, got = source.decode(choice), target.decode(found)
     assert got.values == wanted.values
@@ -53,9 +55,9 @@ def test_other_micro_batches_lie_alike(oracle: Oracle, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_computed_again_lies_as_the_first_time(oracle: Oracle, shape: Shape) -> None:
-    plain, again = oracle.traced(2), oracle.traced(2, oracle.everything(2))
-    source, choice, target, found = carried(oracle, shape, plain, again)
+def test_what_is_computed_again_lies_as_the_first_time(layout_costs: LayoutCosts, shape: Shape) -> None:
+    plain, again = layout_costs.layered_graph(2), layout_costs.layered_graph(2, layout_costs.all_layers(2))
+    source, choice, target, found = carried(layout_costs, shape, plain, again)
     assert found is not None
     wanted, got = source.decode(choice), target.decode(found)
     forward = {op.name for op in plain.graph.ops if op.role == "forward" and op.kind != "accumulate"}
@@ -75,7 +77,9 @@ def test_what_is_computed_again_lies_as_the_first_time(oracle: Oracle, shape: Sh
     assert target.problem.objective(found) < float("inf")
 
 
-def test_other_options_are_not_guessed(oracle: Oracle) -> None:
+def test_other_options_are_not_guessed(layout_costs: LayoutCosts) -> None:
     """One sequence cannot be split over the batch, where two can."""
-    *_, found = carried(oracle, SHAPES[0], oracle.traced(8), oracle.traced(16))
+    *_, found = carried(
+        layout_costs, SHAPES[0], layout_costs.layered_graph(8), layout_costs.layered_graph(16)
+    )
     assert found is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations, product
 
-from distgraph.engine.search.candidate import Proposal, StageChoice
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import Candidate, StageChoice
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.engine.search.search_space import (
     Shape,
     shapes_of,
@@ -15,10 +15,10 @@ from distgraph.engine.search.search_space import (
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 
 
-def rows(oracle: Oracle, layers: int) -> Iterator[list[tuple[SubMesh, tuple[int, ...]]]]:
+def rows(layout_costs: LayoutCosts, layers: int) -> Iterator[list[tuple[SubMesh, tuple[int, ...]]]]:
     """Every row of sub-meshes that the cluster has devices for, in every order, with those devices."""
-    every = submeshes_of(oracle.pools)
-    most = [len(pool.machines) * pool.machine for pool in oracle.pools]
+    every = submeshes_of(layout_costs.pools)
+    most = [len(pool.machines) * pool.machine for pool in layout_costs.pools]
     for count in range(1, min(layers, sum(most)) + 1):
         seen = set()
         repeated = [s for s in every for _ in range(count)]
@@ -28,30 +28,30 @@ def rows(oracle: Oracle, layers: int) -> Iterator[list[tuple[SubMesh, tuple[int,
                 continue
             seen.add(chosen)
             if all(sum(s.sizes[p] for s in chosen) <= most[p] for p in range(len(most))):
-                devices = place(oracle.pools, chosen)
+                devices = place(layout_costs.pools, chosen)
                 if devices is not None:
                     yield list(zip(chosen, devices, strict=True))
 
 
-def proposals(oracle: Oracle, micro_batches: int) -> Iterator[Proposal]:
-    """Every cut of the layers for every row of stages."""
-    layers = len(oracle.traced(micro_batches).layers)
-    for row in rows(oracle, layers):
+def candidates(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[Candidate]:
+    """Every cut of the layers for every sequence of sub-meshes."""
+    layers = len(layout_costs.layered_graph(micro_batches).layers)
+    for row in rows(layout_costs, layers):
         for cuts in combinations(range(1, layers), len(row) - 1):
-            for shapes in product(*(every_shape(oracle, micro_batches, submesh) for submesh, _ in row)):
+            for shapes in product(*(every_shape(layout_costs, micro_batches, submesh) for submesh, _ in row)):
                 parts = zip(pairwise((0, *cuts, layers)), row, shapes, strict=True)
                 stages = [
                     StageChoice(first, stop, devices, shape) for (first, stop), (_, devices), shape in parts
                 ]
-                yield Proposal("exhaustive", micro_batches, "1f1b", tuple(stages), (), "none", 0.0)
+                yield Candidate("exhaustive", micro_batches, "1f1b", tuple(stages), (), "none", 0.0)
 
 
-def every_shape(oracle: Oracle, micro_batches: int, submesh: SubMesh) -> list[Shape]:
+def every_shape(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> list[Shape]:
     """The one shape of a sub-mesh of these clusters; across both models, all shares of the samples."""
-    own = [pool for pool, n in zip(oracle.pools, submesh.sizes, strict=True) if n]
+    own = [pool for pool, n in zip(layout_costs.pools, submesh.sizes, strict=True) if n]
     if len(own) == 1:
         (shape,) = shapes_of(own[0], submesh.size)
         return [shape]
-    batch = oracle.training.size // micro_batches
+    batch = layout_costs.training.size // micro_batches
     every = product(range(1, batch + 1), repeat=submesh.size)
     return [Shape((("dp", submesh.size),), samples) for samples in every if sum(samples) == batch]

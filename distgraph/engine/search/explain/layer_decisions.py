@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from distgraph.engine.compile.plan_extract import mesh_of
-from distgraph.engine.search.candidate import Proposal, Realized, plan_of, rearranged
-from distgraph.engine.search.decisions import RunnerUp
-from distgraph.engine.search.given_meshes import recomputed
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import BuiltCandidate, Candidate, plan_of, with_stages
+from distgraph.engine.search.explain.decisions import RunnerUp
+from distgraph.engine.search.given_meshes import with_recomputation
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.name_ranges import spans
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.plan.patch import difference
 from distgraph.plan.plan import Decision, Plan
 
-_AGAIN = "computed again in the backward part"
-_UNTOLD = "no other choice was forecast: some are, while there is time"
+_RECOMPUTED = "computed again in the backward part"
+_NOT_FORECAST = "no other choice was forecast: some are, while there is time"
 _GIVEN = "no other choice was forecast: its mesh is given"
 
 
@@ -37,57 +37,61 @@ class Change:
     Attributes:
         layers: whose choice it changes.
         text: in words.
-        proposal: with the change; None where the program has none.
+        candidate: with the change; None where the program has none.
         recompute: all layers that are computed again then.
     """
 
     layers: tuple[int, ...]
     text: str
-    proposal: Proposal | None
+    candidate: Candidate | None
     recompute: tuple[int, ...]
 
 
-def changes(found: Realized) -> list[Change]:
+def changes(program: BuiltCandidate) -> list[Change]:
     """What may be done otherwise with the layers of a program; nothing where its layouts are no choice, or
     its meshes are several that are given."""
-    if found.proposal is not None and found.solved:
-        stages = found.proposal.stages
-        return [*_moved(found.proposal), *_again(found, [(stage.first, stage.stop) for stage in stages])]
-    return list(_again(found, [(0, len(found.traced.layers))])) if len(found.solved) == 1 else []
+    if program.candidate is not None and program.solved:
+        stages = program.candidate.stages
+        return [*_moved(program.candidate), *_again(program, [(stage.first, stage.stop) for stage in stages])]
+    return list(_again(program, [(0, len(program.layered.layers))])) if len(program.solved) == 1 else []
 
 
-def _moved(row: Proposal) -> Iterable[Change]:
+def _moved(pipeline: Candidate) -> Iterable[Change]:
     """A border moved by one layer."""
-    stages = row.stages
-    for at in range(1, len(stages)):
-        before, behind = stages[at - 1 : at + 1]
-        last, first = (before.stop - 1, before.stop - 1, at), (behind.first, behind.first + 1, at - 1)
+    stages = pipeline.stages
+    for number in range(1, len(stages)):
+        before, behind = stages[number - 1 : number + 1]
+        last, first = (before.stop - 1, before.stop - 1, number), (behind.first, behind.first + 1, number - 1)
         for layer, border, stage in (last, first):
             if before.first < border < behind.stop:
                 moved = replace(before, stop=border), replace(behind, first=border)
-                other = replace(row, stages=(*stages[: at - 1], *moved, *stages[at + 1 :]))
-                yield Change((layer,), f"stage {stage}", other, row.recompute)
+                other = replace(pipeline, stages=(*stages[: number - 1], *moved, *stages[number + 1 :]))
+                yield Change((layer,), f"stage {stage}", other, pipeline.recompute)
 
 
-def _again(found: Realized, stages: Iterable[tuple[int, int]]) -> Iterable[Change]:
+def _again(program: BuiltCandidate, stages: Iterable[tuple[int, int]]) -> Iterable[Change]:
     """Equal layers of one stage computed again, or no more; a stage has the layers from one up to another."""
-    row, known, alike = found.proposal, found.traced.recompute, found.traced.layering.classes
+    pipeline, recomputed, classes = (
+        program.candidate,
+        program.layered.recompute,
+        program.layered.layering.classes,
+    )
     for first, stop in stages:
         groups: dict[tuple[int, bool], list[int]] = {}
         for layer in range(first, stop):
-            groups.setdefault((alike[layer], layer in known), []).append(layer)
+            groups.setdefault((classes[layer], layer in recomputed), []).append(layer)
         for (_, again), layers in groups.items():
-            others = tuple(sorted({*known} ^ {*layers}))
+            others = tuple(sorted({*recomputed} ^ {*layers}))
             who = f"layers {spans(layers)}" if len(layers) > 1 else f"layer {layers[0]}"
-            text = f"{who} computed once" if again else f"{who} {_AGAIN}"
-            yield Change(tuple(layers), text, row and replace(row, recompute=others), others)
+            text = f"{who} computed once" if again else f"{who} {_RECOMPUTED}"
+            yield Change(tuple(layers), text, pipeline and replace(pipeline, recompute=others), others)
 
 
-def with_change(found: Realized, change: Change, oracle: Oracle) -> Realized | None:
+def with_change(program: BuiltCandidate, change: Change, layout_costs: LayoutCosts) -> BuiltCandidate | None:
     """The program with a change; None where its layouts do not carry over."""
-    if change.proposal is None:
-        return recomputed(found, change.recompute, oracle)
-    return rearranged(found, change.proposal, oracle)
+    if change.candidate is None:
+        return with_recomputation(program, change.recompute, layout_costs)
+    return with_stages(program, change.candidate, layout_costs)
 
 
 @dataclass(frozen=True)
@@ -96,47 +100,49 @@ class Changed:
 
     Attributes:
         plan: of it, in outline.
-        found: its forecast, without the lines that differ.
+        forecast: of it, without the lines that differ.
     """
 
     plan: Plan
-    found: RunnerUp
+    forecast: RunnerUp
 
-    def light(self) -> Changed:
+    def without_program(self) -> Changed:
         """The same without the program."""
-        return replace(self, found=self.found.light())
+        return replace(self, forecast=self.forecast.without_program())
 
     def compared(self, plan: Plan) -> RunnerUp:
         """The forecast, with the lines of a plan that are others."""
-        return replace(self.found, instead=difference(plan, self.plan))
+        return replace(self.forecast, instead=difference(plan, self.plan))
 
 
-def changed(found: Realized, change: Change, oracle: Oracle) -> Changed | None:
+def changed(program: BuiltCandidate, change: Change, layout_costs: LayoutCosts) -> Changed | None:
     """Forecast `with_change`; None where its layouts do not carry over, or it computes nothing again."""
-    other = with_change(found, change, oracle)
+    other = with_change(program, change, layout_costs)
     if other is None:
         return None
-    if change.recompute != found.traced.recompute and len(other.completed.ops) == len(found.completed.ops):
+    if change.recompute != program.layered.recompute and len(other.completed.ops) == len(
+        program.completed.ops
+    ):
         return None
     forecast = RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), {}, other)
-    return Changed(plan_of(other, oracle, outline=True), forecast)
+    return Changed(plan_of(other, layout_costs, outline=True), forecast)
 
 
 def layer_decisions(
-    found: Realized, profiles: Mapping[ProcessMesh, Profile], told: Mapping[Change, RunnerUp]
+    program: BuiltCandidate, profiles: Mapping[ProcessMesh, Profile], forecasts: Mapping[Change, RunnerUp]
 ) -> dict[str, Decision]:
     """Every layer of a program with its runner-up; equal decisions of layers in a row stand as one.
 
     Args:
-        found: it.
+        program: the best of the search.
         profiles: its costs by layer on every mesh.
-        told: changes that were forecast.
+        forecasts: of changes.
     """
-    assert found.placements is not None  # where layouts were chosen
-    meshes = [mesh_of(layer, found.placements) for layer in found.traced.layers]
+    assert program.placements is not None  # where layouts were chosen
+    meshes = [mesh_of(layer, program.placements) for layer in program.layered.layers]
     stages = accumulate((mesh != before for before, mesh in pairwise(meshes)), initial=0)
     rows = [
-        _decision(found, layer, stage, profiles[mesh], told)
+        _decision(program, layer, stage, profiles[mesh], forecasts)
         for layer, (stage, mesh) in enumerate(zip(stages, meshes, strict=True))
     ]
     decided: dict[str, Decision] = {}
@@ -149,11 +155,11 @@ def layer_decisions(
     return decided
 
 
-def profiles_of(found: Realized) -> dict[ProcessMesh, Profile]:
+def profiles_of(program: BuiltCandidate) -> dict[ProcessMesh, Profile]:
     """Costs by layer on every mesh."""
     known: dict[tuple[int, tuple[int, ...]], Profile] = {}
     profiles = {}
-    for mesh, (formulation, choice) in found.solved.items():
+    for mesh, (formulation, choice) in program.solved.items():
         key = id(formulation.nodes), choice
         if key not in known:
             known[key] = formulation.profile(choice)
@@ -162,10 +168,10 @@ def profiles_of(found: Realized) -> dict[ProcessMesh, Profile]:
 
 
 def _decision(
-    found: Realized, layer: int, stage: int, profile: Profile, told: Mapping[Change, RunnerUp]
+    program: BuiltCandidate, layer: int, stage: int, profile: Profile, forecasts: Mapping[Change, RunnerUp]
 ) -> Decision:
-    again = f", {_AGAIN}" if layer in found.traced.recompute else ""
-    micro = found.traced.graph.micro_batches
+    again = f", {_RECOMPUTED}" if layer in program.layered.recompute else ""
+    micro = program.layered.graph.micro_batches
     chosen = Decision(
         chosen=f"stage {stage}{again}",
         terms={
@@ -173,9 +179,9 @@ def _decision(
             "backward": micro * float(profile.backward[layer]),
             "once a step": float(profile.step[layer]),
         },
-        note=_UNTOLD if changes(found) else _GIVEN,
+        note=_NOT_FORECAST if changes(program) else _GIVEN,
     )
-    others = [(change, other) for change, other in told.items() if layer in change.layers]
+    others = [(change, other) for change, other in forecasts.items() if layer in change.layers]
     if not others:
         return chosen
     change, other = min(others, key=lambda each: (not each[1].fits, each[1].seconds))

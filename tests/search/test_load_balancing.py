@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
+from distgraph.engine.search.load_balancing import Member, divide_batch
 from distgraph.errors import InfeasibleError
-from distgraph.passes.search.inter_op.uneven_shares import Member, shares
 
 
 def brute_force(batch: int, members: list[Member]) -> float:
@@ -39,9 +39,9 @@ def test_equals_brute_force(seed: int) -> None:
     best = brute_force(batch, members)
     if best == math.inf:
         with pytest.raises(InfeasibleError, match="samples does not fit"):
-            shares(batch, members)
+            divide_batch(batch, members)
         return
-    found = shares(batch, members)
+    found = divide_batch(batch, members)
     assert sum(found.samples) == batch
     assert found.seconds == pytest.approx(best, rel=1e-9)
     assert found.bound <= best
@@ -51,7 +51,7 @@ def test_equals_brute_force(seed: int) -> None:
 
 def test_shares_of_a_large_batch_go_by_speed() -> None:
     members = [Member("a100", 1.0), Member("v100", 2.5), Member("t4", 6.0)]
-    found = shares(100_000, members)
+    found = divide_batch(100_000, members)
     speed = [1 / m.seconds for m in members]
     wanted = [100_000 * s / sum(speed) for s in speed]
     assert found.samples == pytest.approx(wanted, abs=6)
@@ -60,17 +60,17 @@ def test_shares_of_a_large_batch_go_by_speed() -> None:
 
 
 def test_memory_moves_samples_to_the_slower_device() -> None:
-    found = shares(12, [Member("fast", 1.0, nbytes=1.0, memory=5.0), Member("slow", 3.0)])
+    found = divide_batch(12, [Member("fast", 1.0, nbytes=1.0, memory=5.0), Member("slow", 3.0)])
     assert found.samples == (5, 7)
     assert found.seconds == 21.0
 
 
 def test_a_member_that_costs_more_than_it_brings_is_left_out() -> None:
-    found = shares(4, [Member("fast", 1.0), Member("late", 1.0, start=10.0)])
+    found = divide_batch(4, [Member("fast", 1.0), Member("late", 1.0, start=10.0)])
     assert found.samples == (4, 0)
 
 
 def test_what_does_not_fit_is_said() -> None:
     members = [Member("a", 1.0, nbytes=1.0, memory=5.0), Member("b", 1.0, fixed=9.0, memory=5.0)]
     with pytest.raises(InfeasibleError, match=r"at most 5 \(a: 5, b: 0\); make it smaller"):
-        shares(6, members)
+        divide_batch(6, members)

@@ -6,7 +6,7 @@ seconds is a program that was built, and they are its forecast.
 For the whole program the runner-up is the best one forecast that differs in a choice. For a parameter it is
 the layout that costs least, by the problem, once its neighbours have followed; everything else stays, and
 the program is built and forecast. A runner-up may turn out faster than what it replaces, for
-the problem adds up what overlaps: then it is taken (`Searcher` goes on from it). What the runner-up changes
+the problem adds up what overlaps: then it is taken (the search goes on from it). What the runner-up changes
 is kept line by line, so that a plan with it in place of the choice can be made (`Plan.instead`).
 """
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distgraph.engine.compile.plan_extract import lines_of
-from distgraph.engine.search.candidate import Realized, rechosen
-from distgraph.engine.search.evaluation import Judged
-from distgraph.engine.search.given_meshes import formulated
-from distgraph.engine.search.layout_costs import Oracle
+from distgraph.engine.search.candidate import BuiltCandidate, with_layouts
+from distgraph.engine.search.evaluations import Evaluation
+from distgraph.engine.search.given_meshes import formulate_on_mesh
+from distgraph.engine.search.layout_costs import LayoutCosts
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.name_ranges import fold
@@ -34,30 +34,31 @@ from distgraph.passes.search.solver.problem import Problem
 from distgraph.plan.plan import Decision
 from distgraph.resources.units import format_bytes
 
-_FOLLOWERS = 4  # moves a node, at most, when neighbours follow
+_FOLLOWERS = 4
+"""Moves a node, at most, while neighbours follow; they may go round in a circle where costs are equal."""
 
 
-def decisions(best: Judged, forecasts: Sequence[Judged]) -> dict[str, Decision]:
+def decisions(best: Evaluation, evaluations: Sequence[Evaluation]) -> dict[str, Decision]:
     """Choices of the whole program, each with the best program in which it was taken otherwise."""
-    found = {}
+    by_name = {}
     for name, chosen in best.choices.items():
-        others = [other for other in forecasts if other.fits and other.choices[name] != chosen]
+        others = [other for other in evaluations if other.fits and other.choices[name] != chosen]
         runner_up = min(others, key=lambda other: other.seconds, default=None)
         if runner_up is None:
             single = "; of single layers other choices may be: explain a layer" if name == "recompute" else ""
-            found[name] = Decision(chosen=chosen, note=f"nothing else that fits was forecast{single}")
+            by_name[name] = Decision(chosen=chosen, note=f"nothing else that fits was forecast{single}")
             continue
-        found[name] = Decision(
+        by_name[name] = Decision(
             chosen=chosen,
             runner_up=runner_up.choices[name],
             runner_up_seconds=runner_up.seconds,
             note=f"the runner-up is the best program of the search that differs in this: {runner_up.origin}",
         )
-    return found
+    return by_name
 
 
 @dataclass(frozen=True, eq=False)
-class Storage:
+class ParameterStorage:
     """Where parameters that are laid out as one are stored, and where else they could be.
 
     Attributes:
@@ -76,26 +77,26 @@ class Storage:
     option: int | None
 
 
-def storages(found: Realized) -> list[Storage]:
+def parameter_storages(program: BuiltCandidate) -> list[ParameterStorage]:
     """Every group of parameters of a program, the largest first."""
     groups: dict[int, list[ProcessMesh]] = {}
-    for mesh, (formulation, _) in found.solved.items():
+    for mesh, (formulation, _) in program.solved.items():
         groups.setdefault(id(formulation.nodes), []).append(mesh)
-    rows = [row for meshes in groups.values() for row in _stored(found, tuple(meshes))]
-    return sorted(rows, key=lambda row: -row.nbytes)
+    rows = [storage for meshes in groups.values() for storage in _stored(program, tuple(meshes))]
+    return sorted(rows, key=lambda storage: -storage.nbytes)
 
 
-def _stored(found: Realized, meshes: tuple[ProcessMesh, ...]) -> Iterator[Storage]:
-    assert found.placements is not None
-    formulation, choice = found.solved[meshes[0]]
-    producers = found.traced.graph.producers
+def _stored(program: BuiltCandidate, meshes: tuple[ProcessMesh, ...]) -> Iterator[ParameterStorage]:
+    assert program.placements is not None
+    formulation, choice = program.solved[meshes[0]]
+    producers = program.layered.graph.producers
     for number, node in enumerate(formulation.nodes.all):
         if not isinstance(node, ValueNode):
             continue
         value = formulation.fold.values[node.number]
         if producers[value.members[0]].kind != "param":
             continue
-        here = [name for name in value.members if found.placements[name] in meshes]
+        here = [name for name in value.members if program.placements[name] in meshes]
         if not here:
             continue
         terms = formulation.terms(choice, number)
@@ -103,7 +104,7 @@ def _stored(found: Realized, meshes: tuple[ProcessMesh, ...]) -> Iterator[Storag
         option = terms.runner_up
         where = formulation.nodes.pinned.get(node.number)
         fixed = "" if where is None else f"; annotated ({where.origin.where})"
-        yield Storage(
+        yield ParameterStorage(
             next(iter(fold({str(producers[name].attrs["name"]): 0 for name in here}))),
             Decision(
                 chosen=terms.options[terms.chosen],
@@ -119,13 +120,13 @@ def _stored(found: Realized, meshes: tuple[ProcessMesh, ...]) -> Iterator[Storag
 
 
 def _held(type_: str, layers: int, nbytes: float) -> str:
-    """What is stored, and what it takes."""
+    """What is stored, in how many layers, and its bytes on a rank."""
     where = f", in {layers} layers" if layers > 1 else ""
     return f"{type_}{where}, {format_bytes(nbytes)} of a rank"
 
 
-def told(stored: Mapping[str, Decision]) -> dict[str, Decision]:
-    """Decisions of parameters; those whose runner-up has no forecast say why."""
+def with_reasons(stored: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Decisions of parameters; those whose runner-up was not forecast say why."""
     why = "the runner-up was not forecast: those of the largest parameters are, while there is time"
     return {
         name: replace(decision, note=f"{decision.note}; {why}")
@@ -135,53 +136,55 @@ def told(stored: Mapping[str, Decision]) -> dict[str, Decision]:
     }
 
 
-def with_problems(found: Realized, oracle: Oracle) -> Realized:
+def with_problems(program: BuiltCandidate, layout_costs: LayoutCosts) -> BuiltCandidate:
     """A program with the problem that its layouts are a choice of, where it came about in another way.
 
     Itself where there is none: it has several meshes, or one of so many axes that a problem would be too
-    large, or ops that are no longer those of the serial graph, or layers that are equal lie differently, so
-    that what the choice stands for is slower.
+    large, or ops that are no longer those of the serial graph, or equal layers have different layouts, so
+    that the layouts of the choice are slower.
     """
-    graph = found.traced.graph
-    if found.solved or len(found.completed.meshes) > 1:
-        return found
-    if sum(size > 1 for size in found.completed.meshes[0].shape) > MOST_AXES:
-        return found
-    if [op.name for op in found.completed.ops] != [op.name for op in graph.ops]:
-        return found
-    (mesh,) = found.completed.meshes
+    graph = program.layered.graph
+    if program.solved or len(program.completed.meshes) > 1:
+        return program
+    if sum(size > 1 for size in program.completed.meshes[0].shape) > MOST_AXES:
+        return program
+    if [op.name for op in program.completed.ops] != [op.name for op in graph.ops]:
+        return program
+    (mesh,) = program.completed.meshes
     layouts = Layouts(
-        {op.name: op.layout for op in found.completed.ops if op.layout is not None}, found.completed.attrs
+        {op.name: op.layout for op in program.completed.ops if op.layout is not None}, program.completed.attrs
     )
-    problem = formulated(oracle, found.traced, mesh)
+    problem = formulate_on_mesh(layout_costs, program.layered, mesh)
     try:
         choice = problem.encode(layouts)
     except ShardingError:
-        return found
-    placed = replace(found, placements=dict.fromkeys((op.name for op in graph.ops), mesh))
-    again = rechosen(placed, {mesh: (problem, choice)}, oracle)
-    return again if again.fits and again.seconds <= found.seconds else found
+        return program
+    placed = replace(program, placements=dict.fromkeys((op.name for op in graph.ops), mesh))
+    again = with_layouts(placed, {mesh: (problem, choice)}, layout_costs)
+    return again if again.fits and again.seconds <= program.seconds else program
 
 
-def changes(found: Realized, other: Realized) -> dict[str, str]:
-    """The lines of a plan of `found` that are others in one of `other`, which differs in layouts alone."""
-    mine, theirs = found.completed, other.completed
+def changes(program: BuiltCandidate, other: BuiltCandidate) -> dict[str, str]:
+    """The lines of a plan of `program` that are others in one of `other`, which differs in layouts alone."""
+    mine, theirs = program.completed, other.completed
     differ = [
         b
         for a, b in zip(mine.ops, theirs.ops, strict=True)
         if a.layout != b.layout
         or any(mine.attrs[v.name].spec != theirs.attrs[v.name].spec for v in a.results)
     ]
-    return lines_of(found.traced.layering, theirs, differ)
+    return lines_of(program.layered.layering, theirs, differ)
 
 
-def with_runner_up(found: Realized, storage: Storage, oracle: Oracle) -> Realized:
+def with_runner_up(
+    program: BuiltCandidate, storage: ParameterStorage, layout_costs: LayoutCosts
+) -> BuiltCandidate:
     """The program with parameters stored as the runner-up has it, once what is around them has followed."""
     assert storage.option is not None
-    formulation, choice = found.solved[storage.meshes[0]]
+    formulation, choice = program.solved[storage.meshes[0]]
     other = followed(formulation.problem, choice, storage.node, storage.option)
-    changed = {mesh: (found.solved[mesh][0], other) for mesh in storage.meshes}
-    return rechosen(found, {**found.solved, **changed}, oracle)
+    changed = {mesh: (program.solved[mesh][0], other) for mesh in storage.meshes}
+    return with_layouts(program, {**program.solved, **changed}, layout_costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,34 +201,34 @@ class RunnerUp:
     fits: bool
     ops: int
     instead: dict[str, str]
-    program: Realized | None
+    program: BuiltCandidate | None
 
-    def light(self) -> RunnerUp:
+    def without_program(self) -> RunnerUp:
         """The same without the program."""
         return replace(self, program=None)
 
 
-def runner_up(found: Realized, storage: Storage, oracle: Oracle) -> RunnerUp:
+def runner_up(program: BuiltCandidate, storage: ParameterStorage, layout_costs: LayoutCosts) -> RunnerUp:
     """Forecast `with_runner_up`."""
-    other = with_runner_up(found, storage, oracle)
-    return RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), changes(found, other), other)
+    other = with_runner_up(program, storage, layout_costs)
+    return RunnerUp(other.seconds, other.fits, len(other.build.lowered.ops), changes(program, other), other)
 
 
 def followed(problem: Problem, choice: Sequence[int], node: int, option: int) -> tuple[int, ...]:
-    """A choice with one node on another option; neighbours take what is best for them, and theirs again."""
-    around = Neighbourhoods(problem)
-    found = list(choice)
-    found[node] = option
-    waiting = deque(other for other, _ in around.edges[node])
-    for _ in range(_FOLLOWERS * len(found)):
+    """A choice with one node on another option; neighbours take their best options, and so on."""
+    neighbourhoods = Neighbourhoods(problem)
+    choices = list(choice)
+    choices[node] = option
+    waiting = deque(other for other, _ in neighbourhoods.edges[node])
+    for _ in range(_FOLLOWERS * len(choices)):
         if not waiting:
             break
-        at = waiting.popleft()
-        if at == node:
+        current = waiting.popleft()
+        if current == node:
             continue
-        change = around.fixed(found, at)
+        change = neighbourhoods.fixed(choices, current)
         best = int(change.argmin())
         if change[best] < 0 or not np.isfinite(change[best]):
-            found[at] = best
-            waiting.extend(other for other, _ in around.edges[at])
-    return tuple(found)
+            choices[current] = best
+            waiting.extend(other for other, _ in neighbourhoods.edges[current])
+    return tuple(choices)

@@ -1,0 +1,121 @@
+"""The search of everything: layouts, stages, sub-meshes, micro-batches, schedule, recomputation, ZeRO.
+
+*In:* a program and a cluster. *Out:* evaluations of programs, the best of them as a plan. *Invariant:*
+plain data parallelism and the best uniform dp x tp x pp pipelines, without and with ZeRO, are evaluated too,
+so that the answer is never behind them.
+
+    for several micro-batch counts:
+        costs by layer on every sub-mesh and shape      one intra-operator problem each (`LayoutCosts`)
+        best pipeline by dynamic programming            an estimate
+    the pipelines with the best estimates are built and forecast; the best forecast that fits memory wins
+
+Micro-batch counts are tried in growing strides (`micro_batch_search`). The first pipeline that fits is
+forecast at once, so that there is an answer early; shapes that are slower by themselves than the best
+pipeline are left out from then on. A pipeline that does not fit memory by its forecast is searched again with
+less memory. The neighbours of the pipelines that were forecast are forecast too (`local_search`), fewer of
+larger programs.
+
+Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; the comparison by forecast instead of by estimate is
+ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from distgraph.engine.search.baselines import (
+    evaluate_data_parallel,
+    evaluate_double_recursion,
+    evaluate_sharding_propagation,
+    evaluate_single_devices,
+    evaluate_uniform_and_recursive,
+)
+from distgraph.engine.search.evaluations import evaluation_of
+from distgraph.engine.search.explain.decisions import decisions
+from distgraph.engine.search.given_meshes import (
+    annotated_meshes,
+    best_on_given_meshes,
+    completed_annotations,
+    given_mesh_trials,
+)
+from distgraph.engine.search.infeasibility import evaluate_nearest, infeasible_message
+from distgraph.engine.search.local_search import local_search
+from distgraph.engine.search.lower_bound import least_seconds
+from distgraph.engine.search.micro_batch_search import evaluate_single_pools, search_micro_batch_counts
+from distgraph.engine.search.search_space import micro_batch_counts
+from distgraph.engine.search.search_state import FORECASTS, Event, SearchState
+from distgraph.errors import InfeasibleError
+from distgraph.plan.plan import Found, Plan
+
+
+def run_search(state: SearchState) -> Iterator[Event]:
+    """Search from the first baseline to the last explanation.
+
+    Args:
+        state: of a search that has not begun; holds the best program afterwards.
+
+    Yields:
+        an event for each phase that begins and each program that is evaluated.
+
+    Raises:
+        InfeasibleError: nothing fits the cluster.
+        ResourceError: the cluster has fewer devices than annotations name.
+        ShardingError: annotations contradict each other.
+    """
+    layered = state.layout_costs.layered_graph(1)
+    annotated = bool(annotated_meshes(layered.graph, state.cluster))
+    state.bound = least_seconds(layered.fold, state.cluster) or None
+    yield from evaluate_data_parallel(state, eligible=not annotated)
+    if state.mode == "sharding_propagation":
+        yield from evaluate_sharding_propagation(state)
+    elif state.mode == "recursive":
+        yield from evaluate_double_recursion(state)
+    elif annotated:
+        yield from search_given_meshes(state)
+    elif state.best is None or not state.expired():
+        yield from evaluate_single_devices(state)
+        yield from search_micro_batch_counts(state)
+        yield from evaluate_single_pools(state)
+        yield from local_search(state)
+        yield from evaluate_uniform_and_recursive(state)
+    for found in state.explainer.run():  # a runner-up that turns out faster becomes the best
+        yield Event(found) if isinstance(found, str) else state.record(found)
+    if state.best is None and state.mode == "auto" and not annotated and not state.expired():
+        yield from evaluate_nearest(state)
+    if not state.evaluations.all:  # so that the error can tell how much memory is missing
+        yield from evaluate_data_parallel(state, eligible=not annotated, hopeless=True)
+    if state.best is None:
+        raise InfeasibleError(infeasible_message(state))
+
+
+def search_given_meshes(state: SearchState) -> Iterator[Event]:
+    """Layouts on the meshes that annotations name, for several micro-batch counts."""
+    layout_costs, given = state.layout_costs, state.training.micro_batches
+    counts = (given,) if given > 1 else micro_batch_counts(state.training.size)[::-1][:FORECASTS]
+    yield state.record(evaluation_of(completed_annotations(layout_costs, given)))
+    for count, recompute, memory_share in given_mesh_trials(layout_costs, counts):
+        if state.best is not None and (memory_share or state.expired()):
+            return  # what fits needs no memory multiplier
+        yield Event(f"layouts on the annotated meshes, {count} micro-batches")
+        program = best_on_given_meshes(layout_costs, count, recompute, memory_share)
+        yield state.record(evaluation_of(program))
+
+
+def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float | bool | None]) -> Plan:
+    """The best program so far as a plan, with what it was compared with.
+
+    Args:
+        state: of a search that has a best program.
+        settings: what the search was asked for, to be kept in the plan.
+    """
+    assert state.best is not None
+    status = "feasible" if not state.expired() else "out of time"
+    gap = None if state.bound is None else state.best.seconds / state.bound - 1
+    evaluations = state.evaluations
+    return replace(
+        state.explainer.plan_of(state.best.built(state.layout_costs)),
+        baselines=dict(evaluations.baselines),
+        search=Found(mode=state.mode, status=status, bound=state.bound, gap=gap, settings=settings),
+        decisions={**decisions(state.best, evaluations.all), **state.explainer.decisions},
+    )

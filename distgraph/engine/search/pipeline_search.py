@@ -1,0 +1,196 @@
+"""The best pipelines by estimate, one for each micro-batch count that is tried.
+
+*In:* layout costs. *Out:* candidates: the best pipeline for a count, those on one kind of device, those whose
+stages have one size. *Invariant:* nothing is forecast here; what is solved for one count is used for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from distgraph.engine.search.candidate import Candidate
+from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search.search_space import (
+    FEW_COUNTS,
+    Shape,
+    adjacent_counts,
+    micro_batch_counts,
+    submeshes_of,
+)
+from distgraph.engine.search.stage_search import (
+    VariantTable,
+    best_pipeline,
+    may_fit,
+    of_pool,
+    of_size,
+    single_shape_seconds,
+    undominated,
+    variant_table,
+)
+from distgraph.errors import GraphError, InfeasibleError
+from distgraph.passes.search.inter_op.stages import Stages
+from distgraph.passes.search.inter_op.submesh_placement import SubMesh
+from distgraph.plan.schedule_policies import searched_schedules
+
+SLOWER = 1.15
+"""A pipeline whose estimate is this much above the best is neither looked for nor forecast."""
+_RESOLVED = 2
+"""How often a pipeline with layouts of another count is searched again with layouts of its own."""
+_ROUNDING = 1e-9  # relative: sums in another order
+
+
+def best_count(pipelines: Mapping[int, Candidate]) -> int:
+    """The micro-batch count of the best pipeline by estimate."""
+    return min(pipelines, key=lambda count: pipelines[count].estimate)
+
+
+def best_estimate(pipelines: Mapping[int, Candidate]) -> float:
+    """Seconds of the best pipeline by estimate; infinite without any."""
+    return min((pipeline.estimate for pipeline in pipelines.values()), default=math.inf)
+
+
+@dataclass(eq=False)
+class PipelineSearch:
+    """Pipelines by their estimates.
+
+    Args:
+        layout_costs: of the program on the cluster.
+
+    Attributes:
+        best: micro-batch count -> the best pipeline, where one fits by its estimate.
+        by_pool: name -> the best pipelines on one kind of device alone, where there are several.
+        tables: micro-batch count -> costs of stages.
+        shape_seconds: seconds of a step, were all stages of one sub-mesh and shape; the least of all counts.
+    """
+
+    layout_costs: LayoutCosts
+    best: dict[int, Candidate] = field(default_factory=dict)
+    by_pool: dict[str, list[Candidate]] = field(default_factory=dict)
+    tables: dict[int, VariantTable] = field(default_factory=dict)
+    shape_seconds: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
+    _divides: dict[int, bool] = field(default_factory=dict)
+    _first_count: int = 0
+
+    @property
+    def submeshes(self) -> tuple[SubMesh, ...]:
+        """Those that a stage may have; the whole cluster is the last."""
+        return submeshes_of(self.layout_costs.pools)
+
+    def is_batch(self, micro_batches: int) -> bool:
+        """Whether the samples of one micro-batch are enough for the model."""
+        if micro_batches not in self._divides:
+            try:
+                self.layout_costs.layered_graph(micro_batches)
+                self._divides[micro_batches] = True
+            except GraphError:
+                self._divides[micro_batches] = False
+        return self._divides[micro_batches]
+
+    def adjacent_counts(self, count: int) -> list[int]:
+        """The next micro-batch counts above and below one, also those between the counts that are tried."""
+        return [n for n in adjacent_counts(self.layout_costs.training.size, count) if self.is_batch(n)]
+
+    def try_count(self, micro_batches: int) -> None:
+        """Add the best pipeline for a micro-batch count, if any fits."""
+        if self.is_batch(micro_batches) and self._may_fit(micro_batches):
+            pipeline = self.best_for(micro_batches)
+            if pipeline is not None:
+                self.best[micro_batches] = pipeline
+
+    def best_for(
+        self, micro_batches: int, slack: float = 1.0, schedules: Iterable[str] | None = None
+    ) -> Candidate | None:
+        """The best pipeline, its layouts solved for its micro-batch count; None where none fits.
+
+        None, too, where the time limit was reached before all shapes were solved but there is a pipeline
+        already: with more time other pipelines would be looked at, and no plan must get worse by that.
+
+        Args:
+            micro_batches: in a step.
+            slack: share of a device's memory that a stage may need by the estimate.
+            schedules: by name; all that are searched by default.
+        """
+        schedules = searched_schedules() if schedules is None else schedules
+        resolved = 0
+        while True:
+            excluded = self.excluded_shapes()
+            table = variant_table(self.layout_costs, micro_batches, self.submeshes, excluded=excluded)
+            if not table.complete and self.best:
+                return None
+            for key, seconds in single_shape_seconds(self.layout_costs, table).items():
+                self.shape_seconds[key] = min(seconds, self.shape_seconds.get(key, math.inf))
+            table = undominated(table)
+            best = self._best_of(table, slack, schedules)
+            stages = best[1].stages if best is not None else ()
+            variants = {(table.submeshes[s.submesh], table.variants[s.submesh][s.config]) for s in stages}
+            carried_over = {(submesh, v.shape) for submesh, v in variants if not v.solved}
+            if not carried_over or resolved == _RESOLVED or self.layout_costs.expired():
+                break
+            resolved += 1
+            for submesh, shape in carried_over:
+                self.layout_costs.solve_separately(micro_batches, submesh, shape)
+        if slack == 1.0:
+            self.tables[micro_batches] = table
+            self._try_pools(table, schedules)
+        return None if best is None else best[0]
+
+    def of_single_sizes(self, pipeline: Candidate) -> Iterator[Candidate]:
+        """The best pipeline whose stages all have one size, for each size in a pipeline that mixes them.
+
+        What is transferred between stages of two sizes, and where machines end, only a forecast knows: by the
+        estimate a mixture may be ahead that is not.
+        """
+        sizes = {len(stage.devices) for stage in pipeline.stages}
+        if len(sizes) == 1 or len(self.layout_costs.pools) > 1:
+            return
+        for size in sorted(sizes):
+            table = of_size(self.tables[pipeline.micro_batches], size)
+            best = None
+            if not self.layout_costs.expired():
+                best = self._best_of(table, 1.0, searched_schedules())
+            if best is not None:
+                yield best[0]
+
+    def excluded_shapes(self) -> frozenset[tuple[SubMesh, Shape]]:
+        """Shapes that are slower by themselves than the best pipeline; none where all counts are tried.
+
+        Of the shapes of the best pipeline itself one always stays: their mean, weighted by devices, is not
+        above its seconds.
+        """
+        if len(micro_batch_counts(self.layout_costs.training.size)) <= FEW_COUNTS:
+            return frozenset()
+        least = best_estimate(self.best) * (1 + _ROUNDING)
+        return frozenset(shape for shape, seconds in self.shape_seconds.items() if seconds > least)
+
+    def _may_fit(self, micro_batches: int) -> bool:
+        """Whether there may be a pipeline; once the first count with one is known, by what that one needs."""
+        if not self.best:
+            self._first_count = micro_batches
+            return may_fit(self.layout_costs, micro_batches, self.submeshes[-1])
+        larger = self._first_count // micro_batches
+        return larger < 2 or may_fit(self.layout_costs, self._first_count, self.submeshes[-1], larger)
+
+    def _try_pools(self, table: VariantTable, schedules: Iterable[str]) -> None:
+        """Add the best pipeline on each kind of device alone, where there are several kinds."""
+        pools = self.layout_costs.pools
+        for number, pool in enumerate(pools if len(pools) > 1 else ()):
+            part = of_pool(table, number)
+            best = self._best_of(part, 1.0, schedules) if part.submeshes else None
+            if best is not None:
+                name = f"{pool.size} x {pool.name} alone"
+                self.by_pool.setdefault(name, []).append(replace(best[0], origin=name))
+
+    def _best_of(
+        self, table: VariantTable, slack: float, schedules: Iterable[str]
+    ) -> tuple[Candidate, Stages] | None:
+        """The best pipeline of a table under the best of some schedules; None where none is good enough."""
+        best: tuple[Candidate, Stages] | None = None
+        for schedule in schedules:
+            below = SLOWER * best_estimate(self.best) if best is None else best[0].estimate
+            try:
+                best = best_pipeline(self.layout_costs, table, slack=slack, schedule=schedule, below=below)
+            except InfeasibleError:
+                continue
+        return best

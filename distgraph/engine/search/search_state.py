@@ -1,0 +1,94 @@
+"""What a search knows at any moment: its problem, its costs, its pipelines, its evaluations.
+
+*In:* a program, a cluster, limits. *Out:* the state that the phases of `driver.run_search` read and extend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.search.evaluations import Evaluation, Evaluations, Evaluator, Forecaster
+from distgraph.engine.search.explain.runners_up import Explainer
+from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search.pipeline_search import PipelineSearch
+from distgraph.engine.search.search_space import pools_of
+from distgraph.resources import Cluster
+
+FORECASTS = 4
+"""Pipelines of one kind that are forecast, at most; a forecast takes as long as all estimates of a count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A phase of a search that begins, or a program that was evaluated."""
+
+    phase: str
+    evaluation: Evaluation | None = None
+
+
+def _expired(stopped: Callable[[], bool], clock: Callable[[], float], end: float) -> bool:
+    return stopped() or clock() >= end
+
+
+@dataclass(eq=False)
+class SearchState:
+    """The state of one search.
+
+    Args:
+        training: the program.
+        cluster: where it is to run.
+        mode: "auto", "recursive" or "sharding_propagation".
+        seconds: the time limit, after which nothing new is begun.
+        stopped: whether to begin nothing new before the time limit.
+        clock: by which time is measured.
+        processes: that work at the same time; the answer does not depend on how many there are.
+        evaluator: of candidates; forecasts by default.
+
+    Attributes:
+        layout_costs: what layers cost on the meshes of the search space.
+        evaluations: all programs that were evaluated, and the best of them.
+        pipelines: the best pipelines by estimate.
+        explainer: the choices of the best program and their runners-up.
+        evaluated: decisions of the pipelines that were evaluated for their estimates.
+        bound: seconds of a step that no plan goes below; None where that is not known.
+        expired: whether the time limit is reached; it holds no reference to the state, so that all is freed
+            with the state at once.
+    """
+
+    training: Training
+    cluster: Cluster
+    mode: str
+    seconds: float
+    stopped: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.monotonic
+    processes: int = 1
+    evaluator: Evaluator | None = None
+    bound: float | None = None
+    evaluated: set[object] = field(default_factory=set)
+    layout_costs: LayoutCosts = field(init=False)
+    evaluations: Evaluations = field(init=False)
+    pipelines: PipelineSearch = field(init=False)
+    explainer: Explainer = field(init=False)
+    expired: Callable[[], bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
+        pools = pools_of(self.cluster)
+        self.layout_costs = LayoutCosts(self.training, self.cluster, pools, self.expired, self.processes)
+        self.evaluations = Evaluations(self.evaluator or Forecaster(self.layout_costs))
+        self.pipelines = PipelineSearch(self.layout_costs)
+        self.explainer = Explainer(self.layout_costs, self.evaluations, self.expired)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The best program so far that fits."""
+        return self.evaluations.best
+
+    def record(self, evaluation: Evaluation, eligible: bool = True) -> Event:
+        """Enter a program among the evaluations; `eligible` tells whether it may be the answer."""
+        self.evaluations.add(evaluation, eligible)
+        return Event(f"forecast of {evaluation.origin}", evaluation)

@@ -1,0 +1,199 @@
+"""Uniform pipelines, which every answer is compared with: equal stages, dp x tp on each.
+
+*In:* layout costs on a cluster of one kind. *Out:* `Candidate`s with their estimates. *Invariant:* all
+devices are used; restrictions say what dp may split (see `restrictions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgraph.engine.search.candidate import Candidate, StageChoice
+from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search.restrictions import RESTRICTION_NAMES, Restriction
+from distgraph.engine.search.search_space import Shape, shapes_of
+from distgraph.engine.search.stage_search import CostsWithBorders, ExcludedShapes, transfer_seconds
+from distgraph.passes.search.inter_op.schedule_costs import makespan
+from distgraph.passes.search.inter_op.stage_costs import Config, ProfileCosts
+from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.passes.search.intra_op.formulate import Profile
+from distgraph.plan.schedule_policies import ONE_F_ONE_B
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _UniformPipeline:
+    """Equal stages on all devices: how many micro-batches, on which devices, in which shape."""
+
+    micro_batches: int
+    submesh: SubMesh
+    shape: Shape
+    devices: tuple[tuple[int, ...], ...]
+
+    @property
+    def free(self) -> Shape:
+        """The shape with its axis called dp, where it has one: only restrictions depend on its name."""
+        return self.shape if len(self.shape.axes) > 1 else Shape((("dp", self.submesh.size),))
+
+
+def uniform_pipelines(
+    layout_costs: LayoutCosts, micro_batches: int, restriction: Restriction
+) -> Iterator[Candidate]:
+    """Every dp x tp x pp that fits by the estimate, layers divided by their work.
+
+    Where it does not fit otherwise, all layers are recomputed. None in a cluster of several kinds.
+
+    Args:
+        layout_costs: of the program.
+        micro_batches: in a step.
+        restriction: what dp may split.
+    """
+    for pipeline in _pipelines(layout_costs, micro_batches):
+        candidate = None if layout_costs.expired() else _candidate_of(layout_costs, pipeline, restriction)
+        if candidate is not None:
+            yield candidate
+
+
+def best_uniform(
+    layout_costs: LayoutCosts, counts: Sequence[int], restriction: Restriction, excluded: ExcludedShapes = ()
+) -> Candidate | None:
+    """The pipeline of `uniform_pipelines` with the least estimate; None where none fits.
+
+    Pipelines are looked at in the order of what they would take without restriction and with memory enough. A
+    restriction takes choices away, so once that is above the best estimate, no other pipeline can be better.
+
+    Args:
+        layout_costs: of the program.
+        counts: micro-batch counts.
+        restriction: what dp may split.
+        excluded: shapes that are looked at only where no pipeline of others fits.
+    """
+    pipelines = [pipeline for count in counts for pipeline in _pipelines(layout_costs, count)]
+    good = [pipeline for pipeline in pipelines if (pipeline.submesh, pipeline.free) not in excluded]
+    best = _best(layout_costs, good, restriction)
+    if best is None and len(good) < len(pipelines):
+        best = _best(
+            layout_costs,
+            [pipeline for pipeline in pipelines if (pipeline.submesh, pipeline.free) in excluded],
+            restriction,
+        )
+    return best
+
+
+def _best(
+    layout_costs: LayoutCosts, pipelines: Sequence[_UniformPipeline], restriction: Restriction
+) -> Candidate | None:
+    best: Candidate | None = None
+    for floor, pipeline in sorted(
+        ((_floor(layout_costs, pipeline), pipeline) for pipeline in pipelines), key=lambda pair: pair[0]
+    ):
+        if layout_costs.expired() or (best is not None and floor >= best.estimate):
+            break
+        candidate = _candidate_of(layout_costs, pipeline, restriction)
+        if candidate is not None and (best is None or candidate.estimate < best.estimate):
+            best = candidate
+    return best
+
+
+def _pipelines(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[_UniformPipeline]:
+    if len(layout_costs.pools) > 1:
+        return
+    (pool,) = layout_costs.pools
+    layers = len(layout_costs.layered_graph(micro_batches).layers)
+    for count in range(1, min(layers, pool.size) + 1):
+        submesh = SubMesh((pool.size // count,))
+        devices = place(layout_costs.pools, [submesh] * count) if pool.size % count == 0 else None
+        if devices is not None:
+            for shape in _shapes(layout_costs, submesh):
+                yield _UniformPipeline(micro_batches, submesh, shape, devices)
+
+
+def _floor(layout_costs: LayoutCosts, pipeline: _UniformPipeline) -> float:
+    """Seconds of a step without restriction and with memory enough; of one axis, whatever its name is."""
+    if layout_costs.expired():
+        return 0.0
+    profile = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.free, "none")[
+        0
+    ].profile
+    firsts = _divided(profile.forward[:-1] + profile.backward[:-1], len(pipeline.devices))
+    if firsts is None:
+        return float("inf")
+    return _seconds(
+        layout_costs,
+        ProfileCosts([[Config(profile)]], [np.inf]),
+        pipeline,
+        _choices(pipeline, profile, firsts),
+    )
+
+
+def _candidate_of(
+    layout_costs: LayoutCosts, pipeline: _UniformPipeline, restriction: Restriction
+) -> Candidate | None:
+    """A pipeline without recomputation, or else with it; None where neither fits or a stage is empty."""
+    variant = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.shape, restriction)[0]
+    count, layers = len(pipeline.devices), len(variant.profile.forward) - 1
+    firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
+    if firsts is None:
+        return None
+    choices = _choices(pipeline, variant.profile, firsts)
+    for profile, recompute in ((variant.profile, ()), (variant.recompute, tuple(range(layers)))):
+        costs = ProfileCosts([[Config(profile)]], [layout_costs.memory(pipeline.submesh)])
+        seconds = _seconds(layout_costs, costs, pipeline, choices)
+        if np.isfinite(seconds):
+            stages = f"{count} stage{'s' * (count > 1)}"
+            name = f"{RESTRICTION_NAMES[variant.restriction]}: {pipeline.shape}, {stages}"
+            return Candidate(
+                name, pipeline.micro_batches, "1f1b", choices, recompute, variant.restriction, seconds
+            )
+    return None
+
+
+def _choices(
+    pipeline: _UniformPipeline, profile: Profile, firsts: tuple[int, ...]
+) -> tuple[StageChoice, ...]:
+    layers = len(profile.forward) - 1
+    return tuple(
+        StageChoice(first, stop, devices, pipeline.shape)
+        for (first, stop), devices in zip(pairwise((*firsts, layers)), pipeline.devices, strict=True)
+    )
+
+
+def _seconds(
+    layout_costs: LayoutCosts,
+    costs: ProfileCosts,
+    pipeline: _UniformPipeline,
+    choices: tuple[StageChoice, ...],
+) -> float:
+    policy = ONE_F_ONE_B
+    bordered = CostsWithBorders(
+        costs, transfer_seconds(layout_costs, pipeline.micro_batches, [pipeline.submesh])
+    )
+    times, steps = [], []
+    for position, choice in enumerate(choices):
+        stage = np.array([choice.first * bordered.shape[0] + choice.stop - 1])
+        in_flight = policy.in_flight(position, len(choices), pipeline.micro_batches)
+        times.append(float(bordered.seconds_of(stage, in_flight)[0]))
+        steps.append(float(bordered.step_of(stage)[0]))
+    return makespan(policy, times, [0.0] * len(times), pipeline.micro_batches, step=steps)
+
+
+def _shapes(layout_costs: LayoutCosts, submesh: SubMesh) -> tuple[Shape, ...]:
+    """dp x tp meshes: one axis for either, or both."""
+    (pool,) = layout_costs.pools
+    shapes = shapes_of(pool, submesh.size)
+    inside = 1 < submesh.size <= pool.machine
+    return (*shapes, Shape((("tp", submesh.size),))) if inside else shapes
+
+
+def _divided(work: Floats, count: int) -> tuple[int, ...] | None:
+    """First layer of each of `count` runs of about the same work; None where one would be empty."""
+    total = np.cumsum(work)
+    firsts = [0, *(int(np.searchsorted(total, total[-1] * k / count - 1e-12)) + 1 for k in range(1, count))]
+    firsts = [min(first, len(work) - count + i) for i, first in enumerate(firsts)]
+    return tuple(firsts) if all(a < b for a, b in pairwise(firsts)) else None

@@ -1,0 +1,50 @@
+"""Local search with an injected evaluator: it ends at a local optimum and evaluates nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from support.programs.searched import CHAIN, SECONDS, two_by_two
+
+from distgraph.engine.search.candidate import Candidate, StageChoice
+from distgraph.engine.search.evaluations import Evaluation
+from distgraph.engine.search.local_search import local_search
+from distgraph.engine.search.search_space import Shape
+from distgraph.engine.search.search_state import SearchState
+
+TWO = Shape((("dp", 2),))
+
+
+@dataclass
+class ByBorder:
+    """An evaluator by which a step takes longer the farther the border of two stages is from a layer."""
+
+    best_border: int
+    processes: int = 1
+    asked: list[Candidate] = field(default_factory=list)
+
+    def evaluate(self, candidate: Candidate) -> Evaluation:
+        self.asked.append(candidate)
+        seconds = 1.0 + abs(candidate.stages[0].stop - self.best_border)
+        return Evaluation("search", candidate, seconds, 1.0, 0.0, 1, {}, None)
+
+    def evaluate_all(self, candidates: Sequence[Candidate], processes: int) -> list[Evaluation]:
+        return [self.evaluate(candidate) for candidate in candidates]
+
+
+def test_local_search_ends_where_the_evaluator_likes_no_neighbour_better() -> None:
+    evaluator = ByBorder(best_border=4)
+    state = SearchState(CHAIN.training(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
+    stages = (StageChoice(0, 1, (0, 1), TWO), StageChoice(1, 5, (2, 3), TWO))
+    start = Candidate("search", 2, "1f1b", stages, (), "none", 1.0)
+    state.record(evaluator.evaluate(start))
+    events = list(local_search(state))
+    assert state.best is not None
+    best = state.best.candidate
+    assert best is not None
+    assert [(stage.first, stage.stop) for stage in best.stages] == [(0, 4), (4, 5)]
+    assert state.best.seconds == 1.0
+    assert best.micro_batches == start.micro_batches  # as fast with others, but not faster
+    assert len(events) == len(evaluator.asked) - 1
+    assert len({candidate.decisions for candidate in evaluator.asked}) == len(evaluator.asked)
