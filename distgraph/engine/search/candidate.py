@@ -223,7 +223,7 @@ def build_program(
 
 @collector_paused()
 def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = False) -> Plan:
-    """A program as a plan with its forecast; an outline lacks the fingerprint and what exports need."""
+    """A program as a plan with its forecast; an outline is without fingerprint and what exports need."""
     training, layered = layout_costs.training, program.layered
     unmarked = layout_costs.layered_graph(layered.graph.micro_batches).graph
     name = type(training.recipe.model).__name__
@@ -266,6 +266,6 @@ def _placements(
     graph, of = layered.graph, layered.layering.of
     if len(meshes) == 1:
         return {op.name: meshes[0] for op in graph.ops}
-    known = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}
-    _, found = place(replace(graph, placements=known))
-    return {op.name: found[op.name] for op in graph.ops}
+    of_layers = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}
+    _, of_ops = place(replace(graph, placements=of_layers))
+    return {op.name: of_ops[op.name] for op in graph.ops}
