@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_extract import describe, estimate
+from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts
 from distgraph.engine.search.restrictions import Restriction
 from distgraph.engine.search.search_space import Shape
@@ -213,7 +214,9 @@ def build_program(
 ) -> BuiltCandidate:
     """Build and forecast a completed graph."""
     price = layout_costs.prices(devices).price
-    built = build(completed, micro_batches=completed.micro_batches, policy=schedule, price=price)
+    passes = strategy_pipeline(layout_costs.training.recipe.strategy)
+    micro_batches = completed.micro_batches
+    built = build(completed, micro_batches=micro_batches, policy=schedule, price=price, passes=passes)
     result = forecast(built, layout_costs.cluster, devices)
     shortages = out_of_memory(result, layout_costs.cluster)
     return BuiltCandidate(
