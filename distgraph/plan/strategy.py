@@ -14,7 +14,8 @@ from distgraph.plan.schedule_policies import schedule_names
 SEARCHED = ("sharding_propagation", "recursive", "auto")
 MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
-DEVICES = ("cpu", "gpu")
+DEVICES = ["cpu", "gpu"]
+"""Names of devices; `distgraph.runtime.execute.device.register_device` adds to them."""
 NONFINITE = ("raise", "skip", "warn")
 
 
@@ -46,8 +47,8 @@ class Strategy:
             of an op that is compared, 20 for each change of layout that is priced, 1 for each step examined
             in the search for its collectives, and 12 for each way to cut it into tiles between two meshes.
             The default, 500,000, is a few seconds. Needs refine="always".
-        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13. Planning
-            for a GPU needs none; see docs/gpu.md.
+        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13, or one that
+            the program has registered. Planning for a GPU needs none; see docs/gpu.md.
         nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
             training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
