@@ -1,5 +1,5 @@
-"""Seconds to compile a GPT's training graph for a mesh: trace, complete, reshard, lower, phases, partition,
-plan storage, generate code.
+"""Seconds to compile a GPT's training graph for a mesh: trace, every pass of the pipeline, schedule, storage
+and code.
 
     python benchmarks/compile.py [--quick] [--json FILE] [--scale] [--shapes]
 
@@ -38,11 +38,9 @@ import distgraph as dg
 from distgraph import nn, ops
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.ir.graph import Graph
-from distgraph.passes.complete import complete
-from distgraph.passes.lower import lower
-from distgraph.passes.partition import RankProgram, partition
-from distgraph.passes.reshard import reshard
-from distgraph.passes.split_tasks import phases
+from distgraph.passes.partition import RankProgram
+from distgraph.passes.pass_pipeline import pipeline, run_passes
+from distgraph.passes.pass_registry import PassContext
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.transport.inprocess import connect
@@ -136,17 +134,17 @@ def steps(recipe: Recipe, mesh: dg.ProcessMesh, fields: dict[str, Any], *, every
         return result
 
     graph: Graph = timed("trace", recipe.trace, "train", fields, {})
-    completed = timed("complete", complete, graph, mesh)
-    resharded = timed("reshard", reshard, completed)
-    lowered = timed("lower", lower, resharded)
-    parts = timed("phases", phases, lowered)
-    build = Build(completed, lowered, parts, "1f1b")
-    programs: list[RankProgram] = timed(
-        "partition", lambda: [partition(parts, rank) for rank in mesh.members]
-    )
+    passes, program = pipeline(["choose_completion=complete"]), graph
+    reached: dict[str, Any] = {}
+    for each in passes.reaching("completed", "resharded", "lowered", "tasks"):
+        context = PassContext(mesh=mesh)
+        program = timed(each.name, partial(run_passes, program, [each], context, verified=False))
+        reached[each.stage] = program
+    build = Build(reached["completed"], reached["lowered"], reached["tasks"], "1f1b", passes)
+    programs: list[RankProgram] = timed("partition", lambda: [build.program(rank) for rank in mesh.members])
     timed("schedule", lambda: build.schedule)
     timed("codegen", lambda: [generate(build, program) for program in programs[: None if every else 1]])
-    return {"ops": len(lowered.ops), **found}
+    return {"ops": len(build.lowered.ops), **found}
 
 
 def generate(build: Build, program: RankProgram) -> Worker:

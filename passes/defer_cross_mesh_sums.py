@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.assign_meshes import clone_sources
 
 
 def postpone(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
@@ -33,6 +34,22 @@ def postpone(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> tuple[Graph, di
     sums = {op.name for op in graph.ops if op.kind == "add" and op.role == "backward"}
     dead = (sums & read) - kept
     return graph.with_ops(op for op in ops if op.name not in dead), home
+
+
+def spread_over_meshes(
+    graph: Graph, meshes: Mapping[str, ProcessMesh]
+) -> tuple[Graph, dict[str, ProcessMesh]]:
+    """What several meshes ask of a graph whose ops have theirs: free sources are cloned, one a mesh, and sums
+    across meshes leave the micro-batch part.
+
+    Args:
+        graph: a serial graph.
+        meshes: op name -> mesh, of every op.
+
+    Returns:
+        the graph, and the mesh of every op.
+    """
+    return postpone(*clone_sources(graph, dict(meshes)))
 
 
 def _split(graph: Graph, op: Op, home: dict[str, ProcessMesh]) -> list[Op]:

@@ -135,6 +135,15 @@ def _local_task(parts: Parts, part: Part, rank: int) -> LocalTask:
     return LocalTask(part.name, part.kind, part.per_micro, tuple(ops))
 
 
+def communication(graph: Graph, op: Op, rank: int) -> LocalOp:
+    """A change of layout of a lowered graph, as a rank of the mesh that it reads from runs it; with tag 0."""
+    if op.kind == "comm.transfer":
+        mode, attrs = _transfer(graph, op, graph.attrs[op.operands[0].name].mesh, rank, 0)
+    else:
+        mode, attrs = _comm(graph, op, rank, 0)
+    return LocalOp(op, mode, attrs)
+
+
 def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, Any]]:
     """Mode and attributes of a collective on one rank: on its group, tile by tile, or on its block alone."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]

@@ -15,7 +15,7 @@ from distgraph.resources.cluster import (
 from distgraph.resources.collective_cost import CollectiveCost, Estimate, shared_cost, wire_bytes
 from distgraph.resources.compute_cost import ComputeCost
 from distgraph.resources.describe import describe
-from distgraph.resources.load import load_cluster, local_cluster, shipped_clusters
+from distgraph.resources.load import load_cluster, local_cluster, register_cluster, shipped_clusters
 from distgraph.resources.mapping import RankMapping, Requirement, map_ranks
 from distgraph.resources.paddle import load_paddle
 
@@ -35,6 +35,7 @@ __all__ = [
     "load_cluster",
     "load_paddle",
     "local_cluster",
+    "register_cluster",
     "shipped_clusters",
     "CollectiveCost",
     "Estimate",

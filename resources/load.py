@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,26 @@ def shipped_clusters() -> tuple[str, ...]:
     )
 
 
+_REGISTERED: dict[str, Callable[[], Cluster]] = {}
+
+
+def register_cluster(name: str, make: Callable[[], Cluster]) -> None:
+    """Give a model of a cluster a name, under which `load_cluster` and the engine find it.
+
+    Args:
+        name: other than those of the shipped clusters.
+        make: makes the cluster, such as by `parse_cluster` from a text that it writes.
+
+    Raises:
+        ResourceError: the name is taken.
+    """
+    if name in _REGISTERED or name in shipped_clusters():
+        raise ResourceError(f"cluster {name}: there is one of this name; choose another")
+    _REGISTERED[name] = make
+
+
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
-    """A cluster from a shipped name ("local"), a YAML resource file, or Paddle's cluster JSON (suffix .json).
+    """A cluster from a name, shipped ("local") or registered, a YAML resource file, or Paddle's cluster JSON.
 
     Raises:
         ResourceError: no such file, not YAML, or not a resource file; names the path in the document.
@@ -36,6 +55,8 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
         'dgx1/gpu0'
     """
     text = os.fspath(name_or_path)
+    if text in _REGISTERED:
+        return _REGISTERED[text]()
     if text in shipped_clusters():
         return _load_yaml(
             Path(str(files("distgraph.resources") / "files" / f"{text}.yaml")), f"resources/files/{text}.yaml"
@@ -44,7 +65,7 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     if not _is_there(path):
         raise ResourceError(
             f"{shown_path(text)}: neither a file nor a shipped cluster; shipped are "
-            f"{', '.join(shipped_clusters())}"
+            f"{', '.join((*shipped_clusters(), *_REGISTERED))}"
         )
     if path.suffix == ".json":
         return load_paddle(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Final, Literal
 
@@ -64,13 +64,41 @@ def _dtype(name: str) -> str:
     return name
 
 
+def _one_of(names: Sequence[str]) -> str:
+    """Names as an expectation: one of 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"one of {', '.join(others)} or {last}"
+
+
 def _collective(name: str) -> str:
     if name not in priced_kinds():
-        raise ValueError(f"a collective, one of {', '.join(priced_kinds())}")
+        raise ValueError(_one_of(priced_kinds()))
+    return name
+
+
+DEVICE_TYPES = ["gpu", "xpu", "cpu", "tpu", "npu"]
+"""Types of devices that a resource file may name; `register_device_type` adds to them."""
+
+
+def register_device_type(name: str) -> None:
+    """Declare a type of device for resource files.
+
+    Raises:
+        ResourceError: there is one of this name.
+    """
+    if name in DEVICE_TYPES:
+        raise ResourceError(f"device type {name} is declared twice; choose another name")
+    DEVICE_TYPES.append(name)
+
+
+def _device_type(name: str) -> str:
+    if name not in DEVICE_TYPES:
+        raise ValueError(_one_of(DEVICE_TYPES))
     return name
 
 
 Collective = Annotated[str, AfterValidator(_collective)]
+DeviceType = Annotated[str, AfterValidator(_device_type)]
 OpKind = Annotated[str, AfterValidator(_kind_of_op)]
 AnyDtype = Annotated[str, AfterValidator(_dtype)]
 
@@ -148,7 +176,7 @@ class DeviceEntry(Entry):
     """`count` equal devices of a machine."""
 
     count: Count = 1
-    type: Literal["gpu", "xpu", "cpu", "tpu", "npu"]
+    type: DeviceType
     model: str
     memory: Size
     memory_bandwidth: Bandwidth | None = None

@@ -8,32 +8,18 @@ aliases of aliases, which count as often as they stand for something.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import yaml
 
 from distgraph.errors import ResourceError
-from distgraph.serialization.documents import MOST_DEPTH, MOST_NUMBER, check_data, read_text
+from distgraph.serialization.documents import MOST_DEPTH, MOST_NUMBER, check_data
 
 MOST_BYTES: Final = 512 << 10
 """Of a resource file: shipped ones have up to 4 KiB, and PyYAML takes about 10 seconds for so much."""
 MOST_ITEMS: Final = 200_000
 """Entries of all lists and mappings, aliases counted where they stand: as many as `MOST_BYTES` hold."""
 _TAGS: Final = ("null", "bool", "int", "float", "seq", "map", "str")
-
-
-def read_yaml(path: Path, file: str) -> Any:
-    """The plain data in a YAML file.
-
-    Args:
-        path: of the file.
-        file: its name in messages.
-
-    Raises:
-        ResourceError: it cannot be read, is no YAML (line and column), or passes a limit.
-    """
-    return parse_yaml(read_text(path, ResourceError, MOST_BYTES), file)
 
 
 def parse_yaml(text: str, file: str) -> Any:

@@ -21,6 +21,7 @@ from distgraph.engine.compile.plan_apply import check_batch
 from distgraph.engine.compile.plan_extract import extract
 from distgraph.engine.compile.program_forecast import beforehand, cluster_for, forecast_training
 from distgraph.engine.compile.program_summary import PlanView
+from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.compile.training_spec import Recipe, metric_names
 from distgraph.engine.conflict_warning import warn_conflicts
 from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
@@ -85,6 +86,7 @@ class Engine:
     ) -> None:
         check_parts(model, loss, optimizer, metrics, strategy, cluster, seed, plan)
         recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
+        strategy_pipeline(recipe.strategy)  # refuses passes that do not exist or do not fit together
         self.cluster = cluster_given(cluster)
         self.seed = seed
         self.step = 0

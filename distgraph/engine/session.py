@@ -127,7 +127,7 @@ class Session:
         """End the ranks' threads; what they have compiled is tied to them and goes too. The memory stays."""
         world, devices = self.world, self.memory.devices
         if world is not None:
-            if self.recipe.strategy.device == "gpu":
+            if self.recipe.strategy.device != "cpu":
                 with suppress(RuntimeFault):  # ranks that have failed hold nothing any more
                     world.run(lambda rank: devices[rank].close())
             world.close()

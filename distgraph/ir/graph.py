@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-
-import networkx as nx
 
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import itemsize
@@ -156,19 +154,6 @@ class Graph:
         """The same graph with other ops (and other fields)."""
         return replace(self, ops=tuple(ops), **changes)
 
-    def to_networkx(self) -> nx.DiGraph[str]:
-        """Ops as nodes (by name, attribute `op`), values as edges (attribute `values`: names)."""
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        for op in self.ops:
-            graph.add_node(op.name, op=op)
-            for value in op.operands:
-                source = self.producers[value.name].name
-                if graph.has_edge(source, op.name):
-                    graph.edges[source, op.name]["values"].append(value.name)
-                else:
-                    graph.add_edge(source, op.name, values=[value.name])
-        return graph
-
     def __str__(self) -> str:
         return print_graph(self)
 
@@ -176,8 +161,3 @@ class Graph:
 def rename(value: Value, names: Mapping[str, Value]) -> Value:
     """The value that stands for `value` after a rewrite."""
     return names.get(value.name, value)
-
-
-def substitute(ops: Sequence[Op], names: Mapping[str, Value]) -> list[Op]:
-    """Ops with operands replaced by name."""
-    return [replace(op, operands=tuple(rename(v, names) for v in op.operands)) for op in ops]

@@ -119,11 +119,6 @@ class ShardSpec:
         """Every axis that the spec mentions, split dims first, then partial ones."""
         return tuple(a for dim in self.dims for a in dim) + tuple(a for a, _ in self.partial)
 
-    @property
-    def is_replicated(self) -> bool:
-        """No dim split and nothing partial."""
-        return not self.partial and not any(self.dims)
-
     def reduction(self, axis: str) -> str | None:
         """The pending reduction over an axis, or None."""
         return next((kind for a, kind in self.partial if a == axis), None)

@@ -66,9 +66,3 @@ def erf32(x: Any) -> Any:
 def sigmoid32(x: Any) -> Any:
     """1 / (1 + exp(-x))."""
     return ONE / (ONE + exp32(-x))
-
-
-@exact
-def tanh32(x: Any) -> Any:
-    """Hyperbolic tangent; absolute error 1e-7, which is what a sum with 1 keeps of it."""
-    return ONE - TWO / (ONE + exp32(TWO * x))

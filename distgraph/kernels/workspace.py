@@ -28,8 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 _INDEX = 8  # bytes of a position
-_WORD = 8  # bytes of a random word
-_Conv = dict[str, Any]
 
 
 def contiguous(*arrays: Array, **attrs: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from distgraph.plan.schedule_policies import schedule_names
 SEARCHED = ("sharding_propagation", "recursive", "auto")
 MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
-DEVICES = ("cpu", "gpu")
+DEVICES = ["cpu", "gpu"]
+"""Names of devices; `distgraph.runtime.execute.device.register_device` adds to them."""
 NONFINITE = ("raise", "skip", "warn")
 
 
@@ -45,8 +47,8 @@ class Strategy:
             of an op that is compared, 20 for each change of layout that is priced, 1 for each step examined
             in the search for its collectives, and 12 for each way to cut it into tiles between two meshes.
             The default, 500,000, is a few seconds. Needs refine="always".
-        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13. Planning
-            for a GPU needs none; see docs/gpu.md.
+        device: "cpu", or "gpu" to compute on CuPy arrays, which needs the extra cuda12 or cuda13, or one that
+            the program has registered. Planning for a GPU needs none; see docs/gpu.md.
         nonfinite: what happens to a training step whose loss or gradients are nan or infinite. "raise" ends
             training with a RuntimeFault that names the parameters; "skip" leaves out the update of this step,
             on all ranks, and notes it in the history; "warn" warns once and trains on. Under the first two,
@@ -55,10 +57,15 @@ class Strategy:
             ranks hold alike, by checksums; a rank whose copy differs ends training with a RuntimeFault that
             names it. None for no comparison.
 
+        passes: changes of the pass pipeline: "name" adds a registered pass behind those that give its stage,
+            "-name" removes a pass, "name=other" puts another in its place. `distgraph inspect --list-passes`
+            lists the passes; the engine refuses names that it does not have. A plan describes what completion
+            decides: passes on serial graphs run before it is made and applied, those on later stages after.
+
     Raises:
-        ShardingError: an unknown mode, schedule, device, policy or axis; fewer than one micro-batch, or step
-            between comparisons; micro-batches or a schedule in mode "auto"; a budget below one, or without a
-            search.
+        ShardingError: an unknown mode, schedule, device, policy or axis; passes that are no list of changes;
+            fewer than one micro-batch, or step between comparisons; micro-batches or a schedule in mode
+            "auto"; a budget below one, or without a search.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -75,6 +82,7 @@ class Strategy:
     device: str = "cpu"
     nonfinite: str = "raise"
     verify_replicas: int | None = None
+    passes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -105,15 +113,27 @@ class Strategy:
             raise ShardingError(
                 f"verify_replicas of Strategy is {every!r} but must be a number of steps from 1 up, or None"
             )
+        self._check_passes()
         if self.mesh is not None:
             check_mesh("Strategy", self.mesh)
         if self.batch_axes and self.mesh is None:
             raise ShardingError(
                 f"batch_axis of Strategy is {self.batch_axis!r} but there is no mesh; give it one"
             )
+        self._check_batch_axes()
+
+    def _check_batch_axes(self) -> None:
         for axis in self.batch_axes:
             assert self.mesh is not None
             self.mesh.axis_size(axis)
+
+    def _check_passes(self) -> None:
+        given: object = self.passes
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(_is_change, given)):
+            raise ShardingError(
+                f'passes of Strategy is {given!r} but must be a list of "name", "-name" and "name=other"'
+            )
+        object.__setattr__(self, "passes", tuple(given))
 
     def _check_budget(self, budget: int) -> None:
         if not is_integer(budget) or budget < 1:
@@ -139,3 +159,8 @@ class Strategy:
         if self.batch_axis is None:
             return ()
         return (self.batch_axis,) if isinstance(self.batch_axis, str) else tuple(self.batch_axis)
+
+
+def _is_change(change: object) -> bool:
+    """Whether an entry of `passes` has the form of one; whether the passes exist is known to the engine."""
+    return isinstance(change, str) and re.fullmatch(r"-?\w+|\w+=\w+", change) is not None

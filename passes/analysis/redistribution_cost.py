@@ -44,23 +44,6 @@ def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistA
     return transfer_cost(shape, size, source, target, price=price)
 
 
-def read_cost(shape: tuple[int, ...], size: int, held: DistAttr, reads: list[Read], price: Price) -> float:
-    """Price of all that is read of a value: layouts that it is moved to once each, and windows of them."""
-    total, moved = 0.0, dict[DistAttr, None]()
-    for attr, windows in reads:
-        if not windows:
-            moved[attr] = None
-            continue
-        total += window_cost(shape, size, held, attr, windows, price)
-        if fetches(held, attr):
-            total += copy_cost(shape, size, held, attr)
-        else:
-            moved[attr] = None
-    for attr in moved:
-        total += move_cost(shape, size, held, attr, price) + copy_cost(shape, size, held, attr)
-    return total
-
-
 def window_cost(
     shape: tuple[int, ...], size: int, held: DistAttr, attr: DistAttr, windows: Windows, price: Price
 ) -> float:

@@ -177,7 +177,7 @@ class ValueCosts:
         return cost
 
     def _reads(self, kind: int, kept: int, wanted: tuple[int, ...]) -> float:
-        """As `read_cost`."""
+        """Price of all reads of a value: layouts that it is moved to once each, and windows of them."""
         value, held = self.kinds[kind], self.layouts.reads[kept][0]
         total, moved = 0.0, dict[int, None]()
         for number in wanted:

@@ -57,7 +57,6 @@ __all__ = [
     "link_bytes",
     "transfer",
     "transfer_cost",
-    "translate",
 ]
 
 
@@ -179,16 +178,6 @@ def choose(
         found = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
         return Choice(found.cost, target.spec, target.spec, 0, (found,))
     return _choose(tuple(shape), itemsize, source, target, machine_of, price)
-
-
-def translate(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
-    """The same layout on another mesh, by axis name; axes it lacks no longer split, nothing stays partial.
-
-    Example:
-        >>> translate(ShardSpec.parse("[dp*tp, _] partial(sp)"), ProcessMesh.grid(2, dp=3, sp=2))
-        [dp, _]
-    """
-    return ShardSpec(tuple(tuple(axis for axis in dim if axis in mesh.sizes) for dim in spec.dims))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from distgraph.errors import InfeasibleError
 from distgraph.ir.collective_registry import BlockSizes, Space, Step, cached_until_registration, with_dim
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
@@ -100,7 +99,6 @@ def redistribute(
     target: ShardSpec,
     price: Price = wire_price,
     *,
-    limit: float | None = None,
     exhaustive: bool = False,
 ) -> tuple[Step, ...]:
     """The cheapest steps from `source` to `target`; among equals those of least memory, then the fewest.
@@ -113,7 +111,6 @@ def redistribute(
         target: layout wanted.
         price: (kind, bytes one rank sends, group size, mesh, axes) -> cost of a collective, never negative,
             in any one unit. Not asked for slice and mask, which are free.
-        limit: most bytes that a step may hold on a rank, block before and block after together.
         exhaustive: also walk through layouts that lead away from the target, and split over axes that neither
             spec names, so that replicas share the work (slice, reduce_scatter, all_gather for the all_reduce
             that each would do): now and then fewer bytes, in more steps and a longer search.
@@ -123,7 +120,6 @@ def redistribute(
 
     Raises:
         ShardingError: a spec does not fit the shape or the mesh.
-        InfeasibleError: no sequence stays within `limit`.
 
     Example:
         >>> mesh = ProcessMesh.grid(x=2, y=2)
@@ -133,7 +129,7 @@ def redistribute(
         >>> [str(s) for s in redistribute((8, 8), 4, mesh, spec("[x, _]"), spec("[_, x]"))]
         ['all_to_all(x) dim 0->1: [x, _] -> [_, x]']
     """
-    return _plan(tuple(shape), itemsize, mesh, source, target, price, limit, exhaustive)[1]
+    return _plan(tuple(shape), itemsize, mesh, source, target, price, exhaustive)[1]
 
 
 def redistribute_cost(
@@ -187,7 +183,7 @@ def priced(
 ) -> Priced:
     """Price of `redistribute`, cached, with the number of steps examined. Raises what that raises."""
     if price not in BYTE_PRICES:
-        cost, _, examined = _plan(shape, itemsize, mesh, source, target, price, None, False)
+        cost, _, examined = _plan(shape, itemsize, mesh, source, target, price, False)
         return Priced(cost, (shape, mesh, source, target), examined)
     source.check(shape, mesh, "source of a redistribution")
     target.check(shape, mesh, "target of a redistribution")
@@ -214,7 +210,7 @@ def _cost_of_class(
     def left(spec: ShardSpec) -> float:
         return price_bound(price, itemsize * received(shape, DistAttr(mesh, spec), end))
 
-    cost, _, examined = _search(space, start, itemsize, price, None, left)
+    cost, _, examined = _search(space, start, itemsize, price, left)
     return cost, examined
 
 
@@ -226,7 +222,6 @@ def _plan(
     source: ShardSpec,
     target: ShardSpec,
     price: Price,
-    limit: float | None,
     exhaustive: bool,
 ) -> tuple[float, tuple[Step, ...], int]:
     """Price and steps of the cheapest sequence, and the number of steps examined."""
@@ -235,7 +230,7 @@ def _plan(
     start, goal, space = _space(shape, mesh, source, target, exhaustive)
     if start == goal:
         return 0.0, (), 0
-    cost, steps, examined = _search(space, start, itemsize, price, limit)
+    cost, steps, examined = _search(space, start, itemsize, price)
     # the ends carry the specs that were asked for: the same layout, with axes of size 1 named as there
     steps = (replace(steps[0], source=source), *steps[1:])
     return cost, (*steps[:-1], replace(steps[-1], target=target)), examined
@@ -260,7 +255,6 @@ def _search(
     start: ShardSpec,
     itemsize: int,
     price: Price,
-    limit: float | None,
     left: Callable[[ShardSpec], float] = lambda spec: 0.0,
 ) -> tuple[float, tuple[Step, ...], int]:
     """Cost and steps of the cheapest path, and the number of steps examined.
@@ -287,8 +281,6 @@ def _search(
                 volumes[after] = block_volume(space.shape, space.mesh, after)
                 lefts[after] = left(after)
             memory = itemsize * (volumes[spec] + volumes[after])
-            if limit is not None and memory > limit:
-                continue
             least = (cost[0], max(cost[1], memory), cost[2] + 1)  # what it comes to if the step costs nothing
             if after in best and best[after] <= least:
                 continue
@@ -300,10 +292,7 @@ def _search(
                 best[after] = total
                 came[after] = step
                 heapq.heappush(heap, ((total[0] + lefts[after], *least[1:]), next(order), after, total))
-    raise InfeasibleError(
-        f"redistribution of shape {space.shape} from {start} to {space.goal} on {space.mesh} has no sequence "
-        f"whose steps stay within {limit:g} bytes a rank; raise the limit or choose a finer layout"
-    )
+    raise AssertionError(f"{space.goal} is not reached from {start} on {space.mesh}")
 
 
 def _path(came: dict[ShardSpec, Step], start: ShardSpec, spec: ShardSpec) -> tuple[Step, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ import numpy as np
 
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.passes.partition import RankProgram
+from distgraph.plan.strategy import DEVICES
+from distgraph.resources.schema import DEVICE_TYPES, register_device_type
 from distgraph.runtime.program.memory_plan import is_started
 from distgraph.runtime.transport.inprocess import InProcessTransport
 from distgraph.runtime.transport.mpi import MpiTransport
@@ -225,18 +228,57 @@ class Gpu:
             self._transport.close()
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceType:
+    """A type of device.
+
+    Attributes:
+        take: transport of a rank for host arrays (None where there is one rank) -> the device of the rank.
+            Collective over the ranks.
+        namespace: -> its array namespace; raises ResourceError where it cannot be used here.
+    """
+
+    take: Callable[[Transport | None], Device]
+    namespace: Callable[[], Any]
+
+
+_DEVICE_TYPES: dict[str, DeviceType] = {}
+
+
+def register_device(
+    name: str, take: Callable[[Transport | None], Device], namespace: Callable[[], Any]
+) -> None:
+    """Declare a type of device, for `Strategy(device=name)` and for devices of resource files.
+
+    Args:
+        name: its name.
+        take: see `DeviceType`.
+        namespace: see `DeviceType`.
+
+    Raises:
+        ResourceError: the name is taken.
+    """
+    if name in _DEVICE_TYPES:
+        raise ResourceError(f"device {name} is declared twice; choose another name")
+    _DEVICE_TYPES[name] = DeviceType(take, namespace)
+    if name not in DEVICES:
+        DEVICES.append(name)
+    if name not in DEVICE_TYPES:
+        register_device_type(name)
+
+
 def take_device(device: str, control: Transport | None) -> Device:
     """The device of a rank. Collective over the ranks of `control`.
 
     Args:
-        device: "cpu" or "gpu".
+        device: "cpu", "gpu" or a registered one.
         control: transport of the ranks for host arrays; None where there is one rank.
 
     Raises:
         ResourceError: CuPy is missing, or finds no GPU.
         RuntimeFault: there is no NCCL, or it fails.
     """
-    return Host(control) if device == "cpu" else Gpu(control)
+    return _DEVICE_TYPES[device].take(control)
 
 
 def array_namespace(device: str) -> Any:
@@ -245,8 +287,11 @@ def array_namespace(device: str) -> Any:
     Raises:
         ResourceError: CuPy is missing, or finds no GPU.
     """
-    if device == "cpu":
-        return np
+    return _DEVICE_TYPES[device].namespace()
+
+
+def _cupy() -> Any:
+    """CuPy, where it finds a GPU."""
     try:
         cupy = import_module("cupy")
     except ImportError as error:
@@ -292,3 +337,7 @@ def _count(cupy: Any) -> int:
 def _nccl_of_process(control: MpiTransport) -> NcclTransport:
     """One for all engines of a process: two on one control transport would take each other's messages."""
     return NcclTransport(control, serves_process=True)
+
+
+register_device("cpu", Host, lambda: np)
+register_device("gpu", Gpu, _cupy)

@@ -13,14 +13,15 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
 from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
-from distgraph.runtime.transport.inprocess import InProcessTransport, connect
+from distgraph.runtime.transport.inprocess import connect
 from distgraph.runtime.transport.transport import Transport, time_limit
 
 Result = TypeVar("Result")
@@ -70,12 +71,13 @@ class InProcessWorld:
 
     Args:
         size: number of ranks.
+        connect: number of ranks -> their transports, in rank order; by default those of this process.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, connect: Callable[[int], Sequence[Transport]] = connect) -> None:
         self.size = size
         self.local = tuple(range(size))
-        self._transports = connect(size) if size > 1 else []
+        self._transports = connect(size) if size > 1 else ()
         self._failed: str | None = None
         self._at_work = 0  # ranks that have not reported
         self._tasks: list[queue.SimpleQueue[Any]] = []
@@ -170,7 +172,7 @@ def _follows(error: BaseException) -> bool:
 
 
 def _serve(
-    transport: InProcessTransport,
+    transport: Transport,
     tasks: queue.SimpleQueue[Any],
     done: queue.SimpleQueue[tuple[int, Any, BaseException | None]],
 ) -> None:
@@ -254,24 +256,67 @@ def enter(call: str) -> None:
         transport.enter(call)
 
 
+@dataclass(frozen=True, slots=True)
+class TransportKind:
+    """A kind of transport between ranks.
+
+    Attributes:
+        name: its name.
+        applies: whether this process is to use it.
+        make: (number of ranks that the program needs, the meshes in words) -> the world of this process.
+    """
+
+    name: str
+    applies: Callable[[], bool]
+    make: Callable[[int, str], World]
+
+
+_TRANSPORTS: dict[str, TransportKind] = {}
+
+
+def register_transport(
+    name: str, make: Callable[[int, str], World], applies: Callable[[], bool] = lambda: True
+) -> None:
+    """Declare a transport. Of those that apply, programs use the one that was declared last.
+
+    Args:
+        name: its name.
+        make: (number of ranks that the program needs, the meshes in words) -> the world of this process, such
+            as `InProcessWorld(ranks, connect)` or `MpiWorld(transport)`.
+        applies: whether this process is to use it, such as whether its launcher has started the process.
+
+    Raises:
+        RuntimeFault: the name is taken.
+    """
+    if name in _TRANSPORTS:
+        raise RuntimeFault(f"transport {name} is declared twice; choose another name")
+    _TRANSPORTS[name] = TransportKind(name, applies, make)
+
+
 def make_world(ranks: int, meshes: str) -> World:
-    """The world of this process: MPI where a launcher started several, else threads.
+    """The world of this process: MPI where a launcher started several, else threads, or what is registered.
 
     Args:
         ranks: how many the program needs.
         meshes: the meshes in words, for the error.
 
     Raises:
-        ResourceError: the MPI job has fewer ranks.
+        ResourceError: the job has fewer ranks.
     """
-    transport = current_transport() if ranks_of_job() > 1 else None
-    if transport is None:
-        return InProcessWorld(ranks)
+    kinds = reversed(list(_TRANSPORTS.values()))
+    return next(kind for kind in kinds if kind.applies()).make(ranks, meshes)
+
+
+def _mpi_world(ranks: int, meshes: str) -> World:
+    transport = current_transport()
+    assert transport is not None
     if ranks > transport.size:
         raise ResourceError(
-            f"{meshes} needs {ranks} ranks but the MPI job has {transport.size}; start it with distgraph "
-            f"run -n "
-            f"{ranks}, or use a "
-            "smaller mesh"
+            f"{meshes} needs {ranks} ranks but the MPI job has {transport.size}; start it with distgraph run "
+            f"-n {ranks}, or use a smaller mesh"
         )
     return MpiWorld(transport)
+
+
+register_transport("threads", lambda ranks, meshes: InProcessWorld(ranks))
+register_transport("mpi", _mpi_world, lambda: ranks_of_job() > 1)

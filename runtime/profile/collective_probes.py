@@ -26,14 +26,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.transport import Group, Transport, even_counts
 
 ATTEND: Final = "attend"
 """Kind of the pattern that measures how long a rank is busy with a message, not how long that takes."""
-KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "send")
-_STARTED: Final = KINDS[:4]  # those that a program waits for later than it starts them
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
 _ITEM: Final = 4  # bytes of an element, f32
@@ -105,9 +104,14 @@ def patterns(ranks: int, limit: float = 2.0**28, *, shared: bool = False) -> tup
                 found += [Pattern(kind, (pair,), nbytes, work) for pair in sorted(pairs)]
                 continue
             found += [Pattern(kind, members, nbytes, work) for members in groups]
-            if shared and kind in _STARTED:
+            if shared and _is_awaited_later(kind):
                 found += [Pattern(kind, members, nbytes) for members in groups]
     return tuple(found)
+
+
+def _is_awaited_later(kind: str) -> bool:
+    """Whether a program computes between the start of the collective and the wait for it."""
+    return COLLECTIVES[kind].grouped and COLLECTIVES[kind].steps is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,32 +218,55 @@ def _attended(transport: Transport, group: Group, nbytes: int, repeats: int) -> 
     return float(np.median(spans[1:]))
 
 
-def _prepared(transport: Transport, pattern: Pattern, group: Group) -> tuple[Callable[[], Any], Any]:
+Prepared = tuple[Callable[[], Any], Any]
+Probe = Callable[[Transport, Group, int], Prepared]
+
+
+def _prepared(transport: Transport, pattern: Pattern, group: Group) -> Prepared:
     """A function that runs the collective once, and the array that it sends."""
-    count, kind, rank = max(len(group), pattern.nbytes // _ITEM), pattern.kind, transport.rank
-    shares = even_counts(count, len(group))
-    at = group.index(rank)
+    return _PROBES[pattern.kind](transport, group, max(len(group), pattern.nbytes // _ITEM))
+
+
+def _all_reduce(transport: Transport, group: Group, count: int) -> Prepared:
     whole = np.zeros(count, np.float32)
-    if kind == "all_reduce":
-        return lambda: collectives.all_reduce(transport, whole, group, "sum", whole), whole
-    if kind == "broadcast":
-        return lambda: collectives.broadcast(transport, whole, group[0], group, whole), whole
-    if kind == "send":
-        return _there_and_back(transport, group, whole), whole
-    result = np.zeros(count, np.float32)
-    if kind == "permute":
-        after, before = group[(at + 1) % len(group)], group[at - 1]
-        return lambda: collectives.permute(transport, whole, after, before, whole.shape, result), whole
-    part = np.zeros(shares[at], np.float32)
-    if kind == "all_gather":
-        return lambda: collectives.all_gather(transport, part, 0, shares, group, result), part
-    if kind == "reduce_scatter":
-        return lambda: collectives.reduce_scatter(transport, whole, 0, shares, "sum", group, part), whole
+    return lambda: collectives.all_reduce(transport, whole, group, "sum", whole), whole
+
+
+def _all_gather(transport: Transport, group: Group, count: int) -> Prepared:
+    sizes, result = even_counts(count, len(group)), np.zeros(count, np.float32)
+    part = np.zeros(sizes[group.index(transport.rank)], np.float32)
+    return lambda: collectives.all_gather(transport, part, 0, sizes, group, result), part
+
+
+def _reduce_scatter(transport: Transport, group: Group, count: int) -> Prepared:
+    sizes, whole = even_counts(count, len(group)), np.zeros(count, np.float32)
+    part = np.zeros(sizes[group.index(transport.rank)], np.float32)
+    return lambda: collectives.reduce_scatter(transport, whole, 0, sizes, "sum", group, part), whole
+
+
+def _all_to_all(transport: Transport, group: Group, count: int) -> Prepared:
     rows = len(group)
     square = np.zeros((rows, max(1, count // rows)), np.float32)
-    landed = np.zeros((1, square.shape[1] * rows), np.float32)
+    result = np.zeros((1, square.shape[1] * rows), np.float32)
     ones, widths = [1] * rows, [square.shape[1]] * rows
-    return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, landed), square
+    return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, result), square
+
+
+def _broadcast(transport: Transport, group: Group, count: int) -> Prepared:
+    whole = np.zeros(count, np.float32)
+    return lambda: collectives.broadcast(transport, whole, group[0], group, whole), whole
+
+
+def _permute(transport: Transport, group: Group, count: int) -> Prepared:
+    whole, result = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    position = group.index(transport.rank)
+    after, before = group[(position + 1) % len(group)], group[position - 1]
+    return lambda: collectives.permute(transport, whole, after, before, whole.shape, result), whole
+
+
+def _send(transport: Transport, group: Group, count: int) -> Prepared:
+    whole = np.zeros(count, np.float32)
+    return _there_and_back(transport, group, whole), whole
 
 
 def _there_and_back(transport: Transport, group: Group, whole: Any) -> Any:
@@ -255,3 +282,16 @@ def _there_and_back(transport: Transport, group: Group, whole: Any) -> Any:
             transport.send(whole, first, 0).wait()
 
     return run
+
+
+_PROBES: Final[dict[str, Probe]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "permute": _permute,
+    "send": _send,
+}
+KINDS: Final = tuple(_PROBES)
+"""Collectives that a profile measures; all others cost what their algorithms say."""

@@ -27,9 +27,9 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.optim import SGD, Adam, AdamW, Optimizer
 from distgraph.passes.backward import differentiate
-from distgraph.passes.complete import complete
-from distgraph.passes.dead_code_elimination import prune
 from distgraph.passes.partition import LocalOp
+from distgraph.passes.pass_pipeline import pipeline, run_passes
+from distgraph.passes.pass_registry import PassContext
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
@@ -187,7 +187,9 @@ def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], op
         with steps.within(role="backward"):
             pairs = [(p, emit_one("accumulate", g)) for p, g in zip(parameters, gradients, strict=True)]
         optimizer.update(steps, pairs)
-        return prune(steps.finish({"loss": emit_one("accumulate", loss)}))
+        traced = steps.finish({"loss": emit_one("accumulate", loss)})
+        graph: Graph = run_passes(traced, pipeline().reaching("serial"), verified=False)
+        return graph
 
 
 class Timed:
@@ -199,7 +201,8 @@ class Timed:
     """
 
     def __init__(self, probe: Probe, cluster: Cluster) -> None:
-        completed = complete(probe.graph(), ProcessMesh.grid(serial=1))
+        context = PassContext(mesh=ProcessMesh.grid(serial=1))
+        completed: Graph = run_passes(probe.graph(), ("complete",), context, verified=False)
         compiled = build(completed, micro_batches=probe.micro_batches)
         program = compiled.program(0)
         random = np.random.default_rng(0)

@@ -1,16 +1,16 @@
-"""From a completed graph to tasks, schedule and rank programs: the passes behind completion, in order."""
+"""From a completed graph to tasks, schedule and rank programs: the passes behind completion."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distgraph.ir.graph import Graph
-from distgraph.passes.lower import lower
-from distgraph.passes.partition import RankProgram, partition
+from distgraph.passes.partition import RankProgram
+from distgraph.passes.pass_pipeline import Pipeline, Watch, pipeline, run_passes
+from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.redistribution.planner import Price, wire_price
-from distgraph.passes.reshard import reshard
-from distgraph.passes.split_tasks import Parts, phases
+from distgraph.passes.split_tasks import Parts
 from distgraph.runtime.schedule.schedule import Schedule, schedule
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph
 
@@ -20,16 +20,21 @@ class Build:
     """A compiled program, for all ranks.
 
     Attributes:
-        completed: every value and op has a layout.
+        completed: every value and op has a layout; after the pipeline's passes on completed graphs.
         lowered: every change of layout is a collective.
         parts: tasks and edges.
         policy: name of the schedule.
+        pipeline: the passes that made it; those on rank programs run for each rank when it is looked at.
+        planned: the completed graph before the pipeline's passes on completed graphs, which is what a plan
+            describes; None where there are no such passes.
     """
 
     completed: Graph
     lowered: Graph
     parts: Parts
     policy: str
+    pipeline: Pipeline = field(default_factory=pipeline, repr=False)
+    planned: Graph | None = field(default=None, repr=False)
 
     @cached_property
     def task_graph(self) -> TaskGraph:
@@ -50,20 +55,67 @@ class Build:
 
     def program(self, rank: int) -> RankProgram:
         """What one rank runs."""
-        return partition(self.parts, rank)
+        passes = self.pipeline.reaching("rank")
+        program: RankProgram = run_passes(self.parts, passes, PassContext(rank=rank), verified=False)
+        return program
+
+
+@dataclass(frozen=True)
+class ReshardedProgram:
+    """A program whose changes of layout are explicit, before it is known what they cost on which devices.
+
+    Attributes:
+        planned: the completed graph that it was made from.
+        completed: after the pipeline's passes on completed graphs.
+        resharded: every change of layout is a `reshard` op.
+        pipeline: the passes.
+    """
+
+    planned: Graph
+    completed: Graph
+    resharded: Graph
+    pipeline: Pipeline
+
+    def lower(self, price: Price = wire_price, watch: Watch | None = None) -> Graph:
+        """The graph whose changes of layout are the cheapest collectives."""
+        lowered: Graph = run_passes(
+            self.resharded, self.pipeline.reaching("lowered"), PassContext(price=price), watch, verified=False
+        )
+        return lowered
+
+    def build(self, policy: str, price: Price = wire_price, watch: Watch | None = None) -> Build:
+        """The compiled program; see `build`."""
+        lowered = self.lower(price, watch)
+        parts: Parts = run_passes(lowered, self.pipeline.reaching("tasks"), watch=watch, verified=False)
+        planned = self.planned if self.pipeline.within("completed") else None
+        return Build(self.completed, lowered, parts, policy, self.pipeline, planned)
+
+
+def reshard_program(
+    completed: Graph, micro_batches: int, passes: Pipeline, watch: Watch | None = None
+) -> ReshardedProgram:
+    """Run the passes on completed graphs, and those that make changes of layout explicit."""
+    planned = replace(completed, micro_batches=micro_batches)
+    completed = run_passes(planned, passes.within("completed"), watch=watch, verified=False)
+    resharded: Graph = run_passes(completed, passes.reaching("resharded"), watch=watch, verified=False)
+    return ReshardedProgram(planned, completed, resharded, passes)
 
 
 def build(
-    completed: Graph, *, micro_batches: int = 1, policy: str = "1f1b", price: Price = wire_price
+    completed: Graph,
+    *,
+    micro_batches: int = 1,
+    policy: str = "1f1b",
+    price: Price = wire_price,
+    passes: Pipeline | None = None,
 ) -> Build:
-    """Run reshard, lower and phases on a completed graph.
+    """Run the passes behind completion.
 
     Args:
         completed: graph of one micro-batch.
         micro_batches: how often it runs in a step.
         policy: name of the schedule.
         price: cost of a collective, for the choice between sequences of them.
+        passes: by default `PIPELINE`.
     """
-    completed = replace(completed, micro_batches=micro_batches)
-    lowered = lower(reshard(completed), price)
-    return Build(completed, lowered, phases(lowered), policy)
+    return reshard_program(completed, micro_batches, passes or pipeline()).build(policy, price)

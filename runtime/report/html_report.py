@@ -261,7 +261,7 @@ class Page:
             return ""
         many = len(build.ranks) > _MANY
         columns = {ranks[0]: ranks for ranks in forecast.timeline.columns}
-        matrix = exchanged_bytes(build, columns if many or forecast.exact else None)
+        matrix = exchanged_bytes(build.lowered, columns if many or forecast.exact else None)
         if not matrix:
             return _section("communication", "Communication", "Ranks send each other nothing.", "")
         place = {rank: cluster.devices[forecast.devices[rank]] for rank in build.ranks}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -443,9 +442,3 @@ def run_ranks(
     if world.failure is not None:
         raise RuntimeFault(_describe(world.failure)) from world.failure.error
     return results
-
-
-def format_failure(fault: RuntimeFault) -> str:
-    """Text of the traceback of the rank that failed, then the error in one line."""
-    origin = "".join(traceback.format_exception(fault.__cause__)) if fault.__cause__ else ""
-    return f"{origin}error: {fault}"

@@ -279,7 +279,7 @@ def test_a_cluster_places_the_ranks_and_prices_the_collectives() -> None:
 
 def test_what_ranks_exchange_adds_up_to_what_they_send() -> None:
     plan = engine("pp1_3", micro=2).prepare(data(16))
-    pairs = exchanged_bytes(plan.build)
+    pairs = exchanged_bytes(plan.build.lowered)
     for rank, sent in plan.bytes_per_rank.items():
         assert sum(n for (source, _), n in pairs.items() if source == rank) == pytest.approx(sent)
     assert all(source != target for source, target in pairs)
@@ -295,6 +295,7 @@ def test_dump_writes_every_stage(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
         "train.lowered.dg",
         "train.rank-0.py",
         "train.rank-1.py",
+        "train.resharded.dg",
         "train.schedule.txt",
         "train.serial.dg",
     ]

@@ -15,7 +15,7 @@ from support.redistribution.simulate_steps import check_layout, every_spec, move
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
-from distgraph.passes.redistribution.cross_mesh import link_bytes, transfer, transfer_cost, translate
+from distgraph.passes.redistribution.cross_mesh import link_bytes, transfer, transfer_cost
 from distgraph.passes.redistribution.tiles import Need, assign, exchange_tiles
 
 parse = ShardSpec.parse
@@ -289,12 +289,6 @@ def test_scalars_and_empty_tensors_cross():
     plan = run_transfer((), DistAttr(R4, parse("[] partial(x)")), far)
     assert [step.kind for step in plan.before] == ["all_reduce"]
     run_transfer((0, 4), DistAttr(R4, parse("[x, _]")), DistAttr(far.mesh, parse("[_, y]")))
-
-
-def test_layouts_translate_by_axis_name():
-    mesh = ProcessMesh.grid(4, dp=3, tp=1)
-    assert translate(parse("[dp*sp, tp] partial(pp)"), mesh) == parse("[dp, tp]")
-    translate(parse("[sp, dp, _]"), mesh).check((4, 5, 6), mesh)
 
 
 def test_cost_is_the_price_of_all_parts():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.redistribution.simulate_steps import check_layout, every_spec, run_step, scatter
 
-from distgraph.errors import InfeasibleError, ShardingError
+from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
 from distgraph.passes.redistribution.planner import redistribute, redistribute_cost, step_bytes, wire_price
@@ -295,21 +295,6 @@ def test_cost_is_the_price_of_the_steps():
         wire_price(s.kind, step_bytes(s, (12, 12), 4, X2Y3), X2Y3.count(s.axes), X2Y3, s.axes) for s in steps
     )
     assert redistribute_cost(*args) == pytest.approx(total)
-
-
-def test_memory_limit():
-    source, target = (
-        parse("[x, _]"),
-        parse("[y, _]"),
-    )  # blocks of 6 x 6 before; permute holds 36 + 24 elements
-    assert run_plan((12, 6), X2Y3, source, target, limit=100) == run_plan((12, 6), X2Y3, source, target)
-    for limit in (72, 60):
-        for step in redistribute((12, 6), 1, X2Y3, source, target, limit=limit):
-            blocks = [max(math.prod(spec.local_shape((12, 6), X2Y3, r)) for r in X2Y3.members)
-                      for spec in (step.source, step.target)]  # fmt: skip
-            assert sum(blocks) <= limit
-    with pytest.raises(InfeasibleError, match="stay within 40 bytes a rank; raise the limit"):
-        redistribute((12, 6), 1, X2Y3, source, target, limit=40)
 
 
 def test_wrong_specs_are_refused():

@@ -79,6 +79,25 @@ def test_an_interrupt_leaves_no_process_behind() -> None:
             os.kill(pid, 0)
 
 
+def test_workers_end_with_a_caller_that_is_killed() -> None:
+    """Each of the three processes says that it is at work; the pipe ends once none of them is left."""
+    there, here = os.pipe()
+
+    def work(n: int) -> None:
+        os.write(here, b".")
+        time.sleep(600)
+
+    caller = get_context("fork").Process(target=parallel_map, args=(work, range(3), 3))
+    caller.start()
+    os.close(here)
+    with os.fdopen(there, "rb", buffering=0) as pipe:
+        at_work = b"".join(pipe.read(1) or b"" for _ in range(3))
+        caller.kill()
+        caller.join()
+        assert at_work == b"..."
+        assert pipe.read() == b""
+
+
 def test_results_come_packed_from_other_processes_only() -> None:
     def work(n: int) -> tuple[int, object]:
         time.sleep(0.05)

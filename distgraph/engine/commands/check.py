@@ -28,11 +28,10 @@ from distgraph.ir.op_registry import lookup, rule_of
 from distgraph.ir.printer import draw, print_op
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.passes.lower import lower
-from distgraph.passes.reshard import reshard
-from distgraph.passes.split_tasks import phases
+from distgraph.passes.pass_pipeline import Pipeline, pipeline
+from distgraph.passes.pass_registry import Pass
 from distgraph.runtime.execute.worker import Worker
-from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.transport.inprocess import run_ranks
 
 Array = Any
@@ -136,7 +135,13 @@ def _ratio(found: Difference) -> float:
     return found.error / found.bound if found.bound else math.inf if found.error else 0.0
 
 
-def check(completed: Graph, inputs: Arrays, params: Arrays, serial: Graph | None = None) -> Report:
+def check(
+    completed: Graph,
+    inputs: Arrays,
+    params: Arrays,
+    serial: Graph | None = None,
+    passes: Pipeline | None = None,
+) -> Report:
     """Compare a partitioned program with its serial meaning.
 
     Args:
@@ -144,12 +149,13 @@ def check(completed: Graph, inputs: Arrays, params: Arrays, serial: Graph | None
         inputs: name of an input -> whole array or number.
         params: name of a param or state -> whole array.
         serial: the graph before completion; the completed one by default.
+        passes: those that the program is compiled by; by default `PIPELINE`.
 
     Raises:
         GraphError: an input or param is missing or has another shape.
         RuntimeFault: a rank failed.
     """
-    built = _exposed(completed)
+    built = build(completed, passes=(passes or pipeline()).with_pass(_EXPOSE))
     known = _sources(built.lowered, inputs, params)
     held = _run(built, known)
     whole, replicas = _join_all(built.lowered, held, known)
@@ -168,13 +174,13 @@ def check(completed: Graph, inputs: Arrays, params: Arrays, serial: Graph | None
     return Report(built.lowered, ranks, len(local) + len(program), first, outputs, gradients)
 
 
-def _exposed(completed: Graph) -> Build:
-    """The program for one micro-batch, every value an output, nothing updated in place."""
-    plain = replace(completed, micro_batches=1)
-    lowered = lower(reshard(plain))
+def _expose(lowered: Graph) -> Graph:
+    """Make every value an output, and update nothing in place."""
     shown = tuple((v.name, v) for op in lowered.ops if op.kind not in _NOT_SHOWN for v in op.results)
-    lowered = replace(lowered, outputs=shown, updates=())
-    return Build(plain, lowered, phases(lowered), "1f1b")
+    return replace(lowered, outputs=shown, updates=())
+
+
+_EXPOSE = Pass("expose_values", _expose, requires="lowered", stage="lowered")
 
 
 def _sources(graph: Graph, inputs: Arrays, params: Arrays) -> dict[str, Array]:

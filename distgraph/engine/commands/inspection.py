@@ -14,6 +14,7 @@ from distgraph.engine.commands.plan_search import settled
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.engine.compile.compile import complete_program
 from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import Batch
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import GraphError
@@ -54,7 +55,7 @@ def check_step(
     names = recipe.names(tuple(training.fields), "train")
     inputs = {names[field]: np.asarray(array) for field, array in batch.block(0, size).items()}
     params = {name: _varied(name, _whole(memory, name)) for name in memory.records}
-    return check(completed, {**scalars, **inputs}, params, serial)
+    return check(completed, {**scalars, **inputs}, params, serial, strategy_pipeline(recipe.strategy))
 
 
 def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -> Report:

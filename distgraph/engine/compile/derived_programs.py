@@ -16,7 +16,8 @@ from distgraph.engine.compile.training_spec import Recipe
 from distgraph.engine.data import POSITION, Field
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import run_passes
+from distgraph.passes.pass_registry import PassContext
 from distgraph.plan.plan import Plan
 
 _PLANNED = Origin("user", "the plan")  # completion keeps what a user wrote
@@ -54,7 +55,9 @@ def follow_plan(training: Training, reference: Graph | None, plan: Plan) -> tupl
             attr = reference.attrs[model.name]
             attrs.setdefault(value.name, DistAttr(attr.mesh, ShardSpec(attr.spec.dims), _PLANNED))
     pinned = replace(serial, attrs=attrs, placements=placements, micro_batches=training.micro_batches)
-    return serial, complete(pinned, plan.stages[0].mesh)
+    context = PassContext(mesh=plan.stages[0].mesh)
+    completed: Graph = run_passes(pinned, ("complete",), context, verified=False)
+    return serial, completed
 
 
 def reference_of(training: Training, plan: Plan) -> Graph | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from distgraph.errors import RuntimeFault
 from distgraph.ir.graph import Graph
+from distgraph.passes.pass_pipeline import PassRun, Watch
 from distgraph.runtime.execute.process_group import is_chief
 from distgraph.serialization.atomic_files import write_atomically
 
@@ -27,6 +28,18 @@ def dump_stage(mode: str, stage: str, graph: Graph) -> None:
     all."""
     if dump_directory() is not None and is_chief():
         write(f"{mode}.{stage}.dg", graph)
+
+
+def dump_pass(mode: str) -> Watch:
+    """Watch passes: write the graph that each gives, under the name of its stage where that is new, or else
+    of the pass."""
+
+    def watch(run: PassRun) -> None:
+        if isinstance(run.after, Graph):
+            changed = run.ran.requires != run.ran.stage
+            dump_stage(mode, run.ran.stage if changed else run.name, run.after)
+
+    return watch
 
 
 def write(name: str, content: Any) -> None:

@@ -8,14 +8,11 @@ the first of it has that result's ("12:1").
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import SOURCES, Graph, Op
-from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.assign_meshes import clone_sources
 from distgraph.passes.decompose import decompose
-from distgraph.passes.defer_cross_mesh_sums import postpone
 from distgraph.passes.search.layering.layer_sequence import REST, Layer, layering
 
 
@@ -94,19 +91,6 @@ def decomposed(serial: Graph, names: Collection[str]) -> Graph:
         serial = decompose(serial, known)
         left -= known
     return serial
-
-
-def replayed(whole: Graph, homes: Mapping[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
-    """What completion does about several meshes: free sources are cloned, sums across meshes postponed.
-
-    Args:
-        whole: the serial graph, fused ops decomposed.
-        homes: mesh of each of its ops.
-
-    Returns:
-        the graph, and the mesh of each of its ops.
-    """
-    return postpone(*clone_sources(whole, dict(homes)))
 
 
 def is_named(op: Op) -> bool:

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_paths import Positions, cut, decomposed, is_named, replayed
+from distgraph.engine.compile.op_paths import Positions, cut, decomposed, is_named
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.complete import follow
+from distgraph.passes.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.layering.layer_sequence import REST
 from distgraph.plan.plan import Computed, Plan, Program
@@ -175,7 +176,7 @@ def _placed(whole: Graph, plan: Plan, positions: Positions) -> tuple[Graph, dict
                 f"plan of {plan.program.name} does not place {op}; make the plan anew with this distgraph"
             )
         homes[op.name] = meshes[stage]
-    return replayed(whole, homes)
+    return spread_over_meshes(whole, homes)
 
 
 def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positions: Positions) -> Graph:

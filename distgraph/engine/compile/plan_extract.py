@@ -9,13 +9,14 @@ from functools import cached_property
 
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_paths import Positions, decomposed, is_named, replayed
+from distgraph.engine.compile.op_paths import Positions, decomposed, is_named
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.name_ranges import fold
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.assign_meshes import place
+from distgraph.passes.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as Run
 from distgraph.plan.export import surface_of
@@ -51,7 +52,7 @@ def extract(training: Training, build: Build, mapping: RankMapping | None, clust
     layers = cluster_layers(serial)
     return describe(
         serial,
-        build.completed,
+        build.planned or build.completed,
         layers,
         program=program_of(training.recipe.model, serial),
         batch=training.size,
@@ -97,7 +98,7 @@ def describe(
         if op.name not in homes:  # a part of a fused op
             homes[op.name] = _mesh(completed.producers[op.name])
     stages = _stages(layers, homes, completed, devices)
-    _, after = replayed(whole, homes)
+    _, after = spread_over_meshes(whole, homes)
     describer = _Describer(Positions(serial, layers), stages, homes, after, completed)
     ops, rest = describer.ops(whole, broken)
     return Plan(

@@ -13,11 +13,13 @@ import numpy as np
 from distgraph.engine.compile.compile import compile_program
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.program_summary import PlanView
+from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.errors import DistGraphError, ResourceError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import run_passes
+from distgraph.passes.pass_registry import PassContext
 from distgraph.resources import Cluster, RankMapping
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
@@ -100,8 +102,12 @@ class Forecasted:
         try:
             training = self.training
             serial = training.recipe.trace(training.mode, training.blocks(1), {})
-            completed = complete(plain(serial, mesh), mesh)
-            built = build(completed, price=MeshCommunication(self.cluster, devices).price)
+            completed: Graph = run_passes(
+                plain(serial, mesh), ("complete",), PassContext(mesh=mesh), verified=False
+            )
+            passes = strategy_pipeline(training.recipe.strategy)
+            price = MeshCommunication(self.cluster, devices).price
+            built = build(completed, price=price, passes=passes)
             return {name: forecast(built, self.cluster, devices)}
         except DistGraphError as error:
             return {name: f"there is none: {error}"}

@@ -6,12 +6,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from distgraph.engine.compile.compile import default_mesh, lay_out
+from distgraph.engine.compile.strategy_passes import complete_with
 from distgraph.errors import GraphError
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.graph import Graph, Op, Value
@@ -178,11 +178,12 @@ class PlanView:
         Every change of annotation is tried by completing the program anew, so a large program takes a while.
         """
         mapping, strategy = self.mapping, self._strategy
-        refine = "never" if strategy.refine == "never" else "conflicts"
+        if strategy.refine == "always":  # each change of annotation would be searched anew
+            strategy = replace(strategy, refine="conflicts", refine_budget=None)
         return conflicts(
             self.build.completed,
             seconds=None if mapping is None else MeshCommunication(mapping.cluster, mapping.devices).price,
-            plan=lambda serial: lay_out(serial, default_mesh(strategy), refine),
+            plan=partial(complete_with, strategy),
         )
 
     @cached_property

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import POSITION, Field
 from distgraph.engine.validation import check_call
 from distgraph.errors import GraphError
@@ -23,7 +24,7 @@ from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.nn import Module
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
-from distgraph.passes.dead_code_elimination import prune
+from distgraph.passes.pass_pipeline import run_passes
 from distgraph.plan.strategy import Strategy
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
@@ -61,7 +62,7 @@ class Recipe:
             mode: "train", "evaluate" or "predict".
             fields: name -> shape and dtype of one micro-batch.
             layouts: parameters and states that already lie somewhere.
-            pruned: leave out what nothing needs.
+            pruned: run the passes of the strategy on serial graphs, which leave out what nothing needs.
             recompute: names of forward ops that the backward part computes again, a sequence for each block,
                 as `dg.recompute` does; blocks of the model itself stay.
 
@@ -88,7 +89,8 @@ class Recipe:
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
             _pin(trace, layouts)
-        graph = prune(trace.finish(outputs)) if pruned else trace.finish(outputs)
+        passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
+        graph: Graph = run_passes(trace.finish(outputs), passes, verified=False)
         if self.strategy.mode == "manual":
             _check_manual(graph)
         return graph

@@ -23,7 +23,8 @@ from distgraph.errors import DistGraphError
 
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 _MOST_AXES = 4
-"""Axes of a program of double recursion, at most: its time grows exponentially with them."""
+"""Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
+find (see `recursive`)."""
 
 
 def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = False) -> Iterator[Event]:

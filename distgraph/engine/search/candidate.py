@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_extract import describe, estimate
+from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts
 from distgraph.engine.search.restrictions import Restriction
 from distgraph.engine.search.search_space import Shape
@@ -213,7 +214,9 @@ def build_program(
 ) -> BuiltCandidate:
     """Build and forecast a completed graph."""
     price = layout_costs.prices(devices).price
-    built = build(completed, micro_batches=completed.micro_batches, policy=schedule, price=price)
+    passes = strategy_pipeline(layout_costs.training.recipe.strategy)
+    micro_batches = completed.micro_batches
+    built = build(completed, micro_batches=micro_batches, policy=schedule, price=price, passes=passes)
     result = forecast(built, layout_costs.cluster, devices)
     shortages = out_of_memory(result, layout_costs.cluster)
     return BuiltCandidate(
@@ -223,7 +226,7 @@ def build_program(
 
 @collector_paused()
 def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = False) -> Plan:
-    """A program as a plan with its forecast; an outline lacks the fingerprint and what exports need."""
+    """A program as a plan with its forecast; an outline is without fingerprint and what exports need."""
     training, layered = layout_costs.training, program.layered
     unmarked = layout_costs.layered_graph(layered.graph.micro_batches).graph
     name = type(training.recipe.model).__name__
@@ -266,6 +269,6 @@ def _placements(
     graph, of = layered.graph, layered.layering.of
     if len(meshes) == 1:
         return {op.name: meshes[0] for op in graph.ops}
-    known = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}
-    _, found = place(replace(graph, placements=known))
-    return {op.name: found[op.name] for op in graph.ops}
+    of_layers = {op.name: of_layer[of[op.name]] for op in graph.ops if of[op.name] >= 0}
+    _, of_ops = place(replace(graph, placements=of_layers))
+    return {op.name: of_ops[op.name] for op in graph.ops}

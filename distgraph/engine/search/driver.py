@@ -79,8 +79,8 @@ def run_search(state: SearchState) -> Iterator[Event]:
         yield from evaluate_single_pools(state)
         yield from local_search(state)
         yield from evaluate_uniform_and_recursive(state)
-    for found in state.explainer.run():  # a runner-up that turns out faster becomes the best
-        yield Event(found) if isinstance(found, str) else state.record(found)
+    for step in state.explainer.run():  # a runner-up that turns out faster becomes the best
+        yield Event(step) if isinstance(step, str) else state.record(step)
     if state.best is None and state.mode == "auto" and not annotated and not state.expired():
         yield from evaluate_nearest(state)
     if not state.evaluations.all:  # so that the error can tell how much memory is missing
@@ -107,7 +107,7 @@ def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float 
 
     Args:
         state: of a search that has a best program.
-        settings: what the search was asked for, to be kept in the plan.
+        settings: options of the search, which the plan keeps.
     """
     assert state.best is not None
     status = "feasible" if not state.expired() else "out of time"

@@ -32,16 +32,16 @@ def annotated_meshes(graph: Graph, cluster: Cluster) -> tuple[ProcessMesh, ...]:
     Raises:
         ResourceError: the cluster has fewer devices than they have ranks.
     """
-    found = {attr.mesh: attr.origin.where for attr in graph.attrs.values()}
-    found |= {mesh: "dg.on" for mesh in graph.placements.values() if mesh not in found}
-    for mesh, where in found.items():
+    origins = {attr.mesh: attr.origin.where for attr in graph.attrs.values()}
+    origins |= {mesh: "dg.on" for mesh in graph.placements.values() if mesh not in origins}
+    for mesh, where in origins.items():
         needed, available = max(mesh.members) + 1, len(cluster.devices)
         if needed > available:
             raise ResourceError(
                 f"{mesh} ({where}) needs {needed} devices but cluster {cluster.name} has {available}; "
                 f"annotate with a smaller mesh or search for a larger cluster"
             )
-    return tuple(found)
+    return tuple(origins)
 
 
 def best_on_given_meshes(
@@ -52,8 +52,8 @@ def best_on_given_meshes(
     Args:
         layout_costs: of the program.
         micro_batches: in a step.
-        recompute: numbers of layers.
-        memory_share: price of a rank's whole memory, in steps of the program.
+        recompute: numbers of the layers that are recomputed.
+        memory_share: memory multiplier: what a rank's whole memory costs, in steps of the program.
 
     Raises:
         ShardingError: annotations contradict each other.
@@ -67,12 +67,12 @@ def best_on_given_meshes(
         mesh: _solved(layout_costs, layered, mesh, memory_share)
         for mesh in dict.fromkeys(placements.values())
     }
-    layouts = {mesh: found.decode(choice) for mesh, (found, choice) in solved.items()}
+    layouts = {mesh: formulation.decode(choice) for mesh, (formulation, choice) in solved.items()}
     return replace(_assigned(layout_costs, layered, placements, layouts, "1f1b", "search"), solved=solved)
 
 
 def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> BuiltCandidate:
-    """What completion makes of the annotations."""
+    """The program that completion makes of the annotations."""
     layered = layout_costs.layered_graph(micro_batches)
     meshes = annotated_meshes(layered.graph, layout_costs.cluster)
     completed = replace(complete(layered.graph, meshes[0]), micro_batches=micro_batches)
@@ -112,24 +112,24 @@ def data_parallel(
 def formulate_on_mesh(layout_costs: LayoutCosts, layered: LayeredGraph, mesh: ProcessMesh) -> Formulation:
     """The problem of laying everything out on one mesh; annotations on others do not count."""
     graph = layered.graph
-    own = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
+    on_mesh = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
     prices = layout_costs.prices(tuple(range(len(layout_costs.cluster.devices))))
-    return formulate(replace(graph, attrs=own), mesh, prices, layered.layering)
+    return formulate(replace(graph, attrs=on_mesh), mesh, prices, layered.layering)
 
 
 def with_recomputation(
-    found: BuiltCandidate, recompute: Sequence[int], layout_costs: LayoutCosts
+    program: BuiltCandidate, recompute: Sequence[int], layout_costs: LayoutCosts
 ) -> BuiltCandidate | None:
-    """A program on one mesh with other layers computed again, its layouts as they are; None where these do
-    not carry over."""
-    ((mesh, known),) = found.solved.items()
-    layered = layout_costs.layered_graph(found.layered.graph.micro_batches, recompute)
+    """A program on one mesh with other layers recomputed, its layouts as they are; None where these do not
+    carry over."""
+    ((mesh, (formulation, layouts)),) = program.solved.items()
+    layered = layout_costs.layered_graph(program.layered.graph.micro_batches, recompute)
     problem = formulate_on_mesh(layout_costs, layered, mesh)
-    choice = layout_costs.carried_over(*known, problem, layered, found.layered)
+    choice = layout_costs.carried_over(formulation, layouts, problem, layered, program.layered)
     if choice is None:
         return None
     placed = replace(
-        found, layered=layered, placements=dict.fromkeys((op.name for op in layered.graph.ops), mesh)
+        program, layered=layered, placements=dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     )
     return with_layouts(placed, {mesh: (problem, choice)}, layout_costs)
 
@@ -138,18 +138,18 @@ def _solved(
     layout_costs: LayoutCosts, layered: LayeredGraph, mesh: ProcessMesh, memory_share: float
 ) -> tuple[Formulation, tuple[int, ...]]:
     """The problem of one mesh and its best choice."""
-    found = formulate_on_mesh(layout_costs, layered, mesh)
-    solution = solve_problem(found.problem)
+    formulation = formulate_on_mesh(layout_costs, layered, mesh)
+    solution = solve_problem(formulation.problem)
     if memory_share:
         memory = min(layout_costs.cluster.devices[rank].memory for rank in mesh.members)
-        found = found.priced(memory_multiplier=memory_share * solution.objective / memory)
-        solution = solve_problem(found.problem)
+        formulation = formulation.priced(memory_multiplier=memory_share * solution.objective / memory)
+        solution = solve_problem(formulation.problem)
     if solution.choice is None:
         raise ShardingError(
             f"graph @{layered.graph.name}: no layouts on {mesh} meet all annotations "
             f"({solution.message or solution.status}); take one of them out"
         )
-    return found, tuple(solution.choice)
+    return formulation, tuple(solution.choice)
 
 
 def double_recursion(
@@ -211,7 +211,7 @@ def _assigned(
 def given_mesh_trials(
     layout_costs: LayoutCosts, counts: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, ...], float]]:
-    """(micro-batches, layers to compute again, price of memory), what is worth trying first."""
+    """Micro-batch counts, layers to recompute and memory shares, in the order in which they are tried."""
     for share in (0.0, 1.0):
         for micro_batches in counts:
             yield micro_batches, (), share

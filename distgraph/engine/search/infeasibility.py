@@ -1,4 +1,4 @@
-"""When nothing fits: the program that needs least memory besides, what takes it, and what would make it fit.
+"""When nothing fits: the program that exceeds memory least, what takes it, and what would make it fit.
 
 *In:* the state of a search without an answer. *Out:* evaluations of what nearly fits, and the message of the
 error. *Invariant:* every number is one of a forecast, but for the number of devices, which divides the memory
@@ -32,8 +32,8 @@ _STAYS = ("parameters", "gradients", "states")
 
 
 def evaluate_nearest(state: SearchState) -> Iterator[Event]:
-    """Forecast the pipelines that need least memory, so that the error can tell, or one fits after all."""
-    yield Event("the plan that needs least memory besides")
+    """Forecast the pipelines that need least memory: one may fit, else the error tells what is missing."""
+    yield Event("the plan that exceeds memory least")
     pipelines = state.pipelines
     for count in micro_batch_counts(state.training.size):
         if not pipelines.is_batch(count):
@@ -87,9 +87,9 @@ def infeasible_message(state: SearchState) -> str:
     nearest = min(unfit, key=lambda evaluation: evaluation.memory_ratio).built(state.layout_costs)
     worst = max(nearest.shortages, key=lambda s: s.missing)
     name = nearest.origin if nearest.candidate is None else str(nearest.candidate)
-    lacks = f"needs {format_bytes(worst.missing)} more on device {worst.device}: {worst}"
+    shortage = f"needs {format_bytes(worst.missing)} more on device {worst.device}: {worst}"
     more = f"{_short(nearest)}; {_of_what(nearest, worst)}; {_ways_out(cluster, nearest, worst)}"
-    return f"{head}; the nearest, {name}, {lacks}; {more}"
+    return f"{head}; the nearest, {name}, {shortage}; {more}"
 
 
 def _short(program: BuiltCandidate) -> str:

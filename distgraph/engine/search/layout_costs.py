@@ -7,7 +7,7 @@ formulation and solution is made once.
 A problem is solved for the first micro-batch count that needs a shape. For counts near it the choice is
 carried over (`passes.search.intra_op.warm_start`) where ops have the same options: its costs are those of the
 layouts under the other count, and hardly above the best. So are the costs of layers that are recomputed. What
-becomes a candidate in the end is solved for its own count (`solve_separately`).
+becomes a candidate in the end is solved for its of_key count (`solve_separately`).
 
 Memory multipliers make a Pareto front of seconds and bytes: at 0 layouts are the fastest; as the multiplier
 rises, what is stored is split over more axes (ZeRO). Multipliers above 0 are tried only where the layers, put
@@ -47,18 +47,18 @@ MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 SOLVE_SECONDS = 2.0
 GAP = 1e-3
 _LARGE_GAP, _MORE_TIME = 0.1, 5.0
-"""A solution with this gap to its bound is solved again, with so many times the seconds."""
+"""A solution with this gap to its bound is solved again, with this many times the seconds."""
 _REACH = 4
 """The ratio of two micro-batch counts up to which a choice is carried over from one to the other."""
 _SERIAL_SECONDS = 0.3
 """Seconds after which shapes are solved in several processes: forking these takes about as long."""
 _SMALLER = 1.02
-"""A variant is one of its own where the one before needs this many times its memory."""
+"""A variant is one of its of_key where the one before needs this many times its memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayeredGraph:
-    """A serial train graph, its layers, and which of them are computed again."""
+    """A serial train graph, its layers, and which of them are recomputed."""
 
     graph: Graph
     layers: tuple[Layer, ...]
@@ -150,26 +150,26 @@ class Solutions:
     def since(self, before: Solutions) -> Solutions:
         """What was solved after `before` was copied."""
         bases = {
-            key: {m: multiplier for m, multiplier in own.items() if m not in before.bases.get(key, ())}
-            for key, own in self.bases.items()
+            key: {m: multiplier for m, multiplier in of_key.items() if m not in before.bases.get(key, ())}
+            for key, of_key in self.bases.items()
         }
         return Solutions(
             {key: choice for key, choice in self.choices.items() if key not in before.choices},
-            {key: own for key, own in bases.items() if own},
+            {key: of_key for key, of_key in bases.items() if of_key},
             {key: variants for key, variants in self.variants.items() if key not in before.variants},
         )
 
     def copy(self) -> Solutions:
         """A copy, to which nothing is added."""
-        bases = {key: dict(own) for key, own in self.bases.items()}
+        bases = {key: dict(of_key) for key, of_key in self.bases.items()}
         return Solutions(dict(self.choices), bases, dict(self.variants))
 
     def add(self, more: Solutions) -> None:
         """Add what another process solved."""
         self.choices.update(more.choices)
         self.variants.update(more.variants)
-        for key, own in more.bases.items():
-            self.bases.setdefault(key, {}).update(own)
+        for key, of_key in more.bases.items():
+            self.bases.setdefault(key, {}).update(of_key)
 
 
 @dataclass(eq=False)
@@ -296,11 +296,11 @@ class LayoutCosts:
             InfeasibleError: none was found, as after Ctrl-C.
         """
         key = layered.graph.micro_batches, layered.recompute, devices, shape, multiplier, restriction
-        found = self.formulation(layered, devices, shape).priced(
+        formulation = self.formulation(layered, devices, shape).priced(
             memory_multiplier=multiplier, live_micro_batches=1
         )
         if key not in self._solutions.choices:
-            problem = restricted(found, restriction)
+            problem = restricted(formulation, restriction)
             solution = solve_problem(problem)
             if solution.choice is None:
                 reason = solution.message or solution.status
@@ -309,7 +309,7 @@ class LayoutCosts:
                     f"give the search more time"
                 )
             self._solutions.choices[key] = tuple(solution.choice), solution.objective
-        return (found, *self._solutions.choices[key])
+        return (formulation, *self._solutions.choices[key])
 
     def layout_key(
         self, layered: LayeredGraph, stage: StageKey, restriction: Restriction
@@ -340,8 +340,8 @@ class LayoutCosts:
             again = self.carried_over(source, choice, target, layered, plain)
             if again is not None:
                 return target.priced(memory_multiplier=multiplier, live_micro_batches=1), again
-        found, choice, _ = self.solve(layered, devices, shape, multiplier, restriction)
-        return found, choice
+        formulation, choice, _ = self.solve(layered, devices, shape, multiplier, restriction)
+        return formulation, choice
 
     def solve_separately(self, micro_batches: int, submesh: SubMesh, shape: Shape) -> None:
         """From now on solve a shape for this micro-batch count; do not carry choices over to it."""
@@ -352,7 +352,7 @@ class LayoutCosts:
     ) -> bool:
         """Whether the variants of a shape were solved before."""
         key = micro_batches, submesh, shape, restriction, MEMORY_MULTIPLIERS
-        return any((*key, settled) in self._solutions.variants for settled in (False, True))
+        return any((*key, separately) in self._solutions.variants for separately in (False, True))
 
     def prepare_variants(
         self, micro_batches: int, shapes: Sequence[tuple[SubMesh, Shape]], restriction: Restriction
@@ -398,7 +398,7 @@ class LayoutCosts:
         shape: Shape,
         restriction: Restriction,
         shares: Sequence[float],
-        settled: bool,
+        separately: bool,
     ) -> list[Variant]:
         devices = devices_for(self.pools, submesh)
         memory = self.memory(submesh)
@@ -407,11 +407,11 @@ class LayoutCosts:
             self.layered_graph(micro_batches, self.all_layers(micro_batches)),
         )
         stages = max(1, len(self.cluster.devices) // submesh.size)
-        found: list[Variant] = []
+        variants: list[Variant] = []
         fastest, held = 0.0, np.inf
         for share in shares:
             multiplier = share * fastest / memory
-            laid = None if settled else self._carried(plain, devices, shape, share, restriction)
+            laid = None if separately else self._carried(plain, devices, shape, share, restriction)
             solved = laid is None
             a, choice, estimate = laid or self.solve(plain, devices, shape, multiplier, restriction)
             if solved and restriction == "none":
@@ -420,7 +420,7 @@ class LayoutCosts:
             size = profile.nbytes(1)
             if size * _SMALLER < held:
                 recompute = self._again(a, choice, again, devices, shape, multiplier, restriction)
-                found.append(
+                variants.append(
                     Variant(
                         micro_batches,
                         submesh,
@@ -437,7 +437,7 @@ class LayoutCosts:
             fastest = fastest or estimate
             if profile.nbytes(stages) < memory * stages or self.expired():
                 break
-        return found
+        return variants
 
     def _carried(
         self,
@@ -455,9 +455,9 @@ class LayoutCosts:
             other = self.layered_graph(count)
             source, choice, _ = self.solve(other, devices, shape, bases[count], restriction)
             target = self.formulation(layered, devices, shape)
-            found = self.carried_over(source, choice, target, layered, other)
-            if found is not None:
-                return target, found, target.profile(found).seconds(here)
+            carried = self.carried_over(source, choice, target, layered, other)
+            if carried is not None:
+                return target, carried, target.profile(carried).seconds(here)
         return None
 
     def _again(

@@ -40,7 +40,7 @@ from distgraph.passes.search.inter_op.submesh_placement import SubMesh
 
 _ROUNDING = 1e-9  # relative: seconds this close are equal
 _MOST_INNER = 8
-"""Devices that compute a sample together, at most: those of one machine in most clusters."""
+"""Devices that compute a sample together, at most."""
 _COARSER = 1.2
 """BatchShares in the largest units may take this much longer than those in samples."""
 
@@ -52,7 +52,7 @@ class Member:
     Attributes:
         name: for messages.
         seconds: c, of one sample, forward and backward.
-        start: a, seconds that any number of samples costs besides.
+        start: a, seconds that a member takes before its first sample.
         nbytes: g, bytes of one sample on each device.
         fixed: f, bytes that are held in any case.
         memory: M, bytes of a device.
@@ -99,7 +99,7 @@ def divide_batch(batch: int, members: Sequence[Member]) -> BatchShares:
 
     Args:
         batch: B, samples.
-        members: at least one; seconds above 0.
+        members: one or more; seconds above 0.
 
     Raises:
         InfeasibleError: the samples do not fit into the memory of all members together.

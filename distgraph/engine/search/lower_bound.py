@@ -2,7 +2,7 @@ r"""Seconds of a step that no plan goes below: all matrix products, divided over
 
 *In:* a serial train graph of a whole batch, a cluster. *Out:* seconds. *Invariant:* no forecast of a program
 that computes this graph on this cluster is below it, whatever the layouts, stages, micro-batches or schedule;
-convolutions with windows that lie in their padding alone aside, of which blocks may be nothing.
+except with convolutions whose windows may be padding alone: blocks of these may be nothing.
 
 Let p_do be the seconds of product o on one device of kind d alone, w_o FLOPs at the rate of its whole shape:
 
@@ -71,7 +71,7 @@ def least_seconds(fold: Fold, cluster: Cluster) -> float:
 
 
 def _product(op: Op) -> Work:
-    """A product, nothing read. Under a window of one element blocks without padding are their own patches."""
+    """The work of a product, without reads. With windows of one element nothing is copied for patches."""
     work = work_of(op, [0] * len(op.operands))
     single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
     return replace(work, patches=(0.0, 0.0)) if single else work
@@ -109,10 +109,10 @@ def _divided(seconds: Floats, counts: Sequence[int]) -> float:
     for kind in range(kinds):
         busy[kind, kind * products : (kind + 1) * products] = seconds[kind] / scale
         busy[kind, -1] = -counts[kind]
-    found = linprog(
+    solution = linprog(
         np.append(np.zeros(kinds * products), 1.0),
         A_ub=np.vstack([once, busy]),
         b_ub=np.append(-np.ones(products), np.zeros(kinds)),
     )
-    assert found.x is not None, found.message  # x = 1 on one kind is a solution
-    return float(found.x[-1]) * scale
+    assert solution.x is not None, solution.message  # x = 1 on one kind is a solution
+    return float(solution.x[-1]) * scale

@@ -5,7 +5,7 @@ is fixed is where inputs, parameters and states are stored, and the rest follows
 
     "none"    nothing is forbidden
     "uniform" inputs are split over dp along the batch, parameters not over dp
-    "zero1"   besides, states may be split over dp;   without it they lie like their parameters
+    "zero1"   besides, states may be split over dp;   without it they are sharded as their parameters
     "zero3"   besides, parameters may be too
 """
 

@@ -22,7 +22,7 @@ _WIDEST = 8
 _MOST_SHARES = 4
 """Pools of more machines give a stage a divisor of their number."""
 FEW_COUNTS = 8
-"""Up to so many micro-batch counts are all tried, in all shapes."""
+"""Where there are no more micro-batch counts than these, all are tried, in all shapes."""
 _MOST_DIVISORS = 8
 """Of more of these, some are left out."""
 
@@ -45,13 +45,13 @@ class Shape:
         return int(np.prod([size for _, size in self.axes]))
 
     def mesh(self, start: int = 0) -> ProcessMesh:
-        """A mesh of this shape on consecutive ranks; the same object whenever it is asked for."""
+        """A mesh of this shape on consecutive ranks; always the same object."""
         return _mesh(self, start)
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name, size in self.axes]
         if self.samples:
-            runs = (f"{len(list(run))} of {own}" for own, run in groupby(self.samples))
+            runs = (f"{len(list(run))} of {size}" for size, run in groupby(self.samples))
             sizes[0] += f" ({', '.join(runs)} samples)"
         return " x ".join(sizes)
 
@@ -69,14 +69,14 @@ def pools_of(cluster: Cluster) -> tuple[Pool, ...]:
     Args:
         cluster: any, also one whose machines hold devices of different types.
     """
-    found: dict[tuple[str, str, float, int], list[tuple[int, ...]]] = {}
+    pools: dict[tuple[str, str, float, int], list[tuple[int, ...]]] = {}
     for machine in cluster.machines:
         kinds: dict[tuple[str, str, float], list[int]] = {}
         for device in (cluster.devices[number] for number in machine.devices):
             kinds.setdefault((device.type, device.model, device.memory), []).append(device.index)
         for kind, devices in kinds.items():
-            found.setdefault((*kind, len(devices)), []).append(tuple(devices))
-    return tuple(Pool(key[1] or key[0], tuple(machines)) for key, machines in found.items())
+            pools.setdefault((*kind, len(devices)), []).append(tuple(devices))
+    return tuple(Pool(key[1] or key[0], tuple(machines)) for key, machines in pools.items())
 
 
 def submeshes_of(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
@@ -99,11 +99,11 @@ def _shares(machines: int) -> tuple[int, ...]:
     divisors = [n for n in range(2, machines + 1) if machines % n == 0]
     if len(divisors) <= _MOST_DIVISORS:
         return tuple(divisors)
-    found = [divisors[0]]
+    spread = [divisors[0]]
     for number in divisors[1:]:
-        if number >= 2 * found[-1]:
-            found.append(number)
-    return tuple(dict.fromkeys((*found, machines)))
+        if number >= 2 * spread[-1]:
+            spread.append(number)
+    return tuple(dict.fromkeys((*spread, machines)))
 
 
 def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
@@ -126,9 +126,9 @@ def shapes_of(pool: Pool, size: int) -> tuple[Shape, ...]:
 
 def devices_for(pools: Sequence[Pool], submesh: SubMesh) -> tuple[int, ...]:
     """Devices that a stage of this size would have, were it alone."""
-    found = place(pools, [submesh])
-    assert found is not None  # sub-meshes come from the pools
-    return found[0]
+    placed = place(pools, [submesh])
+    assert placed is not None  # sub-meshes come from the pools
+    return placed[0]
 
 
 def micro_batch_counts(size: int, most: int | None = None) -> tuple[int, ...]:
@@ -152,8 +152,8 @@ def adjacent_counts(size: int, count: int) -> tuple[int, ...]:
         ((64, 32), (512,))
     """
     divisors = _divisors(size)
-    at = divisors.index(count)
-    return divisors[max(0, at - 1) : at] + divisors[at + 1 : at + 2]
+    index = divisors.index(count)
+    return divisors[max(0, index - 1) : index] + divisors[index + 1 : index + 2]
 
 
 def _divisors(size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a search knows at any moment: its problem, its costs, its pipelines, its evaluations.
+"""The state of a search: its problem, its costs, its pipelines, its evaluations.
 
 *In:* a program, a cluster, limits. *Out:* the state that the phases of `driver.run_search` read and extend.
 """
@@ -19,7 +19,7 @@ from distgraph.engine.search.search_space import pools_of
 from distgraph.resources import Cluster
 
 FORECASTS = 4
-"""Pipelines of one kind that are forecast, at most; a forecast takes as long as all estimates of a count."""
+"""Pipelines of one kind that are forecast, at most: a forecast builds the whole program."""
 
 
 @dataclass(frozen=True, slots=True)

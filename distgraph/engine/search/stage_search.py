@@ -238,7 +238,7 @@ def transfer_seconds(layout_costs: LayoutCosts, micro_batches: int, submeshes: S
     """Seconds [layers, sub-meshes] of the transfer behind a layer, to a stage of the same size.
 
     Of one micro-batch, both ways; 0 behind the last layer. Every rank sends its share to one of the next
-    stage at the same time. Two stages lie in one machine where they fit there together.
+    stage at the same time. Two stages are in one machine where they fit there together.
     """
     crossing = np.append(layout_costs.layered_graph(micro_batches).crossing, 0.0)
     seconds = np.zeros((len(crossing), len(submeshes)))

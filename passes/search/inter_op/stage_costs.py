@@ -217,7 +217,7 @@ class ProfileCosts:
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch, inf where a stage does not fit."""
         way, first, last = runs = self._runs(stages)
-        found = self._time.of(runs) + np.maximum(self._border.inside(runs), 0.0)
+        seconds = self._time.of(runs) + np.maximum(self._border.inside(runs), 0.0)
         held, allowed = self._held(runs, in_flight), self._allowed()[way]
         full = np.flatnonzero(held + self._temporary[runs] > allowed)
         if len(full):
@@ -228,8 +228,8 @@ class ProfileCosts:
                 taken = np.clip(np.ceil(missing / (in_flight * saved)), 0, counted.between(few))
                 missing -= taken * in_flight * saved
                 extra += taken * more[few[0]]
-            found[full] = np.where(missing <= 0, found[full] + extra, np.inf)
-        return found
+            seconds[full] = np.where(missing <= 0, seconds[full] + extra, np.inf)
+        return seconds
 
     def missing(self, in_flight: int) -> Floats:
         """Bytes above the memory, with all or no layers recomputed; the better."""
@@ -243,18 +243,18 @@ class ProfileCosts:
         return np.asarray(least - self._memory[runs[0]]).reshape(layers, layers, submeshes, configs)
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
-        """Layers of a run that are computed again in the backward part; of equal ones the first."""
+        """Layers of a run that are recomputed in the backward part; of equal ones the first."""
         way = submesh * self.shape[2] + config
         held, allowed = self._held((way, first, last), in_flight), self._allowed()[way]
         if held + self._temporary[way, first, last] <= allowed:
             return ()
-        missing, found = held + self._scratch[way, first, last] - allowed, []
+        missing, recomputed = held + self._scratch[way, first, last] - allowed, []
         for _, less, layers in self._kinds[way]:
             inside = layers[(layers >= first) & (layers <= last)]
             taken = int(np.clip(np.ceil(missing / (in_flight * less)), 0, len(inside)))
             missing -= taken * in_flight * less
-            found += [int(layer) for layer in inside[:taken]]
-        return tuple(sorted(found))
+            recomputed += [int(layer) for layer in inside[:taken]]
+        return tuple(sorted(recomputed))
 
     def _runs(self, stages: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Way (sub-mesh and config), first and last layer of stages."""
@@ -272,30 +272,30 @@ class ProfileCosts:
 
 
 def _kinds(config: Config) -> list[tuple[float, float, Numbers]]:
-    """Layers worth recomputing, those alike together, best first: seconds more, bytes less, their numbers."""
+    """Groups of equal layers worth recomputing, best first: seconds more, bytes less, their numbers."""
     if config.recompute is None:
         return []
     p, q = config.profile, config.recompute
     more = np.maximum(q.forward + q.backward - p.forward - p.backward, 0.0)[:-1]
     less = (p.activations - q.activations)[:-1]
-    alike: dict[tuple[float, float], list[int]] = {}
+    equal: dict[tuple[float, float], list[int]] = {}
     for layer in np.flatnonzero(less > 0):
-        alike.setdefault((float(more[layer]), float(less[layer])), []).append(int(layer))
-    ordered = sorted(alike.items(), key=lambda item: item[0][0] / item[0][1])
-    return [(e, a, np.asarray(own)) for (e, a), own in ordered]
+        equal.setdefault((float(more[layer]), float(less[layer])), []).append(int(layer))
+    ordered = sorted(equal.items(), key=lambda item: item[0][0] / item[0][1])
+    return [(e, a, np.asarray(layers)) for (e, a), layers in ordered]
 
 
 def _ranks(
     kinds: Sequence[Sequence[tuple[float, float, Numbers]]], layers: int
 ) -> list[tuple[Floats, Floats, IntervalSums]]:
     """The best kinds of all ways, the second ones, and so on: seconds more, bytes less, which layers."""
-    found = []
+    ranks = []
     for rank in range(max(map(len, kinds))):
         more, less = np.zeros(len(kinds)), np.ones(len(kinds))
         members = [np.zeros(layers + 1) for _ in kinds]
-        for way, own in enumerate(kinds):
-            if rank < len(own):
-                more[way], less[way], numbers = own[rank]
+        for way, of_way in enumerate(kinds):
+            if rank < len(of_way):
+                more[way], less[way], numbers = of_way[rank]
                 members[way][numbers] = 1
-        found.append((more, less, IntervalSums(members)))
-    return found
+        ranks.append((more, less, IntervalSums(members)))
+    return ranks

@@ -62,7 +62,7 @@ class StageProblem:
         transfer: seconds of one micro-batch, both ways, between a stage that ends with a layer and the next
             one, [layers - 1, sub-mesh before, sub-mesh behind]; None for none.
         whole: whether every device must be used, as in Alpa.
-        most: stages at most; None for any number.
+        most: the largest number of stages; None for any number.
     """
 
     costs: IntervalCosts
@@ -90,7 +90,7 @@ class StageProblem:
 
     @property
     def stages(self) -> int:
-        """Stages at most."""
+        """The largest number of stages."""
         return min(self.costs.shape[0], self.most or self.costs.shape[0], sum(p.size for p in self.pools))
 
     def in_flight(self, position: int) -> int:
@@ -206,22 +206,22 @@ class _Search:
         if self.devices is None:
             return None
         least = self.least_limit()
-        found = self.solve(np.inf, least) if least < np.inf else None
+        solved = self.solve(np.inf, least) if least < np.inf else None
         queue: list[
             tuple[float, float, float, float]
         ] = []  # bound, sum, and the open interval of the maximum
-        if found is not None:
-            queue.append((self.fill * found[0] + least, found[0], least, found[1]))
+        if solved is not None:
+            queue.append((self.fill * solved[0] + least, solved[0], least, solved[1]))
         while queue:
             bound, total, low, high = heapq.heappop(queue)
             enough = self.incumbent * (1 - _EQUAL)
             if bound >= enough:
                 break
             # from the upper end on, no pipeline is better
-            found = self.solve(min(high, self.incumbent - self.fill * total) * (1 - _EQUAL), low)
-            if found is None or self.fill * found[0] + low >= enough:
+            solved = self.solve(min(high, self.incumbent - self.fill * total) * (1 - _EQUAL), low)
+            if solved is None or self.fill * solved[0] + low >= enough:
                 continue
-            total, high = found
+            total, high = solved
             middle = (low + high) / 2
             if not low < middle < high:
                 continue
@@ -274,15 +274,15 @@ class _Search:
                 seconds[in_flight] = self.fitting(position).within(limit)
             return seconds[in_flight]
 
-        found = table.shortest(times, self.budget(least))
-        if found is not None:
-            self.offer(found[1], limit)
-            if not self.is_exact(found[1], limit):
-                found = table.counted(times, self.problem.stages, self.budget(least))
-        if found is None:
+        shortest = table.shortest(times, self.budget(least))
+        if shortest is not None:
+            self.offer(shortest[1], limit)
+            if not self.is_exact(shortest[1], limit):
+                shortest = table.counted(times, self.problem.stages, self.budget(least))
+        if shortest is None:
             return None
-        self.offer(found[1], limit)
-        return found[0], self.maximum(found[1], limit)
+        self.offer(shortest[1], limit)
+        return shortest[0], self.maximum(shortest[1], limit)
 
     def maximum(self, assignment: StageAssignment, limit: float) -> float:
         """Seconds of the slowest stage or transfer, with the fastest configs under a limit."""

@@ -1,10 +1,10 @@
 """Submesh placement: the sub-meshes that pools of equal machines offer, and the devices of each stage.
 
 *In:* pools, the devices that each stage takes of each pool. *Out:* device numbers by stage.
-*Invariant:* a stage that takes no more devices than a machine has lies in one machine; one that takes more
+*Invariant:* a stage that takes no more devices than a machine has is in one machine; one that takes more
 takes whole machines, next to each other where there are such.
 
-Stages lie one after the other where each then starts at a multiple of its size in its machine, so that
+Stages are placed one after the other where each then starts at a multiple of its size in its machine, so that
 neighbours in the pipeline are neighbours. Otherwise the larger ones are placed first, equal ones in the order
 of the pipeline (Zheng et al., Alpa, OSDI 2022, section 5.2). Where every size divides the next larger one and
 the size of the machines this always succeeds while the sum is not above the devices of the pool: what is free
@@ -111,14 +111,14 @@ def spanning(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
         >>> [str(s) for s in spanning([Pool.grid("a", 2, 8), Pool.grid("b", 2, 4, 16)])]
         ['16 of pool 0 + 8 of pool 1', '8 of pool 0 + 4 of pool 1']
     """
-    found = []
+    spans = []
     for count in range(2, len(pools) + 1):
         for chosen in combinations(range(len(pools)), count):
             most = math.gcd(*(len(pools[i].machines) for i in chosen))
             for parts in (n for n in range(1, most + 1) if most % n == 0):
                 sizes = (pool.size // parts if i in chosen else 0 for i, pool in enumerate(pools))
-                found.append(SubMesh(tuple(sizes)))
-    return tuple(found)
+                spans.append(SubMesh(tuple(sizes)))
+    return tuple(spans)
 
 
 def chains(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
@@ -129,18 +129,18 @@ def chains(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         ((1, 2, 6), (1, 3, 6))
     """
     ordered = sorted(set(sizes))
-    found: list[tuple[int, ...]] = []
+    complete: list[tuple[int, ...]] = []
 
     def grow(chain: tuple[int, ...], rest: list[int]) -> None:
         after = [n for n in rest if not chain or n % chain[-1] == 0]
         least = [n for n in after if not any(n != d and n % d == 0 for d in after)]
         if not after:
-            found.append(chain)
+            complete.append(chain)
         for n in least:
             grow((*chain, n), [x for x in after if x > n])
 
     grow((), ordered)
-    return tuple(found)
+    return tuple(complete)
 
 
 def place(pools: Sequence[Pool], stages: Sequence[SubMesh]) -> tuple[tuple[int, ...], ...] | None:

@@ -19,8 +19,7 @@ from distgraph.ir.index_rule import OpLayout, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup, rule_of
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.passes.assign_meshes import clone_sources
-from distgraph.passes.defer_cross_mesh_sums import postpone
+from distgraph.passes.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 
 
@@ -55,8 +54,7 @@ def assign(
     known = {value.name: value.name for op in graph.ops for value in op.results}
     serial = replace(graph, attrs={})
     if len(set(meshes.values())) > 1:
-        serial, meshes = clone_sources(serial, meshes)
-        serial, meshes = postpone(serial, meshes)
+        serial, meshes = spread_over_meshes(serial, meshes)
     attrs: dict[str, DistAttr] = {}
     ops: list[Op] = []
     for op in serial.ops:

@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op, Value
-from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
+from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
     freeze,
-    linear_groups,
     local_attrs,
     lookup,
     operand_layout,
@@ -168,17 +167,6 @@ class Prices:
         return self._matrices[key]
 
     # ops
-
-    def op_seconds(self, op: Op, layout: OpLayout) -> float:
-        """Seconds of an op under a layout, with the positions that it fetches from its neighbours."""
-        rule = rule_of(op)
-        reduction, linear = lookup(op.kind).reduction, linear_groups(op)
-        one = Strategies(
-            ((layout.axes, layout.partial),),
-            tuple((result_spec(rule, i, layout, reduction),) for i in range(len(op.results))),
-            tuple((operand_spec(rule, i, layout, linear),) for i in range(len(op.operands))),
-        )
-        return float(self.ops_seconds(op, layout.mesh, one)[0])
 
     def ops_seconds(self, op: Op, mesh: ProcessMesh, strategies: Strategies, *, adds: bool = False) -> Floats:
         """Seconds [strategies] of an op; `adds` where its result is added to what is there already."""

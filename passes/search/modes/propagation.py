@@ -1,19 +1,19 @@
 """Sharding propagation: from the ops whose layout is configured to all others, least redistribution first.
 
 *In:* a serial graph with some annotations, a mesh. *Out:* `Layouts` of every op and value.
-*Invariant:* annotated values lie as annotated; no op is decided twice; deterministic.
+*Invariant:* annotated values are sharded as annotated; no op is decided twice; deterministic.
 
 MindSpore's `sharding_propagation`: the layouts that an op may have are enumerated (`strategies_of`), and a
 breadth-first search from the configured ops gives every op that it reaches the layout that causes least
 redistribution towards the ops that are decided already, where it stops at ops that are configured
-themselves. Where a gradient comes back, its way counts too: a slice is free, but the gradient of what was
-sliced is gathered. What an op sends itself, to add up pending sums, is no redistribution. It decides between
-equals, then the work and the bytes of one rank.
+themselves. The redistribution of the gradient counts too: a slice is free, but the gradient of what was
+sliced is gathered. The reduction of an op's own partials is no redistribution. Between equal layouts the
+reduction decides, then the work and the bytes of one rank.
 
 Gradients and updates follow in program order once the forward part is decided: the gradient of a value is
-wanted where the value lies, what is computed again is computed as before, and a source lies as its first
-reader wants it. In the end every value is stored where it costs least: as it is made, as it is read, or
-without its pending sums.
+needed in the layout of the value, recomputed ops have the layout of the first time, and a source has the
+layout that its first reader needs. In the end every value is stored in the layout that costs least: as it is
+made, as it is read, or reduced.
 
     %x = input()         # [x, y] annotated        %x  [x, y]
     %r = relu(%x)                          ->      %r  {i0:x, i1:y}
@@ -84,37 +84,38 @@ def spread(
     Raises:
         ShardingError: see `propagate`.
     """
-    found = _Propagation(graph, mesh, price, allowed)
-    seeds = found.configure(configured)
+    propagation = _Propagation(graph, mesh, price, allowed)
+    seeds = propagation.configure(configured)
     if not seeds:
         raise ShardingError(
             f"graph @{graph.name} has no op with a layout on {mesh} to propagate from; annotate an input or "
             f"a parameter with shard_tensor, or search in another mode"
         )
-    found.spread(seeds)
-    found.finish()
-    return {op.name: found.strategies(op).layout(mesh, found.chosen[op.name]) for op in graph.ops}
+    propagation.spread(seeds)
+    propagation.finish()
+    chosen = propagation.chosen
+    return {op.name: propagation.strategies(op).layout(mesh, chosen[op.name]) for op in graph.ops}
 
 
 def laid_out(
     graph: Graph, mesh: ProcessMesh, ops: Mapping[str, OpLayout], price: Price, mode: str
 ) -> Layouts:
-    """The layouts of all ops, with the best places for values between them."""
-    found = _Propagation(graph, mesh, price)
+    """Layouts of all ops as given, and of values as they cost least between the ops."""
+    propagation = _Propagation(graph, mesh, price)
     for op in graph.ops:
-        if not found.stands(op):
-            found.known[op.name] = _only(op, ops[op.name])
-        found.chosen[op.name] = 0
-    return found.layouts(Origin("search", mode))
+        if not propagation.is_pinned(op):
+            propagation.options[op.name] = _only(op, ops[op.name])
+        propagation.chosen[op.name] = 0
+    return propagation.layouts(Origin("search", mode))
 
 
 def pins(graph: Graph, mesh: ProcessMesh) -> dict[str, ShardSpec]:
     """Annotated layouts by value, on a mesh with the same axes.
 
     Raises:
-        ShardingError: an annotation splits over an axis that the mesh lacks, or has in another size.
+        ShardingError: an annotation splits over an axis that the mesh does not have, or has in another size.
     """
-    found = {}
+    pinned = {}
     for name, attr in graph.attrs.items():
         spec = without_unit_axes(attr.spec, attr.mesh)
         for axis in spec.axes:
@@ -123,8 +124,8 @@ def pins(graph: Graph, mesh: ProcessMesh) -> dict[str, ShardSpec]:
                     f"%{name} ({attr.origin.where}): splits over {axis}={attr.mesh.axis_size(axis)} but is "
                     f"to be laid out on {mesh}; search a mesh with that axis or take the annotation out"
                 )
-        found[name] = spec
-    return found
+        pinned[name] = spec
+    return pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class _Propagation:
         allowed: Callable[[Op, OpLayout], bool] | None = None,
     ) -> None:
         self.graph, self.mesh, self.price, self.allowed = graph, mesh, price, allowed
-        # sums that can wait for the end of the step are to: there is more than one micro-batch
+        # with more than one micro-batch, sums that can be deferred to the end of the step are deferred
         self.times = multiplicity(replace(graph, micro_batches=max(2, graph.micro_batches)))
         self.pinned = pins(graph, mesh)
         self.chosen: dict[str, int] = {}
@@ -166,22 +167,22 @@ class _Propagation:
             for i, value in enumerate(op.operands):
                 self.readers[value.name].append((op, i))
         self.replaced = {value.name: source for source, value in graph.updates}
-        self.known: dict[str, Strategies] = {}
-        self.kept: dict[tuple[int, tuple[int, ...]], Strategies] = {}
+        self.options: dict[str, Strategies] = {}
+        self.restricted: dict[tuple[int, tuple[int, ...]], tuple[Strategies, Strategies]] = {}
         self.decided: dict[object, int] = {}
 
     def strategies(self, op: Op) -> Strategies:
-        """The layouts that an op may have: those of its rule; of what is pinned where it stands, that one."""
-        if op.name not in self.known:
-            self.known[op.name] = self._strategies(op)
-        return self.known[op.name]
+        """The layouts that an op may have: those of its rule, or the one to which it is pinned."""
+        if op.name not in self.options:
+            self.options[op.name] = self._strategies(op)
+        return self.options[op.name]
 
-    def stands(self, op: Op) -> bool:
-        """Whether an annotation says all of an op: of a source, or of a change of layout."""
+    def is_pinned(self, op: Op) -> bool:
+        """Whether an annotation decides an op entirely: a source, or a redistribution."""
         return op.name in self.pinned and (op.kind in SOURCES or op.kind == "reshard")
 
     def _strategies(self, op: Op) -> Strategies:
-        if self.stands(op):
+        if self.is_pinned(op):
             spec = self.pinned[op.name]
             layout = follow(op, DistAttr(self.mesh, spec))
             return Strategies(((layout.axes, layout.partial),), ((spec,),), ((spec,),) * len(op.operands))
@@ -189,11 +190,14 @@ class _Propagation:
         if self.allowed is None:
             return every
         layouts = every.layouts(self.mesh)
-        kept = tuple(i for i, layout in enumerate(layouts) if self.allowed(op, layout))
-        key = id(every), kept
-        if key not in self.kept:
-            self.kept[key] = _some(every, kept)
-        return self.kept[key]
+        numbers = tuple(i for i, layout in enumerate(layouts) if self.allowed(op, layout))
+        key = id(every), numbers
+        if key not in self.restricted:
+            self.restricted[key] = (
+                every,
+                _some(every, numbers),
+            )  # `every` is kept, so that its id stays its own
+        return self.restricted[key][1]
 
     def configure(self, given: Mapping[str, OpLayout]) -> list[Op]:
         """Decide the ops that are configured: those given, annotated sources, ops with annotated results."""
@@ -251,27 +255,27 @@ class _Propagation:
         return [*after, *(self.place[value.name][0] for value in op.operands)]
 
     def decide(self, op: Op) -> None:
-        """Give an op the layout of least redistribution; ops alike in like surroundings share the choice."""
+        """Give an op the layout of least redistribution; equal ops between equal layouts share the choice."""
         strategies, before = self.strategies(op), self.before(op)
         if len(strategies.options) == 1 or before is not None:
             self.chosen[op.name] = before or 0
             return
         around = _Around(
             tuple(map(self.left, op.operands)),
-            tuple(frozenset(self.wanted(value)) for value in op.results),
+            tuple(frozenset(self.needed(value)) for value in op.results),
             tuple(frozenset(self.expected(op, i)) for i in range(len(op.results))),
         )
         values = (*op.operands, *op.results)
         made_by = tuple(_forward(self.place[v.name][0]) for v in values)
         key = (id(strategies), op.kind, tuple((v.type, self.times[v.name]) for v in values), made_by, around)
         if key not in self.decided:
-            own = self.own(op)
+            work = self.work(op)
             self.decided[key] = min(
-                range(len(own)),
+                range(len(work)),
                 key=lambda o: (
                     self.redistribution(op, o, around),
                     self.reduction(op, o, around),
-                    *own[o],
+                    *work[o],
                     o,
                 ),
             )
@@ -303,38 +307,38 @@ class _Propagation:
             return set()
         linked = self.place[op.link][0]
         values = linked.results if linked.kind in SOURCES else linked.operands
-        alike = [v for v in values if v.shape == op.results[result].shape]
-        if not alike:
+        same_shape = [v for v in values if v.shape == op.results[result].shape]
+        if not same_shape:
             return set()
-        earlier = sum(v.shape == alike[0].shape for v in op.results[:result])
-        spec = self.left(alike[min(earlier, len(alike) - 1)])
+        earlier = sum(v.shape == same_shape[0].shape for v in op.results[:result])
+        spec = self.left(same_shape[min(earlier, len(same_shape) - 1)])
         return set() if spec is None else {spec.without_partial()}
 
     def left(self, value: Value) -> ShardSpec | None:
-        """Layout in which a value is found; None where that is open."""
+        """Layout in which a value is made; None where that is not decided yet."""
         if value.name in self.pinned:
             return self.pinned[value.name]
         op, i = self.place[value.name]
         return self.strategies(op).made[i][self.chosen[op.name]] if op.name in self.chosen else None
 
-    def wanted(self, value: Value) -> set[ShardSpec]:
-        """Layouts in which a value is known to be needed."""
+    def needed(self, value: Value) -> set[ShardSpec]:
+        """Layouts in which ops that are decided need a value."""
         if value.name in self.pinned:
             return {self.pinned[value.name]}
-        found = {
+        specs = {
             self.strategies(reader).needed[i][self.chosen[reader.name]]
             for reader, i in self.readers[value.name]
             if reader.name in self.chosen
         }
         if value.name in self.replaced:
             source = self.left(self.graph.values[self.replaced[value.name]])
-            found |= set() if source is None else {source}
-        return found
+            specs |= set() if source is None else {source}
+        return specs
 
     def move(self, value: Value, source: ShardSpec, target: ShardSpec) -> float:
-        """Price of a change of layout, and of that of the gradient.
+        """Cost of a redistribution, and of that of the gradient.
 
-        Adding up pending sums is the business of the op that makes them.
+        The reduction of partials belongs to the op that makes them (`reduction`).
         """
         if source.partial and source.partial != target.partial:
             source = source.without_partial()
@@ -344,42 +348,42 @@ class _Propagation:
         return self.cost(value, source, target) + back
 
     def cost(self, value: Value, source: ShardSpec, target: ShardSpec) -> float:
-        """Price of a change of layout."""
+        """Cost of a redistribution."""
         if source == target:
             return 0.0
         size = itemsize(value.dtype)
         return redistribute_cost(value.shape, size, self.mesh, source, target, self.price)
 
     def reduction(self, op: Op, option: int, around: _Around) -> float:
-        """Price of adding up what an op leaves pending, and what it does not take so."""
+        """Cost of reducing the partials that an op makes, and those that it cannot take as partials."""
         strategies, total = self.strategies(op), 0.0
         for value, made, readers in zip(op.results, strategies.made, around.readers, strict=True):
             if made[option].partial and readers != {made[option]}:
-                total += self.times[value.name] * self.added(value, made[option])
+                total += self.times[value.name] * self.reduce_cost(value, made[option])
         for value, needed, source in zip(op.operands, strategies.needed, around.sources, strict=True):
             if source is not None and source.partial not in ((), needed[option].partial):
-                total += self.times[value.name] * self.added(value, source)
+                total += self.times[value.name] * self.reduce_cost(value, source)
         return total
 
-    def added(self, value: Value, spec: ShardSpec) -> float:
-        """Price of adding up pending sums."""
+    def reduce_cost(self, value: Value, spec: ShardSpec) -> float:
+        """Cost of reducing partials."""
         return self.cost(value, spec, spec.without_partial())
 
-    def own(self, op: Op) -> list[tuple[float, float]]:
+    def work(self, op: Op) -> list[tuple[float, float]]:
         """(FLOP, bytes touched) of one rank under every option."""
         strategies = self.strategies(op)
         touched = np.zeros(len(strategies.options))
         for value, parts in zip((*op.operands, *op.results), strategies.parts(self.mesh), strict=True):
             touched += local_bytes(value.shape, itemsize(value.dtype), parts)
         total = 0.0 if op.kind in SOURCES else float(flops(op))
-        work = [
+        flop = [
             total / self.mesh.count(a for _, axes in layout.axes for a in axes)
             for layout in strategies.layouts(self.mesh)
         ]
-        return list(zip(work, touched.tolist(), strict=True))
+        return list(zip(flop, touched.tolist(), strict=True))
 
     def layouts(self, origin: Origin) -> Layouts:
-        """Everything decided, and where values are stored."""
+        """The layouts of all ops and values."""
         ops = {op.name: self.strategies(op).layout(self.mesh, self.chosen[op.name]) for op in self.graph.ops}
         values: dict[str, DistAttr] = {}
         for op in self.graph.ops:
@@ -393,7 +397,7 @@ class _Propagation:
         return Layouts(ops, values)
 
     def stored(self, op: Op, value: Value) -> ShardSpec:
-        """Where a value lies between the op that makes it and those that read it."""
+        """The layout of a value between the op that makes it and those that read it."""
         made = self.left(value)
         assert made is not None
         if op.kind in SOURCES:
@@ -402,30 +406,30 @@ class _Propagation:
             source = self.left(self.graph.values[self.replaced[value.name]])
             assert source is not None
             return source
-        wanted = self.wanted(value)
-        if len(wanted) < 2 and not (made.partial and value.name in self.graph.kept):
-            return made  # no way over another layout is cheaper
-        candidates = [made, made.without_partial(), *sorted(wanted, key=str)]
+        needed = self.needed(value)
+        if len(needed) < 2 and not (made.partial and value.name in self.graph.kept):
+            return made  # no third layout in between is cheaper
+        candidates = [made, made.without_partial(), *sorted(needed, key=str)]
         if value.name in self.graph.kept:
             candidates = [spec for spec in candidates if not spec.partial]
 
         def total(spec: ShardSpec) -> float:
-            return self.cost(value, made, spec) + sum(self.cost(value, spec, w) for w in wanted)
+            return self.cost(value, made, spec) + sum(self.cost(value, spec, w) for w in needed)
 
         return min(candidates, key=total)
 
 
-def _some(every: Strategies, kept: tuple[int, ...]) -> Strategies:
-    """Some of the options of an op."""
+def _some(every: Strategies, numbers: tuple[int, ...]) -> Strategies:
+    """The options of an op with some numbers."""
     return Strategies(
-        tuple(every.options[i] for i in kept),
-        tuple(tuple(specs[i] for i in kept) for specs in every.made),
-        tuple(tuple(specs[i] for i in kept) for specs in every.needed),
+        tuple(every.options[i] for i in numbers),
+        tuple(tuple(specs[i] for i in numbers) for specs in every.made),
+        tuple(tuple(specs[i] for i in numbers) for specs in every.needed),
     )
 
 
 def _only(op: Op, layout: OpLayout) -> Strategies:
-    """One option."""
+    """The single option of an op whose layout is given."""
     rule, linear, reduction = rule_of(op), linear_groups(op), lookup(op.kind).reduction
     return Strategies(
         ((layout.axes, layout.partial),),

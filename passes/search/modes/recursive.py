@@ -1,7 +1,7 @@
 """Double recursion: the devices are divided by one prime after the other, and each time all ops by weight.
 
 *In:* a serial graph, a mesh of any size. *Out:* the mesh, its axes divided where ops are cut differently, and
-`Layouts` on it. *Invariant:* every cut leaves blocks of equal size; annotated values lie as annotated;
+`Layouts` on it. *Invariant:* every cut leaves blocks of equal size; annotations hold;
 deterministic.
 
 MindSpore's symbolic planner (SAPP): a cluster is symmetric at every order, so that a cut into p parts can be
@@ -89,21 +89,21 @@ def recursive(
         for axis, runs in parts.items()
     }
     shape = [primes.count(run) for axis in mesh.axes for run in parts[axis]]
-    found = ProcessMesh(mesh.ranks.reshape(shape), [name for axis in mesh.axes for name in names[axis]])
+    divided = ProcessMesh(mesh.ranks.reshape(shape), [name for axis in mesh.axes for name in names[axis]])
     joined = {
         prime: name
         for axis in mesh.axes
         for name, run in zip(names[axis], parts[axis], strict=True)
         for prime in run
     }
-    ops = {op.name: _joined(search.layout(op), found, joined) for op in graph.ops}
-    return found, laid_out(_renamed(graph, mesh, found, names), found, ops, price, "recursive")
+    ops = {op.name: _joined(search.layout(op), divided, joined) for op in graph.ops}
+    return divided, laid_out(_renamed(graph, mesh, divided, names), divided, ops, price, "recursive")
 
 
 def _check_axes(
     graph: Graph, mesh: ProcessMesh, parts: Mapping[str, Sequence[object]], most_axes: int | None
 ) -> None:
-    """Raise where cuts, of all ops or of forward ops alone, tell more axes apart than are wanted."""
+    """Raise where cuts, of all ops or of forward ops alone, tell more than `most_axes` axes apart."""
     if most_axes is not None and sum(map(len, parts.values())) > most_axes:
         raise ShardingError(
             f"graph @{graph.name}: double recursion cuts {mesh} along more axes than the {most_axes} "
@@ -117,7 +117,7 @@ def _parts(mesh: ProcessMesh, cuts: Mapping[str, Mapping[str, OpLayout]]) -> dic
 
 
 def _runs(axes: Sequence[str], cuts: Mapping[str, Mapping[str, OpLayout]]) -> list[tuple[str, ...]]:
-    """Neighbouring axes along which all ops are cut alike."""
+    """Runs of adjacent axes along which all ops are cut in the same way."""
 
     def cut(axis: str) -> list[object]:
         layouts = cuts[axis].values()
@@ -133,26 +133,26 @@ def _joined(layout: OpLayout, mesh: ProcessMesh, names: Mapping[str, str]) -> Op
 
 
 def _renamed(
-    graph: Graph, mesh: ProcessMesh, found: ProcessMesh, names: Mapping[str, Sequence[str]]
+    graph: Graph, mesh: ProcessMesh, finer: ProcessMesh, names: Mapping[str, Sequence[str]]
 ) -> Graph:
     """The graph with its annotations on the axes into which those of a mesh are divided.
 
-    Axes that `found` lacks split nothing there.
+    Axes that `finer` does not have split nothing there.
     """
 
-    def divided(attr: DistAttr) -> DistAttr:
+    def renamed(attr: DistAttr) -> DistAttr:
         spec = without_unit_axes(attr.spec, attr.mesh)
         if not spec.axes:
-            return DistAttr(found, spec, attr.origin)
+            return DistAttr(finer, spec, attr.origin)
         if attr.mesh.sizes != mesh.sizes:
             raise ShardingError(
                 f"annotation at {attr.origin.where} is on {attr.mesh} but the search divides {mesh}; search "
                 f"the mesh that is annotated, or take the annotation out"
             )
-        dims = tuple(tuple(a for axis in dim for a in names[axis] if a in found.sizes) for dim in spec.dims)
-        return DistAttr(found, ShardSpec(dims), attr.origin)
+        dims = tuple(tuple(a for axis in dim for a in names[axis] if a in finer.sizes) for dim in spec.dims)
+        return DistAttr(finer, ShardSpec(dims), attr.origin)
 
-    return graph.with_ops(graph.ops, attrs={name: divided(attr) for name, attr in graph.attrs.items()})
+    return graph.with_ops(graph.ops, attrs={name: renamed(attr) for name, attr in graph.attrs.items()})
 
 
 def _along(graph: Graph, mesh: ProcessMesh, single: ProcessMesh) -> Graph:
@@ -167,13 +167,13 @@ def prime_factors(number: int) -> tuple[int, ...]:
         >>> prime_factors(12), prime_factors(1)
         ((3, 2, 2), ())
     """
-    found, prime = [], 2
+    factors, prime = [], 2
     while number > 1:
         while number % prime == 0:
-            found.append(prime)
+            factors.append(prime)
             number //= prime
         prime += 1
-    return tuple(reversed(found))
+    return tuple(reversed(factors))
 
 
 def prime_mesh(mesh: ProcessMesh) -> ProcessMesh:
@@ -214,10 +214,10 @@ def cut_costs(
     Returns:
         cost of every index that may be cut evenly, and of None.
     """
-    rule, known = rule_of(op), frozenset(parameters)
+    rule, names = rule_of(op), frozenset(parameters)
     tensors = [
         *(
-            (term, _elements(term, sizes, v), v.name in known)
+            (term, _elements(term, sizes, v), v.name in names)
             for term, v in zip(rule.operands, op.operands, strict=True)
         ),
         *((term, _elements(term, sizes, v), False) for term, v in zip(rule.results, op.results, strict=True)),
@@ -250,11 +250,11 @@ def _elements(term: Term, sizes: Mapping[str, int], value: Value) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A tensor of an op that another op shares."""
+    """A tensor that an op shares with another: its term in the rules of both."""
 
-    own: Term
+    here: Term
     other: Op
-    term: Term
+    there: Term
     value: Value
 
 
@@ -275,8 +275,8 @@ class _Recursion:
         self.ends = self._ends()
 
     def _ends(self) -> dict[str, list[_End]]:
-        """What each op shares with others: its operands with their makers, its results with their readers."""
-        found: dict[str, list[_End]] = {op.name: [] for op in self.ops}
+        """Tensors that each op shares with others: operands with their makers, results with their readers."""
+        ends: dict[str, list[_End]] = {op.name: [] for op in self.ops}
         made = {v.name: (op, i) for op in self.ops for i, v in enumerate(op.results)}
         for op in self.ops:
             for i, value in enumerate(op.operands):
@@ -284,12 +284,12 @@ class _Recursion:
                     continue
                 maker, place = made[value.name]
                 read, result = rule_of(op).operands[i], rule_of(maker).results[place]
-                found[op.name].append(_End(read, maker, result, value))
-                found[maker.name].append(_End(result, op, read, value))
-        return found
+                ends[op.name].append(_End(read, maker, result, value))
+                ends[maker.name].append(_End(result, op, read, value))
+        return ends
 
     def divide(self, single: ProcessMesh) -> dict[str, OpLayout]:
-        """Cut every forward op along one axis, or not, the weightiest first."""
+        """Cut every forward op along one axis, or not, by falling weight."""
         (axis,), (prime,) = single.axes, single.shape
         costs = {op.name: self._allowed(op, single) for op in self.ops}
         cuts: dict[str, Cut] = {}
@@ -304,10 +304,10 @@ class _Recursion:
 
     def _allowed(self, op: Op, single: ProcessMesh) -> dict[Cut, float]:
         """Costs of the cuts that leave plain blocks."""
-        found = cut_costs(op, self.sizes[op.name], single.size, self.parameters)
+        costs = cut_costs(op, self.sizes[op.name], single.size, self.parameters)
         return {
             cut: cost
-            for cut, cost in found.items()
+            for cut, cost in costs.items()
             if cut is None or self.allows(op, OpLayout(single, ((cut, single.axes),)))
         }
 
@@ -339,23 +339,23 @@ class _Recursion:
         for end in self.ends[op.name]:
             if end.other.name not in cuts:
                 continue
-            here, there = _dim(end.own, cut), _dim(end.term, cuts[end.other.name])
+            here, there = _dim(end.here, cut), _dim(end.there, cuts[end.other.name])
             if here != there:
                 ways = (here is not None) + (there is not None)
-                total += ways * _elements(end.own, self.sizes[op.name], end.value)
+                total += ways * _elements(end.here, self.sizes[op.name], end.value)
         return (1 - 1 / prime) * total
 
 
 def _grown(axes: Axes, layout: OpLayout) -> Axes:
     """Axes of the indices of an op, with those of one more layout."""
-    found = dict(axes)
+    grown = dict(axes)
     for index, split in layout.axes:
-        found[index] = (*found.get(index, ()), *split)
-    return tuple(sorted(found.items()))
+        grown[index] = (*grown.get(index, ()), *split)
+    return tuple(sorted(grown.items()))
 
 
 def _weight(costs: Mapping[Cut, float]) -> float:
-    """What an op can lose: the greatest cost of a cut."""
+    """The weight of an op: the greatest cost of a cut."""
     return max((cost for cut, cost in costs.items() if cut is not None), default=0.0)
 
 

@@ -19,8 +19,6 @@ import numpy as np
 from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.runtime.execute.checkpoint import files
 
-HEADER_MOST: Final = 100_000_000
-"""Bytes of a header that the library reads."""
 _PIECE: Final = 1 << 26  # bytes of a block that are in memory at a time, besides what is wanted of it
 _ALIGNMENT: Final = 8
 

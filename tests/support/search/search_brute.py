@@ -24,6 +24,7 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.strategies import Strategies
 from distgraph.passes.search.solver.problem import Problem
 
 Array = Any
@@ -87,7 +88,14 @@ class Brute:
         """Seconds in a step; views are free."""
         if self.is_view(op):
             return 0.0
-        return self.times[op.name] * self.prices.op_seconds(op, layout)
+        rule = rule_of(op)
+        reduction, linear = lookup(op.kind).reduction, linear_groups(op)
+        strategies = Strategies(
+            ((layout.axes, layout.partial),),
+            tuple((result_spec(rule, i, layout, reduction),) for i in range(len(op.results))),
+            tuple((operand_spec(rule, i, layout, linear),) for i in range(len(op.operands))),
+        )
+        return self.times[op.name] * float(self.prices.ops_seconds(op, layout.mesh, strategies)[0])
 
     def is_view(self, op: Op) -> bool:
         """Whether an op only gives memory another shape; what leaves the graph has memory of its own."""

@@ -82,8 +82,8 @@ def parameter_storages(program: BuiltCandidate) -> list[ParameterStorage]:
     groups: dict[int, list[ProcessMesh]] = {}
     for mesh, (formulation, _) in program.solved.items():
         groups.setdefault(id(formulation.nodes), []).append(mesh)
-    rows = [storage for meshes in groups.values() for storage in _stored(program, tuple(meshes))]
-    return sorted(rows, key=lambda storage: -storage.nbytes)
+    storages = [storage for meshes in groups.values() for storage in _stored(program, tuple(meshes))]
+    return sorted(storages, key=lambda storage: -storage.nbytes)
 
 
 def _stored(program: BuiltCandidate, meshes: tuple[ProcessMesh, ...]) -> Iterator[ParameterStorage]:
@@ -137,11 +137,11 @@ def with_reasons(stored: Mapping[str, Decision]) -> dict[str, Decision]:
 
 
 def with_problems(program: BuiltCandidate, layout_costs: LayoutCosts) -> BuiltCandidate:
-    """A program with the problem that its layouts are a choice of, where it came about in another way.
+    """A program with the problem that its layouts are a choice of, where completion or a mode made them.
 
-    Itself where there is none: it has several meshes, or one of so many axes that a problem would be too
-    large, or ops that are no longer those of the serial graph, or equal layers have different layouts, so
-    that the layouts of the choice are slower.
+    The program itself where there is no such problem: it has several meshes, or one of so many axes that the
+    problem would be too large, or ops that are no longer those of the serial graph, or equal layers have
+    different layouts, so that the layouts of the choice are slower.
     """
     graph = program.layered.graph
     if program.solved or len(program.completed.meshes) > 1:
@@ -194,7 +194,7 @@ class RunnerUp:
     Attributes:
         seconds, fits, ops: of its forecast, its memory and its size.
         instead: lines of the plan that are others.
-        program: itself, where it is at hand.
+        program: the program itself, where it is at hand.
     """
 
     seconds: float

@@ -3,9 +3,9 @@
 *In:* a program of the search. *Out:* a `Decision` for each layer, and `Change`s: the other programs that may
 be its runner-up. *Invariant:* a change keeps layouts, devices and everything of other layers.
 
-A layer at a border of its stage may be moved over it. Equal layers of one stage that are computed again may
-be computed once, others again, all of them together as parameters of equal layers are. Of several changes
-of a layer the fastest that fits is its runner-up.
+A layer at a border of its stage may be moved over it. Equal layers of one stage that are recomputed may
+be computed once, others recomputed, all of them together as parameters of equal layers are. Of several
+changes of a layer the fastest that fits is its runner-up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Change:
         layers: whose choice it changes.
         text: in words.
         candidate: with the change; None where the program has none.
-        recompute: all layers that are computed again then.
+        recompute: all layers that are recomputed with the change.
     """
 
     layers: tuple[int, ...]
@@ -70,7 +70,7 @@ def _moved(pipeline: Candidate) -> Iterable[Change]:
 
 
 def _again(program: BuiltCandidate, stages: Iterable[tuple[int, int]]) -> Iterable[Change]:
-    """Equal layers of one stage computed again, or no more; a stage has the layers from one up to another."""
+    """Equal layers of one stage recomputed, or no more; a stage is its first layer and its stop."""
     pipeline, recomputed, classes = (
         program.candidate,
         program.layered.recompute,
@@ -131,7 +131,7 @@ def changed(program: BuiltCandidate, change: Change, layout_costs: LayoutCosts) 
 def layer_decisions(
     program: BuiltCandidate, profiles: Mapping[ProcessMesh, Profile], forecasts: Mapping[Change, RunnerUp]
 ) -> dict[str, Decision]:
-    """Every layer of a program with its runner-up; equal decisions of layers in a row stand as one.
+    """Every layer of a program with its runner-up; equal decisions of consecutive layers become one.
 
     Args:
         program: the best of the search.
@@ -141,29 +141,29 @@ def layer_decisions(
     assert program.placements is not None  # where layouts were chosen
     meshes = [mesh_of(layer, program.placements) for layer in program.layered.layers]
     stages = accumulate((mesh != before for before, mesh in pairwise(meshes)), initial=0)
-    rows = [
+    decisions = [
         _decision(program, layer, stage, profiles[mesh], forecasts)
         for layer, (stage, mesh) in enumerate(zip(stages, meshes, strict=True))
     ]
     decided: dict[str, Decision] = {}
     first = 0
-    for layer in range(1, len(rows) + 1):
-        if layer == len(rows) or rows[layer] != rows[first]:
+    for layer in range(1, len(decisions) + 1):
+        if layer == len(decisions) or decisions[layer] != decisions[first]:
             name = f"{{{first}..{layer - 1}}}" if layer - first > 1 else str(first)
-            decided[f"layer {name}"] = rows[first]
+            decided[f"layer {name}"] = decisions[first]
             first = layer
     return decided
 
 
 def profiles_of(program: BuiltCandidate) -> dict[ProcessMesh, Profile]:
     """Costs by layer on every mesh."""
-    known: dict[tuple[int, tuple[int, ...]], Profile] = {}
+    by_choice: dict[tuple[int, tuple[int, ...]], Profile] = {}
     profiles = {}
     for mesh, (formulation, choice) in program.solved.items():
         key = id(formulation.nodes), choice
-        if key not in known:
-            known[key] = formulation.profile(choice)
-        profiles[mesh] = known[key]
+        if key not in by_choice:
+            by_choice[key] = formulation.profile(choice)
+        profiles[mesh] = by_choice[key]
     return profiles
 
 

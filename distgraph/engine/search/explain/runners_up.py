@@ -172,12 +172,12 @@ class Explainer:
         return None
 
     def _at_once(self, best: BuiltCandidate) -> int:
-        """Changes to forecast at the same time: there may be no more, and one process writes the plan."""
+        """Changes to forecast at the same time; one process writes the plan meanwhile."""
         left = math.ceil((_MOST_CHANGE_OPS - self._ops_of_layers) / len(best.build.lowered.ops))
         free = self.evaluations.processes - (self._planned is None or self._planned[0] is not best)
         return max(1, min(left, free))
 
-    def _in_order(self, found: Sequence[Change]) -> list[Change]:
+    def _in_order(self, several: Sequence[Change]) -> list[Change]:
         """Changes by the forecast of the search, where it evaluated their candidates; the others last."""
         evaluated = ((each.candidate, each.seconds) for each in self.evaluations.all if each.fits)
         by_decisions = {c.decisions: seconds for c, seconds in evaluated if c is not None}
@@ -187,7 +187,7 @@ class Explainer:
                 return math.inf
             return by_decisions.get(change.candidate.decisions, math.inf)
 
-        return sorted(found, key=seconds)
+        return sorted(several, key=seconds)
 
     def _changed(self, best: BuiltCandidate, few: Sequence[Change]) -> list[RunnerUp | None]:
         """Forecasts of changes, and the plan of the best, at the same time."""

@@ -1,0 +1,29 @@
+"""The passes of a strategy: its pipeline, and completion as it asks for it."""
+
+from __future__ import annotations
+
+from distgraph.ir.graph import Graph
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.passes.pass_pipeline import Pipeline, pipeline, run_passes
+from distgraph.passes.pass_registry import PassContext
+from distgraph.passes.redistribution.planner import latency_price
+from distgraph.plan.strategy import Strategy
+
+
+def strategy_pipeline(strategy: Strategy) -> Pipeline:
+    """The passes of a compilation under a strategy. Raises ShardingError: its `passes` do not fit."""
+    first = ("choose_completion=complete",) if strategy.refine == "never" else ()
+    return pipeline((*first, *strategy.passes))
+
+
+def complete_with(strategy: Strategy, serial: Graph) -> Graph:
+    """Complete a serial graph by the pass of the strategy's pipeline. Raises what that pass raises."""
+    context = PassContext(
+        mesh=strategy.mesh or ProcessMesh.grid(serial=1),
+        layout_price=latency_price,
+        search_layouts=strategy.refine == "always",
+        search_budget=strategy.refine_budget,
+    )
+    passes = strategy_pipeline(strategy).into("completed")
+    completed: Graph = run_passes(serial, passes, context, verified=False)
+    return completed
