@@ -11,8 +11,8 @@
 A type is followed by the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` says how the op
 is computed. Then follow the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who
 decided the layouts of the results. `place %h on m1` is a placement by the user. Line breaks and spaces do not
-matter; `#` starts a comment. The grammar is `grammar.lark`, the parser `distgraph.ir.parser`. Preferences that
-completion dropped (`Graph.lost`) are no part of the text.
+matter; `#` starts a comment. The grammar is `grammar.lark`, the parser `distgraph.ir.parser`. Layouts that
+completion dropped (`Graph.lost`) are not part of the text.
 """
 
 from __future__ import annotations
