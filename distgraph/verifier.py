@@ -1,9 +1,9 @@
-"""The verifier: what must hold for a graph at each stage; a fault is drawn on the line it is in.
+"""The verifier: the invariants of a graph at each stage; an error shows the faulty line, underlined.
 
-serial     every operand is made above, types fit, names are unique, outputs and updates exist
-completed  and every value has a layout, every op a legal way to be computed
-resharded  and every op reads and leaves its values exactly as they are stored
-lowered    and every change of layout is a collective that does just that change
+serial     every operand is defined above, types fit, names are unique, outputs and updates exist
+completed  also: every value has a layout, and every op a legal computation layout
+resharded  also: every op reads and writes its values exactly in their stored layouts
+lowered    also: every change of layout is one collective that makes exactly this change
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def verify(graph: Graph, stage: str = "serial") -> Graph:
         the graph itself.
 
     Raises:
-        GraphError: the first fault, drawn on the printed graph.
+        GraphError: the first fault, with the faulty part of the printed graph underlined.
     """
     if stage not in STAGES:
         raise GraphError(f"stage {stage!r} does not exist; the stages are {', '.join(STAGES)}")
     level = STAGES.index(stage)
-    made: dict[str, Value] = {}
+    defined: dict[str, Value] = {}
     for op in graph.ops:
-        _check_op(graph, op, made)
+        _check_op(graph, op, defined)
     for op in graph.ops:
         _check_link(graph, op)
     _check_ends(graph)
@@ -70,25 +70,25 @@ def _fault(graph: Graph, op: Op, cell: int, part: str, message: str) -> NoReturn
     """Raise, with `^^^^` under `part` of one cell of the op's line, or under the whole cell."""
     cells = op_cells(graph, op)
     start = sum(len(c) + 1 for c in cells[:cell] if c)
-    inside = cells[cell].find(part) if part else -1
-    start, width = (start + inside, len(part)) if inside >= 0 else (start, len(cells[cell]))
-    where = f" ({op.source})" if op.source else ""
+    offset = cells[cell].find(part) if part else -1
+    start, width = (start + offset, len(part)) if offset >= 0 else (start, len(cells[cell]))
+    source = f" ({op.source})" if op.source else ""
     line = " ".join(c for c in cells if c)
     raise GraphError(
-        f"graph @{graph.name}: %{op.name} {op.kind}{where}: {message}\n{draw(line, start, width)}"
+        f"graph @{graph.name}: %{op.name} {op.kind}{source}: {message}\n{draw(line, start, width)}"
     )
 
 
 # serial
 
 
-def _check_op(graph: Graph, op: Op, made: dict[str, Value]) -> None:
+def _check_op(graph: Graph, op: Op, defined: dict[str, Value]) -> None:
     if not op.results:
         raise GraphError(
             f"graph @{graph.name}: an op {op.kind} ({op.source}) has no result; every op makes a value"
         )
     for value in op.operands:
-        if value.name not in made:
+        if value.name not in defined:
             later = "is made only further down" if value.name in graph.values else "is made nowhere"
             _fault(
                 graph,
@@ -97,17 +97,17 @@ def _check_op(graph: Graph, op: Op, made: dict[str, Value]) -> None:
                 f"%{value.name}",
                 f"operand %{value.name} {later}; define it above its first use",
             )
-        if made[value.name] != value:
-            wanted = made[value.name].type
+        if defined[value.name] != value:
+            type_ = defined[value.name].type
             _fault(
                 graph,
                 op,
                 _CALL,
                 value.type,
-                f"operand %{value.name} is read as {value.type} but made as {wanted}",
+                f"operand %{value.name} is read as {value.type} but made as {type_}",
             )
     for value in op.results:
-        if value.name in made:
+        if value.name in defined:
             _fault(
                 graph,
                 op,
@@ -115,7 +115,7 @@ def _check_op(graph: Graph, op: Op, made: dict[str, Value]) -> None:
                 f"%{value.name}",
                 f"value %{value.name} is made twice; every value has one op",
             )
-        made[value.name] = value
+        defined[value.name] = value
     if op.role not in ROLES:
         _fault(graph, op, _REST, op.role, f"role {op.role!r} is not one of {', '.join(ROLES)}")
     try:
@@ -147,15 +147,15 @@ def _check_results(graph: Graph, op: Op) -> None:
             graph, op, _NAME, "", f"op has {len(op.results)} results but its operands make {len(inferred)}"
         )
     for position, (value, (shape, dtype)) in enumerate(zip(op.results, inferred, strict=True)):
-        wanted = Value(value.name, shape, dtype)
-        if value != wanted:
+        expected = Value(value.name, shape, dtype)
+        if value != expected:
             cell, part = (_TYPE, value.type) if position == 0 else (_STORED, f"%{value.name} : {value.type}")
             _fault(
                 graph,
                 op,
                 cell,
                 part,
-                f"result %{value.name} is {value.type} but its operands make {wanted.type}",
+                f"result %{value.name} is {value.type} but its operands make {expected.type}",
             )
 
 
@@ -190,8 +190,8 @@ def _check_ends(graph: Graph) -> None:
         line = f"update %{name} = %{value.name} : {value.type}"
         producer = graph.producers.get(name)
         if producer is None or producer.kind not in ("param", "state"):
-            found = "made nowhere" if producer is None else f"made by {producer.kind}"
-            _end_fault(graph, line, f"%{name}", f"%{name} is {found}; only a param or state is updated")
+            definition = "made nowhere" if producer is None else f"made by {producer.kind}"
+            _end_fault(graph, line, f"%{name}", f"%{name} is {definition}; only a param or state is updated")
         if updated.count(name) > 1:
             _end_fault(graph, line, f"%{name}", f"%{name} is updated twice; a step has one new value for it")
         _check_end(graph, line, value)
@@ -205,11 +205,13 @@ def _check_ends(graph: Graph) -> None:
 
 
 def _check_end(graph: Graph, line: str, value: Value) -> None:
-    known = graph.values.get(value.name)
-    if known is None:
+    definition = graph.values.get(value.name)
+    if definition is None:
         _end_fault(graph, line, f"= %{value.name}", f"%{value.name} is made nowhere")
-    if known != value:
-        _end_fault(graph, line, value.type, f"%{value.name} is {value.type} here but made as {known.type}")
+    if definition != value:
+        _end_fault(
+            graph, line, value.type, f"%{value.name} is {value.type} here but made as {definition.type}"
+        )
 
 
 def _end_fault(graph: Graph, line: str, part: str, message: str) -> NoReturn:
@@ -241,13 +243,13 @@ def _check_layout(graph: Graph, op: Op, layout: OpLayout) -> None:
     for index, axes in layout.axes:
         part = f"{index}:{'*'.join(axes)}"
         if index not in rule.indices:
-            known = ", ".join(rule.indices) or "none"
+            indices = ", ".join(rule.indices) or "none"
             _fault(
                 graph,
                 op,
                 _COMPUTED,
                 part,
-                f"index {index} is not in its rule {rule.text!r}, which has {known}",
+                f"index {index} is not in its rule {rule.text!r}, which has {indices}",
             )
         if index in rule.whole:
             _fault(
@@ -309,14 +311,14 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
     assert layout is not None  # checked above
     for position, value in enumerate(op.operands):
         producer, read = graph.producers[value.name], operand_windows(op, position)
-        held = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
-        if held != read:
+        windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
+        if windows != read:
             message = (
-                f"operand %{value.name} has windows {held} but the op reads {read}; run the pass reshard"
+                f"operand %{value.name} has windows {windows} but the op reads {read}; run the pass reshard"
             )
             _fault(graph, op, _CALL, f"%{value.name}", message)
     if op.kind == "identity" and _blocks(graph.attrs[op.operands[0].name]) == _blocks(graph.attrs[op.name]):
-        return  # a change of name only: the layouts differ by axes of size 1
+        return  # the layouts differ only by axes of size 1
     for position, value in enumerate(op.operands):
         needed = DistAttr(layout.mesh, operand_layout(op, position))
         if _blocks(graph.attrs[value.name]) != _blocks(needed):
@@ -329,17 +331,17 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
                 f"operand %{value.name} is stored as {stored} but read as {needed}; run the pass reshard",
             )
     if op.kind in SOURCES:
-        return  # made wherever they are wanted
+        return  # constants are computed on every rank that reads them
     for position, value in enumerate(op.results):
-        made = DistAttr(layout.mesh, result_layout(op, position))
-        if _blocks(graph.attrs[value.name]) != _blocks(made):
+        written = DistAttr(layout.mesh, result_layout(op, position))
+        if _blocks(graph.attrs[value.name]) != _blocks(written):
             stored = graph.attrs[value.name]
             _fault(
                 graph,
                 op,
                 _STORED,
                 str(stored.spec),
-                f"result %{value.name} is stored as {stored} but left as {made}; run the pass reshard",
+                f"result %{value.name} is stored as {stored} but left as {written}; run the pass reshard",
             )
 
 
@@ -353,7 +355,7 @@ def _blocks(attr: DistAttr) -> tuple[ProcessMesh, ShardSpec]:
 
 
 def _check_comm(graph: Graph, op: Op) -> None:
-    """A collective must lead from its operand's layout to its result's."""
+    """Check that a collective leads from the layout of its operand to that of its result."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
     kind = op.kind.removeprefix("comm.")
     if kind == "halo":
@@ -391,21 +393,23 @@ def _check_comm(graph: Graph, op: Op) -> None:
 
 
 def _check_halo(graph: Graph, op: Op) -> None:
-    """A halo lengthens blocks: every part of a dim gets a window no longer than the dim.
+    """Check a halo: every part of a dim has a window that is no longer than the dim.
 
-    The layout stays, or is that of a mesh with the same ranks in another order.
+    The layout does not change, but for the order of the ranks of the mesh.
     """
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
-    same = source.mesh.rank_set == target.mesh.rank_set and source.spec.partial == target.spec.partial
-    if source != target and (not same or source.mesh == target.mesh):
+    same_ranks = source.mesh.rank_set == target.mesh.rank_set and source.spec.partial == target.spec.partial
+    if source != target and (not same_ranks or source.mesh == target.mesh):
         _fault(
             graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}"
         )
-    for dim, read in op.attrs["windows"]:
+    for dim, windows in op.attrs["windows"]:
         parts, length = target.mesh.count(target.spec.dims[dim]), op.result.shape[dim]
-        if len(read) != parts:
-            _fault(graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(read)} windows")
-        for start, stop in read:
+        if len(windows) != parts:
+            _fault(
+                graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(windows)} windows"
+            )
+        for start, stop in windows:
             if not 0 <= stop - start <= length:
                 _fault(
                     graph, op, _CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}"
@@ -420,7 +424,7 @@ def _problems(kind: str, source: DistAttr, target: DistAttr, attrs: StepAttrs) -
             yield f"{kind} leads from {before} to {after}, but it moves blocks and reduces nothing"
         return
     try:
-        made = layout_after(before, attrs)
+        result = layout_after(before, attrs)
     except IndexError:
         yield f"{kind} names dim {max(attrs.dim, attrs.to_dim)} but {before} has {len(before.dims)} dims"
         return
@@ -428,7 +432,7 @@ def _problems(kind: str, source: DistAttr, target: DistAttr, attrs: StepAttrs) -
         yield str(error)
         return
     axes = ", ".join(attrs.axes)
-    if made is None:
+    if result is None:
         yield f"{kind} over {axes} is not possible from {before}"
-    elif made != after:
-        yield f"{kind} over {axes} leads from {before} to {made} but the result is stored as {after}"
+    elif result != after:
+        yield f"{kind} over {axes} leads from {before} to {result} but the result is stored as {after}"

@@ -4,8 +4,8 @@ A Cluster is machines with devices, NICs and switches, and full-duplex links bet
 by construction: every device carries its own type and numbers, every link its own bandwidth and latency, and
 the devices of one type form a DeviceMesh (as in Paddle's distributed resource graph).
 
-Units everywhere: bytes, seconds, FLOP/s, bytes/s. A number that nobody stated is None, never a guess; whoever
-needs it raises a ResourceError that names it.
+Units everywhere: bytes, seconds, FLOP/s, bytes/s. A number that the resource file does not state is None,
+never a guess; code that needs it raises a ResourceError that names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MatmulRate:
 
     Attributes:
         efficiency: fraction of the peak that large matrices reach.
-        half: sizes of m, n and k at which that falls to a half each; 0 where the size makes no difference.
+        half: sizes of m, n and k at which the efficiency falls to one half; 0 where the size does not matter.
         error: relative error of the fit, by name of the number.
     """
 
@@ -36,15 +36,16 @@ class MatmulRate:
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """Measured seconds of one kind of op by the amount of its work, or what starting it costs.
+    """Measured cost of one kind of op: seconds by amount of work, a launch time, or both.
 
     Attributes:
-        unit: "bytes" read and written, or "flops"; "" without times.
-        work, times: equally many; work rising. Empty where the op costs what its class costs.
-        error: mean relative error against what was measured.
-        launch: seconds that starting one costs; None where it is that of all ops.
-        rates: of a convolution, seconds for a FLOP, for an element of its patches and for a row of them (see
-            `ComputeCost`); None of other ops, and where it has times.
+        unit: unit of the work: "bytes" read and written, or "flops"; "" if the table has no times.
+        work: amounts of work in increasing order. Empty if the op costs the same as its class.
+        times: seconds for each entry of `work`.
+        error: mean relative error of the table against the measurements.
+        launch: seconds to start one such op; None if it is the launch time of all ops.
+        rates: of a convolution, seconds per FLOP, per element of its patches and per row of them (see
+            `ComputeCost`). None for other ops, and for a table with times.
     """
 
     unit: str
@@ -57,19 +58,21 @@ class OpTable:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computing costs on a device beside its peaks; None where nobody stated it. See `ComputeCost`.
+    """Cost model of computation on a device, apart from its peaks. A number that is not stated is None.
+
+    See `ComputeCost` for how the numbers are used.
 
     Attributes:
-        launch: seconds that starting one op costs.
-        issue: seconds that the host needs to issue one op, while the device is at work on earlier ones; None
-            where that never decides.
-        message: seconds in which a device that moves its messages itself, such as a CPU, computes nothing for
-            one end of a message to another mesh; None where others move them. In one machine such devices do
-            not compute while their collectives move on, either (`MeasuredTable.busy`).
-        step, task: seconds in which the host of a device that waits for it, such as a CPU, works beside the
-            ops: once a step, and for each run of a task; None where that never decides.
-        memory_efficiency, lookup_efficiency: what streams and lookups reach of the memory bandwidth.
-        matmul: by dtype.
+        launch: seconds to start one op.
+        issue: seconds for which the host is busy to issue one op while the device runs earlier ones; None if
+            the host is never the bottleneck.
+        message: seconds for which the device is busy at each end of a message to another mesh. None if other
+            hardware moves messages. A device with this number, such as a CPU, also does not compute while a
+            collective inside its machine progresses (`MeasuredTable.busy`).
+        step, task: seconds of host work outside of ops, once per step and once per run of a task, on a device
+            that waits for its host, such as a CPU; None if the host is never the bottleneck.
+        memory_efficiency, lookup_efficiency: fraction of the memory bandwidth that streams and lookups reach.
+        matmul: rate of contractions, by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
         error: relative error of the fit, by name of the number.
     """
@@ -148,9 +151,8 @@ class Switch:
 class Machine:
     """Devices in one box. nic_of[local] is the NIC that the device uses, None where it has none.
 
-    template: machines with equal template have the same devices and inside links; first_link is where the
-    machine's links start in `Cluster.links`, link_count how many they are (in the same order for every
-    machine of a template).
+    Machines with equal `template` have the same devices and the same links inside. The machine's links are
+    `Cluster.links[first_link : first_link + link_count]`, in the same order for every machine of a template.
     """
 
     index: int
@@ -184,11 +186,12 @@ class DeviceMesh:
 class Network:
     """How machines are joined.
 
-    topology: "none" (one machine), "switch" or "tree" (every NIC has one way up), "ring" or "torus"
-        (neighbours),
-        "links" (an arbitrary list, as in Paddle's JSON).
-    over: "machines" joins NICs, "devices" joins the devices themselves (a TPU pod).
-    shape: of the ring or torus. members: the machine or device index at each position, row-major.
+    Attributes:
+        topology: "none" (one machine), "switch" or "tree" (every NIC has one uplink), "ring" or "torus", or
+            "links" (an arbitrary list, as in Paddle's JSON).
+        over: "machines" if the network joins NICs, "devices" if it joins the devices themselves (a TPU pod).
+        shape: shape of the ring or torus.
+        members: machine or device index at each position of the ring or torus, row-major.
     """
 
     topology: str = "none"
@@ -202,12 +205,14 @@ class MeasuredTable:
     """Measured seconds of one collective by message size, for `machines` x `devices_per_machine` devices.
 
     Attributes:
-        collective, machines, devices_per_machine, model: what it is for; any model of device if None.
+        collective, machines, devices_per_machine: what the table applies to.
+        model: device model that the table applies to; None: any.
         sizes: bytes, ascending. times: seconds.
-        groups: devices of the groups that communicated at the same time; it holds for these, and for some of
-            them where no other table does. None for any groups that share no link.
-        busy: of `times`, seconds in which the devices themselves are at work, and compute nothing. None: all
-            of them for devices of one machine with `Compute.message`, else none.
+        groups: devices of the groups that communicated at the same time. The table applies to exactly these
+            groups, and to a subset of them if no other table does. None: it applies to any groups that share
+            no link.
+        busy: the part of `times` for which the devices themselves are busy and cannot compute. None: all of
+            `times` for devices of one machine that have `Compute.message`, and zero otherwise.
     """
 
     collective: str
@@ -228,9 +233,8 @@ class Cluster:
     Attributes:
         name: of the cluster. source: the file it was read from.
         devices: in global order; `devices[i].index == i`.
-        launch: seconds that starting one collective costs on every rank, whatever its size (None: not
-            stated).
-        measured: tables that take precedence over the model for their collective and shape.
+        launch: seconds to start one collective on a rank, independent of its size (None: not stated).
+        measured: tables that take precedence over the cost model for their collective and shape.
     """
 
     name: str
@@ -293,22 +297,22 @@ class Cluster:
                     "use a smaller mesh or another resource file"
                 )
         if len(set(members)) != len(members):
-            twice = next(index for index in members if members.count(index) > 1)
-            raise ResourceError(f"group {members}: device {twice} appears twice; name each device once")
+            repeated = next(index for index in members if members.count(index) > 1)
+            raise ResourceError(f"group {members}: device {repeated} appears twice; name each device once")
         return members
 
     def flops(self, device: int, dtype: str) -> float:
-        """Measured FLOP/s of the device where known, else its peak.
+        """Measured FLOP/s of the device if the file states it, else its peak.
 
         Raises:
             ResourceError: the file states neither.
         """
-        found = self.devices[device]
-        rate = found.measured.get(dtype, found.peak.get(dtype))
+        hardware = self.devices[device]
+        rate = hardware.measured.get(dtype, hardware.peak.get(dtype))
         if rate is None:
-            known = ", ".join(sorted({*found.peak, *found.measured})) or "no dtype"
+            stated = ", ".join(sorted({*hardware.peak, *hardware.measured})) or "no dtype"
             raise ResourceError(
-                f"{self.source}: {found.origin}.peak.{dtype}: missing, {found.model} states {known}; "
+                f"{self.source}: {hardware.origin}.peak.{dtype}: missing, {hardware.model} states {stated}; "
                 f'add a compute rate such as {dtype}: "125 TFLOP/s", or run distgraph profile on that machine'
             )
         return rate

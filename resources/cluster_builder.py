@@ -1,4 +1,4 @@
-"""From a checked resource file to a Cluster: repeats, names, links inside machines, the network between."""
+"""Build a Cluster from a validated resource file: repeat machines, name nodes, generate links and network."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_cluster(entry: ResourceFile, file: str) -> Cluster:
     network, (net_links, net_switches) = _build_network(entry, machines, devices, file)
     links.extend(net_links)
     switches.extend(Switch(node, None) for node in net_switches)
-    tables = [_table(table, devices, f"{file}: measured[{at}]") for at, table in enumerate(entry.measured)]
+    tables = [_table(table, devices, f"{file}: measured[{i}]") for i, table in enumerate(entry.measured)]
     return Cluster(
         entry.name, file, tuple(machines), tuple(devices), tuple(switches), tuple(links), network,
         entry.launch, tuple(tables),
@@ -79,11 +79,12 @@ def _table(entry: MeasuredEntry, devices: list[Device], where: str) -> MeasuredT
             "leave groups out where the table holds for any of its shape"
         )
     for group in entry.groups or []:
-        held = Counter(devices[device].machine for device in group)
-        if len(held) != entry.machines or set(held.values()) != {entry.devices_per_machine}:
+        device_counts = Counter(devices[device].machine for device in group)
+        if len(device_counts) != entry.machines or set(device_counts.values()) != {entry.devices_per_machine}:
             raise ResourceError(
-                f"{where}.groups: {group} has {sorted(held.values())} devices on its machines, but the table "
-                f"is for {entry.machines} with {entry.devices_per_machine} each; name others, or change that"
+                f"{where}.groups: {group} has {sorted(device_counts.values())} devices on its machines, but "
+                f"the table is for {entry.machines} with {entry.devices_per_machine} each; name others, or "
+                "change that"
             )
     return MeasuredTable(
         entry.collective,
@@ -138,20 +139,20 @@ def _build_machine(
 
 def _compute(entry: ComputeEntry) -> Compute:
     rates = {
-        str(dtype): MatmulRate(found.efficiency, (found.half[0], found.half[1], found.half[2]), found.error)
-        for dtype, found in entry.matmul.items()
+        str(dtype): MatmulRate(rate.efficiency, (rate.half[0], rate.half[1], rate.half[2]), rate.error)
+        for dtype, rate in entry.matmul.items()
     }
     ops = {
         kind: {
             dtype: OpTable(
-                "bytes" if found.bytes else "flops" if found.flops else "",
-                tuple(found.bytes or found.flops or ()),
-                tuple(found.times or ()),
-                found.error,
-                found.launch,
-                (found.rates[0], found.rates[1], found.rates[2]) if found.rates else None,
+                "bytes" if table.bytes else "flops" if table.flops else "",
+                tuple(table.bytes or table.flops or ()),
+                tuple(table.times or ()),
+                table.error,
+                table.launch,
+                (table.rates[0], table.rates[1], table.rates[2]) if table.rates else None,
             )
-            for dtype, found in tables.items()
+            for dtype, table in tables.items()
         }
         for kind, tables in entry.ops.items()
     }
@@ -184,7 +185,7 @@ def _nics(
     nic_of = tuple(nics[local * len(nics) // len(nodes)] for local in range(len(nodes)))
     attach = entry.nics.attach
     wire = Wire(attach.kind, attach.bandwidth, attach.latency, f"{origin}.nics.attach")
-    # Behind PCIe switches a NIC hangs on the host bridge, else each device has its own way to its NIC.
+    # With PCIe switches the NICs are attached to the host bridge, otherwise each device to its NIC.
     if bridged:
         return nics, nic_of, [wire.join(f"{name}/host", nic) for nic in nics]
     return nics, nic_of, [wire.join(node, nic) for node, nic in zip(nodes, nic_of, strict=True)]
@@ -259,11 +260,11 @@ def _build_network(
     cables = [entry.machines[machine.template].nics for machine in machines for _ in machine.nics]
     nodes = [nic for machine in machines for nic in machine.nics]
     if net.topology in ("switch", "tree"):
-        found, switches = tree(
+        tree_links, switches = tree(
             nodes, [cable.bandwidth if cable else None for cable in cables],
             _per_nic(_levels(net.levels), machines, file), "net/switch", Wire(net.kind, None, None, ""),
         )  # fmt: skip
-        links = _with_cable_latency(found, entry, machines)
+        links = _with_cable_latency(tree_links, entry, machines)
         return Network(net.topology), (links, switches)
     shape = net.shape or [len(machines)]
     _check_product(shape, len(machines), "machines", f"{file}: network.shape")
@@ -284,7 +285,7 @@ def _build_network(
 
 
 def _per_nic(levels: list[TreeLevel], machines: list[Machine], file: str) -> list[TreeLevel]:
-    """The lowest level counts machines; its switches hold all NICs of each."""
+    """The levels with the lowest one counted in NICs; a resource file counts it in machines."""
     if not levels:
         return levels
     counts = {len(machine.nics) for machine in machines}
@@ -298,11 +299,11 @@ def _per_nic(levels: list[TreeLevel], machines: list[Machine], file: str) -> lis
 
 
 def _with_cable_latency(links: list[Link], entry: ResourceFile, machines: list[Machine]) -> list[Link]:
-    """Leaves' links get the latency and the origin of their own machine's nics entry."""
-    owner = {nic: machine.template for machine in machines for nic in machine.nics}
+    """Links whose lower end is a NIC, with the latency and the origin of its machine's nics entry."""
+    template_of_nic = {nic: machine.template for machine in machines for nic in machine.nics}
     result = []
     for link in links:
-        template = owner.get(link.source)
+        template = template_of_nic.get(link.source)
         if template is None:
             result.append(dataclasses.replace(link, origin="network.levels[]"))
             continue
@@ -332,8 +333,8 @@ def _device_torus(
         for local, device in enumerate(machine.devices):
             inner = _unravel(local, block)
             place = 0
-            for length, part, outer, at in zip(shape, block, corner, inner, strict=True):
-                place = place * length + outer * part + at
+            for length, part, outer, offset in zip(shape, block, corner, inner, strict=True):
+                place = place * length + outer * part + offset
             members[place] = device
     wire = Wire(net.kind, net.bandwidth, net.latency, "network")
     links, _ = torus([devices[member].node for member in members], shape, wire)
@@ -347,6 +348,6 @@ def _device_torus(
 def _unravel(index: int, shape: list[int]) -> list[int]:
     place = []
     for length in reversed(shape):
-        index, at = divmod(index, length)
-        place.append(at)
+        index, coordinate = divmod(index, length)
+        place.append(coordinate)
     return place[::-1]

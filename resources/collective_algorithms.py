@@ -151,8 +151,8 @@ def packed_rings(router: Router, group: Group) -> list[tuple[Group, float]] | No
         key = (machine.template, tuple(cluster.devices[device].local for device in group))
         if key not in router.packings:
             router.packings[key] = _solve_packing(router, group, key[1])
-        found = router.packings[key]
-        return found and [(tuple(machine.devices[at] for at in ring), rate) for ring, rate in found]
+        packing = router.packings[key]
+        return packing and [(tuple(machine.devices[local] for local in ring), rate) for ring, rate in packing]
     return _solve_packing(router, group, group)
 
 

@@ -5,16 +5,15 @@ The time is the least over the algorithms that apply (see `algorithms`) of
     launch + sum over stages of steps * latency of the longest route + bytes on the most loaded link / its
     bandwidth
 
-so a NIC that the ranks of one machine share, an oversubscribed switch, a narrow PCIe bridge and the axes of a
-torus are all the same thing: a link with a load. Groups that work at the same time are given as `concurrent`;
-their loads add up. Where the cluster has a measured table for the shape (machines, devices per machine), the
-table wins: one for exactly these groups at once; else one for any group, unless another group uses the same
-links at the same time; failing both, one for these groups and others at once.
+so that a NIC shared by the ranks of one machine, an oversubscribed switch, a narrow PCIe bridge and the axes
+of a torus are modelled in the same way: as a link with a load. Groups that communicate at the same time are
+given as `concurrent`; their loads add up. A measured table of the cluster for the shape (machines, devices
+per machine) takes precedence: first a table for exactly these groups at once; then a table for any group,
+unless another group uses the same links at the same time; then a table for these groups and others at once.
 
-Devices of one machine that move their messages themselves (`Compute.message`) compute nothing in the
-meantime, whenever the program waits: two ranks on two cores, an all_reduce of 1 MiB, started before 8 ms of
-computation and awaited behind it, lengthen that by 0.80 ms, one right behind the other 0.81 ms, and it is all
-processor time. Between machines others move the bytes, and what processors do for that is not known.
+Devices of one machine that move their messages themselves (`Compute.message`) do not compute in the meantime,
+whether or not the program overlaps the collective with computation (see `benchmarks/HISTORY.md`). Between
+machines other hardware moves the bytes, and the time that processors spend on it is not modelled.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Estimate:
 
 
 class CollectiveCost:
-    """Costs of collectives on one cluster; remembers what it worked out per group.
+    """Costs of collectives on one cluster, cached per group.
 
     Example:
         >>> from distgraph.resources.load import load_cluster
@@ -212,22 +211,25 @@ class CollectiveCost:
         if not COLLECTIVES[kind].ordered:
             group, concurrent = tuple(sorted(group)), tuple(tuple(sorted(other)) for other in concurrent)
         key = (kind, group, concurrent)
-        known = self._lines.get(key)
-        if known is None:
-            known = self._work_out(kind, group, concurrent)
-            self._lines[key] = known
-        return known
+        lines = self._lines.get(key)
+        if lines is None:
+            lines = self._compute_lines(kind, group, concurrent)
+            self._lines[key] = lines
+        return lines
 
-    def _work_out(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
+    def _compute_lines(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
         launch = self._launch(kind)
         everyone = (group, *concurrent)
         if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():
             return (self._counted_all_to_all(group, concurrent, launch),)
-        found = [algorithms(self.router, kind, member) for member in everyone]
+        stages_by_name = [algorithms(self.router, kind, member) for member in everyone]
         lines = []
-        for name, stages in found[0].items():
+        for name, stages in stages_by_name[0].items():
             # Another group that cannot run this algorithm runs its plain one.
-            chosen = [stages, *(other.get(name) or next(iter(other.values())) for other in found[1:])]
+            chosen = [
+                stages,
+                *(other.get(name) or next(iter(other.values())) for other in stages_by_name[1:]),
+            ]
             lines.append(self._line(kind, name, chosen, launch))
         return tuple(lines)
 
@@ -243,11 +245,11 @@ class CollectiveCost:
     def _line(self, kind: str, name: str, chosen: Sequence[Stages], launch: float) -> Line:
         alpha, beta, worst, bottleneck = launch, 0.0, 0.0, None
         for together in zip_longest(*chosen):
-            own = together[0]
-            if own is None:  # the groups beside this one are still busy; it is not
+            stage_of_group = together[0]
+            if stage_of_group is None:  # this group has finished; concurrent ones have more stages
                 break
             load = self._load([flow for stage in together if stage is not None for flow in stage.flows])
-            alpha += own.steps * max(self._latency(kind, a, b) for a, b, _ in own.flows)
+            alpha += stage_of_group.steps * max(self._latency(kind, a, b) for a, b, _ in stage_of_group.flows)
             cost, link = self._slowest(kind, load)
             beta += cost
             if cost > worst:
@@ -279,9 +281,9 @@ class CollectiveCost:
         return worst, bottleneck
 
     def _latency(self, kind: str, source: int, target: int) -> float:
-        known = self._latencies.get((source, target))
-        if known is not None:
-            return known
+        cached = self._latencies.get((source, target))
+        if cached is not None:
+            return cached
         total = 0.0
         for directed in self.router.route(source, target).links:
             link = self.router.link(directed)
@@ -339,17 +341,21 @@ class CollectiveCost:
         if not self._tables:
             return None
         models = {self.cluster.devices[device].model for device in group}
-        asked = _sets(kind, (group, *others))
+        group_set = _sets(kind, (group, *others))
         nearest: tuple[int, MeasuredTable] | None = None
         for collective, groups, table in self._placed:
-            fits = collective == kind and asked <= groups and (table.model is None or models == {table.model})
+            fits = (
+                collective == kind
+                and group_set <= groups
+                and (table.model is None or models == {table.model})
+            )
             if fits and (nearest is None or len(groups) < nearest[0]):
                 nearest = len(groups), table
-        if nearest is not None and nearest[0] == len(asked):
+        if nearest is not None and nearest[0] == len(group_set):
             return nearest[1]
-        held = Counter(self.cluster.devices[device].machine for device in group)
-        if len(set(held.values())) == 1 and self._apart(group, others):
-            shape = (kind, len(held), next(iter(held.values())))
+        device_counts = Counter(self.cluster.devices[device].machine for device in group)
+        if len(set(device_counts.values())) == 1 and self._apart(group, others):
+            shape = (kind, len(device_counts), next(iter(device_counts.values())))
             for table in self._tables:
                 fits = (table.collective, table.machines, table.devices_per_machine) == shape
                 if fits and table.groups is None and (table.model is None or models == {table.model}):
@@ -357,7 +363,7 @@ class CollectiveCost:
         return None if nearest is None else nearest[1]
 
     def at_work(self, group: Iterable[int]) -> bool:
-        """Whether devices move the messages between them themselves: all do, in one machine."""
+        """Whether the devices move their messages themselves: one machine, and all with `Compute.message`."""
         devices = [self.cluster.devices[device] for device in group]
         one = len({device.machine for device in devices}) == 1
         return one and all(device.compute.message is not None for device in devices)
@@ -375,8 +381,9 @@ class CollectiveCost:
         return self._used[group]
 
     def _measured(self, table: MeasuredTable, column: str, nbytes: Any) -> NDArray[np.float64]:
-        """Interpolated on the monotone curve nearest to the table; below it its first time, above it its last
-        rate.
+        """Seconds interpolated on the monotone curve nearest to the table.
+
+        Below the first size the time is constant, above the last it is proportional to the size.
         """
         sizes = np.array(table.sizes)
         curve = self._curves.get((id(table), column))
@@ -385,12 +392,12 @@ class CollectiveCost:
             curve = np.asarray(optimize.isotonic_regression(np.array(getattr(table, column))).x)
             self._curves[id(table), column] = curve
         beyond = np.maximum(1.0, np.asarray(nbytes) / max(sizes[-1], 1.0))
-        found: NDArray[np.float64] = np.interp(nbytes, sizes, curve) * beyond
-        return found
+        seconds: NDArray[np.float64] = np.interp(nbytes, sizes, curve) * beyond
+        return seconds
 
 
 def _sets(kind: str, groups: Iterable[Sequence[int]]) -> set[object]:
-    """Groups in any order, and so their members where that makes no difference."""
+    """Groups as a set; their members too, unless the order of members matters for the collective."""
     return {tuple(group) if COLLECTIVES[kind].ordered else frozenset(group) for group in groups}
 
 
@@ -398,11 +405,11 @@ _shared: WeakValueDictionary[int, CollectiveCost] = WeakValueDictionary()
 
 
 def shared_cost(cluster: Cluster) -> CollectiveCost:
-    """The costs of a cluster, one for all who ask while any of them has it: what was worked out is shared."""
-    found = _shared.get(id(cluster))
-    if found is None:
-        found = _shared[id(cluster)] = CollectiveCost(cluster)
-    return found
+    """The collective costs of a cluster, shared by all users while any of them holds the object."""
+    cost = _shared.get(id(cluster))
+    if cost is None:
+        cost = _shared[id(cluster)] = CollectiveCost(cluster)
+    return cost
 
 
 def _check_kind(kind: str) -> None:

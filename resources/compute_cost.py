@@ -1,6 +1,6 @@
 """Seconds that one op takes on one device, from its FLOPs, its bytes and its shape.
 
-Four classes of ops, all with the time to start them:
+There are four classes of ops; each includes the time to start the op:
 
     matmul   launch + max(flops / (peak * e), bytes / (memory bandwidth * memory_efficiency))
     memory   launch + bytes / (memory bandwidth * memory_efficiency)
@@ -9,23 +9,23 @@ Four classes of ops, all with the time to start them:
 
     e = efficiency * m / (m + m_half) * n / (n + n_half) * k / (k + k_half)
 
-The matmul is a roofline whose roof sinks for small matrices: an edge of a matrix that does not fill the tiles
-in which a device computes wastes the rest of them, and a short sum does not hide filling and draining the
-pipeline. In a batch of matrices every matrix has edges of its own, so m, n and k are those of one matrix; the
-batch only shares the launch. All numbers come from `machines[].devices.compute` of the resource file.
+A matmul follows a roofline model whose compute roof is lower for small matrices: partly filled tiles at the
+edges waste work, and a short contraction does not hide the filling and draining of the pipeline. In a batch
+every matrix has its own edges, so m, n and k are those of one matrix; the batch only shares the launch. All
+numbers come from `machines[].devices.compute` of the resource file.
 
-Where that has a measured table for the kind of op and the dtype (`ops`), the table wins: between its entries
-the time is linear in the work, below the first it falls to `launch`, above the last it rises with the work.
-An op that only takes longer to start than others has a `launch` of its own there. A kernel that adds to what
-is in its result already (`einsum+=`) costs what the other one does where it has no table.
+A measured table for the kind of op and the dtype (`ops`) takes precedence: the time is linear in the work
+between its entries, falls to `launch` below the first, and is proportional to the work above the last. An op
+that only takes longer to start than others has its own `launch` there. A kernel that accumulates into its
+result (`einsum+=`) uses the table of the plain kernel if it has none itself.
 
 A convolution that multiplies patches copied out of its input (im2col: Chellapilla et al., 2006) has three
-rates there instead of times, as the copies cost what they cost whatever they are multiplied with:
+rates instead of times, because the cost of the copies does not depend on the number of output channels:
 
     launch + flops * per_flop + patches * per_patch + rows * per_row
 
 The patches have samples * channels * window * output elements, in rows as long as the last dim of the output.
-So to divide the channels that are made divides the FLOPs alone.
+Sharding the output channels therefore divides only the FLOPs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RATE = "{efficiency: 0.8, half: [128, 128, 64]}"
 CLASSES = ("matmul", "memory", "lookup", "launch")
 Dims = tuple[int, int, int, int]
 Patches = tuple[float, float]
-"""Elements, and rows that lie in one piece."""
+"""Number of elements of the patches, and number of their contiguous rows."""
 
 
 class ComputeCost:
@@ -84,19 +84,19 @@ class ComputeCost:
         """
         if kind not in CLASSES:
             raise ResourceError(f"op class {kind}: unknown; use one of {', '.join(CLASSES)}")
-        found = self.cluster.devices[device]
-        seconds = self._number(found, "launch")
-        tables = found.compute.ops
+        hardware = self.cluster.devices[device]
+        seconds = self._number(hardware, "launch")
+        tables = hardware.compute.ops
         table = tables.get(op, tables.get(op.removesuffix("+="), {})).get(dtype)
         if table is not None and table.launch is not None:
             seconds = table.launch
         if table is not None and table.rates is not None:
             return seconds + float(np.dot(table.rates, (flops, *patches)))
         if table is not None and table.times:
-            return _looked_up(table, flops if table.unit == "flops" else nbytes, seconds)
+            return _interpolate(table, flops if table.unit == "flops" else nbytes, seconds)
         if kind == "launch":
             return seconds
-        moving = nbytes / self._rate(found, "lookup" if kind == "lookup" else "memory")
+        moving = nbytes / self._rate(hardware, "lookup" if kind == "lookup" else "memory")
         if kind == "matmul":
             return seconds + max(flops / self.matmul_rate(device, dtype, dims), moving)
         return seconds + moving
@@ -107,12 +107,12 @@ class ComputeCost:
         Raises:
             ResourceError: the file states no rate or no efficiency for the dtype.
         """
-        found = self.cluster.devices[device]
-        rate = found.compute.matmul.get(dtype)
+        hardware = self.cluster.devices[device]
+        rate = hardware.compute.matmul.get(dtype)
         if rate is None:
-            known = ", ".join(found.compute.matmul) or "no dtype"
-            raise self._missing(found, f"matmul.{dtype}", f"{found.model} states {known}", _RATE)
-        peak = found.peak[dtype] if dtype in found.peak else self.cluster.flops(device, dtype)
+            stated = ", ".join(hardware.compute.matmul) or "no dtype"
+            raise self._missing(hardware, f"matmul.{dtype}", f"{hardware.model} states {stated}", _RATE)
+        peak = hardware.peak[dtype] if dtype in hardware.peak else self.cluster.flops(device, dtype)
         reached = peak * rate.efficiency
         for size, half in zip(dims[1:], rate.half, strict=True):
             reached *= size / (size + half) if half else 1.0
@@ -135,8 +135,8 @@ class ComputeCost:
         return number
 
     def _missing(self, device: Device, name: str, why: str, example: str) -> ResourceError:
-        """The number that is wanted now, and with it all others that computation there lacks."""
-        wanted = name.rpartition(".")[2]
+        """An error that names the missing number and all other numbers that the device needs."""
+        key = name.rpartition(".")[2]
         others = [
             f"{other}: {text}"
             for other, text in _EXAMPLES.items()
@@ -147,12 +147,12 @@ class ComputeCost:
         also = f" (and, missing there too, {', '.join(others)})" if others else ""
         return ResourceError(
             f"{self.cluster.source}: {device.origin}.compute.{name}: missing, {why}; add it such as "
-            f"{wanted}: {example}{also}, or run distgraph profile on that machine, which measures it"
+            f"{key}: {example}{also}, or run distgraph profile on that machine, which measures it"
         )
 
 
-def _looked_up(table: OpTable, work: float, launch: float) -> float:
-    """Seconds from a measured table."""
+def _interpolate(table: OpTable, work: float, launch: float) -> float:
+    """Seconds from a measured table: linear between its entries, proportional to the work above the last."""
     if work >= table.work[-1]:
         return table.times[-1] * work / table.work[-1]
     start = min(launch, table.times[0])

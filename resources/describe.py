@@ -34,13 +34,13 @@ def describe(cluster: Cluster) -> str:
 def _device(device: Device) -> str:
     rates = [f"peak {dtype} {format_si(rate, 'FLOP/s')}" for dtype, rate in device.peak.items()]
     rates += [f"measured {dtype} {format_si(rate, 'FLOP/s')}" for dtype, rate in device.measured.items()]
-    memory = _known(device.memory_bandwidth, "B/s")
+    memory = _format_number(device.memory_bandwidth, "B/s")
     return ", ".join([device.model, format_bytes(device.memory), f"memory {memory}", *rates])
 
 
 def _link(link: Link) -> str:
-    return f"{link.kind}: {_known(link.bandwidth, 'B/s')}, {_known(link.latency, 's')}"
+    return f"{link.kind}: {_format_number(link.bandwidth, 'B/s')}, {_format_number(link.latency, 's')}"
 
 
-def _known(value: float | None, unit: str) -> str:
+def _format_number(value: float | None, unit: str) -> str:
     return "not stated" if value is None else format_si(value, unit)

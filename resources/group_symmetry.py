@@ -1,7 +1,8 @@
-"""Patterns of groups: which groups of devices can be told apart when all of them communicate at once.
+"""Equivalence of groups of devices that run the same collective at the same time.
 
-Groups that share no machine do not meet, and machines of one kind behind a non-blocking network are the same,
-so that each pattern of groups is priced once however large the mesh is.
+Groups that share no machine do not contend for links, and machines of one template behind a non-blocking
+network are interchangeable. Each equivalence class of groups is therefore priced once, however large the mesh
+is.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ from distgraph.resources.cluster import Cluster
 Groups = tuple[tuple[int, ...], ...]
 
 
-def patterns(cluster: Cluster, placed: Iterable[tuple[int, ...]]) -> tuple[Groups, ...]:
-    """The different patterns among groups of devices: groups that meet, the widest of them first.
+def patterns(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> tuple[Groups, ...]:
+    """One representative of every equivalence class of contending groups: the groups, most machines first.
 
     Args:
         cluster: its machines and network.
-        placed: groups of device numbers that run the same collective at the same time.
+        groups: groups of device numbers that run the same collective at the same time.
     """
-    together = _meeting(cluster, list(placed))
+    contending = _groups_in_contention(cluster, list(groups))
     if cluster.network.topology in ("none", "switch"):
-        together = [_moved(cluster, groups) for groups in together]
-    ordered = [tuple(sorted(groups, key=lambda g: (-_spread(cluster, g), g))) for groups in together]
+        contending = [_canonical_groups(cluster, members) for members in contending]
+    ordered = [
+        tuple(sorted(members, key=lambda g: (-_machine_count(cluster, g), g))) for members in contending
+    ]
     return tuple(dict.fromkeys(ordered))
 
 
-def _spread(cluster: Cluster, group: tuple[int, ...]) -> int:
+def _machine_count(cluster: Cluster, group: tuple[int, ...]) -> int:
     return len({cluster.devices[device].machine for device in group})
 
 
-def _meeting(cluster: Cluster, placed: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Groups joined when they share a machine; all of them unless the network is one switch."""
+def _groups_in_contention(cluster: Cluster, groups: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Connected components of groups that share a machine; all groups unless the network is one switch."""
     if cluster.network.topology not in ("none", "switch"):
-        return [placed]
-    parent = list(range(len(placed)))
+        return [groups]
+    parent = list(range(len(groups)))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -46,52 +49,54 @@ def _meeting(cluster: Cluster, placed: list[tuple[int, ...]]) -> list[list[tuple
         return i
 
     owner: dict[int, int] = {}
-    for number, group in enumerate(placed):
+    for number, group in enumerate(groups):
         for device in group:
             first = owner.setdefault(cluster.devices[device].machine, number)
             parent[root(number)] = root(first)
-    found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for number, group in enumerate(placed):
-        found[root(number)].append(group)
-    return list(found.values())
+    components: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        components[root(number)].append(group)
+    return list(components.values())
 
 
-def _moved(cluster: Cluster, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same pattern on the first machines of each kind."""
-    moved = iter(_on_first_machines(cluster, itertools.chain.from_iterable(groups)))
-    return [tuple(itertools.islice(moved, len(group))) for group in groups]
+def _canonical_groups(cluster: Cluster, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same groups on the first machines of each template."""
+    devices = iter(_canonical_devices(cluster, itertools.chain.from_iterable(groups)))
+    return [tuple(itertools.islice(devices, len(group))) for group in groups]
 
 
-def stand_ins(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
-    """Devices between which everything takes as long as between these: the same places on the first machines
-    of each kind, in order of first use; the devices themselves where machines cannot be exchanged.
+def representative_devices(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
+    """Representatives of devices: messages between them take as long as between the given ones.
+
+    They are at the same places of the first machines of each template, in order of first use. Where machines
+    are not interchangeable, they are the devices themselves.
 
     Args:
-        cluster: its machines and network.
-        devices: device numbers; which of them share a machine is kept.
+        cluster: the machines and the network.
+        devices: device numbers. Devices that share a machine have representatives that share one.
 
     Example:
         >>> from distgraph.resources.load import load_cluster
-        >>> stand_ins(load_cluster("dgx_a100_pod"), (17, 19, 9, 18))  # machines 2, 2, 1, 2
+        >>> representative_devices(load_cluster("dgx_a100_pod"), (17, 19, 9, 18))  # machines 2, 2, 1, 2
         (1, 3, 9, 2)
     """
     if cluster.network.topology not in ("none", "switch"):
         return tuple(devices)
-    return _on_first_machines(cluster, devices)
+    return _canonical_devices(cluster, devices)
 
 
-def _on_first_machines(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
-    template: dict[int, list[int]] = defaultdict(list)
+def _canonical_devices(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
+    machines_of_template: dict[int, list[int]] = defaultdict(list)
     for machine in cluster.machines:
-        template[machine.template].append(machine.index)
-    stands: dict[int, int] = {}
+        machines_of_template[machine.template].append(machine.index)
+    representative: dict[int, int] = {}  # of every machine that is used
     used: dict[int, int] = defaultdict(int)
-    moved = []
-    for device in devices:
-        found = cluster.devices[device]
-        kind = cluster.machines[found.machine].template
-        if found.machine not in stands:
-            stands[found.machine] = template[kind][used[kind]]
-            used[kind] += 1
-        moved.append(cluster.machines[stands[found.machine]].devices[found.local])
-    return tuple(moved)
+    canonical = []
+    for number in devices:
+        device = cluster.devices[number]
+        template = cluster.machines[device.machine].template
+        if device.machine not in representative:
+            representative[device.machine] = machines_of_template[template][used[template]]
+            used[template] += 1
+        canonical.append(cluster.machines[representative[device.machine]].devices[device.local])
+    return tuple(canonical)

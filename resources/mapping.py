@@ -31,7 +31,7 @@ from distgraph.resources.units import format_bytes, format_si
 Objective = Literal["bytes", "seconds"]
 
 GIVEN = "given"
-"""`RankMapping.start` of a mapping that nobody searched."""
+"""`RankMapping.start` of a mapping that was given instead of searched."""
 
 _GREEDY_STARTS = 16  # first ranks that the greedy is tried from; fewer where there are many ranks
 _GREEDY_WORK = 4096
@@ -44,8 +44,7 @@ _PROMISING = 3
 class Requirement:
     """What a rank needs of its device: type (None: any), bytes of memory, FLOP/s sustained in a dtype.
 
-    flops is FLOP per step over the wanted seconds per step; 0 asks for nothing and needs no number of the
-    device.
+    flops is FLOP per step divided by the target seconds per step; with 0 the device need not state a rate.
     """
 
     type: str | None = None
@@ -106,7 +105,7 @@ class RankMapping:
                 traffic[a][b] = traffic[a].get(b, 0.0) + size
                 traffic[b][a] = traffic[b].get(a, 0.0) + size
         for rank, device in enumerate(self.devices):
-            found = self.cluster.devices[device]
+            hardware = self.cluster.devices[device]
             inside = sum(size for other, size in traffic[rank].items() if machine[other] == machine[rank])
             across = sum(size for other, size in traffic[rank].items() if machine[other] != machine[rank])
             why = "no traffic"
@@ -115,7 +114,7 @@ class RankMapping:
                 same = "same machine" if machine[partner] == machine[rank] else "another machine"
                 why = f"rank {partner}, {format_bytes(traffic[rank][partner])}, {same}"
             table.add_row(
-                str(rank), f"{device} ({found.node})", found.model, str(self.requirements[rank]),
+                str(rank), f"{device} ({hardware.node})", hardware.model, str(self.requirements[rank]),
                 format_bytes(inside), format_bytes(across), why,
             )  # fmt: skip
         text = io.StringIO()
@@ -158,15 +157,15 @@ def map_ranks(
         >>> map_ranks(16, pairs, load_cluster("p3_16xlarge_x8")).cost
         0.0
     """
-    wanted = (requirements,) * ranks if isinstance(requirements, Requirement) else tuple(requirements)
-    _check(ranks, volume, cluster, wanted)
-    allowed = _allowed(wanted, cluster)
-    matching = _matching(wanted, allowed, cluster)
+    per_rank = (requirements,) * ranks if isinstance(requirements, Requirement) else tuple(requirements)
+    _check(ranks, volume, cluster, per_rank)
+    allowed = _allowed(per_rank, cluster)
+    matching = _matching(per_rank, allowed, cluster)
     pairs = [(a, b, size) for (a, b), size in volume.items() if a != b and size]
     rows, columns = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     weights = coo_array(([pair[2] for pair in pairs], (rows, columns)), shape=(ranks, ranks)).tocsr()
-    place_of, between = distances(cluster, objective)
-    problem = Problem((weights + weights.T).tocsr(), allowed, place_of, between)
+    place_of, distance = distances(cluster, objective)
+    problem = Problem((weights + weights.T).tocsr(), allowed, place_of, distance)
     identity = np.arange(ranks)
     identity_cost = problem.cost(identity) if allowed[identity, identity].all() else None
     starts = dict(_starts(problem, cluster, identity_cost is not None, matching))
@@ -174,12 +173,12 @@ def map_ranks(
     name, mapping = _refine(problem, starts)
     return RankMapping(
         cluster, tuple(mapping.tolist()), objective, problem.cost(mapping), identity_cost,
-        None if greedy_start is None else problem.cost(greedy_start), name, dict(volume), wanted,
+        None if greedy_start is None else problem.cost(greedy_start), name, dict(volume), per_rank,
     )  # fmt: skip
 
 
 def _refine(problem: Problem, starts: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
-    """The best end over all starts: descent from each, Kernighan-Lin from the most promising."""
+    """The best mapping over all starts: descent from each, then Kernighan-Lin from the most promising."""
     ends = [(name, descend(problem, start)) for name, start in starts.items()]
     ends.sort(key=lambda end: problem.cost(end[1]))  # stable: the identity wins ties
     if problem.cost(ends[0][1]) == 0:
@@ -214,36 +213,42 @@ def _check(
             )
 
 
-def _lacks(wanted: Requirement, device: Device, cluster: Cluster) -> str | None:
-    """What the device lacks, or None."""
-    if wanted.type is not None and device.type != wanted.type:
+def _unmet_requirement(requirement: Requirement, device: Device, cluster: Cluster) -> str | None:
+    """Why the device does not meet the requirement, as the end of a sentence; None if it does."""
+    if requirement.type is not None and device.type != requirement.type:
         return f"is of type {device.type}"
-    if device.memory < wanted.memory:
+    if device.memory < requirement.memory:
         return f"has {format_bytes(device.memory)} memory"
-    if wanted.flops and cluster.flops(device.index, wanted.dtype) < wanted.flops:
-        return f"does {format_si(cluster.flops(device.index, wanted.dtype), 'FLOP/s')} in {wanted.dtype}"
+    if requirement.flops and cluster.flops(device.index, requirement.dtype) < requirement.flops:
+        rate = format_si(cluster.flops(device.index, requirement.dtype), "FLOP/s")
+        return f"does {rate} in {requirement.dtype}"
     return None
 
 
 def _allowed(requirements: Sequence[Requirement], cluster: Cluster) -> np.ndarray:
-    """bool[ranks, devices]: may this rank run there."""
+    """bool[ranks, devices]: whether the rank may run on the device."""
     rows = {
-        wanted: np.array([_lacks(wanted, device, cluster) is None for device in cluster.devices])
-        for wanted in dict.fromkeys(requirements)
+        requirement: np.array(
+            [_unmet_requirement(requirement, device, cluster) is None for device in cluster.devices]
+        )
+        for requirement in dict.fromkeys(requirements)
     }
-    for wanted, row in rows.items():
+    for requirement, row in rows.items():
         if not row.any():
             closest = cluster.devices[0]
             for device in cluster.devices:
-                if wanted.type in (None, device.type):
-                    closest = max(closest, device, key=lambda d: (wanted.type in (None, d.type), d.memory))
-            rank = requirements.index(wanted)
+                if requirement.type in (None, device.type):
+                    closest = max(
+                        closest, device, key=lambda d: (requirement.type in (None, d.type), d.memory)
+                    )
+            rank = requirements.index(requirement)
             raise InfeasibleError(
-                f"rank {rank} needs {wanted} but no device of cluster {cluster.name} is that: "
-                f"device {closest.index} ({closest.node}) {_lacks(wanted, closest, cluster)}; "
+                f"rank {rank} needs {requirement} but no device of cluster {cluster.name} is that: "
+                f"device {closest.index} ({closest.node}) "
+                f"{_unmet_requirement(requirement, closest, cluster)}; "
                 "spread the rank's work over more ranks or use another resource file"
             )
-    return np.stack([rows[wanted] for wanted in requirements])
+    return np.stack([rows[requirement] for requirement in requirements])
 
 
 def _matching(requirements: Sequence[Requirement], allowed: np.ndarray, cluster: Cluster) -> np.ndarray:
@@ -253,34 +258,35 @@ def _matching(requirements: Sequence[Requirement], allowed: np.ndarray, cluster:
         InfeasibleError: none exists; names the kinds of ranks that compete for too few devices.
     """
     kinds = list(dict.fromkeys(requirements))
-    ranks_of = {kind: [rank for rank, wanted in enumerate(requirements) if wanted == kind] for kind in kinds}
+    ranks_of = {kind: [rank for rank, need in enumerate(requirements) if need == kind] for kind in kinds}
     rows = {kind: allowed[ranks_of[kind][0]] for kind in kinds}
     pools: dict[tuple[bool, ...], list[int]] = {}
     for device in range(allowed.shape[1]):
         pools.setdefault(tuple(bool(rows[kind][device]) for kind in kinds), []).append(device)
     flow: nx.DiGraph[str] = nx.DiGraph()
-    for at, kind in enumerate(kinds):
-        flow.add_edge("source", f"kind {at}", capacity=len(ranks_of[kind]))
+    for index, kind in enumerate(kinds):
+        flow.add_edge("source", f"kind {index}", capacity=len(ranks_of[kind]))
         for number, (fits, devices) in enumerate(pools.items()):
-            if fits[at]:
-                flow.add_edge(f"kind {at}", f"pool {number}", capacity=len(ranks_of[kind]))
+            if fits[index]:
+                flow.add_edge(f"kind {index}", f"pool {number}", capacity=len(ranks_of[kind]))
                 flow.add_edge(f"pool {number}", "sink", capacity=len(devices))
     value, routed = nx.maximum_flow(flow, "source", "sink")
     if value < len(requirements):
         _, (source_side, _) = nx.minimum_cut(flow, "source", "sink")
-        short = [at for at in range(len(kinds)) if f"kind {at}" in source_side]
-        needing = sum(len(ranks_of[kinds[at]]) for at in short)
-        having = sum(len(devices) for fits, devices in pools.items() if any(fits[at] for at in short))
+        unmet = [index for index in range(len(kinds)) if f"kind {index}" in source_side]
+        needed = sum(len(ranks_of[kinds[index]]) for index in unmet)
+        available = sum(len(devices) for fits, devices in pools.items() if any(fits[i] for i in unmet))
         raise InfeasibleError(
-            f"{needing} ranks (rank {ranks_of[kinds[short[0]]][0]} first) need "
-            f"{' or '.join(str(kinds[at]) for at in short)} "
-            f"but cluster {cluster.name} has {having} of them; use fewer such ranks or another resource file"
+            f"{needed} ranks (rank {ranks_of[kinds[unmet[0]]][0]} first) need "
+            f"{' or '.join(str(kinds[index]) for index in unmet)} "
+            f"but cluster {cluster.name} has {available} of them; "
+            "use fewer such ranks or another resource file"
         )
     mapping = np.empty(len(requirements), dtype=np.int64)
     left = [list(devices) for devices in pools.values()]
-    for at, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         waiting = iter(ranks_of[kind])
-        for pool, count in routed[f"kind {at}"].items():
+        for pool, count in routed[f"kind {index}"].items():
             number = int(pool.removeprefix("pool "))
             for _ in range(count):
                 mapping[next(waiting)] = left[number].pop(0)
@@ -298,12 +304,12 @@ def _starts(
     machine_of = np.array([device.machine for device in cluster.devices])
     for first in firsts[: max(1, min(_GREEDY_STARTS, _GREEDY_WORK // ranks))]:
         for name, best_fit in (("greedy", False), ("best-fit greedy", True)):
-            found = greedy(problem, machine_of, first, best_fit=best_fit)
-            if found is not None:
-                yield f"{name} from rank {first}", found
+            mapping = greedy(problem, machine_of, first, best_fit=best_fit)
+            if mapping is not None:
+                yield f"{name} from rank {first}", mapping
     yield "matching", matching
     if problem.allowed.all() and ranks >= 3 and problem.allowed.shape[1] <= _RELAXATION_LIMIT:
-        yield "relaxation", _relaxed(problem)
+        yield "relaxation", _relaxation_start(problem)
 
 
 def greedy(
@@ -363,20 +369,20 @@ def _best_machine(
     return int(enough[np.argmin(seats[enough])] if len(enough) else np.argmax(seats))
 
 
-def _relaxed(problem: Problem) -> np.ndarray:
-    """scipy's FAQ on the problem padded with silent ranks, rounded to a mapping."""
+def _relaxation_start(problem: Problem) -> np.ndarray:
+    """Start mapping of scipy's FAQ relaxation on the problem padded with ranks that send nothing."""
     ranks, devices = problem.allowed.shape
     weights = np.zeros((devices, devices))
     weights[:ranks, :ranks] = problem.weights.toarray()
-    apart = problem.between[np.ix_(problem.place_of, problem.place_of)]
+    distance = problem.distance[np.ix_(problem.place_of, problem.place_of)]
     scale = max(weights.max(), 1.0)
     # FAQ from its default start draws nothing; the generator only keeps it off numpy's global one.
     optimize = import_module("scipy.optimize")  # slow to load, and not every run places its ranks
-    found = optimize.quadratic_assignment(
+    relaxation = optimize.quadratic_assignment(
         weights / scale,
-        apart / max(apart.max(), 1e-300),
+        distance / max(distance.max(), 1e-300),
         method="faq",
         options={"rng": np.random.default_rng(0)},
     )
-    mapping: np.ndarray = np.asarray(found.col_ind[:ranks], dtype=np.int64)
+    mapping: np.ndarray = np.asarray(relaxation.col_ind[:ranks], dtype=np.int64)
     return mapping

@@ -18,22 +18,26 @@ from distgraph.resources.cluster import Cluster
 from distgraph.resources.routing import Router
 
 _DEVICE_LEVEL = 128  # clusters up to this size price every pair of devices; larger ones pairs of machines
-_PASS_LIMIT = 512  # devices up to which Kernighan-Lin passes run; beyond it plain descent
+_PASS_LIMIT = 512  # devices up to which Kernighan-Lin passes run; above it only descent runs
 _ROUNDS = 200  # of the descent; it stops by itself far earlier
 _PATIENCE = 48  # steps of a pass without a new best before it is given up
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """weights: symmetric bytes between ranks [ranks, ranks]; allowed: [ranks, devices];
+    """The quadratic assignment problem of a rank mapping.
 
-    place_of: place (machine or device) of each device; between: distance of two places, symmetric.
+    Attributes:
+        weights: symmetric bytes between ranks, [ranks, ranks].
+        allowed: whether a rank may run on a device, [ranks, devices].
+        place_of: place (machine or device) of each device.
+        distance: symmetric distance of two places.
     """
 
     weights: csr_array[Any, Any]
     allowed: np.ndarray
     place_of: np.ndarray
-    between: np.ndarray
+    distance: np.ndarray
 
     def row(self, rank: int) -> np.ndarray:
         """Bytes between this rank and every other."""
@@ -46,7 +50,7 @@ class Problem:
         """Sum over pairs of ranks of bytes x distance."""
         pairs = self.weights.tocoo()
         places = self.place_of[mapping]
-        return float((pairs.data * self.between[places[pairs.row], places[pairs.col]]).sum() / 2)
+        return float((pairs.data * self.distance[places[pairs.row], places[pairs.col]]).sum() / 2)
 
 
 def partners_of(weights: csr_array[Any, Any], rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,8 +63,8 @@ def distances(cluster: Cluster, objective: str) -> tuple[np.ndarray, np.ndarray]
     """Place of each device, and distance between places.
 
     "bytes": places are machines, 1 apart. "seconds": seconds per byte over the narrowest link of the route;
-    between devices, or in clusters above 128 devices between machines (a machine's own pairs as its first two
-    devices).
+    between devices, or in clusters above 128 devices between machines (the distance inside a machine is that
+    of its first two devices).
 
     Raises:
         ResourceError: an unknown objective, or a bandwidth that the resource file does not state.
@@ -72,19 +76,19 @@ def distances(cluster: Cluster, objective: str) -> tuple[np.ndarray, np.ndarray]
         raise ResourceError(f'objective {objective}: unknown; use "bytes" or "seconds"')
     router = Router(cluster)
     if len(cluster.devices) <= _DEVICE_LEVEL:
-        place_of, faces = np.arange(len(cluster.devices)), [(d.index, d.index) for d in cluster.devices]
+        place_of, endpoints = np.arange(len(cluster.devices)), [(d.index, d.index) for d in cluster.devices]
     else:
-        place_of, faces = (
+        place_of, endpoints = (
             machine_of,
             [(m.devices[0], m.devices[min(1, len(m.devices) - 1)]) for m in cluster.machines],
         )
-    between = np.zeros((len(faces), len(faces)))
-    for a, (here, second) in enumerate(faces):
+    distance = np.zeros((len(endpoints), len(endpoints)))
+    for a, (here, second) in enumerate(endpoints):
         for b in range(a + 1):
-            source, target = (here, faces[b][0]) if a != b else (here, second)
+            source, target = (here, endpoints[b][0]) if a != b else (here, second)
             if source != target:
-                between[a, b] = between[b, a] = _seconds_per_byte(cluster, router, source, target)
-    return place_of, between
+                distance[a, b] = distance[b, a] = _seconds_per_byte(cluster, router, source, target)
+    return place_of, distance
 
 
 def _seconds_per_byte(cluster: Cluster, router: Router, source: int, target: int) -> float:
@@ -102,15 +106,15 @@ def _seconds_per_byte(cluster: Cluster, router: Router, source: int, target: int
 
 
 class SearchState:
-    """A mapping under change, padded with silent ranks so that every device has one and a move is a swap.
+    """State of the local search: a mapping padded with ranks that send nothing, so that every move is a swap.
 
-    load[r, p]: cost of rank r's traffic if it sat at place p, the others as they are.
+    load[r, p] is the cost of the traffic of rank r if r were at place p and all others stayed.
     """
 
     def __init__(self, problem: Problem, start: np.ndarray) -> None:
         ranks, devices = problem.allowed.shape
         self.ranks = ranks
-        self.between = problem.between
+        self.distance = problem.distance
         self.place_of = problem.place_of
         pairs = problem.weights.tocoo()
         padded = coo_array((pairs.data, (pairs.row, pairs.col)), shape=(devices, devices))
@@ -119,17 +123,17 @@ class SearchState:
         self.allowed[:ranks] = problem.allowed
         self.mapping = np.concatenate([start, np.setdiff1d(np.arange(devices), start)])
         self.places = self.place_of[self.mapping]
-        self.load = np.asarray(self.weights @ self.between[self.places, :])
+        self.load = np.asarray(self.weights @ self.distance[self.places, :])
 
     def gains(self, rank: int) -> np.ndarray:
         """Saving of swapping the rank with every other one; -inf where not allowed or pointless."""
         place = self.places[rank]
         stay = self.load[np.arange(len(self.places)), self.places]
         gain = stay[rank] - self.load[rank, self.places] + stay - self.load[:, place]
-        # Both loads count the other of the two as staying where it was.
-        same = self.between[place, place] + self.between[self.places, self.places]
+        # Both loads assume that the other rank of the two stays; correct for partners.
+        same = self.distance[place, place] + self.distance[self.places, self.places]
         partners, sizes = partners_of(self.weights, rank)
-        apart = 2 * self.between[place, self.places[partners]] - same[partners]
+        apart = 2 * self.distance[place, self.places[partners]] - same[partners]
         gain[partners] -= sizes * apart
         legal = (
             self.allowed[rank, self.mapping] & self.allowed[:, self.mapping[rank]] & (self.places != place)
@@ -140,9 +144,11 @@ class SearchState:
         """`gains` of every rank at once; dense: the weights as a full matrix."""
         moved = self.load[:, self.places]
         stay = moved.diagonal()
-        own = self.between.diagonal()[self.places]
+        within = self.distance.diagonal()[self.places]  # distance of each rank's place to itself
         gain = stay[:, None] + stay[None, :] - moved - moved.T
-        gain -= dense * (2 * self.between[np.ix_(self.places, self.places)] - own[:, None] - own[None, :])
+        gain -= dense * (
+            2 * self.distance[np.ix_(self.places, self.places)] - within[:, None] - within[None, :]
+        )
         fits = self.allowed[:, self.mapping]
         gain[~(fits & fits.T) | (self.places[:, None] == self.places[None, :])] = -np.inf
         result: np.ndarray = gain
@@ -151,7 +157,7 @@ class SearchState:
     def swap(self, first: int, second: int) -> None:
         """The two ranks change devices."""
         for rank, place in ((first, self.places[second]), (second, self.places[first])):
-            change = self.between[place] - self.between[self.places[rank]]
+            change = self.distance[place] - self.distance[self.places[rank]]
             partners, sizes = partners_of(self.weights, rank)
             self.load[partners] += np.outer(sizes, change)
         for array in (self.mapping, self.places):
@@ -163,9 +169,7 @@ class SearchState:
 
 
 def descend(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """The best swap or move of one rank after another, until a whole round brings nothing; costs no more than
-    start.
-    """
+    """Mapping after rounds of the best swap of each rank in turn; never worse than `start`."""
     state = SearchState(problem, start)
     tolerance = 1e-9 * problem.cost(start)
     everyone = np.arange(len(state.mapping))
@@ -184,8 +188,10 @@ def descend(problem: Problem, start: np.ndarray) -> np.ndarray:
 
 
 def kernighan_lin(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """Passes until one brings nothing; each makes the best swap over and over, also where it costs, every
-    rank once.
+    """Mapping after Kernighan-Lin passes, until one improves nothing.
+
+    A pass repeats the best swap, even if it increases the cost, with every rank swapped at most once, and
+    returns the best mapping on the way.
 
     Source: Kernighan and Lin, "An efficient heuristic procedure for partitioning graphs", 1970, with swaps
     between any two places instead of two halves.
@@ -221,6 +227,6 @@ def _pass(problem: Problem, start: np.ndarray, dense: np.ndarray) -> np.ndarray:
     return _not_worse(problem, best, start)
 
 
-def _not_worse(problem: Problem, found: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Summed savings round; the exact costs decide."""
-    return found if problem.cost(found) <= problem.cost(start) else start
+def _not_worse(problem: Problem, candidate: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """The candidate unless it costs more than `start`; summed savings have rounding errors."""
+    return candidate if problem.cost(candidate) <= problem.cost(start) else start

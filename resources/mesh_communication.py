@@ -1,12 +1,12 @@
-"""Seconds of collectives along the axes of meshes on a cluster: the one price of communication.
+"""Seconds of collectives along the axes of meshes on a cluster: the only cost model of communication.
 
 *In:* a cluster and the device of every rank. *Out:* seconds, by the bytes that a rank sends or holds.
 *Invariant:* all groups along some axes run the collective at the same time and their loads add up; the
 slowest group decides. Each pattern of groups (`group_symmetry.patterns`) is priced once however large the
 mesh is.
 
-The planner of redistributions, the search and the forecast all ask here, so that what a plan was chosen by is
-what is forecast of it.
+The planner of redistributions, the search and the forecast all use this model, so that the forecast of a plan
+agrees with the costs by which it was chosen.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class MeshCommunication:
         return rank if self.devices is None else self.devices[rank]
 
     def patterns(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[Groups, ...]:
-        """The different patterns of groups of devices along some axes: groups that meet, the widest first."""
+        """Representatives of the groups of devices along some axes; see `group_symmetry.patterns`."""
         key = (mesh, axes)
         if key not in self._patterns:
-            placed = [tuple(self.device(rank) for rank in group) for group in mesh.groups(axes)]
-            self._patterns[key] = patterns(self.cluster, placed)
+            groups = [tuple(self.device(rank) for rank in group) for group in mesh.groups(axes)]
+            self._patterns[key] = patterns(self.cluster, groups)
         return self._patterns[key]
 
     def price(
@@ -85,7 +85,7 @@ class MeshCommunication:
     def estimate(
         self, kind: str, mesh: ProcessMesh, axes: tuple[str, ...], nbytes: float
     ) -> tuple[float, str, float]:
-        """Seconds of the slowest group, the kind of link that decides, and the most seconds of work of ranks.
+        """Seconds of the slowest group, the kind of its bottleneck link, and the most seconds a rank is busy.
 
         Args:
             kind: name of the collective.

@@ -90,32 +90,32 @@ def load_paddle(path: str | os.PathLike[str]) -> Cluster:
         ResourceError: the file is missing or malformed; names the path in the document.
     """
     file = os.fspath(path)
-    found = validate(_PaddleFile, read_json(file, ResourceError), file, ResourceError)
-    count = sum(len(machine.devices) for machine in found.machines)
+    document = validate(_PaddleFile, read_json(file, ResourceError), file, ResourceError)
+    count = sum(len(machine.devices) for machine in document.machines)
     if count > 2 * MOST_DEVICES:  # NICs, CPUs and switches are devices here too
         refuse(
             ResourceError, file, ["machines"], f"at most {2 * MOST_DEVICES} devices of all machines", count
         )
-    return _build(found, file)
+    return _build(document, file)
 
 
-def _build(found: _PaddleFile, file: str) -> Cluster:
+def _build(document: _PaddleFile, file: str) -> Cluster:
     machines: list[Machine] = []
     devices: list[Device] = []
     switches: list[Switch] = []
     node_of: dict[int, str] = {}
-    for number, entry in enumerate(found.machines):
+    for number, entry in enumerate(document.machines):
         where = f"{file}: machines[{number}].devices"
         first = len(devices)
-        everyone = sorted(entry.devices, key=lambda device: device.global_id)
-        computing = [device for device in everyone if device.type not in _FORWARDERS]
-        computing = computing or [device for device in everyone if device.type == "CPU"]
+        entries = sorted(entry.devices, key=lambda device: device.global_id)
+        computing = [device for device in entries if device.type not in _FORWARDERS]
+        computing = computing or [device for device in entries if device.type == "CPU"]
         chosen = {device.global_id for device in computing}
-        position = {device.global_id: at for at, device in enumerate(entry.devices)}
+        position = {device.global_id: index for index, device in enumerate(entry.devices)}
         if not computing:
             raise ResourceError(f"{where}: no GPU, XPU, NPU, DCU or CPU among them; add one")
         nics = []
-        for device in everyone:
+        for device in entries:
             node = f"machine{number}/{device.type.lower()}{device.global_id}"
             if device.global_id in node_of:
                 raise ResourceError(
@@ -134,16 +134,16 @@ def _build(found: _PaddleFile, file: str) -> Cluster:
         name = entry.hostname or f"machine{number}"
         members = tuple(range(first, len(devices)))
         machines.append(Machine(number, name, members, tuple(nics), nic_of, number, 0, 0))
-    parts = (tuple(machines), tuple(devices), tuple(switches), _links(found, node_of, file))
+    parts = (tuple(machines), tuple(devices), tuple(switches), _links(document, node_of, file))
     return Cluster(Path(file).stem, file, *parts, Network("links"))
 
 
-def _links(found: _PaddleFile, node_of: dict[int, str], file: str) -> tuple[Link, ...]:
-    """One full-duplex link for the two directions that Paddle lists; the slower where they differ."""
+def _links(document: _PaddleFile, node_of: dict[int, str], file: str) -> tuple[Link, ...]:
+    """One full-duplex link for the two directions that Paddle lists, with the lower bandwidth of the two."""
     links: dict[frozenset[str], Link] = {}
-    for number, entry in enumerate(found.machines):
-        for at, link in enumerate(entry.links):
-            where = f"machines[{number}].links[{at}]"
+    for number, entry in enumerate(document.machines):
+        for index, link in enumerate(entry.links):
+            where = f"machines[{number}].links[{index}]"
             for end in (link.source_global_id, link.target_global_id):
                 if end not in node_of:
                     raise ResourceError(
@@ -151,8 +151,8 @@ def _links(found: _PaddleFile, node_of: dict[int, str], file: str) -> tuple[Link
                     )
             source, target = node_of[link.source_global_id], node_of[link.target_global_id]
             bandwidth, latency = link.bandwidth * 1e9 or None, link.latency * 1e-6 or None
-            known = links.get(frozenset((source, target)))
-            slower = known is None or (bandwidth or 0.0) < (known.bandwidth or 0.0)
+            reverse = links.get(frozenset((source, target)))
+            slower = reverse is None or (bandwidth or 0.0) < (reverse.bandwidth or 0.0)
             if slower and source != target:
                 links[frozenset((source, target))] = Link(
                     source, target, link.type, bandwidth, latency, where
@@ -160,10 +160,10 @@ def _links(found: _PaddleFile, node_of: dict[int, str], file: str) -> tuple[Link
     return tuple(links.values())
 
 
-def _device(found: _PaddleDevice, index: int, machine: int, local: int, node: str, origin: str) -> Device:
-    stated = {"f32": found.sp_gflops, "f64": found.dp_gflops, "f16": found.hp_gflops}
+def _device(entry: _PaddleDevice, index: int, machine: int, local: int, node: str, origin: str) -> Device:
+    stated = {"f32": entry.sp_gflops, "f64": entry.dp_gflops, "f16": entry.hp_gflops}
     peak = {dtype: gflops * 1e9 for dtype, gflops in stated.items() if gflops}
-    model = (found.model or found.type).strip()
+    model = (entry.model or entry.type).strip()
     return Device(
-        index, node, machine, local, found.type.lower(), model, found.memory * 1e9, peak, origin=origin
+        index, node, machine, local, entry.type.lower(), model, entry.memory * 1e9, peak, origin=origin
     )

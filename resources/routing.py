@@ -1,9 +1,9 @@
 """Which links the bytes between two devices cross.
 
 Inside a machine: fewest links, then the fastest, never through a NIC, and through other devices only where no
-switch or bridge joins the two. Between machines: device - NIC -
-network - NIC - device, the network by its topology (up and down a tree, dimension by dimension on a torus,
-shortest path on a list of links). Routes are fixed: the cost of a collective is the load that its routes put
+switch or bridge joins the two. Between machines: device - NIC - network - NIC - device. The topology of the
+network determines the part between the NICs: up and down a tree, dimension by dimension on a torus, the
+shortest path on a list of links. Routes are fixed: the cost of a collective is the load that its routes put
 on the links.
 
 A directed link is 2 * (position in Cluster.links) + (0 source to target | 1 back).
@@ -25,16 +25,17 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The directed links from one device to another, and whether a machine border is crossed."""
+    """The directed links from one device to another, and whether the two are in different machines."""
 
     links: Path
     crosses: bool
 
 
 class Router:
-    """Routes of one cluster, computed when first asked for and kept.
+    """Routes of one cluster, computed on demand and cached.
 
-    packings: ring packings found so far, by (machine template, places in the machine); see `algorithms`.
+    packings: cache of ring packings by (machine template, places in the machine); see
+    `collective_algorithms.packed_rings`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -45,9 +46,9 @@ class Router:
         self._machine_graphs: dict[int, nx.Graph[str]] = {}
         self._up: dict[str, tuple[str, int]] = {}
         self._edge: dict[tuple[str, str], int] = {}
-        self._whole: nx.Graph[str] | None = None
+        self._link_graph: nx.Graph[str] | None = None
         network = cluster.network
-        self._place = {member: at for at, member in enumerate(network.members)}
+        self._place = {member: position for position, member in enumerate(network.members)}
         first = sum(machine.link_count for machine in cluster.machines)
         for position in range(first, len(cluster.links)):
             link = cluster.links[position]
@@ -60,29 +61,29 @@ class Router:
                 self._up[link.source] = (link.target, 2 * position)
 
     def link(self, directed: int) -> Link:
-        """The link of a directed link."""
+        """The link that a directed link belongs to."""
         return self.cluster.links[directed // 2]
 
     def route(self, source: int, target: int) -> Route:
-        """The way from device `source` to device `target`.
+        """The route from device `source` to device `target`.
 
         Raises:
             ResourceError: nothing connects them.
         """
-        known = self._routes.get((source, target))
-        if known is None:
-            known = self._find(source, target)
-            self._routes[source, target] = known
-        return known
+        route = self._routes.get((source, target))
+        if route is None:
+            route = self._compute_route(source, target)
+            self._routes[source, target] = route
+        return route
 
     def way_up(self, device: int) -> tuple[Path, Path]:
         """In a network of switches: the links from the device to its NIC, and from there to the root."""
-        machine, found = self.cluster.machine_of(device), self.cluster.devices[device]
-        nic = machine.nic_of[found.local]
-        inside = None if nic is None else self._within(machine, found.node, nic)
+        machine, hardware = self.cluster.machine_of(device), self.cluster.devices[device]
+        nic = machine.nic_of[hardware.local]
+        inside = None if nic is None else self._within(machine, hardware.node, nic)
         if nic is None or inside is None:
             raise ResourceError(
-                f"{self.cluster.source}: {found.node} has no way to a NIC; add nics to "
+                f"{self.cluster.source}: {hardware.node} has no way to a NIC; add nics to "
                 f"machines[{machine.template}]"
             )
         climb: list[int] = []
@@ -92,7 +93,7 @@ class Router:
             climb.append(directed)
         return inside, tuple(climb)
 
-    def _find(self, source: int, target: int) -> Route:
+    def _compute_route(self, source: int, target: int) -> Route:
         cluster = self.cluster
         here, there = cluster.devices[source], cluster.devices[target]
         crosses = here.machine != there.machine
@@ -116,13 +117,15 @@ class Router:
         return Route(path, crosses)
 
     def _within(self, machine: Machine, source: str, target: str) -> Path | None:
-        """Machines of one template have equal links in equal order, so one search serves all of them."""
+        """Path inside a machine. Machines of one template have equal links, so one search serves all."""
         prefix = len(machine.name)
         key = (machine.template, source[prefix:], target[prefix:])
         if key not in self._inside:
             self._inside[key] = self._search_machine(machine, source, target)
         steps = self._inside[key]
-        return None if steps is None else tuple(2 * (machine.first_link + at) + back for at, back in steps)
+        return (
+            None if steps is None else tuple(2 * (machine.first_link + index) + back for index, back in steps)
+        )
 
     def _search_machine(
         self, machine: Machine, source: str, target: str
@@ -130,9 +133,11 @@ class Router:
         graph = self._machine_graphs.get(machine.index)
         if graph is None:
             graph = nx.Graph()
-            found = self.cluster.links[machine.first_link : machine.first_link + machine.link_count]
-            for at, link in enumerate(found):
-                graph.add_edge(link.source, link.target, at=at, source=link.source, weight=_weight(link))
+            links = self.cluster.links[machine.first_link : machine.first_link + machine.link_count]
+            for index, link in enumerate(links):
+                graph.add_edge(
+                    link.source, link.target, index=index, source=link.source, weight=_weight(link)
+                )
             self._machine_graphs[machine.index] = graph
         devices = {self.cluster.devices[device].node for device in machine.devices}
         nodes = _path(graph, source, target, devices | set(machine.nics))
@@ -140,7 +145,7 @@ class Router:
         if nodes is None:
             return None
         return tuple(
-            (graph.edges[a, b]["at"], int(graph.edges[a, b]["source"] != a))
+            (graph.edges[a, b]["index"], int(graph.edges[a, b]["source"] != a))
             for a, b in itertools.pairwise(nodes)
         )
 
@@ -184,32 +189,33 @@ class Router:
         return (*climb[: seen[node]], *reversed(descent))
 
     def _along_axes(self, source: int, target: int, nodes: list[str]) -> Path:
-        """Dimension-ordered, the shorter way round each axis; at half way forward from even places, else
-        back.
+        """Dimension-ordered route on a torus, the shorter way round each axis.
+
+        Where both ways are equally long, it goes forward from even places and backward from odd ones.
         """
         network = self.cluster.network
         shape = network.shape
-        at, goal = self._place[source], self._place[target]
+        place, goal = self._place[source], self._place[target]
         links: list[int] = []
         for axis, length in enumerate(shape):
             stride = math.prod(shape[axis + 1 :])
-            here, there = at // stride % length, goal // stride % length
+            here, there = place // stride % length, goal // stride % length
             forward = (there - here) % length
             half = 2 * forward == length
             step = 1 if 2 * forward < length or (half and here % 2 == 0) else -1
             while here != there:
                 onward = (here + step) % length
-                beyond = at + (onward - here) * stride
-                links.append(self._edge[nodes[network.members[at]], nodes[network.members[beyond]]])
-                at, here = beyond, onward
+                beyond = place + (onward - here) * stride
+                links.append(self._edge[nodes[network.members[place]], nodes[network.members[beyond]]])
+                place, here = beyond, onward
         return tuple(links)
 
     def _shortest(self, source: str, target: str) -> Path | None:
-        if self._whole is None:
-            self._whole = nx.Graph()
+        if self._link_graph is None:
+            self._link_graph = nx.Graph()
             for link in self.cluster.links:
-                self._whole.add_edge(link.source, link.target, weight=_weight(link))
-        graph = self._whole
+                self._link_graph.add_edge(link.source, link.target, weight=_weight(link))
+        graph = self._link_graph
         inside = {*self.cluster.graph.nodes} - {d.node for d in self.cluster.devices} | {source, target}
         try:
             nodes: list[str] = nx.dijkstra_path(graph, source, target)
@@ -222,17 +228,15 @@ class Router:
 
 
 def _path(graph: nx.Graph[str], source: str, target: str, avoid: set[str]) -> list[str] | None:
-    """The shortest path between two nodes that has none of the others to avoid; None where there is none."""
+    """The shortest path between two nodes that avoids all other nodes of `avoid`; None if there is none."""
     view = graph.subgraph(node for node in graph if node not in avoid - {source, target})
     try:
-        found: list[str] = nx.dijkstra_path(view, source, target)
+        path: list[str] = nx.dijkstra_path(view, source, target)
     except (nx.NetworkXNoPath, nx.NodeNotFound):
         return None
-    return found
+    return path
 
 
 def _weight(link: Link) -> float:
-    """Hops first; among equally short ways the faster one (the term stays below one hop for any real
-    bandwidth).
-    """
+    """Weight of a link in a shortest path: one hop, and less than one for bandwidth, which breaks ties."""
     return 1.0 + (0.0 if link.bandwidth is None else 1e6 / (1e9 + link.bandwidth))

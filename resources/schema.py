@@ -1,4 +1,4 @@
-"""What a resource file may say, as pydantic models, and the house error when it says something else."""
+"""The schema of resource files as pydantic models, and the check of a document against it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, WORK, Unit
 from distgraph.serialization.documents import Entry, refuse, validate
 
 MOST_DEVICES: Final = 1 << 16
-"""Of a cluster, and of its machines: with its links each takes about 2 KiB, and Llama 3 405B was trained on a
-quarter of so many."""
+"""Limit on the devices of a cluster and of one machine; a device with its links takes about 2 KiB."""
 MOST_DIMS: Final = 8
-"""Of a torus: TPUs have 3, Fugaku has 6."""
+"""Limit on the dimensions of a torus: TPUs have 3, Fugaku has 6."""
 MOST_LEVELS: Final = 16
-"""Of switches: a tree over `MOST_DEVICES` whose switches have two children each."""
+"""Limit on the levels of switches: a binary tree over `MOST_DEVICES` has as many."""
 _MOST_LANES: Final = 1_000
 
 
@@ -290,9 +289,9 @@ class MeasuredEntry(Entry):
 
     @model_validator(mode="after")
     def _matched(self) -> MeasuredEntry:
-        for name, given in (("times", self.times), ("busy", self.busy)):
-            if given is not None and len(self.sizes) != len(given):
-                raise ValueError(f"as many {name} as sizes ({len(self.sizes)}), not {len(given)}")
+        for name, column in (("times", self.times), ("busy", self.busy)):
+            if column is not None and len(self.sizes) != len(column):
+                raise ValueError(f"as many {name} as sizes ({len(self.sizes)}), not {len(column)}")
         if any(later <= earlier for earlier, later in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError("sizes in increasing order")
         if not self.times[-1]:
@@ -332,17 +331,17 @@ def check(document: object, file: str) -> ResourceFile:
     Raises:
         ResourceError: one line per mistake: file, path in the document, what was expected, what was found.
     """
-    found = validate(
+    resource_file = validate(
         ResourceFile, _wrap_devices(document), file, ResourceError, "docs/resources.md", written=document
     )
     devices = 0
-    for number, machine in enumerate(found.machines):
-        own = sum(group.count for group in machine.devices)
-        devices += machine.count * own
-        if own > MOST_DEVICES or devices > MOST_DEVICES:
-            told = f"at most {MOST_DEVICES} devices in all machines together"
-            refuse(ResourceError, file, ["machines", number], told, f"{machine.count} x {own}")
-    return found
+    for number, machine in enumerate(resource_file.machines):
+        per_machine = sum(group.count for group in machine.devices)
+        devices += machine.count * per_machine
+        if per_machine > MOST_DEVICES or devices > MOST_DEVICES:
+            expected = f"at most {MOST_DEVICES} devices in all machines together"
+            refuse(ResourceError, file, ["machines", number], expected, f"{machine.count} x {per_machine}")
+    return resource_file
 
 
 def _wrap_devices(document: object) -> object:

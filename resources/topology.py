@@ -16,7 +16,7 @@ from distgraph.resources.cluster import Link
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What all links of one generator have in common; bytes/s of each direction, and seconds."""
+    """Common properties of the links of one generator: bytes/s per direction, and seconds of latency."""
 
     kind: str
     bandwidth: float | None
@@ -31,7 +31,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class TreeLevel:
-    """`children` nodes hang on each switch of this level; its way up is their sum / oversubscription."""
+    """A level of switches with `children` nodes each and an uplink of their sum / oversubscription."""
 
     children: int
     oversubscription: float
@@ -51,7 +51,7 @@ def torus(nodes: Sequence[str], shape: Sequence[int], wire: Wire) -> Wiring:
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     links = []
     for position in itertools.product(*(range(length) for length in shape)):
-        here = sum(at * stride for at, stride in zip(position, strides, strict=True))
+        here = sum(index * stride for index, stride in zip(position, strides, strict=True))
         for axis, length in enumerate(shape):
             if length == 1 or (length == 2 and position[axis] == 1):
                 continue
@@ -67,8 +67,8 @@ def tree(
     prefix: str,
     wire: Wire,
 ) -> Wiring:
-    """Leaves up to one root. The first level's links have each leaf's own bandwidth; a root joins what is
-    left.
+    """A tree of switches over the nodes. The links of the first level have the bandwidth of their leaf; a
+    root switch joins the switches of the last level.
 
     Args:
         nodes: the leaves. bandwidths: bytes/s of each leaf's link.
@@ -84,10 +84,10 @@ def tree(
         for start in range(0, len(below), width):
             switch = f"{prefix}{depth}_{start // width}"
             above.append(switch)
-            known = [speed for speed in speeds[start : start + width] if speed is not None]
-            complete = level is not None and len(known) == len(speeds[start : start + width])
+            stated = [speed for speed in speeds[start : start + width] if speed is not None]
+            complete = level is not None and len(stated) == len(speeds[start : start + width])
             above_speeds.append(
-                sum(known) / level.oversubscription if level is not None and complete else None
+                sum(stated) / level.oversubscription if level is not None and complete else None
             )
             links.extend(
                 Link(node, switch, wire.kind, speed, latency, wire.origin)
@@ -104,7 +104,7 @@ def tree(
 
 
 def pcie_pairs(nodes: Sequence[str], prefix: str, wire: Wire, host_bandwidth: float | None) -> Wiring:
-    """Two devices on each PCIe switch, the switches on one host bridge with ways of their own bandwidth."""
+    """Two devices per PCIe switch, and the switches on one host bridge over links of `host_bandwidth`."""
     host = f"{prefix}host"
     links: list[Link] = []
     switches = [host]

@@ -1,8 +1,8 @@
 """YAML of resource files to plain data, within limits; only texts, numbers, truth values, lists and mappings.
 
 The loader is PyYAML's safe one without its tags for dates, sets and binary data, which no resource file has.
-It refuses a key that is given twice, and what grows when it is read: nesting, merge keys of merge keys, and
-aliases of aliases, which count as often as they stand for something.
+It refuses duplicate keys, and limits what can grow while it is read: nesting depth, merge keys of merge keys,
+and aliases of aliases, which count once for every expansion.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distgraph.errors import ResourceError
 from distgraph.serialization.documents import MOST_DEPTH, MOST_NUMBER, check_data
 
 MOST_BYTES: Final = 512 << 10
-"""Of a resource file: shipped ones have up to 4 KiB, and PyYAML takes about 10 seconds for so much."""
+"""Of a resource file: shipped ones have up to 4 KiB, and PyYAML takes about 10 seconds for 512 KiB."""
 MOST_ITEMS: Final = 200_000
 """Entries of all lists and mappings, aliases counted where they stand: as many as `MOST_BYTES` hold."""
 _TAGS: Final = ("null", "bool", "int", "float", "seq", "map", "str")
@@ -46,12 +46,12 @@ def _code(character: Any) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """See the module."""
+    """PyYAML's safe loader with the limits and refusals of this module."""
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {}  # filled below
     yaml_implicit_resolvers: dict[Any, Any] = {  # noqa: RUF012 - declared so by PyYAML
-        first: [(tag, regexp) for tag, regexp in known if tag != "tag:yaml.org,2002:timestamp"]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def __init__(self, stream: str) -> None:
@@ -63,9 +63,9 @@ class _Loader(yaml.SafeLoader):
         if self.depth > MOST_DEPTH:
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise self._refused(event, f"lists and mappings are nested more than {MOST_DEPTH} deep")
-        found: yaml.Node | None = super().compose_node(parent, index)
+        node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
-        return found
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -86,22 +86,22 @@ class _Loader(yaml.SafeLoader):
     def read_scalar(self, node: yaml.Node, read: Callable[[Any, Any], Any]) -> Any:
         """A scalar with a tag that PyYAML reads, whose exceptions for a wrong text are of many kinds."""
         try:
-            found = read(self, node)
+            value = read(self, node)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             if isinstance(error, yaml.YAMLError):
                 raise
             kind = node.tag.rpartition(":")[2]
             raise self._refused(node, f"{str(node.value)[:60]!a} is no {kind}") from None
-        if isinstance(found, int) and abs(found) >= MOST_NUMBER:
+        if isinstance(value, int) and abs(value) >= MOST_NUMBER:
             raise self._refused(node, f"a number of more than {len(str(MOST_NUMBER)) - 1} digits")
-        return found
+        return value
 
     def refuse_tag(self, node: yaml.Node) -> None:
         """Raise: a tag of another kind."""
         raise self._refused(node, f"tag {node.tag[:60]!a} means nothing in a resource file")
 
-    def _refused(self, at: Any, problem: str) -> yaml.MarkedYAMLError:
-        return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+    def _refused(self, event: Any, problem: str) -> yaml.MarkedYAMLError:
+        return yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
 
 
 def _constructor(tag: str) -> Callable[[_Loader, yaml.Node], Any]:

@@ -102,7 +102,7 @@ pi, e, inf, nan, newaxis = math.pi, math.e, math.inf, math.nan, None
 
 
 class Unsupported(GraphError, AttributeError):
-    """A NumPy function that does not trace; an AttributeError too, so that hasattr answers."""
+    """A NumPy function that does not trace; also an AttributeError, so that `hasattr` returns False."""
 
 
 def __getattr__(name: str) -> Any:
@@ -112,10 +112,10 @@ def __getattr__(name: str) -> Any:
 
 
 def way_out(name: str) -> str:
-    """What to do instead of a function that does not trace, for messages."""
-    near = sorted(n for n in {*REGISTRY, *globals()} if n.startswith(name[:3]) and n.islower())[:6]
-    beside = f" (near it: {', '.join(near)})" if near else ""
-    return f"compose it from the functions of distgraph.ops{beside}, or compute it before tracing"
+    """Text for messages: the alternative to a function that does not trace."""
+    similar = sorted(n for n in {*REGISTRY, *globals()} if n.startswith(name[:3]) and n.islower())[:6]
+    hint = f" (near it: {', '.join(similar)})" if similar else ""
+    return f"compose it from the functions of distgraph.ops{hint}, or compute it before tracing"
 
 
 # array API names that differ from ours
@@ -227,7 +227,7 @@ def tanh(x: Any) -> Tensor:
 
 
 def bitwise_invert(x: Any) -> Tensor:
-    """Every bit turned round."""
+    """Bitwise not."""
     return ops.bitwise_not(x)
 
 
@@ -269,13 +269,13 @@ def swapaxes(x: Any, first: int, second: int) -> Tensor:
 
 
 def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
-    """Dims moved to other places; the rest keep their order."""
+    """Dims moved to other positions; the other dims keep their order."""
     (tensor,) = as_tensors(x)
     sources = ops.reduction.dims_in_order(source, tensor.ndim)
-    places = ops.reduction.dims_in_order(destination, tensor.ndim)
+    positions = ops.reduction.dims_in_order(destination, tensor.ndim)
     order = [d for d in range(tensor.ndim) if d not in sources]
-    for place, dim in sorted(zip(places, sources, strict=True)):
-        order.insert(place, dim)
+    for position, dim in sorted(zip(positions, sources, strict=True)):
+        order.insert(position, dim)
     return ops.transpose(tensor, order)
 
 
@@ -292,8 +292,8 @@ def tensordot(x: Any, y: Any, axes: int | Sequence[Sequence[int]] = 2) -> Tensor
     second = list(letters[left.ndim : left.ndim + right.ndim])
     for d, other in pairs:
         second[other] = first[d]
-    kept = [c for c in first if c not in second] + [c for c in second if c not in first]
-    return ops.einsum(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", left, right)
+    free = [c for c in first if c not in second] + [c for c in second if c not in first]
+    return ops.einsum(f"{''.join(first)},{''.join(second)}->{''.join(free)}", left, right)
 
 
 def vecdot(x: Any, y: Any, axis: int = -1) -> Tensor:
@@ -326,7 +326,7 @@ def unstack(x: Any, axis: int = 0) -> tuple[Tensor, ...]:
 
 
 def broadcast_arrays(*arrays: Any) -> list[Tensor]:
-    """All of them in their common shape."""
+    """The tensors broadcast to their common shape."""
     tensors = as_tensors(*arrays)
     try:
         shape = np.broadcast_shapes(*(t.shape for t in tensors))
@@ -381,9 +381,9 @@ def linspace(
 
 def result_type(*operands: Any) -> str:
     """Common dtype of tensors and dtypes."""
-    found = [x.dtype if isinstance(x, Tensor) else short(x) for x in operands]
-    common = found[0]
-    for dtype in found[1:]:
+    dtypes = [x.dtype if isinstance(x, Tensor) else short(x) for x in operands]
+    common = dtypes[0]
+    for dtype in dtypes[1:]:
         common = promote(common, dtype)
     return common
 
@@ -391,8 +391,8 @@ def result_type(*operands: Any) -> str:
 def isdtype(dtype: Any, kind: str | tuple[str, ...]) -> builtins.bool:
     """Whether a dtype is of a kind of the array API standard."""
     name = short(dtype)
-    wanted = (kind,) if isinstance(kind, str) else kind
+    accepted = (kind,) if isinstance(kind, str) else kind
     kinds = {"bool": name == "bool", "real floating": is_float(name), "signed integer": name.startswith("i")}
     kinds |= {"unsigned integer": name.startswith("u"), "integral": name[0] in "iu"}
     kinds |= {"numeric": name != "bool", "complex floating": False}
-    return builtins.any(kinds.get(k, k == name) for k in wanted)
+    return builtins.any(kinds.get(k, k == name) for k in accepted)

@@ -1,7 +1,8 @@
-"""What NumPy's own functions become when they meet a traced tensor.
+"""The NumPy protocols of traced tensors: how NumPy's own functions are traced.
 
-`np.exp(x)` and `np.add.reduce(x)` arrive in `apply_ufunc`, `np.concatenate([x, y])` in `apply_function`.
-What has no counterpart, and options that would write to a tensor, are refused with the way out.
+`np.exp(x)` and `np.add.reduce(x)` call `apply_ufunc`, `np.concatenate([x, y])` calls `apply_function`.
+Functions without a counterpart, and options that would write to a tensor, are refused; the message names an
+alternative.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def _vstack(arrays: Sequence[Any]) -> Tensor:
 
 
 def _hstack(arrays: Sequence[Any]) -> Tensor:
-    found = as_tensors(*arrays)
-    return ops.concat(found, 0 if found[0].ndim == 1 else 1)
+    tensors = as_tensors(*arrays)
+    return ops.concat(tensors, 0 if tensors[0].ndim == 1 else 1)
 
 
 def _pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float = 0) -> Tensor:
     if mode != "constant":
         raise GraphError(f"numpy.pad with mode {mode!r} does not trace; use 'constant', or concat the edges")
     (tensor,) = as_tensors(x)
-    sides = np.broadcast_to(np.asarray(pad_width), (tensor.ndim, 2))
-    return ops.pad(tensor, sides[:, 0].tolist(), sides[:, 1].tolist(), constant_values)
+    widths = np.broadcast_to(np.asarray(pad_width), (tensor.ndim, 2))
+    return ops.pad(tensor, widths[:, 0].tolist(), widths[:, 1].tolist(), constant_values)
 
 
 def _reshape(x: Any, shape: Any = None, newshape: Any = None) -> Tensor:
@@ -166,18 +167,18 @@ _ACCUMULATE = {"add": ops.cumsum, "multiply": ops.cumprod}
 
 
 def _drop_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that say something. Raises GraphError for the ones that cannot be traced."""
-    kept = {
+    """Keyword arguments that differ from their default. Raises GraphError for those that cannot be traced."""
+    options = {
         k: v for k, v in kwargs.items() if v is not np._NoValue and not (k in ("out", "dtype") and v is None)
     }
-    for refused in ("out", "where", "casting", "subok", "order", "initial"):
-        value = kept.pop(refused, None)
+    for option in ("out", "where", "casting", "subok", "order", "initial"):
+        value = options.pop(option, None)
         idle = value is None or value is True or (isinstance(value, str) and value in ("same_kind", "C", "K"))
         if not idle:
             raise GraphError(
-                f"numpy.{name} with {refused}= does not trace; leave it out, tensors are never written to"
+                f"numpy.{name} with {option}= does not trace; leave it out, tensors are never written to"
             )
-    return kept
+    return options
 
 
 def apply_ufunc(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -206,15 +207,15 @@ def apply_ufunc(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: Mapping[
 
 
 def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A NumPy function of traced tensors. Raises GraphError for what has no counterpart."""
+    """A NumPy function of traced tensors. Raises GraphError where there is no counterpart."""
     module = getattr(function, "__module__", "numpy") or "numpy"
     name = function.__name__ if module == "numpy" else f"{module.removeprefix('numpy.')}.{function.__name__}"
-    known = _FUNCTIONS.get(name)
-    if known is None:
+    counterpart = _FUNCTIONS.get(name)
+    if counterpart is None:
         raise namespace.Unsupported(f"numpy.{name} does not trace; {namespace.way_out(name)}")
     options = _drop_defaults(name, kwargs)
     try:
-        return known(*args, **options)
+        return counterpart(*args, **options)
     except TypeError as error:
         raise GraphError(
             f"numpy.{name} with {sorted(options) or 'these arguments'} does not trace: {error}"
@@ -222,7 +223,7 @@ def apply_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def bind_numpy_protocols() -> None:
-    """Gives traced tensors the protocols by which NumPy and array API code meet them."""
+    """Binds the protocols of NumPy and of the array API to traced tensors."""
 
     def array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return apply_ufunc(ufunc, method, inputs, kwargs)

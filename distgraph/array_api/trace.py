@@ -31,8 +31,8 @@ def trace(function: Callable[..., Any], *inputs: Any, name: str = "main", names:
     labels = list(names) + [f"x{i}" for i in range(len(names), len(inputs))]
     with builder.activate():
         tensors = []
-        for label, given in zip(labels, inputs, strict=True):
-            shape, dtype = given if isinstance(given, tuple) else (given.shape, given.dtype)
+        for label, argument in zip(labels, inputs, strict=True):
+            shape, dtype = argument if isinstance(argument, tuple) else (argument.shape, argument.dtype)
             tensors.append(builder.source("input", label, shape, short(dtype)))
         returned = function(*tensors)
     if isinstance(returned, Mapping):

@@ -4,10 +4,10 @@
 
 A declaration says what the collective means (the layout of a tensor before and after it; the values of the
 tensor never change), which steps of a redistribution it offers, how many bytes a rank sends, and what a rank
-passes to its transport. Two things stand beside their subject under the same name: what it costs on a cluster
-(`distgraph.resources.collective_algorithms.register_algorithms`) and the call that runs it
-(`distgraph.runtime.transport.collectives.register_call`). `distgraph.ir.collectives` declares the built-in
-ones.
+passes to its transport. Two further declarations use the same name and belong to other rooms: the cost of the
+collective on a cluster (`distgraph.resources.collective_algorithms.register_algorithms`) and the call that
+runs it (`distgraph.runtime.transport.collectives.register_call`). `distgraph.ir.collectives` declares the
+built-in collectives.
 
 Every collective that changes layouts is also an op of the graph, `comm.<name>`, which is the identity on the
 global tensor.
@@ -140,11 +140,11 @@ class Collective:
     Attributes:
         name: its name; the op in printed graphs is `comm.<name>`.
         sent: elements that one rank sends, from the sizes of blocks; never negative.
-        traffic: who sends to whom. "ring": each member of the group to the next. "pairs": each to all others
-            alike. "tiles": pieces of blocks from rank to rank, which follow from the two layouts. "none":
-            nothing is sent, the rank changes its own block.
+        traffic: who sends to whom. "ring": each member of the group sends to the next. "pairs": each member
+            sends equally much to every other. "tiles": ranks exchange pieces of blocks that follow from the
+            two layouts. "none": nothing is sent, the rank changes its own block.
         layout_after: layout of the tensor after the collective, from the one before and the attributes of the
-            op; None where they do not fit. Absent where no change of layout is such a collective.
+            op; None where they do not fit. Absent for a collective that is no change of layout in the graph.
         steps: the steps that the collective offers on the way from one layout to another. Generators may be
             shared by several collectives.
         growth: the block after has the size of the block before times (members of the group) ** growth. The
@@ -154,11 +154,11 @@ class Collective:
         ordered: whether the bytes on links depend on the order of the group.
         parameters: names of the attributes of a rank that its transport call takes between the operand and
             `out`, in order, such as ("dim", "group").
-        arguments: those attributes on one rank; "group" is there without being computed.
-        packed: "operand" or "result" -> the attribute that names a dim. That block is copied unless nothing
-            lies before the dim.
-        result_memory: where the result is written. "new": in memory of its own. "operand": in that of the
-            operand where nothing else reads it. "replaced": also in that of the parameter that it replaces.
+        arguments: returns those attributes for one rank; "group" is added by the code generator.
+        packed: "operand" or "result" -> the attribute that names a dim. That block is copied into contiguous
+            memory unless the dim is the first one that has more than one element.
+        result_memory: where the result is written. "new": in newly allocated memory. "operand": in the memory
+            of the operand, if nothing else reads it. "replaced": also in that of the parameter it replaces.
     """
 
     name: str
@@ -216,7 +216,7 @@ def register_collective(collective: Collective) -> Collective:
 
 
 def unregister_collective(name: str) -> None:
-    """Forget a collective, so that it can be declared anew; nothing happens where there is none."""
+    """Remove the declaration of a collective, so that it can be declared anew; an unknown name is ignored."""
     COLLECTIVES.pop(name, None)
     REGISTRY.pop(op_kind(name), None)
     _forget_plans()
@@ -238,12 +238,15 @@ def collective_of(kind: str) -> Collective | None:
 
 
 def cached_until_registration(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `functools.lru_cache`, for what follows from the declared collectives: another one empties it."""
+    """`functools.lru_cache` for results that depend on the declared collectives.
+
+    The cache is emptied whenever a collective is registered or unregistered.
+    """
 
     def cached(function: Callable[P, R]) -> Callable[P, R]:
-        remembered = lru_cache(maxsize=maxsize)(function)
-        _forget.append(remembered.cache_clear)
-        return cast("Callable[P, R]", remembered)
+        cached_function = lru_cache(maxsize=maxsize)(function)
+        _forget.append(cached_function.cache_clear)
+        return cast("Callable[P, R]", cached_function)
 
     return cached
 
@@ -255,9 +258,9 @@ def _forget_plans() -> None:
 
 @lru_cache(maxsize=1)
 def _step_generators() -> tuple[StepGenerator, ...]:
-    """The generators of all declared collectives, each once."""
-    steps = (collective.steps for collective in COLLECTIVES.values())
-    return tuple(dict.fromkeys(each for each in steps if each is not None))
+    """The distinct step generators of all declared collectives."""
+    generators = (collective.steps for collective in COLLECTIVES.values())
+    return tuple(dict.fromkeys(generator for generator in generators if generator is not None))
 
 
 _forget.append(_step_generators.cache_clear)
@@ -273,14 +276,15 @@ def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The layouts among which one redistribution is searched: what stays the same during the search.
+    """The search space of one redistribution: all that is constant during the search.
 
     Attributes:
-        shape, mesh: of the tensor, global; where it is stored.
-        working: axes that may be used, none of size 1.
-        goal: the layout to arrive at.
-        wide: whether steps count that lead away from the goal. Where all blocks nest they are seldom on a
-            cheapest path.
+        shape: global shape of the tensor.
+        mesh: mesh on which the tensor is stored.
+        working: mesh axes that may be used; axes of size 1 are left out.
+        goal: the target layout.
+        wide: whether steps that lead away from the goal are allowed too. Where all blocks nest, such steps
+            are seldom on a cheapest path.
     """
 
     shape: tuple[int, ...]
@@ -295,7 +299,7 @@ class Space:
             yield from generator(self, spec)
 
     def unused(self, spec: ShardSpec) -> tuple[str, ...]:
-        """Axes that a layout leaves free."""
+        """Working axes that a layout does not use."""
         used = spec.axes
         return tuple(axis for axis in self.working if axis not in used)
 
@@ -310,15 +314,15 @@ class Space:
         return self.wide or any(axis in self.goal.dims[dim] for axis in axes)
 
     def worth_scattering(self, dim: int, axes: tuple[str, ...]) -> bool:
-        """True on the way to the goal, or for axes that no dim of the goal has: any dim does for these."""
+        """True when the goal has one of the axes on this dim, or on no dim, so that any dim is as good."""
         return self.leads_to(axes, dim) or not any(axis in other for axis in axes for other in self.goal.dims)
 
     def worth_slicing(self, spec: ShardSpec, dim: int, axes: tuple[str, ...]) -> bool:
         """True when all axes belong on this dim, or can leave it together with others that must leave it."""
         if self.wide or all(axis in self.goal.dims[dim] for axis in axes):
             return True
-        here = spec.dims[dim]
-        if not here or here == self.goal.dims[dim][: len(here)]:
+        present = spec.dims[dim]
+        if not present or present == self.goal.dims[dim][: len(present)]:
             return False
         return all(any(axis in other for other in self.goal.dims) for axis in axes)
 
@@ -330,11 +334,13 @@ def _nests(size: int, parts: int, split: int) -> bool:
 
 
 def with_dim(dims: Dims, dim: int, axes: tuple[str, ...]) -> Dims:
-    """The same dims but for one."""
+    """The dims with the axes of one dim replaced."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
 
 @lru_cache(maxsize=1024)
 def selections(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """All ordered non-empty selections: `(x, y)` -> `(x,), (y,), (x, y), (y, x)`."""
-    return tuple(some for count in range(1, len(axes) + 1) for some in itertools.permutations(axes, count))
+    return tuple(
+        selection for count in range(1, len(axes) + 1) for selection in itertools.permutations(axes, count)
+    )

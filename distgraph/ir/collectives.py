@@ -107,10 +107,10 @@ def _slices(space: Space, spec: ShardSpec) -> Iterator[Step]:
     if not unused:
         return
     for dim, axes in enumerate(spec.dims):
-        for more in selections(unused):
-            if space.worth_slicing(spec, dim, more) and space.nests(dim, axes + more, len(axes)):
-                after = ShardSpec(with_dim(spec.dims, dim, axes + more), spec.partial)
-                yield Step("slice", more, dim, None, None, spec, after)
+        for selection in selections(unused):
+            if space.worth_slicing(spec, dim, selection) and space.nests(dim, axes + selection, len(axes)):
+                after = ShardSpec(with_dim(spec.dims, dim, axes + selection), spec.partial)
+                yield Step("slice", selection, dim, None, None, spec, after)
 
 
 def _all_to_alls(space: Space, spec: ShardSpec) -> Iterator[Step]:
@@ -150,24 +150,25 @@ def _masks(space: Space, spec: ShardSpec) -> Iterator[Step]:
     for kind in dict.fromkeys(kind for _, kind in missing):
         axes = tuple(axis for axis, other in missing if other == kind)
         for count in range(1, len(axes) + 1):
-            for some in itertools.combinations(axes, count):
-                partial = spec.partial + tuple((axis, kind) for axis in some)
+            for selection in itertools.combinations(axes, count):
+                partial = spec.partial + tuple((axis, kind) for axis in selection)
                 after = ShardSpec(spec.dims, partial)
                 if kind != "prod" or not _sums_ones(after):
-                    yield Step("mask", some, None, None, kind, spec, after)
+                    yield Step("mask", selection, None, None, kind, spec, after)
 
 
 def _sums_ones(spec: ShardSpec) -> bool:
-    """True when a sum lies inside a product: it would add up the ones that a mask puts beside the value."""
+    """True when a partial sum is reduced before a partial product: the sum would add the ones of a mask."""
     kinds = [kind for _, kind in spec.partial]
     return "prod" in kinds and "sum" in kinds[: len(kinds) - kinds[::-1].index("prod")]
 
 
 def _permutes(space: Space, spec: ShardSpec) -> Iterator[Step]:
-    """Exchanges to the goal's dims, or to these with more axes that a gather takes off again.
+    """Permutes to the dims of the goal, or to a refinement of them whose further axes a gather removes later.
 
-    Only to as many parts as now, where tiles go one for one; straight to the goal where blocks do not nest.
-    The order of axes that come off again is of no account: as they stand now, or that of the mesh.
+    The number of parts stays the same, so that every tile moves as a whole; only where blocks do not nest
+    does a permute lead to the goal with another number of parts. The order of the further axes does not
+    matter: it is their present order where a dim has the same axes, and that of the mesh elsewhere.
     """
     partial = {axis for axis, _ in spec.partial}
     if not any(space.goal.dims):
@@ -184,8 +185,8 @@ def _permutes(space: Space, spec: ShardSpec) -> Iterator[Step]:
         dims = _in_present_order(spec.dims, refined, space.goal.dims)
         if dims == spec.dims:
             continue
-        even = space.mesh.count(axis for dim in dims for axis in dim) == parts
-        if even or (dims == space.goal.dims and _stuck(space, spec.dims)):
+        same_count = space.mesh.count(axis for dim in dims for axis in dim) == parts
+        if same_count or (dims == space.goal.dims and _stuck(space, spec.dims)):
             pairs = zip(spec.dims, dims, strict=True)
             moved = {axis for before, after in pairs if before != after for axis in before + after}
             axes = tuple(axis for axis in space.mesh.axes if axis in moved)
@@ -193,10 +194,10 @@ def _permutes(space: Space, spec: ShardSpec) -> Iterator[Step]:
 
 
 def _in_present_order(present: Dims, refined: Dims, goal: Dims) -> Dims:
-    """The same refinement of a goal, its spare axes in the present order where a dim has the same ones."""
+    """The refinement of a goal, with the present order of axes on each dim that already has the same axes."""
     return tuple(
-        before if before[: len(aim)] == aim and set(before) == set(after) else after
-        for before, after, aim in zip(present, refined, goal, strict=True)
+        before if before[: len(wanted_prefix)] == wanted_prefix and set(before) == set(after) else after
+        for before, after, wanted_prefix in zip(present, refined, goal, strict=True)
     )
 
 
@@ -213,11 +214,11 @@ def _stuck(space: Space, dims: Dims) -> bool:
 
 @lru_cache(maxsize=65536)
 def refinements(dims: Dims, spare: tuple[str, ...]) -> tuple[Dims, ...]:
-    """All ways to put spare axes, or none of them, behind those that split the dims already, in one order."""
+    """All ways to append some of the spare axes to the axes that already split the dims, in a fixed order."""
     refined = []
     for places in itertools.product(range(len(dims) + 1), repeat=len(spare)):
         added = [[axis for axis, p in zip(spare, places, strict=True) if p == d] for d in range(len(dims))]
-        refined.append(tuple(axes + tuple(more) for axes, more in zip(dims, added, strict=True)))
+        refined.append(tuple(axes + tuple(suffix) for axes, suffix in zip(dims, added, strict=True)))
     return tuple(refined)
 
 
@@ -233,7 +234,7 @@ def _all_pieces_twice(sizes: BlockSizes) -> Any:
 
 
 def _passed_on(sizes: BlockSizes) -> Any:
-    """Of an all_gather: the blocks of all others but the next, and its own."""
+    """Elements a rank sends in a ring all_gather: its own block and those it forwards, (g - 1) in all."""
     return smaller(sizes.after, (sizes.members - 1) * sizes.before)
 
 
@@ -269,7 +270,7 @@ def _exchange_arguments(call: RankCall) -> Attrs:
 
 
 # ---------------------------------------------------------------------- declarations
-# In this order their steps are tried: among equally cheap redistributions the first one is taken.
+# The order decides ties: of equally cheap redistributions, the one whose steps are tried first is chosen.
 
 for _collective in (
     Collective(

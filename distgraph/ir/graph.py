@@ -90,14 +90,16 @@ class Graph:
     """A program in single static assignment form.
 
     Attributes:
-        name: for people.
+        name: name of the graph in its text form and in messages.
         ops: in program order; every operand is a result of an earlier op.
-        outputs: label -> value, what a run returns.
+        outputs: label -> value that a run returns.
         updates: name of a param or state value -> value that replaces it at the end of a step.
-        attrs: value name -> mesh and spec; before completion only what the user wrote, after it every value.
+        attrs: value name -> mesh and spec; before completion only the annotations of the user, after it those
+            of every value.
         micro_batches: how often the part before `accumulate` runs in one step; shapes are those of one
-        micro-batch. placements: op name -> mesh that computes it, where the user said so.
-        lost: claims that completion had to drop, for `conflicts()`.
+            micro-batch.
+        placements: op name -> mesh that computes it, where the user placed the op.
+        lost: layout preferences that completion had to drop, for `conflicts()`.
     """
 
     name: str
@@ -111,17 +113,17 @@ class Graph:
 
     @cached_property
     def producers(self) -> dict[str, Op]:
-        """Value name -> op that makes it."""
+        """Value name -> op that computes it."""
         return {value.name: op for op in self.ops for value in op.results}
 
     @cached_property
     def users(self) -> dict[str, tuple[Op, ...]]:
         """Value name -> ops that read it, in program order."""
-        found: dict[str, list[Op]] = {value.name: [] for op in self.ops for value in op.results}
+        users: dict[str, list[Op]] = {value.name: [] for op in self.ops for value in op.results}
         for op in self.ops:
             for name in dict.fromkeys(value.name for value in op.operands):
-                found[name].append(op)
-        return {name: tuple(ops) for name, ops in found.items()}
+                users[name].append(op)
+        return {name: tuple(ops) for name, ops in users.items()}
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -140,8 +142,8 @@ class Graph:
 
     def sources(self, *kinds: str) -> tuple[Op, ...]:
         """Ops without operands that bring data in: input, param, state, constant (all of them by default)."""
-        wanted = kinds or SOURCES
-        return tuple(op for op in self.ops if op.kind in wanted)
+        selected = kinds or SOURCES
+        return tuple(op for op in self.ops if op.kind in selected)
 
     def value(self, name: str) -> Value:
         """A value by name, with or without its %. Raises GraphError when there is none."""
@@ -159,5 +161,5 @@ class Graph:
 
 
 def rename(value: Value, names: Mapping[str, Value]) -> Value:
-    """The value that stands for `value` after a rewrite."""
+    """The replacement of a value in a table by name; the value itself where there is none."""
     return names.get(value.name, value)

@@ -1,12 +1,12 @@
-"""Index rules: one einops-like line an op, from which sharding, partial results and legality all follow.
+"""Index rules: one einops-like line per op, from which sharding, partial results and legality are derived.
 
     "m k, k n -> m n"            k is missing from the result: splitting it leaves a partial result
     "b s (h d) -> b s h d"       a dim made of several indices, major first
     "... k! -> ... k!"           k must be whole: it cannot be split in this op
-    "v@ d, i -> i d"             the op looks up positions of v: it may be split, the kernel is told its start
-    "b h~, k! -> b h~"           the op slides over h: for its block of the result it reads some stretch of
-                                 the operand, of another length perhaps; what a rank lacks is fetched (a halo)
-    "b _ -> b"                   _ is a dim of its own that is never split
+    "v@ d, i -> i d"             the op looks up positions of v: v may be split, the kernel gets its start
+    "b h~, k! -> b h~"           the op slides over h: for its block of the result it reads a range of the
+                                 operand, perhaps of another length; missing positions are fetched (a halo)
+    "b _ -> b"                   _ is a dim that is never split
 
 Sizes come from the shapes; an index of a composite dim needs its size given once. Every function here is
 pure and cached on (text, shapes), so that repeated layers cost nothing.
@@ -41,7 +41,7 @@ class Rule:
         whole: indices that cannot be split here (`!`).
         located: indices whose start the kernel needs (`@`).
         composite: indices that appear beside others in some dim.
-        sliding: indices along which the op reads other positions than it makes (`~`).
+        sliding: indices along which the op reads other positions than it writes (`~`).
     """
 
     text: str
@@ -55,7 +55,7 @@ class Rule:
     sliding: frozenset[str] = field(default=frozenset())
 
     def reduced(self, result: int) -> frozenset[str]:
-        """Indices of the operands that one result lacks: splitting them makes that result partial."""
+        """Indices of the operands that a result does not have: splitting them makes that result partial."""
         return _reduced(self, result)
 
     def dims_of(self, index: str) -> tuple[tuple[bool, int, int], ...]:
@@ -71,18 +71,18 @@ def _reduced(rule: Rule, result: int) -> frozenset[str]:
 
 @lru_cache(maxsize=65536)
 def _dims_of(rule: Rule, index: str) -> tuple[tuple[bool, int, int], ...]:
-    found = []
+    carriers = []
     for is_result, terms in ((False, rule.operands), (True, rule.results)):
         for tensor, term in enumerate(terms):
             for dim, indices in enumerate(term):
                 if index in indices:
-                    found.append((is_result, tensor, dim))
-    return tuple(found)
+                    carriers.append((is_result, tensor, dim))
+    return tuple(carriers)
 
 
 @dataclass(frozen=True, slots=True)
 class OpLayout:
-    """How an op is computed on its mesh: which axes split which index, through which operands partials pass.
+    """How an op is computed on its mesh: the axes that split each index, and the operands that are partial.
 
     Attributes:
         mesh: the ranks that compute the op together.
@@ -102,7 +102,7 @@ class OpLayout:
         return ()
 
     def parts(self, index: str) -> int:
-        """In how many parts an index is split."""
+        """Number of parts in which an index is split."""
         return self.mesh.count(self.of(index))
 
     def __str__(self) -> str:

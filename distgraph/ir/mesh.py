@@ -24,13 +24,13 @@ class ProcessMesh:
 
     Devices of unequal speed share a dim unevenly where the axis between them has weights: an axis of weights
     (w_0, w_1, ...) cuts a dim of size n as sum(w) ranks would, in units of ceil(n / sum(w)), and position i
-    holds w_i units in a row. What divides by sum(w) nests and merges as it does over that many ranks.
+    holds w_i consecutive units. A size that sum(w) divides nests and merges as over sum(w) equal ranks.
 
     Args:
         ranks: nested sequence or array of distinct non-negative ranks, any number of dimensions >= 1.
         axes: one distinct name an array dimension.
         weights: axis -> one whole number from 1 up for each position along it; axes left out, or with equal
-            weights, cut evenly. Kept without common factors.
+            weights, cut evenly. Common factors are removed.
 
     Raises:
         ShardingError: names and dimensions disagree, a name or a rank repeats, a rank is negative, there is
@@ -101,7 +101,7 @@ class ProcessMesh:
 
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        return {int(r): tuple(int(c) for c in at) for at, r in np.ndenumerate(self.ranks)}
+        return {int(r): tuple(int(c) for c in position) for position, r in np.ndenumerate(self.ranks)}
 
     @cached_property
     def _groups(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
@@ -123,20 +123,20 @@ class ProcessMesh:
         return {}
 
     def borders(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Where the parts of a dim split over several axes begin, in units; the last entry is `units`."""
+        """Starts, in units, of the parts of a dim that several axes split; the last entry is `units`."""
         key = tuple(axes)
         if key not in self._borders:
             widths = [1]
             for axis in key:
-                own = self.weights.get(axis) or (1,) * self.axis_size(axis)
-                widths = [width * weight for width in widths for weight in own]
+                weights = self.weights.get(axis) or (1,) * self.axis_size(axis)
+                widths = [width * weight for width in widths for weight in weights]
             self._borders[key] = (0, *accumulate(widths))
         return self._borders[key]
 
     def units(self, axes: Sequence[str]) -> int:
-        """Equal units that a dim split over several axes is cut in; `count` where none of them has weights.
+        """Number of equal units of a dim that is split over several axes; `count` where none has weights.
 
-        A dim that divides by it is shared exactly as the weights say.
+        A dim whose size it divides is shared exactly in proportion to the weights.
         """
         return self.borders(axes)[-1]
 
@@ -169,10 +169,10 @@ class ProcessMesh:
             ) from None
 
     def index(self, rank: int, axes: Iterable[str]) -> int:
-        """Row-major position of a rank along several axes, major first: the part of a split dim it holds."""
-        at, position = self.coordinates(rank), 0
+        """Row-major position of a rank along several axes, major first: the number of its part of a dim."""
+        coordinates, position = self.coordinates(rank), 0
         for axis in axes:
-            position = position * self.axis_size(axis) + at[self.axes.index(axis)]
+            position = position * self.axis_size(axis) + coordinates[self.axes.index(axis)]
         return position
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
@@ -181,13 +181,13 @@ class ProcessMesh:
         if key not in self._groups:
             for axis in key[1]:
                 self.axis_size(axis)
-            at: list[Any] = list(self.coordinates(rank))
-            where = [self.axes.index(axis) for axis in key[1]]
-            for dim in where:
-                at[dim] = slice(None)
-            part = self.ranks[tuple(at)]  # its dims come in mesh order: put them in the order asked for
-            part = part.transpose([sorted(where).index(dim) for dim in where])
-            self._groups[key] = tuple(int(r) for r in part.ravel())
+            selection: list[Any] = list(self.coordinates(rank))
+            positions = [self.axes.index(axis) for axis in key[1]]
+            for dim in positions:
+                selection[dim] = slice(None)
+            members = self.ranks[tuple(selection)]  # its dims are in mesh order; `axes` may have another
+            members = members.transpose([sorted(positions).index(dim) for dim in positions])
+            self._groups[key] = tuple(int(r) for r in members.ravel())
         return self._groups[key]
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -215,19 +215,21 @@ class ProcessMesh:
 
     def __getitem__(self, key: Any) -> ProcessMesh:
         """`mesh[0:2]` cuts the first axis, `mesh["x", 0:2]` axis x; `mesh["x", 0]` drops x at position 0."""
-        axis, at = key if isinstance(key, tuple) else (self.axes[0], key)
+        axis, selection = key if isinstance(key, tuple) else (self.axes[0], key)
         self.axis_size(axis)
-        where = self.axes.index(axis)
-        part = self.ranks[(slice(None),) * where + (at,)]
-        names = self.axes if isinstance(at, slice) else self.axes[:where] + self.axes[where + 1 :]
+        position = self.axes.index(axis)
+        ranks = self.ranks[(slice(None),) * position + (selection,)]
+        names = (
+            self.axes if isinstance(selection, slice) else self.axes[:position] + self.axes[position + 1 :]
+        )
         if not names:
-            return ProcessMesh(part.reshape(1), (axis,))
+            return ProcessMesh(ranks.reshape(1), (axis,))
         weights = {
-            name: own[at] if name == axis and isinstance(at, slice) else own
-            for name, own in self.weights.items()
+            name: axis_weights[selection] if name == axis and isinstance(selection, slice) else axis_weights
+            for name, axis_weights in self.weights.items()
             if name in names
         }
-        return ProcessMesh(part, names, weights)
+        return ProcessMesh(ranks, names, weights)
 
     def renumbered(self, ranks: Any) -> ProcessMesh:
         """The same axes and weights over other ranks, an array of the same shape."""
@@ -243,7 +245,7 @@ class ProcessMesh:
         return other.rank_set <= self.rank_set
 
     def reordered(self, axes: Sequence[str], order: Sequence[int]) -> ProcessMesh:
-        """The same ranks and axes; position p along `axes` (major first) gets what was at `order[p]`.
+        """The same ranks and axes: position p along `axes` (major first) gets the ranks of `order[p]`.
 
         Weights stay at their positions.
 
@@ -253,10 +255,10 @@ class ProcessMesh:
         """
         if sorted(order) != list(range(self.count(axes))):
             raise ShardingError(f"order {list(order)} of {self} along {', '.join(axes)} is no permutation")
-        where, front = [self.axes.index(axis) for axis in axes], list(range(len(axes)))
-        moved = np.moveaxis(self.ranks, where, front)
+        positions, front = [self.axes.index(axis) for axis in axes], list(range(len(axes)))
+        moved = np.moveaxis(self.ranks, positions, front)
         picked = moved.reshape(len(order), -1)[list(order)].reshape(moved.shape)
-        return self.renumbered(np.moveaxis(picked, front, where))
+        return self.renumbered(np.moveaxis(picked, front, positions))
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._coordinates
@@ -309,13 +311,13 @@ def _rank_array(ranks: Any) -> np.ndarray:
 
 def _uneven(sizes: Mapping[str, int], weights: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Weights in lowest terms, in the order of the axes; none where all are equal."""
-    for axis, own in weights.items():
+    for axis, axis_weights in weights.items():
         if axis not in sizes:
             raise ShardingError(f"weights of axis {axis!r}, but the mesh has {', '.join(sizes)}")
-        if len(own) != sizes[axis] or not all(is_integer(n) and n > 0 for n in own):
+        if len(axis_weights) != sizes[axis] or not all(is_integer(n) and n > 0 for n in axis_weights):
             raise ShardingError(
-                f"weights {list(own)} of axis {axis} must be {sizes[axis]} whole numbers from 1 up, one for "
-                f"each of its positions"
+                f"weights {list(axis_weights)} of axis {axis} must be {sizes[axis]} whole numbers from 1 up, "
+                f"one for each of its positions"
             )
     lowest = {axis: math.gcd(*weights[axis]) for axis in sizes if axis in weights}
     return {
@@ -326,7 +328,7 @@ def _uneven(sizes: Mapping[str, int], weights: Mapping[str, Sequence[int]]) -> d
 
 
 def check_mesh(subject: str, mesh: object) -> None:
-    """Raises ShardingError where something else is given for a mesh."""
+    """Raises ShardingError when an argument is not a ProcessMesh."""
     if not isinstance(mesh, ProcessMesh):
         raise ShardingError(
             f"{subject}: mesh is a {type(mesh).__name__} but must be a ProcessMesh, such as "

@@ -1,4 +1,4 @@
-"""Names and numbers of repeated things in short: `blocks.{0..95}.weight`, `0-3, 7`."""
+"""Compact text of number ranges (`0-3, 7`) and of the names of repeated layers (`blocks.{0..95}.weight`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ESCAPED = re.compile(r"(?<![^. ])\{(\{+[0-9]+\.\.[0-9]+\})(?![^.])")
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short; inverse of `parse_spans`. Others are listed one by one.
+    """Text of numbers in which ascending consecutive ones are joined to ranges; inverse of `parse_spans`.
 
     Example:
         >>> spans([0, 1, 2, 7]), spans([2, 1]), spans([])
@@ -43,47 +43,47 @@ def parse_spans(text: str, most: int = MOST_NAMES) -> tuple[int, ...]:
     """Inverse of `spans`.
 
     Raises:
-        ValueError: another form, a range that descends, or more than `most` numbers.
+        ValueError: the text is malformed, a range descends, or there are more than `most` numbers.
 
     Example:
         >>> parse_spans("0-2, 7")
         (0, 1, 2, 7)
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(",") if text.strip() else ():
         match = _SPAN.fullmatch(part)
         if match is None:
             raise ValueError(f"{part!r} is no number and no range such as 0-7")
         first = int(match[1])
         last = int(match[2] or first)
-        if last < first or len(found) + last + 1 - first > most:
+        if last < first or len(numbers) + last + 1 - first > most:
             raise ValueError(f"{part!r} stands for no numbers, or for more than {most}")
-        found.extend(range(first, last + 1))
-    return tuple(found)
+        numbers.extend(range(first, last + 1))
+    return tuple(numbers)
 
 
 def fold(table: Mapping[str, Item]) -> dict[str, Item]:
-    """A table by name with the names of repeated layers in one, where all they have is equal.
+    """Joins the entries of repeated layers whose values are equal: `b.0` and `b.1` become `b.{0..1}`.
 
-    One number of a name is folded, the first that differs; order is that of first appearance. A part of a
-    name that looks like a range gets one brace more.
+    In each name only the first number that differs becomes a range. The order is that of first appearance. A
+    part of a name that already looks like a range is escaped with one more brace.
 
     Example:
         >>> fold({"b.0.w": 1, "b.0.v": 2, "b.1.w": 1, "b.1.v": 2, "c.{0..9}": 3})
         {'b.{0..1}.w': 1, 'b.{0..1}.v': 2, 'c.{{0..9}': 3}
     """
     folded = [(_LITERAL.sub(r"{\g<0>", name), item) for name, item in table.items()]
-    deepest = max((len(_NUMBER.findall(name)) for name in table), default=0)
-    for place in range(deepest):
-        folded = _fold_number(folded, place)
+    most_numbers = max((len(_NUMBER.findall(name)) for name in table), default=0)
+    for position in range(most_numbers):
+        folded = _fold_number(folded, position)
     return dict(folded)
 
 
 def unfold(pattern: str, most: int = MOST_NAMES) -> tuple[str, ...]:
-    """Every name that a folded one stands for.
+    """Every name that a pattern made by `fold` matches.
 
     Raises:
-        GraphError: those are more than `most`, or a range descends.
+        GraphError: the pattern matches more than `most` names, or a range descends.
 
     Example:
         >>> unfold("b.{8..10}.w"), unfold("c.{{0..9}")
@@ -96,16 +96,16 @@ def unfold(pattern: str, most: int = MOST_NAMES) -> tuple[str, ...]:
         raise GraphError(f"{pattern[:60]!r} stands for no name, or for more than {most}; name fewer at once")
     numbers = itertools.product(*ranges)
     return tuple(
-        "".join(itertools.chain(*itertools.zip_longest(texts, map(str, each), fillvalue="")))
-        for each in numbers
+        "".join(itertools.chain(*itertools.zip_longest(texts, map(str, choice), fillvalue="")))
+        for choice in numbers
     )
 
 
-def _fold_number(rows: Sequence[tuple[str, Item]], place: int) -> list[tuple[str, Item]]:
-    """Fold number `place` of all names, counted from the left, ranges included."""
+def _fold_number(items: Sequence[tuple[str, Item]], position: int) -> list[tuple[str, Item]]:
+    """Joins names that differ only in their number at `position`, counted from the left, ranges included."""
     groups: dict[tuple[str, str | None, Item], list[int]] = {}
-    for name, item in rows:
-        number = _at(name, place)
+    for name, item in items:
+        number = _number_at(name, position)
         if number is None:
             groups[name, None, item] = []
         else:
@@ -117,12 +117,12 @@ def _fold_number(rows: Sequence[tuple[str, Item]], place: int) -> list[tuple[str
     return folded
 
 
-def _at(name: str, place: int) -> re.Match[str] | None:
-    found = list(re.finditer(rf"{_RANGE.pattern}|{_NUMBER.pattern}", name))
-    return found[place] if place < len(found) and not found[place][0].startswith("{") else None
+def _number_at(name: str, position: int) -> re.Match[str] | None:
+    matches = list(re.finditer(rf"{_RANGE.pattern}|{_NUMBER.pattern}", name))
+    return matches[position] if position < len(matches) and not matches[position][0].startswith("{") else None
 
 
 def _runs(numbers: Iterable[int]) -> list[str]:
-    listed = sorted(numbers)
-    parts = spans(listed).split(", ") if listed else []
+    ascending = sorted(numbers)
+    parts = spans(ascending).split(", ") if ascending else []
     return [part.replace("-", "..") for part in parts]

@@ -47,7 +47,7 @@ class GradientContext:
         operands, results: tensors of the forward op.
         grads: gradient of every result; None where nothing depends on it.
         attrs: attributes of the forward op.
-        needs: for every operand whether its gradient is wanted (others may be returned as None).
+        needs: for every operand whether its gradient is needed (None may be returned for the others).
     """
 
     operands: tuple[Tensor, ...]
@@ -97,7 +97,7 @@ class Local:
         return spec.bounds(shape, self.layout.mesh, self.rank)
 
     def window(self, operand: int) -> tuple[tuple[int, int], ...]:
-        """Global (start, stop) of what this rank reads of an operand on every dim."""
+        """Global (start, stop) of the part of an operand that this rank reads, on every dim."""
         spec = operand_layout(self.op, operand, self.layout)
         shape, mesh = self.op.operands[operand].shape, self.layout.mesh
         return window_bounds(shape, mesh, spec, operand_windows(self.op, operand, self.layout), self.rank)
@@ -129,18 +129,21 @@ class OpDef:
             for the block start:stop (never empty) of its leading tensor: the first result that carries the
             index, or where none does the last operand. Positions that reach below 0 or past the end wrap
             around.
-        localize: attrs of the local op, when they speak of shapes or positions.
-        decompose: the same mathematics in simpler ops, used where the fused op's whole index arrives split.
-        inplace: operands whose buffer the first result may take over (same shape and dtype).
+        localize: returns the attrs of the local op; needed where attrs contain shapes or positions.
+        decompose: the same computation in simpler ops, used where an index that the fused op needs whole is
+            split.
+        inplace: operands whose buffer the first result may reuse (same shape and dtype).
         view: the result aliases the operand's memory.
         ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
         cost: matmul, memory, lookup or launch: which cost model applies.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
-        workspace: `workspace(*arrays, **attrs)`: bytes that the NumPy kernel allocates beside operands and
-            results; of the arrays it reads shape, dtype and strides. None: none that grows with them. With
-            `adds` it takes `adds=True` for what that needs. See `distgraph.kernels.workspace`.
-        adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: out = scale * result where `fresh`, else
-            out + scale * result; for what is summed over micro-batches, if it costs less than a sum behind.
+        workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates in addition
+            to operands and results; it reads only shape, dtype and strides of the arrays. None means that no
+            temporary memory grows with them. With `adds=True` it returns the bytes that `adds` needs, where
+            that is declared. See `distgraph.kernels.workspace`.
+        adds: `adds(xp, *arrays, out=, scale=, fresh=, **attrs)`: writes scale * result into `out` where
+            `fresh`, else adds it to `out`. For results that are summed over micro-batches; declared where it
+            is cheaper than a separate addition.
     """
 
     name: str
@@ -185,45 +188,45 @@ def lookup(kind: str) -> OpDef:
 
 
 def freeze(attr: Any) -> Any:
-    """A hashable stand-in for an attribute."""
+    """A hashable key for the value of an attribute."""
     if isinstance(attr, np.ndarray):
         return (attr.shape, attr.dtype.str, attr.tobytes())
     if isinstance(attr, (list, tuple)):
         return tuple(freeze(a) for a in attr)
     if isinstance(attr, Mapping):
         return tuple(sorted((k, freeze(v)) for k, v in attr.items()))
-    return _Same(attr) if attr.__hash__ is None or isinstance(attr, Graph) else attr
+    return _ByIdentity(attr) if attr.__hash__ is None or isinstance(attr, Graph) else attr
 
 
-class _Same:
-    """Stands for something that has no hash, such as a subgraph: equal to itself only; keeps it alive."""
+class _ByIdentity:
+    """Key for an object without a hash, such as a subgraph: compares by identity, and keeps it alive."""
 
-    __slots__ = ("held",)
+    __slots__ = ("value",)
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
+        return isinstance(other, _ByIdentity) and other.value is self.value
 
 
 def rule_of(op: Op) -> Rule:
-    """The bound index rule of an op: kept with the op, and shared by ops of one kind, shapes and attrs."""
+    """The bound index rule of an op: cached on the op, and shared by ops of equal kind, shapes and attrs."""
     if op._rule is not None:
         return op._rule
-    # what a source holds (perhaps megabytes) has no part in its rule
+    # the attrs of a source (perhaps megabytes of data) do not influence its rule
     key = () if op.kind in SOURCES else tuple(sorted((k, freeze(v)) for k, v in op.attrs.items()))
     operands, results = tuple(v.shape for v in op.operands), tuple(v.shape for v in op.results)
     rule = _rule(op.kind, operands, results, key, _Box(op.attrs))
-    object.__setattr__(op, "_rule", rule)  # it follows from the other fields, so nothing changes
+    object.__setattr__(op, "_rule", rule)  # a cache of the other fields: the op stays equal to itself
     return rule
 
 
 class _Box:
-    """Carries attrs past a cache without taking part in its key."""
+    """Passes attrs through `lru_cache` without being part of its key: all boxes are equal."""
 
     __slots__ = ("attrs",)
 
@@ -247,7 +250,7 @@ def _rule(kind: str, operands: Shapes, results: Shapes, key: object, box: _Box) 
 
 
 def infer_results(kind: str, operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    """Shapes and dtypes of the results of an op to be. Raises GraphError when the operands do not fit."""
+    """Result shapes and dtypes of an op with these operands. Raises GraphError when they do not fit."""
     declared = lookup(kind)
     if declared.infer is not None:
         return list(declared.infer(operands, attrs))
@@ -272,7 +275,7 @@ def linear_groups(op: Op) -> Groups:
 def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> ShardSpec:
     """Layout in which a completed op (or one under `layout`) reads an operand."""
     layout = layout or _completed(op)
-    # the groups are as many numbers as there are operands: not looked at for each of them without need
+    # linear groups list all operands: computing them for every operand would be quadratic
     return operand_spec(rule_of(op), operand, layout, linear_groups(op) if layout.partial else ())
 
 
@@ -282,48 +285,48 @@ def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardS
 
 
 def operand_windows(op: Op, operand: int, layout: OpLayout | None = None) -> Windows:
-    """The dims of an operand of which ranks read other positions than their block, and which ones.
+    """Dims of an operand of which ranks read other positions than their block, with the range of each part.
 
-    Empty where every rank reads its own block, as under most ops. See `OpDef.reads`.
+    Empty where every rank reads exactly its block, as most ops do. See `OpDef.reads`.
     """
     rule = rule_of(op)
     if not rule.sliding:
         return ()
     layout = layout or _completed(op)
-    found = []
+    windows = []
     for dim, indices in enumerate(rule.operands[operand]):
         parts = layout.parts(indices[0]) if indices and indices[0] in rule.sliding else 1
         if parts == 1:
             continue
         length = op.operands[operand].shape[dim]
-        own = layout.mesh.blocks(length, layout.of(indices[0]))
-        read = _stretches(op, operand, dim, rule, indices[0], layout)
-        if read != own:
-            found.append((dim, read))
-    return tuple(found)
+        blocks = layout.mesh.blocks(length, layout.of(indices[0]))
+        read = _read_ranges(op, operand, dim, rule, indices[0], layout)
+        if read != blocks:
+            windows.append((dim, read))
+    return tuple(windows)
 
 
-def _stretches(
+def _read_ranges(
     op: Op, operand: int, dim: int, rule: Rule, index: str, layout: OpLayout
 ) -> tuple[tuple[int, int], ...]:
     reads = lookup(op.kind).reads
     if reads is None:
         raise GraphError(f"op {op.kind} slides over index {index} but declares no `reads`")
     carriers = rule.dims_of(index)
-    is_result, tensor, place = next((c for c in carriers if c[0]), carriers[-1])
-    leading = (op.results if is_result else op.operands)[tensor].shape[place]
-    own = layout.mesh.blocks(op.operands[operand].shape[dim], layout.of(index))
-    made = layout.mesh.blocks(leading, layout.of(index))
+    is_result, tensor, dim_of_index = next((c for c in carriers if c[0]), carriers[-1])
+    leading = (op.results if is_result else op.operands)[tensor].shape[dim_of_index]
+    operand_blocks = layout.mesh.blocks(op.operands[operand].shape[dim], layout.of(index))
+    leading_blocks = layout.mesh.blocks(leading, layout.of(index))
     return tuple(
         reads(op, operand, dim, *block) if block[0] < block[1] else (start, start)
-        for (start, _), block in zip(own, made, strict=True)
+        for (start, _), block in zip(operand_blocks, leading_blocks, strict=True)
     )
 
 
 def window_bounds(
     shape: Shape, mesh: ProcessMesh, spec: ShardSpec, windows: Windows, rank: int
 ) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of what a rank holds on every dim: its block, or its window where there is one."""
+    """(start, stop) on every dim of the part that a rank reads: its window, or its block without one."""
     bounds = list(spec.bounds(shape, mesh, rank))
     for dim, read in windows:
         bounds[dim] = read[mesh.index(rank, spec.dims[dim])]

@@ -2,8 +2,8 @@
 
     parse_graph(print_graph(graph)) == graph
 
-for a graph at any stage (see `distgraph.ir.printer` for how it reads). A mistake is drawn on the line it is
-in.
+for a graph at any stage (`distgraph.ir.printer` describes the text form). An error message shows the line
+with the faulty part underlined.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _Axis = tuple[str, int, tuple[int, ...]]  # name, size, weights where there are 
 
 
 MOST_CHARACTERS: Final = MOST_BYTES
-"""Of a graph text: that of 100,000 ops has about 20 MiB."""
+"""Longest graph text; a graph of 100,000 ops has about 20 MiB."""
 MOST_RANKS: Final = 1 << 20
-"""Of a mesh, and one more than the largest rank: a cluster has at most 65,536 devices."""
+"""Most ranks of a mesh, and one more than the largest rank: a cluster has at most 65,536 devices."""
 _MOST_SIZE: Final = 2**63  # a size or a number of an attribute is a 64-bit integer
 _MOST_AXES: Final = 32  # of a mesh: NumPy's arrays have 64 dims at most
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|#[^\n]*|[\[({]|[\])}]', re.DOTALL)
@@ -51,7 +51,7 @@ def parse_graph(text: str, file: str = "graph text") -> Graph:
 
     Args:
         text: as `print_graph` writes it.
-        file: where it comes from, for messages.
+        file: name of its file, for messages.
 
     Raises:
         GraphError: malformed text, an unknown value or mesh, a name defined twice, a number beyond its limit,
@@ -70,9 +70,9 @@ def parse_graph(text: str, file: str = "graph text") -> Graph:
     try:
         graph = _Reader().transform(tree)
     except lark.exceptions.VisitError as error:
-        if isinstance(error.orig_exc, _Mistake):
-            at, message = error.orig_exc.token, error.orig_exc.message
-            where = _at(text, at.line or 1, at.column or 1, len(at), message)
+        if isinstance(error.orig_exc, _TextError):
+            token, message = error.orig_exc.token, error.orig_exc.message
+            where = _located(text, token.line or 1, token.column or 1, len(token), message)
             raise GraphError(f"{file}, {where}") from None
         if isinstance(error.orig_exc, DistGraphError):
             raise GraphError(f"{file}: {error.orig_exc}") from None
@@ -94,7 +94,7 @@ def _check_size(text: str, file: str) -> None:
         if depth > MOST_DEPTH:
             line = text.count("\n", 0, match.start()) + 1
             column = match.start() - text.rfind("\n", 0, match.start())
-            where = _at(text, line, column, 1, f"brackets are nested more than {MOST_DEPTH} deep")
+            where = _located(text, line, column, 1, f"brackets are nested more than {MOST_DEPTH} deep")
             raise GraphError(f"{file}, {where}")
 
 
@@ -112,16 +112,18 @@ def _parser() -> lark.Lark:
 def _syntax(text: str, error: lark.exceptions.UnexpectedInput) -> str:
     lines = text.split("\n")
     if isinstance(error, lark.exceptions.UnexpectedToken):
-        wanted = error.accepts or error.expected
+        expected = error.accepts or error.expected
         if error.token.type == "$END":
             last = max((i for i, line in enumerate(lines, 1) if line.strip()), default=1)
-            return _at(text, last, len(lines[last - 1]) + 1, 1, f"text ends here; expected {_listed(wanted)}")
-        found, width = f"found {str(error.token)!r}", len(error.token)
+            return _located(
+                text, last, len(lines[last - 1]) + 1, 1, f"text ends here; expected {_alternatives(expected)}"
+            )
+        actual, width = f"found {str(error.token)!r}", len(error.token)
     else:
         assert isinstance(error, lark.exceptions.UnexpectedCharacters)
-        wanted, width = error.allowed, 1
-        found = f"found {lines[error.line - 1][error.column - 1]!r}"
-    return _at(text, error.line, error.column, width, f"{found}, expected {_listed(wanted)}")
+        expected, width = error.allowed, 1
+        actual = f"found {lines[error.line - 1][error.column - 1]!r}"
+    return _located(text, error.line, error.column, width, f"{actual}, expected {_alternatives(expected)}")
 
 
 _READABLE = {
@@ -139,19 +141,19 @@ _READABLE = {
 }
 
 
-def _listed(terminals: Any) -> str:
+def _alternatives(terminals: Any) -> str:
     patterns = {terminal.name: terminal.pattern.value for terminal in _parser().terminals}
     names = sorted({_READABLE.get(t, patterns.get(t, t).replace("\\", "")) for t in terminals})
     return " or ".join(names)
 
 
-def _at(text: str, line: int, column: int, width: int, message: str) -> str:
+def _located(text: str, line: int, column: int, width: int, message: str) -> str:
     shown = text.split("\n")[line - 1]
     return f"line {line}, column {column}: {message}\n{draw(shown, column - 1, width)}"
 
 
-class _Mistake(Exception):
-    """Text that is well formed but makes no sense, and the token to blame."""
+class _TextError(Exception):
+    """Error in text that is well formed but means no valid graph, with the token that is at fault."""
 
     def __init__(self, token: Token, message: str) -> None:
         super().__init__(message)
@@ -160,16 +162,16 @@ class _Mistake(Exception):
 
 
 def _refuse(token: Token, message: str) -> NoReturn:
-    raise _Mistake(token, message)
+    raise _TextError(token, message)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A spec beside a type; the mesh is resolved when the graph is put together."""
+    """The spec that follows a type; its mesh is resolved when the graph is assembled."""
 
     spec: ShardSpec
     mesh: Token | None
-    at: Token
+    token: Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class _OpText:
 
 
 def _whole(token: Token, below: int = _MOST_SIZE, least: int = 0) -> int:
-    """A number of the text."""
+    """The whole number of a token; refused outside `least` to `below - 1`."""
     digits = str(token)
     if len(digits) > 20 or not least <= int(digits) < below:
         _refuse(token, f"expected a whole number from {least} to {below - 1}")
@@ -202,11 +204,11 @@ def _whole(token: Token, below: int = _MOST_SIZE, least: int = 0) -> int:
 
 def _distinct(what: str, keys: Sequence[Token]) -> None:
     """Refuse a key that is given twice: one of its values would be lost."""
-    seen = set[str]()
+    previous = set[str]()
     for key in keys:
-        if key in seen:
+        if key in previous:
             _refuse(key, f"{what} {key} is given twice")
-        seen.add(str(key))
+        previous.add(str(key))
 
 
 def _name(token: Token) -> str:
@@ -217,15 +219,15 @@ def _name(token: Token) -> str:
 
 def _string(token: Token, body: str | None = None) -> str:
     try:
-        found: str = json.loads(str(token) if body is None else body, strict=False)
+        value: str = json.loads(str(token) if body is None else body, strict=False)
     except json.JSONDecodeError as error:
         _refuse(token, f"string is malformed: {error.msg}")
-    return found
+    return value
 
 
 @v_args(inline=True)
 class _Reader(Transformer[Token, Any]):
-    """Bottom up: small pieces become data at once, a graph when all its statements are there."""
+    """Builds a graph from the parse tree, bottom up; each method is named after a rule of the grammar."""
 
     def graph(self, name: Token, micro: Token | None, *statements: tuple[str, Any]) -> Graph:
         count = 1 if micro is None else _whole(micro, least=1)
@@ -233,7 +235,7 @@ class _Reader(Transformer[Token, Any]):
 
     def mesh(self, name: Token, sizes: Any, ranks: Sequence[int]) -> tuple[str, Any]:
         axes, shape = [axis for axis, *_ in sizes], [size for _, size, _ in sizes]
-        weights = {axis: own for axis, _, own in sizes if own}
+        weights = {axis: axis_weights for axis, _, axis_weights in sizes if axis_weights}
         if math.prod(shape) != len(ranks):
             _refuse(name, f"mesh {name} has {len(ranks)} ranks but its axes make {math.prod(shape)}")
         if len(shape) > _MOST_AXES:
@@ -355,10 +357,10 @@ class _Reader(Transformer[Token, Any]):
             if len(text) > len(str(MOST_NUMBER)):
                 _refuse(text, f"expected a number within {float(MOST_NUMBER):g}")
             return int(text)
-        found = float(text)
-        if math.isinf(found) and "inf" not in text:
+        value = float(text)
+        if math.isinf(value) and "inf" not in text:
             _refuse(text, "expected a number of 64 bits, or inf")
-        return found
+        return value
 
     def string(self, text: Token) -> str:
         return _string(text)
@@ -421,7 +423,7 @@ def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any
             token, stored, origin = content
             if _name(token) in attrs:
                 _refuse(token, f"value {token} has two layouts")
-            attrs[_name(token)] = DistAttr(_mesh(meshes, stored.mesh, stored.at), stored.spec, origin)
+            attrs[_name(token)] = DistAttr(_mesh(meshes, stored.mesh, stored.token), stored.spec, origin)
         else:
             label, use = content
             ends[kind].append((label, _operand(values, use)))
@@ -475,9 +477,9 @@ def _operand(values: dict[str, Value], use: _Use) -> Value:
     return values[name]
 
 
-def _mesh(meshes: dict[str, ProcessMesh], token: Token | None, at: Token) -> ProcessMesh:
+def _mesh(meshes: dict[str, ProcessMesh], token: Token | None, blamed: Token) -> ProcessMesh:
     name = _FIRST_MESH if token is None else _name(token) if token.type == "MESH" else str(token)
     if name not in meshes:
-        known = ", ".join(meshes) or "none"
-        _refuse(token or at, f"mesh {name} is not defined above; the meshes are {known}")
+        defined = ", ".join(meshes) or "none"
+        _refuse(token or blamed, f"mesh {name} is not defined above; the meshes are {defined}")
     return meshes[name]

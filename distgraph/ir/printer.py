@@ -1,4 +1,4 @@
-"""The text form of a graph: one line an op, layouts beside the types; it parses back to the same graph.
+"""The text form of a graph: one line per op, layouts next to the types; it parses back to the same graph.
 
     graph @mlp micro_batches=4
       mesh m0 = (dp=2, tp=2) ranks 0..3
@@ -8,11 +8,11 @@
       output "loss" = %l
       update %w1 = %w1.new
 
-After a type stand the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` is how the op is
-computed. Then the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who decided the
-layouts of the results. `place %h on m1` is where the user put an op. Line breaks and spaces do not matter;
-`#` starts a comment. The grammar is `grammar.lark`, the parser `distgraph.ir.parser`. Claims that completion
-lost (`Graph.lost`) are not part of the text.
+A type is followed by the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` says how the op
+is computed. Then follow the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who
+decided the layouts of the results. `place %h on m1` is a placement by the user. Line breaks and spaces do not
+matter; `#` starts a comment. The grammar is `grammar.lark`, the parser `distgraph.ir.parser`. Layouts that
+completion dropped (`Graph.lost`) are not part of the text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from distgraph.ir.graph import Graph, Op, Value
 
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_WIDEST = (36, 24, 28, 72, 24, 0)  # per column; a longer cell does not push the rest of all other lines
+_WIDEST = (36, 24, 28, 72, 24, 0)  # per column; cells longer than this do not widen the column
 _INDENT = "  "
 
 
@@ -68,7 +68,7 @@ def mesh_text(mesh: ProcessMesh) -> str:
 
 
 class _Printer:
-    """What the lines of one graph share: the names of its meshes and the types of its values."""
+    """State that all lines of one graph share: the names of its meshes and the types of its values."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -118,9 +118,9 @@ class _Printer:
         ]
 
     def use(self, value: Value) -> str:
-        """An operand; with its type where that is not the one it was made with."""
-        known = self.values.get(value.name)
-        return f"%{name_text(value.name)}" + ("" if known == value else f" : {value.type}")
+        """An operand; with its type where that differs from the type of its definition."""
+        defined = self.values.get(value.name)
+        return f"%{name_text(value.name)}" + ("" if defined == value else f" : {value.type}")
 
     def stored(self, value: Value) -> str:
         attr = self.graph.attrs.get(value.name)
@@ -203,7 +203,7 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def draw(line: str, start: int, width: int) -> str:
-    """A line with `^^^^` under a part of it; of a long line the part around it."""
+    """A line with `^^^^` under a part of it; a long line is cut to the surroundings of that part."""
     left = max(0, start - 90)
     right = min(len(line), max(start + width, left) + 60)
     shown = ("..." if left else "") + line[left:right] + ("..." if right < len(line) else "")

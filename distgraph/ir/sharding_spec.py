@@ -1,4 +1,4 @@
-"""ShardSpec: how one tensor lies on a mesh; DistAttr: mesh, spec and who decided them."""
+"""ShardSpec: how one tensor is sharded on a mesh; DistAttr: its mesh, its spec and who decided them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UserDim = str | Sequence[str] | None
 
 
 class ShardSpec:
-    """For each dim of a tensor the mesh axes that split it, major to minor; and the axes it is partial over.
+    """The sharding of a tensor: for each dim the mesh axes that split it, and the axes it is partial over.
 
-    A dim of size n that k parts share is cut in blocks of ceil(n / k): the last ones are shorter or empty.
-    Axes with weights cut unevenly, see `ProcessMesh`.
-    Partial over an axis means: the true value is the reduction (sum, max, min, prod) of what the ranks along
-    it hold.
-    Frozen, hashable, and parseable from its own print.
+    The axes of a dim are listed major to minor. A dim of size n that is split in k parts is cut in blocks of
+    ceil(n / k); the last blocks are shorter or empty. Axes with weights cut unevenly, see `ProcessMesh`.
+    A tensor is partial over an axis when its value is the reduction (sum, max, min, prod) of the blocks that
+    the ranks along the axis hold.
+    A spec is immutable and hashable, and `parse` is the inverse of `str`.
 
     Example:
         >>> spec = ShardSpec.of([("x", "y"), None], partial={"tp": "sum"})
@@ -43,18 +43,18 @@ class ShardSpec:
 
     @classmethod
     def of(cls, dims: Sequence[UserDim], partial: Mapping[str, str] | None = None) -> ShardSpec:
-        """From what a user writes: `[None, "x"]`, `[("x", "y"), None]`.
+        """The spec of a list with one entry a dim, as users write it: `[None, "x"]`, `[("x", "y"), None]`.
 
         Raises:
             ShardingError: an axis repeats, or what is given is no list of axes.
         """
-        given: object = dims
-        if isinstance(given, str) or not isinstance(given, Sequence):
+        entries: object = dims
+        if isinstance(entries, str) or not isinstance(entries, Sequence):
             raise ShardingError(f"spec is {dims!r} but must be a list, one entry a dim, such as [None, 'tp']")
-        for d in given:
+        for d in entries:
             if d is not None and not isinstance(d, (str, tuple, list)):
                 raise ShardingError(
-                    f"spec {list(given)}: {d!r} is no axis; each entry is a name, a tuple of names or None"
+                    f"spec {list(entries)}: {d!r} is no axis; each entry is a name, a tuple of names or None"
                 )
         tuples = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
         spec = cls(tuples, tuple((partial or {}).items()))
@@ -88,13 +88,13 @@ class ShardSpec:
         """Raises ShardingError when an axis is used twice, is no identifier, or a reduction is unknown."""
         used: list[Any] = [axis for dim in self.dims for axis in dim]  # users may pass anything
         used += [axis for axis, _ in self.partial]
-        seen = set[str]()
+        checked = set[str]()
         for axis in used:
             if not is_axis_name(axis):
                 raise ShardingError(f"spec {self}: {axis!r} is no axis name")
-            if axis in seen:
+            if axis in checked:
                 raise ShardingError(f"spec {self}: axis {axis!r} is used twice; an axis splits one dim only")
-            seen.add(axis)
+            checked.add(axis)
         for axis, kind in self.partial:
             if kind not in REDUCTIONS:
                 raise ShardingError(
@@ -102,7 +102,7 @@ class ShardSpec:
                 )
 
     def check(self, shape: Sequence[int], mesh: ProcessMesh, subject: str = "tensor") -> None:
-        """Raises ShardingError when the spec does not fit a shape or names an axis that the mesh lacks."""
+        """Raises ShardingError when the spec does not fit a shape or names an axis that the mesh has not."""
         self.check_axes()
         if len(self.dims) != len(shape):
             raise ShardingError(
@@ -120,11 +120,11 @@ class ShardSpec:
         return tuple(a for dim in self.dims for a in dim) + tuple(a for a, _ in self.partial)
 
     def reduction(self, axis: str) -> str | None:
-        """The pending reduction over an axis, or None."""
+        """The reduction of an axis that the tensor is partial over; None for all other axes."""
         return next((kind for a, kind in self.partial if a == axis), None)
 
     def without_partial(self) -> ShardSpec:
-        """The layout once every pending reduction is done in place."""
+        """The same spec with no partial axes: the layout after an all_reduce over all of them."""
         return ShardSpec(self.dims) if self.partial else self
 
     def local_shape(self, shape: Sequence[int], mesh: ProcessMesh, rank: int) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ DEFAULT_ORIGIN = Origin("default")
 
 @dataclass(frozen=True, slots=True)
 class DistAttr:
-    """Where and how a value lies. Equality ignores the origin."""
+    """The layout of a value: its mesh, its spec, and who decided them. Equality ignores the origin."""
 
     mesh: ProcessMesh
     spec: ShardSpec

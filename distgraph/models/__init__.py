@@ -1,4 +1,4 @@
-"""Models of the field: they train for real at small size and plan at any, from shapes alone.
+"""Published model architectures: small ones can be trained, and all sizes can be planned from shapes alone.
 
 model = GPT.preset("2.6B")
 stages(model, [mesh[0:2], mesh[2:4]], recompute=True)

@@ -1,4 +1,4 @@
-"""What the decoder models share: attention over a causal sequence, and tokens -> blocks -> logits."""
+"""Modules of decoder models: causal attention, feed-forward, block, and tokens -> blocks -> logits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CausalAttention(Placed):
 
     Args:
         width, heads, key_heads: as in `nn.MultiHeadAttention`.
-        packed: one projection for queries, keys and values. Its outputs go by key head: for each the queries
-            that share it, one key, one value; so a split of the outputs is a split of the heads.
-        fused: one op that never stores the scores and computes only what the mask leaves; otherwise scores,
-            mask, softmax and product are ops of their own over the whole square, as in models before 2022.
+        packed: one projection for queries, keys and values. Its outputs are ordered by key head: for each its
+            queries, its key and its value, so that splitting the outputs splits the heads.
+        fused: attention is one op that never stores the scores and skips masked ones; otherwise scores, mask,
+            softmax and product are separate ops over all pairs of positions, as in models before 2022.
         dropout: rate on the output, and on the probabilities where they exist.
         rotary: base of rotary positions (Su et al., 2021); None for none.
 
@@ -97,15 +97,15 @@ class CausalAttention(Placed):
         return ops.transpose(heads, (0, 2, 1, 3))
 
     def _composed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Scores, mask, softmax and product of their own."""
+        """Attention as separate ops: scores, mask, softmax and product."""
         batch, _, length, size = q.shape
         shared = self.heads // self.groups
         q = ops.reshape(q * size**-0.5, (batch, self.groups, shared, length, size))
         scores = ops.einsum("bgrqd,bgkd->bgrqk", q, k)
         rows = ops.reshape(ops.arange(length), (length, 1))
-        seen = rows >= ops.arange(length)
+        visible = rows >= ops.arange(length)
         lowest = float(np.finfo(np.float16).min if q.dtype == "f16" else -1e9)
-        weights = self.dropout(ops.softmax(ops.where(seen, scores, lowest)))
+        weights = self.dropout(ops.softmax(ops.where(visible, scores, lowest)))
         o = ops.einsum("bgrqk,bgkd->bgrqd", weights, v)
         return ops.reshape(o, (batch, self.heads, length, size))
 
@@ -202,10 +202,10 @@ class Decoder(Stack):
 
     @staticmethod
     def _places(table: Parameter, length: int) -> Any:
-        known = table.shape[0]
-        if length > known:
-            raise GraphError(f"ids have length {length} but the model has {known} positions; cut them")
-        return table if length == known else table.tensor()[:length]
+        table_length = table.shape[0]
+        if length > table_length:
+            raise GraphError(f"ids have length {length} but the model has {table_length} positions; cut them")
+        return table if length == table_length else table.tensor()[:length]
 
     def loss(self, logits: Any, labels: Any) -> Tensor:
         """Mean cross-entropy of the logits [b, s, vocabulary] and the tokens that follow, labels [b, s]."""

@@ -128,7 +128,7 @@ class GPT(Decoder):
 
 
 def find(presets: dict[str, Any], name: str, family: str) -> Any:
-    """A preset by name. Raises GraphError with the names that there are."""
+    """A preset by name. Raises GraphError, with the names of all presets, for an unknown one."""
     if name not in presets:
         raise GraphError(f"preset {name!r} of {family} does not exist; there are {', '.join(presets)}")
     return presets[name]

@@ -95,7 +95,7 @@ class GroupedExperts(Placed, MoE):
         return ops.reshape(ops.reshape(self.layout.batch(y), wide), x.shape)
 
     def _combine(self, gates: Tensor) -> Tensor:
-        """As in `MoE`, each group where its tokens are."""
+        """As in `MoE`, with each group on the ranks of its tokens."""
         mask: Tensor = self.layout.batch(super()._combine(self.layout.batch(gates)))
         return mask
 
@@ -103,7 +103,7 @@ class GroupedExperts(Placed, MoE):
         return ops.gelu(self.layout.routed(inner, "tp"))
 
     def feed(self, routed: Tensor) -> Tensor:
-        """As in `MoE`, each expert where its parameters are."""
+        """As in `MoE`, with each expert on the ranks of its parameters."""
         y: Tensor = self.layout.routed(super().feed(self.layout.routed(routed)))
         return y
 
@@ -147,10 +147,10 @@ class GShardMoE(Decoder):
 
     def loss(self, logits: Any, labels: Any) -> Tensor:
         """Cross-entropy as in `Decoder`, plus the weighted auxiliary losses of the latest call."""
-        busy = [block.mlp.loss for block in self.blocks if isinstance(block.mlp, GroupedExperts)]
+        auxiliary_losses = [block.mlp.loss for block in self.blocks if isinstance(block.mlp, GroupedExperts)]
         total = super().loss(logits, labels)
-        for one in busy:
-            total = total + one * (self.config.auxiliary / len(busy))
+        for auxiliary_loss in auxiliary_losses:
+            total = total + auxiliary_loss * (self.config.auxiliary / len(auxiliary_losses))
         return total
 
     @classmethod

@@ -1,11 +1,11 @@
 """Layouts of whole models: Megatron-like on one mesh, or on one mesh a pipeline stage.
 
-Which dim of a parameter is split is a table by the end of its name; a role (dp, tp, ep) that the mesh has no
-axis for splits nothing, so that stages of different shape share one call. Column then row: the first matrix
-of a pair is split by its outputs, the second by its inputs, and one sum over tp follows (Shoeybi et al.,
-"Megatron-LM", 2019, section 3). With `sequence_parallel` what lies between such pairs is split along the
-sequence (Korthikanti et al., 2022, section 4.2.2). Experts lie on the axis of the batch unless told
-otherwise, and tokens travel to them (Lepikhin et al., "GShard", 2021).
+A table maps the end of a parameter's name to the dims that are split; a role (dp, tp, ep) for which the mesh
+has no axis splits nothing, so that stages of different shape share one call. Column then row: the first
+matrix of a pair is split by its outputs, the second by its inputs, and one sum over tp follows (Shoeybi et
+al., "Megatron-LM", 2019, section 3). With `sequence_parallel`, activations between such pairs are split along
+the sequence (Korthikanti et al., 2022, section 4.2.2). Experts are split over the axis of the batch unless
+`ep` names another, and tokens are exchanged by all_to_all (Lepikhin et al., "GShard", 2021).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SPLIT: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where and how a part of a model lies. Immutable.
+    """The layout of a module: its mesh, and the mesh axis of each role. Immutable.
 
     Attributes:
-        mesh: its ranks; None where nothing is distributed.
-        dp, tp, ep: axes for the batch, for matrices and for experts; those that the mesh lacks split nothing.
-            The batch may be split by several: ("dp", "ep") where `ep` is only a part of the data parallel
-            ranks.
+        mesh: the ranks that compute it; None where nothing is distributed.
+        dp, tp, ep: axes for the batch, for matrices and for experts; axes that are not in the mesh split
+            nothing. The batch may be split by several: ("dp", "ep") where `ep` is only a part of the data
+            parallel ranks.
         sequence: whether hidden states are split along the sequence over `tp` too.
     """
 
@@ -74,37 +74,37 @@ class Layout:
         return next(iter(self.axes(role)), None)
 
     def batch(self, x: Any) -> Any:
-        """A tensor whose first dim is the batch."""
+        """Annotates a tensor whose first dim is the batch."""
         return self.pin(x, "dp", *[None] * (x.ndim - 1))
 
     def hidden(self, x: Any) -> Any:
-        """Hidden states [b, s, width] between the blocks."""
+        """Annotates hidden states [b, s, width] between the blocks."""
         return self.pin(x, "dp", "tp" if self.sequence else None, None)
 
     def inner(self, x: Any) -> Any:
-        """What the first matrix of a pair puts out [b, s, n], and logits."""
+        """Annotates the output [b, s, n] of the first matrix of a pair, or logits."""
         return self.pin(x, "dp", None, "tp")
 
     def heads(self, x: Any) -> Any:
-        """Heads [b, h, s, d]; left open where they do not divide evenly."""
+        """Annotates heads [b, h, s, d]; not where tp does not divide their number."""
         axis = self.axis("tp")
-        even = self.mesh is None or axis is None or x.shape[1] % self.mesh.axis_size(axis) == 0
-        return self.pin(x, "dp", "tp", None, None) if even else x
+        divides = self.mesh is None or axis is None or x.shape[1] % self.mesh.axis_size(axis) == 0
+        return self.pin(x, "dp", "tp", None, None) if divides else x
 
     def routed(self, x: Any, last: str | None = None) -> Any:
-        """Tokens at their experts [experts, groups, capacity, n]; `last` is the role of the last dim."""
+        """Annotates tokens at experts [experts, groups, capacity, n]; `last` is the role of the last dim."""
         experts = self.axes("ep")
         groups = tuple(axis for axis in self.axes("dp") if axis not in experts)
         return shard_tensor(x, self.mesh, [experts, groups, None, self.axis(last)], gradient=True)
 
     def whole(self, x: Any) -> Any:
-        """Hidden states gathered along the sequence for a pair of matrices; `x` where it is not split."""
+        """Hidden states gathered along the sequence for a pair of matrices; `x` itself if it is not split."""
         if not self.sequence or self.axis("tp") is None:
             return x
         return reshard(x, self.mesh, [self.axes("dp"), None, None])
 
     def pin(self, x: Any, *roles: str | None) -> Any:
-        """`x` with one role, or None, a dim; `x` itself without a mesh."""
+        """`x` annotated with a role, or None, for each dim; `x` itself without a mesh."""
         return shard_tensor(x, self.mesh, [self.axes(role) for role in roles])
 
 
@@ -112,18 +112,18 @@ SERIAL = Layout()
 
 
 class Placed(Module):
-    """A module that knows how it lies: serial until `annotate` or `stages` says more."""
+    """A module with a layout: serial until `annotate` or `stages` sets another."""
 
     layout: Layout = SERIAL
 
 
 class Stack(Placed):
-    """A model that is a row of blocks with something before and something after them.
+    """A model that is a sequence of blocks, with modules before and after them.
 
     Attributes:
-        blocks: what is cut over the stages of a pipeline.
+        blocks: the modules that are divided among pipeline stages.
         layout, end: layouts of the first and of the last stage.
-        recompute: whether each block is computed again in the backward part.
+        recompute: whether each block is recomputed in the backward part.
         tail: names of the attributes that belong to the last stage; other parameters belong to the first.
     """
 
@@ -150,7 +150,7 @@ def annotate(
     sequence_parallel: bool = False,
     recompute: bool = False,
 ) -> None:
-    """Lay a model out on one mesh: `stages` with one stage."""
+    """Annotate a model for one mesh: `stages` with one stage."""
     stages(model, [mesh], dp=dp, tp=tp, ep=ep, sequence_parallel=sequence_parallel, recompute=recompute)
 
 
@@ -165,18 +165,18 @@ def stages(
     sequence_parallel: bool = False,
     recompute: bool = False,
 ) -> None:
-    """Cut a model's blocks over meshes and lay each stage out; once for a model.
+    """Divide the blocks of a model among meshes and annotate each stage; to be called once for a model.
 
-    What comes before the blocks goes to the first stage, what comes after them to the last.
+    Modules before the blocks belong to the first stage, those after them to the last.
 
     Args:
         model: a model of `distgraph.models`.
-        meshes: one a stage, of any shape and size; None for a stage that nothing is distributed over.
+        meshes: one a stage, of any shape and size; None for a stage that is not distributed.
         layers: blocks of each stage; by default as even as possible, the longer ones first.
         dp, tp: axes that split the batch and the matrices; a mesh without such an axis splits nothing by it.
         ep: axis that splits experts; by default `dp`, the last of several.
         sequence_parallel: split hidden states along the sequence over `tp`.
-        recompute: compute each block again in the backward part instead of keeping what is inside.
+        recompute: recompute each block in the backward part instead of storing its activations.
 
     Raises:
         ShardingError: stages and `layers` differ in number, or `layers` do not add up to the blocks.
@@ -200,9 +200,9 @@ def stages(
             f"layers {sizes} over {len(meshes)} stages do not cut the {count} blocks of "
             f"{type(model).__name__}; give one number a mesh that add up"
         )
-    own = dp if isinstance(dp, str) else dp[-1]
+    expert_axis = dp if isinstance(dp, str) else dp[-1]
     layouts = [
-        Layout(mesh=mesh, dp=dp, tp=tp, ep=own if ep is None else ep, sequence=sequence_parallel)
+        Layout(mesh=mesh, dp=dp, tp=tp, ep=expert_axis if ep is None else ep, sequence=sequence_parallel)
         for mesh in meshes
     ]
     model.recompute, model.layout, model.end = recompute, layouts[0], layouts[-1]
@@ -212,12 +212,12 @@ def stages(
             if isinstance(module, Placed):
                 module.layout = layout
     for path, parameter in model.named_parameters():
-        top, _, rest = path.partition(".")
-        layout = of_block[int(rest.partition(".")[0])] if top == "blocks" else model.layout
+        top, _, remainder = path.partition(".")
+        layout = of_block[int(remainder.partition(".")[0])] if top == "blocks" else model.layout
         pin(parameter, path, model.end if top in model.tail else layout)
 
 
 def pin(parameter: Parameter, path: str, layout: Layout) -> None:
-    """Annotate a parameter as `SPLIT` says."""
+    """Annotate a parameter by the entry of `SPLIT` for its path."""
     roles = next((roles for end, roles in SPLIT.items() if f".{path}".endswith(f".{end}")), None)
     layout.pin(parameter, *(roles or (None,) * parameter.ndim))

@@ -27,7 +27,7 @@ class WideResNetConfig:
         channels: of the stem and inside the first blocks; twice as many at each next resolution.
         width: how many times more channels the 3x3 convolutions put out.
         image: height and width of the images, which have three channels.
-        classes: to tell apart.
+        classes: number of classes.
         dtype: of parameters and computation.
     """
 
@@ -58,9 +58,9 @@ class Bottleneck(Placed):
     """1x1, 3x3 (with the stride), 1x1, each with batch norm, plus the input, projected where shapes differ.
 
     Args:
-        inputs: channels that come in.
-        channels: after the first convolution; four times as many go out.
-        width: times as many after the 3x3 convolution.
+        inputs: channels of the input.
+        channels: channels after the first convolution; the output has four times as many.
+        width: factor by which the 3x3 convolution has more channels.
     """
 
     def __init__(self, inputs: int, channels: int, width: int, stride: int, dtype: str) -> None:
@@ -123,7 +123,7 @@ class WideResNet(Stack):
         return y
 
     def _begin(self, images: Any) -> Tensor:
-        """What comes before the blocks: the largest values of all, so computed again as blocks are."""
+        """The modules before the blocks, recomputed like blocks since their activations are the largest."""
         y: Tensor = self.pool(ops.relu(self.bn(self.stem(images))))
         return y
 

@@ -1,4 +1,4 @@
-"""Transformer parts: multi-head attention, the feed-forward part, and the pre-norm block."""
+"""Transformer modules: multi-head attention, the feed-forward module, and the pre-norm block."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Initial values: what a parameter starts from, and the block of it that one rank holds.
+"""Initial values of parameters, computed block by block.
 
     ("normal", 0.02)   normal with this standard deviation
     ("uniform", 0.1)   uniform in [-0.1, 0.1)
     ("zeros",) ("ones",) ("constant", 3.0)
-    ("like", "fc1.weight", "normal", 0.02)   the numbers of another parameter, which starts from the rest
+    ("like", "fc1.weight", "normal", 0.02)   the numbers of another parameter, whose own init follows its name
 
-A block is computed from the seed, the parameter's name and its own global positions alone: no rank ever holds
-the whole, and the numbers are the same under every layout.
+A block is computed from the seed, the parameter's name and the global positions of the block: no rank ever
+holds the whole parameter, and the numbers are the same under every layout.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def materialize(
         seed: of the run.
         shape: of the whole parameter.
         starts: position of the block in it; zeros by default.
-        local_shape: shape of the block; the whole by default.
+        local_shape: shape of the block; the whole parameter by default.
         dtype: short name.
         xp: array namespace, numpy or cupy.
 
@@ -65,20 +65,22 @@ def materialize(
     check_init(init)
     if init[0] == "like":
         name, init = init[1], init[2:]
-    whole = tuple(shape)
-    local = whole if local_shape is None else tuple(local_shape)
+    global_shape = tuple(shape)
+    local = global_shape if local_shape is None else tuple(local_shape)
     kind, numpy_dtype = init[0], to_numpy(dtype)
     if kind in ("zeros", "ones", "constant"):
         value = {"zeros": 0.0, "ones": 1.0}.get(kind) if kind != "constant" else init[1]
         return xp.full(local, value, dtype=numpy_dtype)
     draw = random_normal if kind == "normal" else random_uniform
-    wide = to_numpy("f64" if dtype == "f64" else "f32")
-    values = draw(xp, random_key(seed, name), shape=whole, starts=starts, local_shape=local, dtype=wide)
+    draw_dtype = to_numpy("f64" if dtype == "f64" else "f32")
+    values = draw(
+        xp, random_key(seed, name), shape=global_shape, starts=starts, local_shape=local, dtype=draw_dtype
+    )
     if kind == "normal":
-        values *= wide.type(init[1])
+        values *= draw_dtype.type(init[1])
     else:
-        values *= wide.type(2 * init[1])
-        values -= wide.type(init[1])
+        values *= draw_dtype.type(2 * init[1])
+        values -= draw_dtype.type(init[1])
     return values if values.dtype == numpy_dtype else values.astype(numpy_dtype)
 
 

@@ -75,8 +75,8 @@ class RMSNorm(Module):
 class Dropout(Module):
     """Zeroes elements with probability `rate` while training and scales the rest by 1 / (1 - rate).
 
-    Which elements are dropped depends on seed, step and position only: not on layout, ranks or micro-batches,
-    which follow each other along `batch_dim`.
+    Which elements are dropped depends only on seed, step and position: not on the layout, the ranks or the
+    number of micro-batches, which are consecutive along `batch_dim`.
     """
 
     def __init__(self, rate: float, batch_dim: int | None = 0) -> None:

@@ -1,4 +1,4 @@
-"""Module: parameters and submodules found by attribute, named by their path."""
+"""Module: a part of a model whose parameters and submodules are attributes, named by their path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distgraph.errors import GraphError
 from distgraph.nn.parameter import Buffer, Parameter
 from distgraph.tracing.tracer import Trace
 
-_FAMILIAR = {  # what other frameworks call it -> how it is done here
+_FAMILIAR = {  # name in other frameworks -> how it is done here
     "load_state_dict": "engine.load reads parameters from a checkpoint",
     "state_dict": "named_tensors() lists parameters and buffers, engine.save writes their values",
     "train": "engine.fit trains, engine.evaluate and engine.predict do not",
@@ -21,14 +21,14 @@ _FAMILIAR = {  # what other frameworks call it -> how it is done here
 
 
 class MissingPart(GraphError, AttributeError):
-    """An attribute that a module was never given."""
+    """A module has no attribute of this name."""
 
 
 class Module:
     """A part of a model. Subclasses set parameters and submodules as attributes and define `forward`.
 
-    Submodules may also stand in lists, tuples and dicts; attributes that start with _ are not looked at. A
-    parameter that two modules share has the name of its first place, and its gradients sum.
+    Submodules may also be items of lists, tuples and dicts; attributes that start with _ are ignored. A
+    parameter that two modules share has the path of its first occurrence, and its gradients are summed.
 
     Example:
         class MLP(Module):
@@ -49,7 +49,7 @@ class Module:
         """Trace `forward`; its ops carry the module's path as their scope."""
         trace = Trace.current()
         if self._path is None or (not self._path and not trace.scope):
-            name_tree(self)  # a root is walked at every call: parts may have been added since
+            name_tree(self)  # a root names its tree at every call: modules may have been added since
         path = self._path or ""
         if trace.scope and path.startswith(f"{trace.scope}."):
             path = path[len(trace.scope) + 1 :]
@@ -61,22 +61,22 @@ class Module:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Called for what is not there; an AttributeError too, so that hasattr answers."""
+            """Raises MissingPart, which is also an AttributeError, so that `hasattr` returns False."""
             if name.startswith("_"):
                 raise AttributeError(name)
-            way = _FAMILIAR.get(
+            advice = _FAMILIAR.get(
                 name, "set it in __init__, and call super().__init__ where that overrides another"
             )
-            raise MissingPart(f"{type(self).__name__} has no {name!r}; {way}")
+            raise MissingPart(f"{type(self).__name__} has no {name!r}; {advice}")
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        """(relative path, module or parameter) of what this module holds itself."""
+        """(relative path, module or parameter) of the attributes of this module."""
         for name, value in vars(self).items():
             if not name.startswith("_"):
                 yield from _held(name, value)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """(path, module) of this module and everything below it, each module once."""
+        """(path, module) of this module and all modules below it, each once."""
         yield from _modules(self, prefix, set())
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
@@ -88,7 +88,7 @@ class Module:
         return [(path, p) for path, p in self.named_tensors() if isinstance(p, Buffer)]
 
     def named_tensors(self) -> list[tuple[str, Parameter]]:
-        """(path, parameter or buffer) relative to this module; names the tree where that is still to do."""
+        """(path, parameter or buffer) relative to this module; names the tree if it is not yet named."""
         if self._path is None:
             name_tree(self)
         return _tensors(self)
@@ -126,22 +126,22 @@ def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _held(f"{name}.{key}", item)
 
 
-def _modules(module: Module, path: str, seen: set[int]) -> Iterator[tuple[str, Module]]:
-    if id(module) in seen:
+def _modules(module: Module, path: str, visited: set[int]) -> Iterator[tuple[str, Module]]:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     yield path, module
     for name, value in module.children():
         if isinstance(value, Module):
-            yield from _modules(value, f"{path}.{name}" if path else name, seen)
+            yield from _modules(value, f"{path}.{name}" if path else name, visited)
 
 
 def _tensors(root: Module) -> list[tuple[str, Parameter]]:
-    found: list[tuple[str, Parameter]] = []
-    seen: set[int] = set()
+    tensors: list[tuple[str, Parameter]] = []
+    visited: set[int] = set()
     for path, module in root.named_modules():
         for name, value in module.children():
-            if isinstance(value, Parameter) and id(value) not in seen:
-                seen.add(id(value))
-                found.append((f"{path}.{name}" if path else name, value))
-    return found
+            if isinstance(value, Parameter) and id(value) not in visited:
+                visited.add(id(value))
+                tensors.append((f"{path}.{name}" if path else name, value))
+    return tensors

@@ -20,9 +20,9 @@ from distgraph.tracing.tensor import Tensor
 class MoE(Module):
     """Each token goes to its two best experts, weighted by their gates.
 
-    A group is one sequence. An expert takes at most `capacity` tokens of a group; tokens beyond are passed
-    over (their output is 0, so use it inside a residual connection). First choices come before second ones.
-    The second expert is always asked, not at random, so that a run is the same under every layout.
+    A group is one sequence. An expert takes at most `capacity` tokens of a group; tokens beyond that are
+    dropped (their output is 0, so use it inside a residual connection). First choices come before second
+    ones. The second expert is always used, not at random, so that a run is the same under every layout.
 
     Args:
         width: of input and output.
@@ -82,15 +82,15 @@ class MoE(Module):
         return _shift(ops.einsum("egch,ehm->egcm", inner, self.down), self.down_bias)
 
     def _combine(self, gates: Tensor) -> Tensor:
-        """Weight of every token at every place of every expert: [groups, tokens, experts, capacity]."""
+        """Weight of every token in every slot of every expert: [groups, tokens, experts, capacity]."""
         tokens = gates.shape[1]
         capacity = max(1, math.ceil(2 * self.capacity_factor * tokens / self.experts))
         first = self._chosen(gates)
         second = self._chosen(ops.where(first > 0.0, -1.0, ops.stop_gradient(gates)))
         self._loss = self._balance(gates, first)
-        before = ops.cumsum(first, 1) - first  # tokens of the same group that asked for this expert earlier
-        taken = ops.reduce("sum", first, 1, True)
-        before_second = ops.cumsum(second, 1) - second + taken
+        before = ops.cumsum(first, 1) - first  # earlier tokens of the same group with this expert
+        first_counts = ops.reduce("sum", first, 1, True)
+        before_second = ops.cumsum(second, 1) - second + first_counts
         weight_first = ops.reduce("sum", gates * first, -1, True)
         weight_second = ops.reduce("sum", gates * second, -1, True)
         share = weight_first + weight_second + 1e-9
@@ -100,18 +100,18 @@ class MoE(Module):
 
     def _chosen(self, gates: Tensor) -> Tensor:
         """1 at the best expert of each token, [groups, tokens, experts]."""
-        best = ops.argmax(ops.stop_gradient(gates), -1)  # one of the experts: nothing to check
+        best = ops.argmax(ops.stop_gradient(gates), -1)  # always in range: "zeros" only avoids the check
         return ops.one_hot(best, self.experts, gates.dtype, outside="zeros")
 
     def _balance(self, gates: Tensor, first: Tensor) -> Tensor:
-        """GShard equation 3: differentiable in the gates, the shares of first choices are counts."""
+        """Auxiliary loss, GShard equation 3: differentiable in the gates; first choices are only counted."""
         return ops.mean(ops.mean(gates, 1) * ops.mean(first, 1)) * float(self.experts**2)
 
     def _place(self, mask: Tensor, before: Tensor, weight: Tensor, capacity: int) -> Tensor:
-        """Weights at (expert, place); a place beyond the capacity is in no one-hot row: nothing."""
-        place = ops.reduce("sum", before * mask, -1).astype("i32")
-        places = ops.one_hot(place, capacity, mask.dtype, outside="zeros")
-        return ops.einsum("gse,gsc->gsec", mask * weight, places)
+        """Weights at (expert, slot); the one-hot row of a slot beyond the capacity is zero."""
+        slot = ops.reduce("sum", before * mask, -1).astype("i32")
+        slots = ops.one_hot(slot, capacity, mask.dtype, outside="zeros")
+        return ops.einsum("gse,gsc->gsec", mask * weight, slots)
 
 
 def _shift(x: Tensor, bias: Parameter | None) -> Tensor:

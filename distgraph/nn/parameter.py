@@ -1,4 +1,4 @@
-"""Parameter: a tensor that is learned. It has a shape and an initialisation, and no memory of its own."""
+"""Parameter: a tensor that is learned. It has a shape and an initialisation; the engine holds its values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distgraph.tracing.tracer import Trace
 
 
 class Parameter(TensorOperators):
-    """What a module learns (or, as a `Buffer`, keeps). Inside a trace it acts as a tensor.
+    """A learned tensor of a module (or, as a `Buffer`, one that is not learned). A trace uses it as a tensor.
 
     Attributes:
         shape, dtype: global shape and short dtype name.
         init: see `distgraph.nn.initializers`.
         trainable: whether the optimiser changes it.
-        annotation: mesh and layout that the user wrote, or None.
+        annotation: mesh and layout that the user annotated, or None.
         name: module path such as "blocks.3.attn.q.weight"; set when the root module is entered.
     """
 
@@ -79,7 +79,7 @@ class Parameter(TensorOperators):
         return {"trainable": self.trainable}
 
     def tensor(self) -> Tensor:
-        """The tensor that stands for this parameter in the current trace."""
+        """The tensor of this parameter in the current trace."""
         return Trace.current().tensor(self)
 
     @property
@@ -112,7 +112,7 @@ class Parameter(TensorOperators):
 
 
 class Buffer(Parameter):
-    """What a module keeps from step to step without learning it, such as running statistics."""
+    """A tensor that a module updates from step to step without learning it, such as running statistics."""
 
     kind = "state"
 
@@ -123,7 +123,7 @@ class Buffer(Parameter):
         return {}
 
     def update(self, new: Tensor) -> None:
-        """Take a new value at the end of the step. Raises GraphError when the shape or dtype differs."""
+        """Set the value at the end of the step. Raises GraphError when the shape or dtype differs."""
         old = self.tensor()
         if new.value.type != old.value.type:
             raise GraphError(f"buffer {self.name} is {old.value.type} but its new value is {new.value.type}")

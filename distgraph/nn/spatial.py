@@ -88,9 +88,9 @@ class AvgPool2d(Module):
 class BatchNorm2d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias for every channel (Ioffe and Szegedy, 2015).
 
-    Mean and variance are of the whole (micro-)batch wherever it lies, and a split batch costs two reductions
-    of one number a channel. While training, running statistics take in those of the step (the mean over its
-    micro-batches); evaluation uses them.
+    Mean and variance are those of the whole (micro-)batch under every layout; a split batch costs two
+    reductions of one number a channel. Training updates the running statistics with those of the step (their
+    mean over its micro-batches); evaluation uses them.
 
     Parameters: weight [channels], bias [channels]; buffers running_mean, running_var [channels].
     """
@@ -119,9 +119,9 @@ class BatchNorm2d(Module):
         return y
 
     def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Running statistics of the next step; the variance is the unbiased one, as elsewhere."""
+        """Updates the running statistics; the variance is the unbiased one, as in other frameworks."""
         correction = count / max(1, count - 1)
-        for buffer, seen in ((self.running_mean, mean), (self.running_var, variance * correction)):
-            step = ops.accumulate(ops.stop_gradient(ops.reshape(seen, buffer.shape)))
+        for buffer, observed in ((self.running_mean, mean), (self.running_var, variance * correction)):
+            step = ops.accumulate(ops.stop_gradient(ops.reshape(observed, buffer.shape)))
             with mean.trace.within(role="optimize"):
                 buffer.update(buffer * (1 - self.momentum) + step * self.momentum)

@@ -62,7 +62,7 @@ def _infer_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
 
 
 def _visible(attrs: Attrs, local: Local) -> Attrs:
-    """Under a causal mask, how many keys the last local query row sees: the mask ends there."""
+    """Number of keys that the last local query sees under a causal mask; the keys after them are skipped."""
     if not attrs.get("causal") or not local.layout.of("s"):
         return attrs
     q = 0 if len(local.op.operands) == 3 else 1
@@ -94,7 +94,8 @@ def _grad_kernel(
     if keys is None or keys >= k.shape[2]:
         return kernels.attention_grad(xp, do, q, k, v, o, lse, out=out, **attrs)
     dq, near_k, near_v = kernels.attention_grad(xp, do, q, k[:, :, :keys], v[:, :, :keys], o, lse, **attrs)
-    dk, dv = xp.zeros_like(k), xp.zeros_like(v)  # the keys beyond are hidden from every row of this rank
+    # the mask hides the keys after `near_k` from every query of this rank
+    dk, dv = xp.zeros_like(k), xp.zeros_like(v)
     dk[:, :, :keys], dv[:, :, :keys] = near_k, near_v
     if out is None:
         return dq, dk, dv
@@ -105,11 +106,11 @@ def _grad_kernel(
 
 
 def _pairs(shapes: Shapes, attrs: Attrs) -> int:
-    """(query, key) pairs that are computed, over batch and heads."""
+    """Number of (query, key) pairs that are computed, over batch and heads."""
     b, h, _, s, t = _sizes(shapes)
     if not attrs.get("causal"):
         return b * h * s * t
-    first = max(1, t - s + 1)  # keys that the first query with any sees; each one after it sees one more
+    first = max(1, t - s + 1)  # keys that the first query with a key sees; every later query sees one more
     return b * h * (t + first) * (t - first + 1) // 2
 
 

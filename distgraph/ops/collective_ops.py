@@ -3,7 +3,7 @@
 `accumulate` ends the part of a step that runs once a micro-batch: its result is the mean over the
 micro-batches, so whatever follows it runs once a step. `reshard` is an explicit change of layout; the pass
 `lower` turns it into the collectives of `distgraph.ir.collectives`, whose attrs name the mesh axes and dims.
-Their operand and result layouts stand in the graph.
+The layouts of their operands and results are part of the graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contractions: matmul and einsum. Their rule is their definition, their gradients are contractions again."""
+"""Contractions: matmul and einsum. Their definition gives the index rule; gradients are contractions too."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def _index_sizes(terms: Terms, operands: Sequence[Value]) -> dict[str, int]:
         if len(term) != len(value.shape):
             raise GraphError(f"operand {position} is {value.type} but {term!r} names {len(term)} dims")
         for letter, length in zip(term, value.shape, strict=True):
-            known, where = sizes.setdefault(letter, (length, position))
-            if known != length:
+            size, first = sizes.setdefault(letter, (length, position))
+            if size != length:
                 raise GraphError(
-                    f"index {letter} is {known} in operand {where} but {length} in operand {position}"
+                    f"index {letter} is {size} in operand {first} but {length} in operand {position}"
                 )
     return {letter: length for letter, (length, _) in sizes.items()}
 
@@ -163,12 +163,12 @@ def _matmul_gradient(c: GradientContext) -> list[Tensor | None]:
     lengths = dict(zip(batch, c.grad.shape, strict=False))
     terms, flat = [], []
     for x, tail in zip(c.operands, ("mk", "kn"), strict=True):
-        own = batch[len(batch) - (x.ndim - 2) :]
-        kept = [(letter, n) for letter, n in zip(own, x.shape, strict=False) if n == lengths[letter]]
+        letters = batch[len(batch) - (x.ndim - 2) :]
+        matching = [(letter, n) for letter, n in zip(letters, x.shape, strict=False) if n == lengths[letter]]
         terms.append(
-            "".join(letter for letter, _ in kept) + tail
+            "".join(letter for letter, _ in matching) + tail
         )  # without the dims along which it broadcasts
-        flat.append(reshape_to(x, (*(n for _, n in kept), *x.shape[-2:])))
+        flat.append(reshape_to(x, (*(n for _, n in matching), *x.shape[-2:])))
     return [
         reshape_to(contraction_gradient(tuple(terms), batch + "mn", flat, c.grad, i), x.shape)
         if need
@@ -252,11 +252,11 @@ def einsum(spec: str, *operands: Any) -> Tensor:
     expanded, squeezed = [], []
     for term, x, count in zip(terms, tensors, counts, strict=True):
         before = term.find("...")
-        own = batch[len(batch) - count :] if count else ""
-        letters = term.replace("...", own)
-        dropped = [d for d in range(before, before + count) if x.shape[d] != lengths[letters[d]]]
-        expanded.append("".join(c for d, c in enumerate(letters) if d not in dropped))
-        squeezed.append(reshape_to(x, tuple(n for d, n in enumerate(x.shape) if d not in dropped)))
+        batch_letters = batch[len(batch) - count :] if count else ""
+        letters = term.replace("...", batch_letters)
+        broadcast_dims = [d for d in range(before, before + count) if x.shape[d] != lengths[letters[d]]]
+        expanded.append("".join(c for d, c in enumerate(letters) if d not in broadcast_dims))
+        squeezed.append(reshape_to(x, tuple(n for d, n in enumerate(x.shape) if d not in broadcast_dims)))
     return emit_one("einsum", *squeezed, spec=",".join(expanded) + "->" + right.replace("...", batch))
 
 

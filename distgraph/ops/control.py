@@ -1,4 +1,4 @@
-"""Loops whose number of turns is found while running: the condition and the body are graphs of their own."""
+"""Loops whose number of turns depends on data: condition and body are subgraphs, held as attributes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TURNS = 1_000_000
 
 
 def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    """Nothing is split: every rank runs the whole loop on whole tensors."""
+    """Index rule without a split: every rank runs the whole loop on whole tensors."""
     terms = tuple(((),) * len(shape) for shape in shapes)
     return make_rule("while_loop", terms, terms[: len(attrs["body"].outputs)], {})
 
@@ -30,11 +30,11 @@ def _kernel(xp: Any, *arrays: Any, out: Any = None, condition: Graph, body: Grap
     count = len(body.outputs)
     state, fixed = tuple(arrays[:count]), tuple(arrays[count:])
     for _ in range(MAX_TURNS):
-        given = dict(zip(names, state + fixed, strict=True))
-        go, _ = interpret(condition, given, xp=xp)
+        inputs = dict(zip(names, state + fixed, strict=True))
+        go, _ = interpret(condition, inputs, xp=xp)
         if not bool(go["y"]):
             break
-        state = tuple(interpret(body, given, xp=xp)[0].values())
+        state = tuple(interpret(body, inputs, xp=xp)[0].values())
     else:
         raise GraphError(f"while_loop ran {MAX_TURNS} turns without its condition turning false")
     if out is None:
@@ -51,16 +51,18 @@ def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
 
 
 def _flops(op: Op, rule: Rule) -> int:
-    """Of one turn: how many there are is not known before the run."""
+    """Operations of one turn: the number of turns is only known at run time."""
     return sum(
         flops(inner) for name in ("condition", "body") for inner in op.attrs[name].ops if inner.operands
     )
 
 
 def _workspace(*arrays: Any, condition: Graph, body: Graph) -> int:
-    """Everything that one turn makes, and the state before it."""
-    made = sum(v.nbytes for graph in (condition, body) for op in graph.ops for v in op.results if op.operands)
-    return made + sum(value.nbytes for _, value in body.outputs)
+    """Bytes of all values that one turn computes, and of the state before it."""
+    computed = sum(
+        v.nbytes for graph in (condition, body) for op in graph.ops for v in op.results if op.operands
+    )
+    return computed + sum(value.nbytes for _, value in body.outputs)
 
 
 define("while_loop", _rule, _kernel, infer=_infer, flops=_flops, cost="launch", workspace=_workspace)
@@ -75,7 +77,7 @@ def while_loop(
         condition: returns a bool scalar.
         body: returns the new state: a tensor or tuple of the same shapes and dtypes.
         state: what changes from turn to turn.
-        fixed: other tensors that condition and body read; they see no tensor from outside but these.
+        fixed: further tensors that condition and body read; they may read no other tensor from outside.
 
     Raises:
         GraphError: the body changes a shape or dtype, the condition is no bool scalar, or one of them uses a
@@ -97,8 +99,8 @@ def while_subgraph(
     """Attributes of a while_loop over operands (with a shape and dtype), the first `count` its state."""
     test, step = _subgraph("condition", condition, operands), _subgraph("body", body, operands)
     if len(test.outputs) != 1 or test.outputs[0][1].type != "bool[]":
-        found = ", ".join(value.type for _, value in test.outputs)
-        raise GraphError(f"condition of while_loop returns {found} but must return one bool scalar")
+        types = ", ".join(value.type for _, value in test.outputs)
+        raise GraphError(f"condition of while_loop returns {types} but must return one bool scalar")
     before = [op.result.type for op in step.sources("input")[:count]]
     after = [value.type for _, value in step.outputs]
     if before != after:

@@ -1,10 +1,10 @@
 """Convolution and pooling in one to three spatial dims, channels first.
 
-Batch and channels split by rule. Spatial dims slide: a rank that makes a block of outputs reads the stretch
-of the input that their windows cover, and for a block of the input's gradient what the windows that touch it
-made. The padding of a rank is what its first and last windows lack: that of the tensor at its borders, else
-nothing. Input channels are summed over, so a split there leaves a partial result; with groups the split is
-one of groups, or of what lies inside a single group.
+Batch and channels are split by the index rule. Spatial dims slide: for a block of outputs a rank reads the
+range of the input that their windows cover, and for a block of the input's gradient the gradients of all
+windows that touch it. A rank pads only at the borders of the tensor. Input channels are summed over, so a
+split of them leaves a partial result; with groups, either the groups are split or the channels within a
+single group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _clipped(start: int, stop: int, length: int) -> tuple[int, int]:
 def _touching(attrs: Attrs, dim: int, kernel: int, outputs: int, start: int, stop: int) -> tuple[int, int]:
     """Outputs whose windows touch positions start:stop of the input.
 
-    With gaps between the windows also one before them, so that local padding is never negative.
+    Where there are gaps between windows, the window before is included, so that local padding is never
+    negative.
     """
     stride = attrs["stride"][dim]
     before, after = _covered(attrs, dim, kernel, 0, 1)
@@ -60,13 +61,13 @@ def _local_padding(
     inputs: tuple[tuple[int, int], ...],
     outputs: tuple[tuple[int, int], ...],
 ) -> dict[str, Any]:
-    """Padding with which windows over a rank's `inputs` make its `outputs`, (start, stop) a spatial dim."""
+    """Local padding of a rank that computes `outputs` from `inputs`: (start, stop) for each spatial dim."""
     padding = []
-    for dim, given in enumerate(attrs["padding"]):
+    for dim, pads in enumerate(attrs["padding"]):
         if split[dim]:
             start, stop = _covered(attrs, dim, kernel[dim], *outputs[dim])
-            given = (inputs[dim][0] - start, stop - inputs[dim][1])
-        padding.append(given)
+            pads = (inputs[dim][0] - start, stop - inputs[dim][1])
+        padding.append(pads)
     return {"padding": tuple(padding)}
 
 
@@ -177,7 +178,7 @@ def _local_kernel(attrs: Attrs, local: Local) -> Attrs:
 
 
 def _not_cut(padding: dict[str, Any]) -> dict[str, Any]:
-    """A block of the input may end behind the last window that touches it: no window is cut off by that."""
+    """Replaces negative padding after a block of the input, which may end after its last window, by zero."""
     return {"padding": tuple((low, max(0, high)) for low, high in padding["padding"])}
 
 
@@ -195,7 +196,7 @@ def _conv_gradient(c: GradientContext) -> Grads:
 
 
 def _guarded(kernel: Any, empty: Any, fill: float = 0.0) -> Any:
-    """A kernel that also takes the empty blocks of an uneven split, and blocks that read padding only."""
+    """A kernel that also accepts empty blocks, of an uneven split or of outputs that read only padding."""
 
     @wraps(kernel)
     def run(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
@@ -211,12 +212,12 @@ def _guarded(kernel: Any, empty: Any, fill: float = 0.0) -> Any:
 
 
 def _windows_in(x: Shape, kernel: Shape, attrs: Attrs) -> Shape:
-    """Spatial dims of the output of a block that may be empty."""
-    made = []
+    """Lengths of the spatial dims of the output for a block of the input, which may be empty."""
+    lengths = []
     for dim, (length, (low, high)) in enumerate(zip(x, attrs["padding"], strict=True)):
         start, stop = _covered(attrs, dim, kernel[dim], 0, 1)
-        made.append(max(0, (length + low + high - (stop - start)) // attrs["stride"][dim] + 1))
-    return tuple(made)
+        lengths.append(max(0, (length + low + high - (stop - start)) // attrs["stride"][dim] + 1))
+    return tuple(lengths)
 
 
 define(
@@ -293,11 +294,11 @@ def _reads_pool(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[
 
 
 def _reads_pool_grad(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
-    """Outputs that touch a block of the input; of the input itself all that lies under their windows."""
+    """Range of an operand for a block of the input: outputs with windows on it, or the input below them."""
     window, outputs = op.attrs["window"][dim - 2], op.operands[-1].shape[dim]
     first, last = _touching(op.attrs, dim - 2, window, outputs, start, stop)
     if operand == len(op.operands) - 1 or operand == 1:
-        return first, last  # y and dy, or dy alone
+        return first, last  # operands x, y, dy of max pooling, dy of average pooling
     if first == last:
         return start, stop
     low, high = _covered(op.attrs, dim - 2, window, first, last)
@@ -320,8 +321,8 @@ def _local_max_grad(attrs: Attrs, local: Local) -> Attrs:
     if not any(split):
         return attrs
     padding = _local_padding(attrs, attrs["window"], split, inputs, local.window(1)[2:])
-    made = local.block(0, result=True)[2:]
-    kept = tuple((a - start, b - start) for (a, b), (start, _) in zip(made, inputs, strict=True))
+    blocks = local.block(0, result=True)[2:]
+    kept = tuple((a - start, b - start) for (a, b), (start, _) in zip(blocks, inputs, strict=True))
     return {**attrs, **_not_cut(padding), "kept": kept}
 
 
@@ -329,11 +330,11 @@ def _max_pool_grad(xp: Any, x: Any, y: Any, dy: Any, out: Any = None, kept: Any 
     """`pool.max_pool_grad`; of a block with a halo only the positions `kept`, (start, stop) a spatial dim."""
     if kept is None:
         return pooling.max_pool_grad(xp, x, y, dy, out=out, **attrs)
-    where = (slice(None), slice(None), *(slice(a, b) for a, b in kept))
-    part = pooling.max_pool_grad(xp, x, y, dy, **attrs)[where]
+    index = (slice(None), slice(None), *(slice(a, b) for a, b in kept))
+    block = pooling.max_pool_grad(xp, x, y, dy, **attrs)[index]
     if out is None:
-        return xp.ascontiguousarray(part)
-    out[...] = part
+        return xp.ascontiguousarray(block)
+    out[...] = block
     return out
 
 
@@ -408,8 +409,8 @@ define(
 
 def _pairs(padding: int | Sequence[Any], count: int) -> tuple[tuple[int, int], ...]:
     """Padding as (low, high) a dim, from one number, one number a dim, or pairs."""
-    given = (padding,) * count if isinstance(padding, int) else tuple(padding)
-    return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in given)
+    values = (padding,) * count if isinstance(padding, int) else tuple(padding)
+    return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in values)
 
 
 def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:

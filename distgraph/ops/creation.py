@@ -1,4 +1,4 @@
-"""What needs no operand (sources, iota, full) and blocks at a place known only when the program runs."""
+"""Ops without operands (sources, iota, full), and slices whose start is only known at run time."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ define(
 )
 
 
-# a block at a place that is computed
+# slices whose start is computed
 
 
 def _block_rule(shapes: Shapes, sizes: Shape, *, update: bool) -> Rule:
@@ -134,9 +134,9 @@ def _infer_dynamic_update(operands: Sequence[Value], attrs: Attrs) -> list[tuple
 
 
 def _place(shape: Shape, sizes: Shape, starts: Any) -> tuple[slice, ...]:
-    """Where the block lies; starts are moved so that it fits, as in XLA."""
-    at = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes, strict=True))
-    return tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))
+    """Index of the block; starts are clamped so that it fits, as in XLA."""
+    clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes, strict=True))
+    return tuple(slice(a, a + size) for a, size in zip(clamped, sizes, strict=True))
 
 
 def _dynamic_slice_kernel(xp: Any, x: Any, starts: Any, out: Any = None, *, sizes: Shape) -> Any:
@@ -204,9 +204,9 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any 
     if step == 0:
         raise GraphError("arange with step 0 never ends")
     exact = all(isinstance(n, (int, np.integer)) for n in (first, last, step))
-    wanted = short(dtype) if dtype is not None else "i64" if exact else "f32"
+    dtype_name = short(dtype) if dtype is not None else "i64" if exact else "f32"
     count = max(0, int(np.ceil((last - first) / step)))
-    line = iota((count,), 0, wanted)
+    line = iota((count,), 0, dtype_name)
     line = line if step == 1 else line * step
     return line if first == 0 else line + first
 
@@ -229,9 +229,9 @@ def ones(shape: int | Sequence[int], dtype: Any = "f32") -> Tensor:
 
 
 def dynamic_slice(x: Any, starts: Any, sizes: Sequence[int]) -> Tensor:
-    """The block of `x` of the given sizes at `starts` (one integer a dim, moved so that the block fits)."""
-    tensor, at = as_tensors(x, np.asarray(starts) if isinstance(starts, (list, tuple)) else starts)
-    return emit_one("dynamic_slice", tensor, at, sizes=tuple(int(n) for n in sizes))
+    """The block of `x` of the given sizes at `starts` (one integer a dim, clamped so that the block fits)."""
+    tensor, starts_tensor = as_tensors(x, np.asarray(starts) if isinstance(starts, (list, tuple)) else starts)
+    return emit_one("dynamic_slice", tensor, starts_tensor, sizes=tuple(int(n) for n in sizes))
 
 
 def dynamic_update_slice(x: Any, update: Any, starts: Any) -> Tensor:
@@ -257,5 +257,5 @@ def _triangle(x: Any, k: int, keep: str) -> Tensor:
     if tensor.ndim < 2:
         raise GraphError(f"{tensor.value.type} has no last two dims")
     shape = tensor.shape[-2:]
-    kept = emit_one(keep, iota(shape, 0) + k, iota(shape, 1))
-    return emit_one("where", kept, tensor, False if tensor.dtype == "bool" else 0)
+    inside = emit_one(keep, iota(shape, 0) + k, iota(shape, 1))
+    return emit_one("where", inside, tensor, False if tensor.dtype == "bool" else 0)

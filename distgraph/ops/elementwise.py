@@ -39,7 +39,7 @@ def unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def _follow(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a narrow operand that was promoted is narrow again."""
+    """Casts a gradient back to the dtype of its operand, which the op may have promoted."""
     return emit_one("cast", grad, dtype=like.dtype) if grad.dtype != like.dtype else grad
 
 
@@ -377,7 +377,7 @@ where = _function("where", 3)
 
 
 def clip(x: Any, low: Any = None, high: Any = None) -> Tensor:
-    """`x` held between two bounds; either may be None."""
+    """`x` limited to the range between two bounds; either may be None."""
     (result,) = as_tensors(x)
     if low is not None:
         result = emit_one("maximum", result, low)

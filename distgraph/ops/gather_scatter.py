@@ -1,7 +1,7 @@
-"""Ops that look up or make elements by position: each may have the dim it looks into split.
+"""Gather, scatter and one-hot ops: the dim that positions refer to may be split.
 
-A rank that holds rows start..stop of a table is told its start, contributes the rows that it has and zeros
-for the others; the ranks' results add up to the whole. No table is ever gathered.
+The kernel of a rank that holds rows start..stop of a table gets their start. It returns the rows that the
+rank has and zeros for all others, so the result is partial (sum). No table is ever gathered.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def _take_kernel(
     xp: Any, x: Any, ids: Any, out: Any = None, *, dim: int, offset: int = 0, length: int | None = None
 ) -> Any:
     front = xp.ascontiguousarray(xp.moveaxis(x, dim, 0)) if dim else x
-    found = _embedding_kernel(xp, front, ids, out=None if dim else out, offset=offset, length=length)
+    rows_found = _embedding_kernel(xp, front, ids, out=None if dim else out, offset=offset, length=length)
     if not dim:
-        return found
-    places = tuple(range(dim, dim + ids.ndim))
-    result = xp.moveaxis(found, tuple(range(ids.ndim)), places)
+        return rows_found
+    dims = tuple(range(dim, dim + ids.ndim))
+    result = xp.moveaxis(rows_found, tuple(range(ids.ndim)), dims)
     if out is None:
         return result
     out[...] = result
@@ -180,7 +180,7 @@ def _scatter_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     term, sizes = _letters("i", shapes[0])
     positions, more = _letters("k", shapes[1])
     updates = (*positions, *term[1:])
-    # the positions stay whole: were they split, every rank would bring the operand into the sum
+    # the positions stay whole: if they were split, the sum would contain the operand once for every rank
     return make_rule(
         "scatter_add", (term, positions, updates), (term,), sizes | more, whole=set(more), located={"i0"}
     )
@@ -189,10 +189,10 @@ def _scatter_rule(shapes: Shapes, attrs: Attrs) -> Rule:
 def _infer_scatter(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
     x, ids, updates = operands
     _integer(ids, "operand 1")
-    wanted = (*ids.shape, *x.shape[1:])
-    if not x.shape or updates.shape != wanted or updates.dtype != x.dtype:
+    expected = (*ids.shape, *x.shape[1:])
+    if not x.shape or updates.shape != expected or updates.dtype != x.dtype:
         raise GraphError(
-            f"updates are {updates.type} but {x.type} at {ids.type} takes {x.dtype}{list(wanted)}"
+            f"updates are {updates.type} but {x.type} at {ids.type} takes {x.dtype}{list(expected)}"
         )
     return [(x.shape, x.dtype)]
 
@@ -295,18 +295,18 @@ define(
 
 
 def _along_terms(shape: Shape, dim: int, length: int, other: int) -> tuple[Any, Any, dict[str, int]]:
-    """Terms of the tensor that is looked into (v at `dim`) and of the positions (k at `dim`)."""
+    """Terms of the table (index v at `dim`) and of the positions (index k at `dim`), and index sizes."""
     term, sizes = _letters("i", shape)
-    inside = tuple(("v",) if d == dim else i for d, i in enumerate(term))
+    table = tuple(("v",) if d == dim else i for d, i in enumerate(term))
     positions = tuple(("k",) if d == dim else i for d, i in enumerate(term))
     del sizes[f"i{dim}"]
-    return inside, positions, sizes | {"v": length, "k": other}
+    return table, positions, sizes | {"v": length, "k": other}
 
 
 def _take_along_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     dim = attrs["dim"]
-    inside, positions, sizes = _along_terms(shapes[0], dim, shapes[0][dim], shapes[1][dim])
-    return make_rule("take_along", (inside, positions), (positions,), sizes, located={"v"})
+    table, positions, sizes = _along_terms(shapes[0], dim, shapes[0][dim], shapes[1][dim])
+    return make_rule("take_along", (table, positions), (positions,), sizes, located={"v"})
 
 
 def _infer_take_along(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -327,13 +327,15 @@ def _take_along_kernel(
 ) -> Any:
     size = x.shape[dim]
     check_positions(xp, ids, size if length is None else length)
-    at = ids.astype(np.int64) - offset
-    inside = (at >= 0) & (at < size)
+    local = ids.astype(np.int64) - offset
+    inside = (local >= 0) & (local < size)
     result = xp.zeros(ids.shape, x.dtype) if out is None else out
     if size == 0:
         result[...] = 0
         return result
-    result[...] = xp.where(inside, xp.take_along_axis(x, xp.where(inside, at, 0), axis=dim), x.dtype.type(0))
+    result[...] = xp.where(
+        inside, xp.take_along_axis(x, xp.where(inside, local, 0), axis=dim), x.dtype.type(0)
+    )
     return result
 
 
@@ -364,8 +366,8 @@ define(
 
 def _put_along_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     dim = attrs["dim"]
-    inside, positions, sizes = _along_terms(shapes[0], dim, attrs["size"], shapes[0][dim])
-    return make_rule("put_along", (positions, positions), (inside,), sizes, located={"v"})
+    table, positions, sizes = _along_terms(shapes[0], dim, attrs["size"], shapes[0][dim])
+    return make_rule("put_along", (positions, positions), (table,), sizes, located={"v"})
 
 
 def _infer_put_along(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -380,18 +382,18 @@ def _put_along_kernel(
     xp: Any, x: Any, ids: Any, out: Any = None, *, dim: int, size: int, offset: int = 0
 ) -> Any:
     shape = tuple(size if d == dim else n for d, n in enumerate(x.shape))
-    wide = np.dtype(np.float32) if x.dtype.itemsize == 2 and x.dtype.kind not in "iu" else x.dtype
-    total = xp.zeros(shape, wide)
-    at = ids.astype(np.int64) - offset
-    inside = (at >= 0) & (at < size)
+    sum_dtype = np.dtype(np.float32) if x.dtype.itemsize == 2 and x.dtype.kind not in "iu" else x.dtype
+    total = xp.zeros(shape, sum_dtype)
+    local = ids.astype(np.int64) - offset
+    inside = (local >= 0) & (local < size)
     if x.size and size:
-        where = (
+        index = (
             list(xp.indices(ids.shape, sparse=True))
             if xp is np
             else list(xp.ogrid[tuple(map(slice, ids.shape))])
         )
-        where[dim] = xp.where(inside, at, 0)
-        xp.add.at(total, tuple(where), xp.where(inside, x, x.dtype.type(0)).astype(wide))
+        index[dim] = xp.where(inside, local, 0)
+        xp.add.at(total, tuple(index), xp.where(inside, x, x.dtype.type(0)).astype(sum_dtype))
     if out is None:
         return total.astype(x.dtype, copy=False)
     out[...] = total
@@ -479,19 +481,20 @@ def take(x: Any, ids: Any, axis: int = 0) -> Tensor:
     """Elements of a dim by position: the dim is replaced by the dims of `ids`.
 
     Raises:
-        GraphError: positions that are no integers, or known already and out of range.
+        GraphError: positions are no integers, or are an array with values out of range.
     """
     (tensor,) = as_tensors(x)
     if not -tensor.ndim <= axis < tensor.ndim:
         raise GraphError(f"axis {axis} is out of range for {tensor.value.type}")
     dim = axis % tensor.ndim
     if not isinstance(ids, Tensor) and not hasattr(ids, "__distgraph_tensor__"):
-        known, n = np.asarray(ids), tensor.shape[dim]
-        if known.size and known.dtype.kind in "iu" and (known.min() < -n or known.max() >= n):
+        positions, n = np.asarray(ids), tensor.shape[dim]
+        if positions.size and positions.dtype.kind in "iu" and (positions.min() < -n or positions.max() >= n):
             raise GraphError(
-                f"positions {known.min()}..{known.max()} are out of range for dim {dim}: {tensor.value.type}"
+                f"positions {positions.min()}..{positions.max()} are out of range for dim {dim}: "
+                f"{tensor.value.type}"
             )
-        ids = known % n if n and known.dtype.kind in "iu" else known
+        ids = positions % n if n and positions.dtype.kind in "iu" else positions
     return emit_one("take", *as_tensors(tensor, ids), dim=dim)
 
 
@@ -518,8 +521,8 @@ def one_hot(ids: Any, classes: int, dtype: Any = "f32", outside: str = "error") 
         ids: positions of any shape.
         classes: length of the new dim.
         dtype: of the result.
-        outside: what a position outside 0..classes-1 gives: "error", a RuntimeFault in the step as of other
-            look-ups (on NumPy only), or "zeros", a row of zeros.
+        outside: result for a position outside 0..classes-1: "error" raises a RuntimeFault in the step, as
+            other look-ups do (on NumPy only), "zeros" gives a row of zeros.
 
     Raises:
         GraphError: the positions are no integers, or `outside` is neither.

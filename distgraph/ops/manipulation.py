@@ -82,7 +82,7 @@ def _is_index(part: Any) -> bool:
 
 
 def _expand(x: Tensor, key: tuple[Any, ...]) -> list[Any]:
-    """The key with its ellipsis written out, one part a dim. Raises GraphError for what cannot be traced."""
+    """The key with its ellipsis expanded, one part a dim. Raises GraphError for an untraceable key."""
     for part in key:
         dtype = (
             part.dtype if isinstance(part, Tensor) else np.asarray(part).dtype if _is_array(part) else None
@@ -114,11 +114,11 @@ def _is_array(part: Any) -> bool:
 def expand_dims(x: Any, axis: int | Sequence[int]) -> Tensor:
     """New dims of length 1 at these places of the result."""
     (tensor,) = as_tensors(x)
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
-    places = dims_of(given, tensor.ndim + len(given))
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    dims = dims_of(axes, tensor.ndim + len(axes))
     lengths = iter(tensor.shape)
     return reshape_to(
-        tensor, tuple(1 if d in places else next(lengths) for d in range(tensor.ndim + len(given)))
+        tensor, tuple(1 if d in dims else next(lengths) for d in range(tensor.ndim + len(axes)))
     )
 
 
@@ -156,9 +156,9 @@ def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> list[Tensor]:
 
 def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
     """Tensors of one shape joined along a new dim."""
-    found = as_tensors(*tensors)
-    (dim,) = dims_of(axis, found[0].ndim + 1) if found else (0,)
-    return concat([expand_dims(x, dim) for x in found], dim)
+    arrays = as_tensors(*tensors)
+    (dim,) = dims_of(axis, arrays[0].ndim + 1) if arrays else (0,)
+    return concat([expand_dims(x, dim) for x in arrays], dim)
 
 
 def flip(x: Any, axis: Any = None) -> Tensor:
@@ -179,9 +179,9 @@ def roll(x: Any, shift: int, axis: int) -> Tensor:
 def tile(x: Any, repetitions: int | Sequence[int]) -> Tensor:
     """The whole tensor repeated along each dim."""
     (tensor,) = as_tensors(x)
-    given = (repetitions,) if isinstance(repetitions, int) else tuple(repetitions)
-    ndim = max(len(given), tensor.ndim)
-    times = (1,) * (ndim - len(given)) + given
+    counts = (repetitions,) if isinstance(repetitions, int) else tuple(repetitions)
+    ndim = max(len(counts), tensor.ndim)
+    times = (1,) * (ndim - len(counts)) + counts
     shape = (1,) * (ndim - tensor.ndim) + tensor.shape
     split_shape = tuple(n for length in shape for n in (1, length))
     wide = tuple(n for count, length in zip(times, shape, strict=True) for n in (count, length))

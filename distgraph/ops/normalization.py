@@ -1,8 +1,7 @@
 """Ops that need a whole dim at once: softmax, log-softmax, layer norm, rms norm, and their gradients.
 
-Each is one fused kernel while the dim it runs over is whole. Where that dim arrives split, `decompose` says
-the same in primitive ops, so that only row statistics are reduced among ranks and the tensor itself is never
-gathered.
+Each is one fused kernel while the dim it normalises is whole. Where that dim is split, `decompose` replaces
+the op by primitive ops, so that ranks reduce only row statistics and never gather the tensor itself.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def require_float(value: Value) -> str:
 
 
 def per_element(count: float) -> Callable[[Op, Rule], int]:
-    """FLOP count of so many operations an element of the largest operand or result."""
+    """FLOP count of an op with `count` operations for each element of its largest operand or result."""
 
     def flops(op: Op, rule: Rule) -> int:
         return int(count * max(v.size for v in op.operands + op.results))
@@ -40,27 +39,27 @@ def per_element(count: float) -> Callable[[Op, Rule], int]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision as float32, as the fused kernels compute it; others as they are."""
+    """The tensor in float32 if it is of half precision, as the fused kernels compute; else unchanged."""
     return x.astype("f32") if x.dtype in ("f16", "bf16") else x
 
 
 def narrowed(x: Tensor, like: Tensor) -> Tensor:
-    """Back to the dtype of another tensor."""
+    """The tensor cast to the dtype of another tensor."""
     return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
 def total(x: Tensor, dims: Sequence[int], keepdims: bool = True) -> Tensor:
-    """Sum over dims; no op where there is nothing to sum."""
+    """Sum over dims; the tensor itself without an op where there is no dim to sum over."""
     return emit_one("reduce_sum", x, dims=tuple(dims), keepdims=keepdims) if dims else x
 
 
 def expand(x: Tensor) -> Tensor:
-    """The same with a last dim of length 1."""
+    """The tensor with a last dim of length 1 added."""
     return emit_one("reshape", x, shape=(*x.shape, 1))
 
 
 def squeeze(x: Tensor) -> Tensor:
-    """The same without its last dim of length 1."""
+    """The tensor without its last dim, which has length 1."""
     return emit_one("reshape", x, shape=x.shape[:-1])
 
 
@@ -187,7 +186,7 @@ def _only_first(c: GradientContext, kind: str) -> Tensor:
 
 
 def _over_rows(x: Tensor) -> Tensor:
-    """Sum over all dims but the last; a value of its own even where there is nothing to sum."""
+    """Sum over all dims but the last; always a new value, also where there is no dim to sum over."""
     return total(x, range(x.ndim - 1), keepdims=False) if x.ndim > 1 else emit_one("identity", x)
 
 

@@ -1,8 +1,8 @@
 """Optimiser steps as one op each: a single pass over the parameter, its gradient and its states.
 
-Elementwise, so any layout of the states is legal: states that are split over the data-parallel axis make the
-gradient arrive by reduce_scatter and the new parameter leave by all_gather, which is ZeRO. Parameter and
-states may be updated where they lie.
+They are elementwise, so any layout of the states is legal: with states split over the data-parallel axis, the
+gradient comes from a reduce_scatter and the new parameter needs an all_gather, which is ZeRO. Parameter and
+states may be updated in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _rule(results: int) -> Callable[[Shapes, Attrs], Rule]:
 def _infer(
     names: tuple[str, ...], kept: tuple[int, ...]
 ) -> Callable[[Sequence[Value], Attrs], list[tuple[Shape, str]]]:
-    """Named operands have the shape of the first, those after them are scalars; results follow `kept`."""
+    """Checks that the named operands have one shape and the others are scalars; infers the results."""
 
     def infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
         first = operands[0]

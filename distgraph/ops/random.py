@@ -34,15 +34,15 @@ def step_key() -> Tensor:
 
 
 def _place(shape: Shape, starts: Shape | None, batch_dim: int | None, micro: int) -> tuple[Shape, Shape]:
-    """Global shape and starts with the batch dim first, and the block shifted to its micro-batch."""
+    """Global shape and starts of a block, with the batch dim first and shifted to its micro-batch."""
     starts = starts if starts is not None else (0,) * len(shape)
     if batch_dim is None or not shape:
         return shape, starts
     order = (batch_dim, *(d for d in range(len(shape)) if d != batch_dim))
     size = shape[batch_dim]
-    moved, begin = [shape[d] for d in order], [starts[d] for d in order]
-    moved[0], begin[0] = size * (micro + 1), begin[0] + size * micro
-    return tuple(moved), tuple(begin)
+    moved, global_starts = [shape[d] for d in order], [starts[d] for d in order]
+    moved[0], global_starts[0] = size * (micro + 1), global_starts[0] + size * micro
+    return tuple(moved), tuple(global_starts)
 
 
 def _random_kernel(

@@ -27,11 +27,11 @@ def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
 
 def dims_in_order(axis: Any, ndim: int) -> tuple[int, ...]:
     """A number or a sequence of them as dims, in the order given. Raises GraphError when out of range."""
-    given = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
-    for d in given:
+    axes = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
+    for d in axes:
         if not -ndim <= d < ndim:
             raise GraphError(f"axis {d} is out of range for a tensor of {ndim} dims")
-    dims = tuple(int(d) % ndim for d in given)
+    dims = tuple(int(d) % ndim for d in axes)
     if len(set(dims)) != len(dims):
         raise GraphError(f"axis {axis} names a dim twice")
     return dims
@@ -89,14 +89,14 @@ def _total_kernel(name: str) -> Any:
 
 
 def lowest(dtype: Any) -> Any:
-    """The value that never wins a maximum; the negation of `highest` for floats."""
+    """The smallest value of a dtype: the neutral element of a maximum."""
     if dtype.kind == "b":
         return False
     return np.iinfo(dtype).min if dtype.kind in "iu" else dtype.type(-math.inf)
 
 
 def highest(dtype: Any) -> Any:
-    """The value that never wins a minimum."""
+    """The largest value of a dtype: the neutral element of a minimum."""
     if dtype.kind == "b":
         return True
     return np.iinfo(dtype).max if dtype.kind in "iu" else dtype.type(math.inf)
@@ -106,7 +106,7 @@ def _extreme_kernel(name: str, neutral: Any) -> Any:
     def kernel(xp: Any, x: Any, out: Any = None, *, dims: tuple[int, ...], keepdims: bool) -> Any:
         if x.size:
             result = getattr(xp, name)(x, axis=dims, keepdims=keepdims)
-        else:  # a rank beyond the end of an uneven split holds nothing
+        else:  # ranks at the end of an uneven split may have an empty block
             shape = _reduced_shape(x.shape, {"dims": dims, "keepdims": keepdims})
             result = xp.full(shape, neutral(x.dtype), dtype=x.dtype)
         if out is None:
@@ -147,7 +147,7 @@ def _extreme_gradient(c: GradientContext) -> Grads:
 
 
 def _prod_gradient(c: GradientContext) -> Grads:
-    """Product of all the others, from products before and after: right where elements are 0 too."""
+    """Gradient of a product: products before and after each element, which is exact for zeros too."""
     x, dims = c.operands[0], c.attrs["dims"]
     order = tuple(d for d in range(x.ndim) if d not in dims) + dims
     moved = emit_one("transpose", x, order=order)
@@ -192,7 +192,7 @@ _reduction("reduce_all", _logic_kernel("all"), _infer_bool, None, "min")
 
 
 def along_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    """Every operand and result has the shape of the first operand; `dim` must be whole."""
+    """Index rule of ops whose operands and results all have one shape; `dim` must be whole."""
     shape = shapes[0]
     term = tuple((f"i{d}",) for d in range(len(shape)))
     sizes = {f"i{d}": n for d, n in enumerate(shape)}

@@ -1,4 +1,4 @@
-"""A plain serial interpreter: what a graph means, one kernel after the other, on one device."""
+"""The reference interpreter: runs a serial graph op by op on one device, which defines its meaning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def interpret(
         graph: a serial graph, before or after completion.
         inputs: name of an input -> array (or number) of its shape.
         params: name of a param or state -> array. Never changed.
-        micro: number of the micro-batch that the inputs are.
+        micro: number of the micro-batch that the inputs belong to.
         xp: array namespace, numpy or cupy.
 
     Returns:
@@ -38,10 +38,10 @@ def interpret(
         GraphError: an input or param is missing or has another shape than the graph says.
     """
     values: dict[str, Array] = {}
-    given = {"input": inputs, "param": params or {}, "state": params or {}}
+    sources = {"input": inputs, "param": params or {}, "state": params or {}}
     last = {value.name: op.name for op in graph.ops for value in op.operands}
     for op in graph.ops:
-        for value, array in zip(op.results, _run(op, values, given, micro, xp), strict=True):
+        for value, array in zip(op.results, _run(op, values, sources, micro, xp), strict=True):
             values[value.name] = array
         for value in op.operands:
             if last[value.name] == op.name and value.name not in graph.kept:
@@ -52,32 +52,32 @@ def interpret(
 
 
 def _run(
-    op: Op, values: Mapping[str, Array], given: Mapping[str, Mapping[str, Array]], micro: int, xp: Any
+    op: Op, values: Mapping[str, Array], sources: Mapping[str, Mapping[str, Array]], micro: int, xp: Any
 ) -> Any:
-    if op.kind in given:
-        return (_source(op, given[op.kind], xp),)
+    if op.kind in sources:
+        return (_source(op, sources[op.kind], xp),)
     if op.kind == "constant":
         return (xp.asarray(op.attrs["value"], dtype=to_numpy(op.result.dtype)),)
     declared = lookup(op.kind)
     attrs = {**op.attrs, "micro": micro} if declared.micro else op.attrs
-    found = declared.kernel(xp, *(values[v.name] for v in op.operands), **attrs)
-    results = found if isinstance(found, tuple) else (found,)
+    returned = declared.kernel(xp, *(values[v.name] for v in op.operands), **attrs)
+    results = returned if isinstance(returned, tuple) else (returned,)
     return tuple(_declared(op, value, array, xp) for value, array in zip(op.results, results, strict=True))
 
 
-def _source(op: Op, given: Mapping[str, Array], xp: Any) -> Array:
+def _source(op: Op, arrays: Mapping[str, Array], xp: Any) -> Array:
     name, value = op.attrs["name"], op.result
-    if name not in given:
-        known = ", ".join(sorted(given)) or "nothing"
-        raise GraphError(f"{op.kind} {name!r} ({value.type}) is not given; there is {known}")
-    array = xp.asarray(given[name], dtype=to_numpy(value.dtype))
+    if name not in arrays:
+        names = ", ".join(sorted(arrays)) or "nothing"
+        raise GraphError(f"{op.kind} {name!r} ({value.type}) is not given; there is {names}")
+    array = xp.asarray(arrays[name], dtype=to_numpy(value.dtype))
     if array.shape != value.shape:
         raise GraphError(f"{op.kind} {name!r} has shape {array.shape} but the graph wants {value.type}")
     return array
 
 
 def _declared(op: Op, value: Value, array: Array, xp: Any) -> Array:
-    """A result in the dtype that the graph declares: array libraries promote in their own ways."""
+    """A result cast to the dtype that the graph declares, as array libraries differ in dtype promotion."""
     array = xp.asarray(array)
     if array.shape != value.shape:
         raise AssertionError(f"{op} gives shape {array.shape} but is declared {value.type}")

@@ -1,4 +1,4 @@
-"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip, roll. Splits pass where blocks nest."""
+"""Shape ops: reshape, transpose, broadcast, slice, pad, concat, flip, roll."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _letters(shape: Shape) -> tuple[Term, dict[str, int]]:
 def reshape_rule(before: Shape, after: Shape) -> Rule:
     """Common indices of two shapes of equal size, found from the major side.
 
-    The greatest common divisor of the lengths still open on both sides is an index of both. Where it is 1
-    the shapes share nothing up to the next dim at which their products meet again: those parts stay whole.
+    The greatest common divisor of the remaining lengths of both sides is an index of both. Where it is 1, the
+    dims up to the next one at which the products of both sides are equal have no common index and stay whole.
 
     Example:
         >>> rule = reshape_rule((8, 6), (2, 4, 6))
@@ -79,7 +79,7 @@ def _factor(
             right[j].append(name)
             open_left, open_right = open_left // common, open_right // common
             continue
-        # coprime rests: whole up to where the products meet
+        # coprime lengths: whole up to the dim at which the products are equal
         product_left, product_right = open_left, open_right
         _whole(left[i], open_left, sizes)
         _whole(right[j], open_right, sizes)
@@ -169,17 +169,19 @@ define(
 
 
 def _broadcast_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    own, shape = shapes[0], tuple(attrs["shape"])
+    operand_shape, shape = shapes[0], tuple(attrs["shape"])
     term, sizes = _letters(shape)
-    skip = len(shape) - len(own)
-    operand = tuple(term[skip + d] if n == shape[skip + d] else () for d, n in enumerate(own))
+    skip = len(shape) - len(operand_shape)
+    operand = tuple(term[skip + d] if n == shape[skip + d] else () for d, n in enumerate(operand_shape))
     return make_rule("broadcast_to", (operand,), (term,), sizes)
 
 
 def _infer_broadcast(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    own, shape = operands[0].shape, tuple(attrs["shape"])
-    tail = shape[len(shape) - len(own) :]
-    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own, tail, strict=True)):
+    operand_shape, shape = operands[0].shape, tuple(attrs["shape"])
+    tail = shape[len(shape) - len(operand_shape) :]
+    if len(operand_shape) > len(shape) or any(
+        n not in (1, m) for n, m in zip(operand_shape, tail, strict=True)
+    ):
         raise GraphError(f"{operands[0].type} does not broadcast to shape {shape}")
     return [(shape, operands[0].dtype)]
 
@@ -213,7 +215,7 @@ define(
 
 
 def _cut(shape: Shape, attrs: Attrs) -> tuple[bool, ...]:
-    """Per dim whether the slice leaves anything out."""
+    """For each dim whether the slice omits any element."""
     parts = zip(attrs["starts"], attrs["stops"], attrs["strides"], shape, strict=True)
     return tuple((start, stop, stride) != (0, n, 1) for start, stop, stride, n in parts)
 
@@ -257,12 +259,12 @@ def _slice_gradient(c: GradientContext) -> Grads:
 
 
 def _localize_slice(attrs: Attrs, local: Local) -> Attrs:
-    """Dims that are split hold just what the slice takes, but for the stride; so do those left whole."""
+    """Local bounds of a slice: a rank already reads only the sliced range of dims that are split."""
     cut = _cut(local.op.operands[0].shape, attrs)
-    own = local.operand_shapes[0]
-    inside = [c and not local.slides(0, dim, result=True) for dim, c in enumerate(cut)]
-    starts = tuple(start if c else 0 for c, start in zip(inside, attrs["starts"], strict=True))
-    stops = tuple(stop if c else n for c, stop, n in zip(inside, attrs["stops"], own, strict=True))
+    local_shape = local.operand_shapes[0]
+    cuts = [c and not local.slides(0, dim, result=True) for dim, c in enumerate(cut)]
+    starts = tuple(start if c else 0 for c, start in zip(cuts, attrs["starts"], strict=True))
+    stops = tuple(stop if c else n for c, stop, n in zip(cuts, attrs["stops"], local_shape, strict=True))
     return {**attrs, "starts": starts, "stops": stops}
 
 
@@ -294,13 +296,13 @@ def _reads_pad(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[i
 
 
 def _localize_pad(attrs: Attrs, local: Local) -> Attrs:
-    """A rank pads what its block has before the first and behind the last position that it reads."""
+    """Local padding: the positions of the rank's block before the first and after the last that it reads."""
     low, high = list(attrs["low"]), list(attrs["high"])
-    made = local.block(0, result=True)
+    block = local.block(0, result=True)
     for dim, (first, last) in enumerate(local.window(0)):
         if not local.slides(0, dim, result=True):
             continue
-        (start, stop), step = made[dim], attrs["interior"][dim] + 1
+        (start, stop), step = block[dim], attrs["interior"][dim] + 1
         if first == last:
             low[dim], high[dim] = stop - start, 0
         else:
@@ -363,7 +365,7 @@ define(
 
 @lru_cache(maxsize=4096)
 def _together(count: int) -> tuple[tuple[int, ...], ...]:
-    """All operands in one group, made once for every count: it is asked for each operand."""
+    """The linear group of all operands; cached, since it is needed for every operand."""
     return (tuple(range(count)),)
 
 
@@ -457,7 +459,7 @@ def _reads_roll(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[
 
 
 def _localize_roll(attrs: Attrs, local: Local) -> Attrs:
-    """What a rank reads of a split dim is its block of the result already."""
+    """Local shift: 0 on split dims, of which the rank reads the shifted range."""
     return {**attrs, "shift": 0} if local.slides(0, attrs["dim"], result=True) else attrs
 
 
@@ -489,17 +491,17 @@ define(
 def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
     """Same elements in row-major order; one length may be -1. Raises GraphError when the sizes differ."""
     (tensor,) = as_tensors(x)
-    wanted = [int(n) for n in ((shape,) if isinstance(shape, (int, np.integer)) else shape)]
-    if wanted.count(-1) > 1:
-        raise GraphError(f"shape {tuple(wanted)} leaves two lengths open; give one of them")
-    if -1 in wanted:
-        known = -math.prod(wanted)
-        if known == 0 or tensor.size % known:
+    lengths = [int(n) for n in ((shape,) if isinstance(shape, (int, np.integer)) else shape)]
+    if lengths.count(-1) > 1:
+        raise GraphError(f"shape {tuple(lengths)} leaves two lengths open; give one of them")
+    if -1 in lengths:
+        product = -math.prod(lengths)
+        if product == 0 or tensor.size % product:
             raise GraphError(
-                f"{tensor.value.type} has {tensor.size} elements, no multiple of {known} ({tuple(wanted)})"
+                f"{tensor.value.type} has {tensor.size} elements, no multiple of {product} ({tuple(lengths)})"
             )
-        wanted[wanted.index(-1)] = tensor.size // known
-    return reshape_to(tensor, tuple(wanted))
+        lengths[lengths.index(-1)] = tensor.size // product
+    return reshape_to(tensor, tuple(lengths))
 
 
 def transpose(x: Any, order: Sequence[int] | None = None) -> Tensor:
@@ -515,8 +517,8 @@ def transpose(x: Any, order: Sequence[int] | None = None) -> Tensor:
 def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
     """Repeated along dims of length 1 and new leading dims."""
     (tensor,) = as_tensors(x)
-    wanted = tuple(int(n) for n in shape)
-    return tensor if tensor.shape == wanted else emit_one("broadcast_to", tensor, shape=wanted)
+    target = tuple(int(n) for n in shape)
+    return tensor if tensor.shape == target else emit_one("broadcast_to", tensor, shape=target)
 
 
 def pad(x: Any, low: Sequence[int], high: Sequence[int], value: float = 0) -> Tensor:
@@ -528,10 +530,10 @@ def pad(x: Any, low: Sequence[int], high: Sequence[int], value: float = 0) -> Te
 
 def concat(tensors: Sequence[Any], axis: int = 0) -> Tensor:
     """Tensors joined along a dim. Raises GraphError for none, two dtypes, or other lengths elsewhere."""
-    found = as_tensors(*tensors)
-    if not found:
+    parts = as_tensors(*tensors)
+    if not parts:
         raise GraphError("concat of no tensors; give at least one")
-    ndim = found[0].ndim
+    ndim = parts[0].ndim
     if not -ndim <= axis < ndim:
-        raise GraphError(f"axis {axis} is out of range for {found[0].value.type}")
-    return found[0] if len(found) == 1 else emit_one("concat", *found, dim=axis % ndim)
+        raise GraphError(f"axis {axis} is out of range for {parts[0].value.type}")
+    return parts[0] if len(parts) == 1 else emit_one("concat", *parts, dim=axis % ndim)

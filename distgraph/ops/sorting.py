@@ -48,8 +48,8 @@ def _arg_kernel(name: str) -> Any:
 def _arg_decompose(reduction: str) -> Any:
     """Position of the first extreme element as two reductions, which may both be partial.
 
-    The extreme is found first; of the positions that hold it (or a NaN, which wins everywhere) the least is
-    taken.
+    The first reduction computes the extreme value, the second the least position with that value; NaN counts
+    as the extreme.
     """
 
     def decompose(attrs: Attrs, x: Tensor) -> Tensor:
@@ -181,11 +181,11 @@ def _argument(kind: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
         flat = emit_one(kind, reshape_to(tensor, (tensor.size,)), dim=0)
         return reshape_to(flat, (1,) * tensor.ndim) if keepdims else flat
     (dim,) = dims_of(axis, tensor.ndim)
-    found = emit_one(kind, tensor, dim=dim)
+    position = emit_one(kind, tensor, dim=dim)
     return (
-        reshape_to(found, tuple(1 if d == dim else n for d, n in enumerate(tensor.shape)))
+        reshape_to(position, tuple(1 if d == dim else n for d, n in enumerate(tensor.shape)))
         if keepdims
-        else found
+        else position
     )
 
 

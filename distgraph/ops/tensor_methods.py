@@ -71,7 +71,7 @@ def _min(self: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
 
 
 def bind_tensor_methods() -> None:
-    """Gives `Tensor`, and all that becomes one on use, the methods of this module."""
+    """Binds the methods of this module to `Tensor` and to parameters, which become tensors on use."""
     for name, operator in {"__matmul__": _matmul, "__rmatmul__": _rmatmul, "__getitem__": _getitem}.items():
         setattr(TensorOperators, name, operator)
     for method in (_reshape, _transpose, _sum, _mean, _var, _max, _min):

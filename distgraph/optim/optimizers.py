@@ -1,11 +1,11 @@
-"""Optimisers: they append the update of every parameter, and of their own states, to the graph.
+"""Optimisers: they append the update of every parameter and of its states to the graph.
 
 The states are sources of the graph named after their parameter ("fc1.weight.adam_m"), so their layout may be
-annotated, completed and searched like that of anything else: states split over the data-parallel axis are
+annotated, completed and searched like that of all other values: states split over the data-parallel axis are
 ZeRO.
 
 Mixed precision (Micikevicius et al., 2018): a model whose parameters are `f16` computes in that dtype; with
-`master="f32"` the optimiser keeps a copy of each parameter in f32, updates that, and rounds it to the
+`master="f32"` the optimiser holds a copy of each parameter in f32, updates the copy, and rounds it to the
 parameter. Its states are f32 too. Gradients are widened once a step, after any accumulation.
 
     optim.AdamW(lr=1e-3, master="f32")
@@ -45,15 +45,15 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer(ABC):
-    """What all optimisers share.
+    """Base of all optimisers.
 
     Attributes:
-        lr: learning rate, or a schedule (see `distgraph.optim.lr_schedules`); the one argument that needs no
-        name. clip_norm: gradients are scaled down so that their common norm is at most this; None to leave
-        them. weight_decay: see each optimiser.
+        lr: learning rate, or a schedule (see `distgraph.optim.lr_schedules`); the only positional argument.
+        clip_norm: gradients are scaled down so that their global norm is at most this; None for no clipping.
+        weight_decay: see each optimiser.
         decays: (name, shape) -> whether weight decay applies to a parameter; by default to all.
         state_spec: layouts of states; see `shard_states`.
-        master: dtype of a copy of every narrower parameter that is updated in its place; None for none.
+        master: dtype of the master copy of every narrower parameter; None for no master copies.
     """
 
     lr: float | Schedule = field(default=1e-3, kw_only=False)
@@ -120,14 +120,14 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
-        """Write the update of one parameter."""
+        """Append the update of one parameter to the trace."""
 
     def _decay(self, slot: _Slot) -> float:
         return self.weight_decay if self.decays(slot.name, slot.p.shape) else 0.0
 
 
 def _stages(trace: Trace) -> dict[str, ProcessMesh]:
-    """Name of a value -> mesh of its first reader that the user placed: there a parameter will lie."""
+    """Name of a value -> mesh of its first reader that the user placed, which will store a parameter."""
     stages: dict[str, ProcessMesh] = {}
     for op in trace.ops:
         mesh = trace.placements.get(op.name)
@@ -139,10 +139,10 @@ def _stages(trace: Trace) -> dict[str, ProcessMesh]:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One parameter with its states, while its update is written.
+    """One parameter with its states while its update is traced.
 
     Attributes:
-        p: what is updated: the parameter, or its master copy.
+        p: the tensor to update: the parameter, or its master copy.
         rounded: the parameter, where `p` is its master copy.
     """
 
@@ -172,18 +172,18 @@ class _Slot:
         """A state of this parameter, zero at first."""
         shape = self.p.shape if shape is None else tuple(shape)
         state = self.trace.source("state", f"{self.name}.{kind}", shape, dtype or self.p.dtype, init=init)
-        held = self.trace.attrs.get(self.op.name)
-        mesh = self.stage if held is None else held.mesh
-        if mesh is not None and (held is None or shape != self.p.shape):
+        parameter_attr = self.trace.attrs.get(self.op.name)
+        mesh = self.stage if parameter_attr is None else parameter_attr.mesh
+        if mesh is not None and (parameter_attr is None or shape != self.p.shape):
             origin = Origin("user", "the stage of its parameter")
-            held = DistAttr(mesh, ShardSpec.replicated(len(shape)), origin)
-        attr = self.state_spec(self.name, shape, held) if self.state_spec else None
+            parameter_attr = DistAttr(mesh, ShardSpec.replicated(len(shape)), origin)
+        attr = self.state_spec(self.name, shape, parameter_attr) if self.state_spec else None
         if attr is not None:
             self.trace.annotate(state.value, attr)
         return state
 
     def store(self, old: Tensor, new: Tensor) -> None:
-        """`old` becomes `new` at the end of the step."""
+        """Replace `old` by `new` at the end of the step."""
         new = new if new.dtype == old.dtype else new.astype(old.dtype)
         self.trace.updates.append((old.value.name, new.value))
         if self.rounded is not None and old is self.p:
@@ -239,7 +239,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(Adam):
-    """Adam whose weight decay is apart: p shrinks by lr * weight_decay (Loshchilov and Hutter, 2019)."""
+    """Adam with decoupled weight decay: p shrinks by lr * weight_decay (Loshchilov and Hutter, 2019)."""
 
     weight_decay: float = 0.01
     decoupled: bool = field(default=True, init=False)
@@ -247,10 +247,10 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adafactor(Optimizer):
-    """Adafactor (Shazeer and Stern, 2018, alg. 4): the second moment of a matrix as one row and one column.
+    """Adafactor (Shazeer and Stern, 2018, alg. 4): the second moment of a matrix is a row and a column.
 
-    Without relative step sizes: the rate is `lr`. Tensors with fewer than two dims keep a whole second
-    moment; of those with more, the last two dims are factored.
+    There are no relative step sizes: the rate is `lr`. Tensors with fewer than two dims have an unfactored
+    second moment; for tensors with more, the last two dims are factored.
 
     Attributes:
         decay: c in beta2 = 1 - step ** -c.
@@ -264,24 +264,26 @@ class Adafactor(Optimizer):
 
     def _apply(self, slot: _Slot, g: Tensor, lr: Tensor, step: Tensor) -> None:
         p = slot.p
-        wide = g if g.dtype in ("f32", "f64") else g.astype("f32")
+        widened = g if g.dtype in ("f32", "f64") else g.astype("f32")
         beta = 1.0 - ops.power(step, -self.decay)
-        beta = _rate(beta, wide)
-        square = ops.square(wide) + self.eps
+        beta = _rate(beta, widened)
+        square = ops.square(widened) + self.eps
         if p.ndim < 2:
-            v = slot.state("adafactor_v", dtype=wide.dtype)
+            v = slot.state("adafactor_v", dtype=widened.dtype)
             new = v * beta + square * (1.0 - beta)
             slot.store(v, new)
-            change = wide * ops.rsqrt(new)
+            change = widened * ops.rsqrt(new)
         else:
-            row = slot.state("adafactor_row", p.shape[:-1], wide.dtype)
-            column = slot.state("adafactor_column", (*p.shape[:-2], p.shape[-1]), wide.dtype)
+            row = slot.state("adafactor_row", p.shape[:-1], widened.dtype)
+            column = slot.state("adafactor_column", (*p.shape[:-2], p.shape[-1]), widened.dtype)
             new_row = row * beta + ops.mean(square, -1) * (1.0 - beta)
             new_column = column * beta + ops.mean(square, -2) * (1.0 - beta)
             slot.store(row, new_row)
             slot.store(column, new_column)
             share = new_row / ops.mean(new_row, -1, keepdims=True)
-            change = wide * ops.expand_dims(ops.rsqrt(share), -1) * ops.expand_dims(ops.rsqrt(new_column), -2)
+            change = (
+                widened * ops.expand_dims(ops.rsqrt(share), -1) * ops.expand_dims(ops.rsqrt(new_column), -2)
+            )
         size = ops.sqrt(ops.mean(ops.square(change)))
         change = change / ops.maximum(size * (1 / self.clip), 1.0)
         decay = self._decay(slot)
@@ -295,12 +297,12 @@ def _is_rate(number: object) -> bool:
 
 
 def _rate(scalar: Tensor, like: Tensor) -> Tensor:
-    """A scalar in the dtype of what it multiplies, so that it does not widen or narrow it."""
+    """A scalar cast to the dtype of the tensor that it multiplies, so that the product keeps that dtype."""
     return scalar if scalar.dtype == like.dtype else scalar.astype(like.dtype)
 
 
 def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
-    """Gradients scaled by min(1, limit / norm), norm that of all of them together (Pascanu et al., 2013).
+    """Gradients scaled by min(1, limit / norm) with the global norm of all of them (Pascanu et al., 2013).
 
     Raises:
         GraphError: the limit is not positive.
@@ -311,23 +313,23 @@ def clip_by_global_norm(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
         return []
     total = None
     for g in grads:
-        wide = g if g.dtype in ("f32", "f64") else g.astype("f32")
-        part = (
-            emit_one("reduce_sum", ops.square(wide), dims=tuple(range(g.ndim)), keepdims=False)
+        widened = g if g.dtype in ("f32", "f64") else g.astype("f32")
+        squares = (
+            emit_one("reduce_sum", ops.square(widened), dims=tuple(range(g.ndim)), keepdims=False)
             if g.ndim
-            else ops.square(wide)
+            else ops.square(widened)
         )
-        total = part if total is None else total + part
+        total = squares if total is None else total + squares
     norm = ops.sqrt(total)
     scale = ops.minimum(limit / (norm + 1e-6), 1.0)
     return [g * _rate(scale, g) for g in grads]
 
 
 def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
-    """Split every state over one axis of a mesh, beside what splits its parameter, as in ZeRO.
+    """Split every state over one axis of a mesh, in addition to the axes of its parameter, as in ZeRO.
 
-    The dim with the longest blocks is split. A state too small for that is left open, as is one whose
-    parameter lies on another mesh without this axis (another stage of a pipeline).
+    The dim with the longest blocks is split. States that are too small for that get no annotation, nor do
+    those whose parameter is stored on another mesh without this axis (another pipeline stage).
 
     Raises:
         GraphError: the mesh has no such axis.
@@ -339,18 +341,18 @@ def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
         raise GraphError(f"mesh has axes {', '.join(mesh.axes)} but the states are to be split over {axis!r}")
     where = caller()
 
-    def spec(name: str, shape: tuple[int, ...], held: DistAttr | None) -> DistAttr | None:
-        own = mesh if held is None else held.mesh
-        dims = ((),) * len(shape) if held is None else held.spec.dims
-        if axis not in own.sizes:
+    def spec(name: str, shape: tuple[int, ...], parameter_attr: DistAttr | None) -> DistAttr | None:
+        state_mesh = mesh if parameter_attr is None else parameter_attr.mesh
+        dims = ((),) * len(shape) if parameter_attr is None else parameter_attr.spec.dims
+        if axis not in state_mesh.sizes:
             return None
         if not any(axis in dim for dim in dims):
-            blocks = [n // own.units(dim) for n, dim in zip(shape, dims, strict=True)]
-            if max(blocks, default=0) < own.units((axis,)):
+            blocks = [n // state_mesh.units(dim) for n, dim in zip(shape, dims, strict=True)]
+            if max(blocks, default=0) < state_mesh.units((axis,)):
                 return None
             longest = blocks.index(max(blocks))
             dims = tuple((*dim, axis) if d == longest else dim for d, dim in enumerate(dims))
-        return DistAttr(own, ShardSpec(dims), Origin("user", where))
+        return DistAttr(state_mesh, ShardSpec(dims), Origin("user", where))
 
     return spec
 

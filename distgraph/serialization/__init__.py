@@ -1,1 +1,1 @@
-"""Files and documents: read within limits, checked against a schema, written whole or not at all."""
+"""Files and documents: read within limits, checked against a schema, and written atomically."""

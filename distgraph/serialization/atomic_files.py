@@ -1,4 +1,4 @@
-"""Files that distgraph writes: whole or not at all, with the permissions that the user's umask gives."""
+"""Atomic file writes, with the permissions that the user's umask gives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STREAMS: Final = ("/dev/", "/proc/")  # folders whose entries are devices and o
 
 
 def check_writable(path: str | Path, error: type[DistGraphError]) -> None:
-    """Refuse a place where `write_atomically` could not write, before the work whose result goes there.
+    """Check that `write_atomically` could write a file, before the work whose result it will contain.
 
     Raises:
         error: there is no such folder, it takes no new files, or the path is a folder itself.
@@ -48,21 +48,21 @@ def write_atomically(
     durable: bool = True,
     follow: bool = True,
 ) -> None:
-    """Write a file so that readers, and whoever comes after a crash, see the old one or the new one.
+    """Write a file atomically: at any time, also after a crash, it has either the old or the new content.
 
-    The content goes into a new file of the same folder under a name that nobody can guess, which then takes
-    the place of the old one. A new file has the permissions that the umask gives, a replaced one keeps its
-    own. A link is followed; a device, a pipe or `/dev/stdout` is written to as it is.
+    The content is written to a new file of the same folder with an unpredictable name, which then replaces
+    the old file. A new file has the permissions that the umask gives; a replaced file retains its
+    permissions. A link is followed; a device, a pipe or `/dev/stdout` is written to directly.
 
     Args:
         path: of the file.
         content: text is written as UTF-8.
         error: what is raised.
-        durable: the content is on disk, and not only on its way there, before the old file goes.
-        follow: a link is followed; otherwise the file takes the place of the link, or of whatever there is.
+        durable: whether to flush the content to disk before the old file is replaced.
+        follow: whether links are followed; otherwise the file replaces the link, or any other file.
 
     Raises:
-        error: it cannot be written; the old file is as it was, and nothing is left beside it.
+        error: it cannot be written; the old file is unchanged, and no temporary file remains.
     """
     try:
         data = content.encode("utf-8") if isinstance(content, str) else content
@@ -73,15 +73,15 @@ def write_atomically(
         else:
             _replace(target, data, durable)
     except (OSError, ValueError) as reason:  # ValueError: a path with a NUL character, half a surrogate pair
-        told = getattr(reason, "strerror", None) or reason
-        raise error(f"{shown_path(path)}: cannot be written: {told}; choose another place") from None
+        message = getattr(reason, "strerror", None) or reason
+        raise error(f"{shown_path(path)}: cannot be written: {message}; choose another place") from None
 
 
 def _replace(target: Path, data: bytes, durable: bool) -> None:
     draft = target.parent / f".{target.name[:_SHOWN_NAME]}.{secrets.token_hex(8)}.tmp"
     try:
-        found = target.lstat().st_mode
-        mode = stat.S_IMODE(found) if stat.S_ISREG(found) else None
+        present_mode = target.lstat().st_mode
+        mode = stat.S_IMODE(present_mode) if stat.S_ISREG(present_mode) else None
     except FileNotFoundError:
         mode = None
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -103,7 +103,7 @@ def _replace(target: Path, data: bytes, durable: bool) -> None:
 
 
 def _flush_names(folder: Path) -> None:
-    """Return when the names in a folder are on disk."""
+    """Flush the entries of a folder to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -112,9 +112,9 @@ def _flush_names(folder: Path) -> None:
 
 
 def _resolved(path: str | Path) -> Path:
-    """The file that is meant: links are followed, but those to open files, whose target may be replaced."""
-    whole = Path(path).absolute()
-    return whole if str(whole).startswith(_STREAMS) else Path(os.path.realpath(whole))
+    """The target of a path: links are followed, except those to open files, which may not be replaced."""
+    absolute = Path(path).absolute()
+    return absolute if str(absolute).startswith(_STREAMS) else Path(os.path.realpath(absolute))
 
 
 def _is_stream(target: Path) -> bool:

@@ -1,8 +1,8 @@
 """Documents from outside: JSON files read within limits, checked against pydantic models, and written.
 
-Every reader of distgraph goes the same way: `read_json` (or `parse_json`) gives plain data that is bounded in
-size, depth and magnitude, `validate` makes a model of it, and `refuse` tells a mistake that only a comparison
-of several parts finds. All three raise the caller's error, with file and path in the document:
+All readers of distgraph use the same functions: `read_json` (or `parse_json`) returns plain data that is
+bounded in size, depth and magnitude, `validate` makes a model of it, and `refuse` reports a mistake that is
+only visible from several parts. All three raise the caller's error, with file and path in the document:
 
     plan.json: stages[1].mesh: expected a text, got 5
 """
@@ -36,7 +36,7 @@ _MOST_SHOWN: Final = 60  # characters of what stands in the file, in a message
 
 
 class Entry(BaseModel):
-    """An object of a file: a field that is not listed is refused, and so is a value of another type."""
+    """Base of the models of documents: unknown fields and values of another type are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -54,16 +54,16 @@ def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_B
     """
     try:
         with Path(path).open("rb") as file:
-            found = file.read(most + 1)
+            data = file.read(most + 1)
     except (OSError, ValueError) as reason:  # ValueError: a path with a NUL character
-        told = getattr(reason, "strerror", None) or reason
-        raise error(f"{shown_path(path)}: cannot be read: {told}; give the path of a file") from None
-    if len(found) > most:
+        message = getattr(reason, "strerror", None) or reason
+        raise error(f"{shown_path(path)}: cannot be read: {message}; give the path of a file") from None
+    if len(data) > most:
         raise error(
             f"{path}: cannot be read: it has more than {most} bytes, the limit for such a file; give another "
             "one"
         )
-    return found
+    return data
 
 
 def read_text(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> str:
@@ -107,33 +107,33 @@ def parse_json(text: str, file: str, error: type[DistGraphError], items: int = M
         distgraph.errors.DistGraphError: a.json: a[1]: expected a number within 1e+40, got NaN
     """
     try:
-        found = json.loads(text, object_pairs_hook=_object, parse_int=_whole)
+        document = json.loads(text, object_pairs_hook=_object, parse_int=_whole)
     except json.JSONDecodeError as reason:
-        where = f"{file}:{reason.lineno}:{reason.colno}"
-        raise error(f"{where}: not JSON: {reason.msg}; fix the line") from None
+        position = f"{file}:{reason.lineno}:{reason.colno}"
+        raise error(f"{position}: not JSON: {reason.msg}; fix the line") from None
     except RecursionError:
         raise error(f"{file}: {_TOO_DEEP}") from None
-    check_data(found, file, error, items)
-    return found
+    check_data(document, file, error, items)
+    return document
 
 
 class _Doubled(dict[str, Any]):
-    """An object with a key that is given twice."""
+    """A mapping of a document in which `key` is given twice; `check_data` refuses it."""
 
     key: str = ""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    doubled, seen = _Doubled(found), set[str]()
+    mapping = dict(pairs)
+    if len(mapping) == len(pairs):
+        return mapping
+    result, keys = _Doubled(mapping), set[str]()
     for key, _ in pairs:
-        if key in seen:
-            doubled.key = key
+        if key in keys:
+            result.key = key
             break
-        seen.add(key)
-    return doubled
+        keys.add(key)
+    return result
 
 
 def _whole(digits: str) -> int | float:
@@ -144,9 +144,9 @@ _TOO_DEEP: Final = f"objects and lists are nested more than {MOST_DEPTH} deep; w
 
 
 def check_data(document: object, file: str, error: type[DistGraphError], items: int = MOST_ITEMS) -> None:
-    """Refuse plain data that is too large or deep, or holds what no format of distgraph has.
+    """Refuse plain data that is too large or too deep, or has values that no format of distgraph has.
 
-    Data that stands in several places (aliases of YAML) counts in each of them.
+    Data that occurs several times (YAML aliases) counts each time.
 
     Args:
         document: dicts, lists, texts, numbers, truth values and None, as a parser makes them.
@@ -203,7 +203,7 @@ def _is_text(text: str) -> bool:
 
 
 def _steps(path: Any) -> list[Step]:
-    """A path that `check_data` keeps as pairs of (path before, step)."""
+    """The steps of a path that `check_data` represents as nested pairs (path before, step)."""
     steps: list[Step] = []
     while path is not None:
         path, step = path
@@ -220,37 +220,38 @@ def validate(
     *,
     written: object = None,
 ) -> Parsed:
-    """Plain data as a model.
+    """The model of plain data.
 
     Args:
-        kind: an `Entry`, or an adapter of pydantic. A validator of its own raises ValueError with what it
-            expects, such as 'a mesh such as "dp=2"'.
+        kind: an `Entry`, or an adapter of pydantic. Custom validators raise ValueError with the expected
+            form, such as 'a mesh such as "dp=2"'.
         document: as `read_json` gives it.
         file: where it comes from, for messages.
         error: what is raised.
         see: page of the documentation on the format, for messages.
-        written: what the user wrote, where it was changed for the model, as one mapping to a list of one.
+        written: the document of the user, if it was normalised before validation, such as one mapping to a
+            list of one.
 
     Raises:
-        error: a line for each mistake: file, path in the document, what was expected, what was found.
+        error: one line for each mistake: file, path in the document, expected and actual value.
     """
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
         return adapter.validate_python(document)
     except ValidationError as errors:
-        found = errors.errors(include_url=False)
+        details = errors.errors(include_url=False)
         shown_in = document if written is None else written
-        lines = list(dict.fromkeys(_describe(each, shown_in, file, see) for each in found[:_MOST_TOLD]))
-        if len(found) > _MOST_TOLD:
-            lines.append(f"{file}: {len(found) - _MOST_TOLD} more mistakes")
+        lines = list(dict.fromkeys(_describe(detail, shown_in, file, see) for detail in details[:_MOST_TOLD]))
+        if len(details) > _MOST_TOLD:
+            lines.append(f"{file}: {len(details) - _MOST_TOLD} more mistakes")
         raise error("\n".join(lines)) from None
 
 
 def parsed(parse: Callable[[str], Parsed], expected: str) -> Callable[[object], Parsed]:
-    """A validator for fields that are texts with a form of their own.
+    """A validator for text fields that `parse` reads.
 
     Args:
-        parse: raises ValueError or a house error for a text of another form.
+        parse: raises ValueError or DistGraphError for malformed text.
         expected: the form, in words.
     """
 
@@ -271,10 +272,10 @@ _ABSENT: Final = object()
 def refuse(
     error: type[DistGraphError], file: str, path: Sequence[Step], expected: str, got: object = _ABSENT
 ) -> NoReturn:
-    """Raise `error`: something else was expected at a path of a document."""
-    where = f"{file}: {path_text(path)}" if path else file
-    told = "" if got is _ABSENT else f", got {shown(got)}"
-    raise error(f"{where}: expected {expected}{told}")
+    """Raise `error` with a message that names file, path, expected form and, where given, actual value."""
+    subject = f"{file}: {path_text(path)}" if path else file
+    actual = "" if got is _ABSENT else f", got {shown(got)}"
+    raise error(f"{subject}: expected {expected}{actual}")
 
 
 def path_text(path: Sequence[Step]) -> str:
@@ -295,10 +296,10 @@ def path_text(path: Sequence[Step]) -> str:
     return text
 
 
-def shown(found: object) -> str:
-    """What stands in a document, as JSON in ASCII, cut where it is long."""
+def shown(value: object) -> str:
+    """A value of a document for messages: JSON in ASCII, truncated where it is long."""
     text = ""
-    for piece in json.JSONEncoder(default=lambda other: _cut(str(other))).iterencode(_short(found)):
+    for piece in json.JSONEncoder(default=lambda other: _cut(str(other))).iterencode(_short(value)):
         text += piece
         if len(text) > _MOST_SHOWN:
             break
@@ -306,17 +307,17 @@ def shown(found: object) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as messages show it: readable where it has odd characters."""
+    """A path for messages, with unprintable characters escaped."""
     text = str(path)
     return text if text.isprintable() else ascii(text)
 
 
-def _short(found: object) -> object:
-    if isinstance(found, str):
-        return found[: 2 * _MOST_SHOWN]
-    if isinstance(found, int) and abs(found) >= MOST_NUMBER:
-        return math.inf if found > 0 else -math.inf  # Python writes no int of more than 4300 digits
-    return found
+def _short(value: object) -> object:
+    if isinstance(value, str):
+        return value[: 2 * _MOST_SHOWN]
+    if isinstance(value, int) and abs(value) >= MOST_NUMBER:
+        return math.inf if value > 0 else -math.inf  # Python writes no int of more than 4300 digits
+    return value
 
 
 def _cut(text: str) -> str:
@@ -324,13 +325,15 @@ def _cut(text: str) -> str:
 
 
 def _describe(error: ErrorDetails, document: object, file: str, see: str) -> str:
-    path, found = _path_in(document, error["loc"])
-    where = f"{file}: {path_text(path)}" if path else file
+    path, value = _path_in(document, error["loc"])
+    subject = f"{file}: {path_text(path)}" if path else file
     if error["type"] == "missing":
-        return f"{where}: missing; add the field" + (f", see {see} for its form" if see else "")
+        return f"{subject}: missing; add the field" + (f", see {see} for its form" if see else "")
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown field; " + (f"check its spelling against {see}" if see else "leave it out")
-    return f"{where}: expected {_expectation(error)}, got {shown(found)}"
+        return f"{subject}: unknown field; " + (
+            f"check its spelling against {see}" if see else "leave it out"
+        )
+    return f"{subject}: expected {_expectation(error)}, got {shown(value)}"
 
 
 _EXPECTATIONS: Final = {
@@ -367,27 +370,29 @@ def _expectation(error: ErrorDetails) -> str:
 
 
 def _path_in(document: object, location: Sequence[Step]) -> tuple[list[Step], object]:
-    """A location of pydantic as the user wrote it: without names of alternatives, and without the index
-    where one mapping stands for a list of one."""
+    """The path and the value in the document of the user for a location that pydantic reports.
+
+    It has no names of alternatives, and no index where the user wrote one mapping for a list of one.
+    """
     path: list[Step] = []
-    here = document
+    node = document
     for step in location:
-        if isinstance(step, int) and isinstance(here, list):
-            here = here[step] if step < len(here) else None
-        elif isinstance(step, str) and step != "[key]" and isinstance(here, dict):
-            here = here.get(step)
+        if isinstance(step, int) and isinstance(node, list):
+            node = node[step] if step < len(node) else None
+        elif isinstance(step, str) and step != "[key]" and isinstance(node, dict):
+            node = node.get(step)
         else:
             continue
         path.append(step)
-    return path, here
+    return path, node
 
 
 class Record(dict[str, Any]):
-    """An object that is written on one line."""
+    """A mapping that `dumps` writes on one line."""
 
 
 def dumps(document: Mapping[str, Any]) -> str:
-    """JSON with one item a line, `Record`s on one line each, keys in the order given; ends in a line break.
+    """JSON text with one item a line and each `Record` on one line, in the given order of keys.
 
     Example:
         >>> print(dumps({"a": [1, 2], "b": Record(c=3, d="e"), "f": {}}), end="")

@@ -18,11 +18,11 @@ class PathTemplate:
 
     Args:
         text: may hold `{epoch}` and `{step}`, with a width such as `{step:06d}`; a brace itself is doubled.
-        owner: who takes it, for messages.
+        owner: class that uses it, for messages.
 
     Attributes:
-        fields: those that it holds.
-        root: the folder above the first part that varies; the path itself where none does.
+        fields: the fields in the text, such as "step".
+        root: the folder above the first part with a field; the path itself where there is no field.
 
     Raises:
         RuntimeFault: it is no path, is empty, or its braces mean something else.

@@ -1,6 +1,6 @@
-"""What users write into a model: layouts of tensors, of a call, and where a pipeline is cut.
+"""Annotations that users write in a model: layouts of tensors and calls, meshes of ops, pipeline boundaries.
 
-Annotation never changes the meaning of the serial program, and the same script runs with no mesh at all.
+Annotations never change the meaning of the serial program, and the same script runs without any mesh.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool
 
     Args:
         x: a `nn.Parameter`, or a traced tensor.
-        mesh: ranks it lies on; None leaves `x` alone, so that a script also runs serially.
+        mesh: ranks that store it; None leaves `x` unchanged, so that a script also runs serially.
         dims: for each dim the axis that splits it, None, or a tuple of axes (major to minor).
-        gradient: whether the gradient of a tensor must lie so too; by default completion decides where.
+        gradient: whether the gradient of a tensor must have this layout too; by default completion decides.
 
     Returns:
         `x` itself.
 
     Raises:
-        ShardingError: an axis is unknown or used twice, the number of dims differs, or `x` was pinned
-            otherwise.
+        ShardingError: an axis is unknown or used twice, the number of dims differs, or `x` is pinned to
+            another layout.
     """
     if mesh is None:
         return x
@@ -63,7 +63,7 @@ def shard_tensor(x: Any, mesh: ProcessMesh | None, dims: Dims, *, gradient: bool
 
 
 def reshard(x: Any, mesh: ProcessMesh | None, dims: Dims) -> Any:
-    """The same tensor in another layout from here on; unlike `shard_tensor` it may contradict where `x` lies.
+    """The tensor in another layout; unlike `shard_tensor`, the layout may differ from that of `x` itself.
 
     Raises:
         ShardingError: as `shard_tensor`.
@@ -85,13 +85,13 @@ def shard_op(
     in_specs: Sequence[Dims | None] | None = None,
     out_specs: Sequence[Dims | None] | Dims | None = None,
 ) -> Callable[..., Any]:
-    """A function or module whose calls read and leave tensors in given layouts, computed on `mesh`.
+    """A function or module whose calls take and return tensors in given layouts, computed on `mesh`.
 
     Args:
         function: an op, a function of tensors or a module.
         mesh: ranks that compute it; None returns `function` as it is.
-        in_specs: one an argument that is a tensor, None where it may come as it is.
-        out_specs: one a result; for a single result the dims themselves.
+        in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
+        out_specs: one for each result; for a single result the dims themselves.
 
     Raises:
         ShardingError: the number of specs and of tensors differ.
@@ -107,12 +107,12 @@ def shard_op(
                 f"shard_op has {len(in_specs)} in_specs but the call has {len(tensors)} tensors"
             )
         specs = iter(in_specs or [None] * len(tensors))
-        moved = []
+        arguments = []
         for a in args:
             spec = next(specs) if isinstance(a, Tensor) else None
-            moved.append(a if spec is None else reshard(a, mesh, spec))
+            arguments.append(a if spec is None else reshard(a, mesh, spec))
         with Trace.current().on(mesh):
-            returned = function(*moved, **kwargs)
+            returned = function(*arguments, **kwargs)
         if out_specs is None:
             return returned
         if isinstance(returned, Tensor):
@@ -130,7 +130,7 @@ def shard_op(
 
 
 def recompute(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function or module whose intermediate results are computed again in the backward part, not kept.
+    """A function or module whose intermediate results are recomputed in the backward part, not stored.
 
     Less memory for activations, a second forward computation of the block; the numbers do not change.
 
@@ -153,10 +153,10 @@ def on(mesh: ProcessMesh | None) -> Iterator[None]:
 
 
 def pipeline_boundary(x: Any, mesh: ProcessMesh | EllipsisType | None = ...) -> Any:
-    """Mark the boundary between two pipeline stages: ops that follow run on `mesh`, or where annotations say.
+    """Mark the boundary between two pipeline stages: later ops run on `mesh` unless annotated otherwise.
 
     Args:
-        x: what the first stage gives to the second.
+        x: the tensor that the first stage sends to the second.
         mesh: the ranks of the second stage; None changes nothing, so that a script also runs serially.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Tensor: what user code computes with while it is traced. It holds a shape and a dtype, never numbers."""
+"""Tensor: the symbolic tensor that user code computes with while traced. It has a shape and a dtype only."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ def current_trace() -> Trace:
 
 
 def emit(kind: str, *operands: Any, **attrs: Any) -> Any:
-    """Append an op to the trace of its tensor operands (else the current trace); one result comes bare."""
+    """Append an op to the trace of its tensor operands (else the current trace).
+
+    Returns the tuple of its results, or the result itself where there is one.
+    """
     owner = next((x.trace for x in operands if isinstance(x, Tensor)), None) or current_trace()
     results = owner.emit(kind, operands, attrs)
     return results[0] if len(results) == 1 else results
 
 
 class MissingMethod(GraphError, AttributeError):
-    """A method that arrays elsewhere have and traced tensors do not."""
+    """A method that other array types have and traced tensors have not."""
 
 
 class TensorOperators:
@@ -141,7 +144,7 @@ class TensorOperators:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Called for what is not there; an AttributeError too, so that hasattr answers."""
+            """Raises MissingMethod, which is also an AttributeError, so that `hasattr` returns False."""
             if name.startswith("_"):
                 raise AttributeError(name)
             raise MissingMethod(
@@ -164,7 +167,7 @@ class Tensor(TensorOperators):
     """A traced value.
 
     Attributes:
-        value: its place in the graph.
+        value: the value of the graph.
         trace: the trace it belongs to.
     """
 
@@ -243,9 +246,9 @@ class Tensor(TensorOperators):
     def __int__(self) -> int:
         raise self._unknown("int")
 
-    def _unknown(self, asked: str) -> GraphError:
+    def _unknown(self, name: str) -> GraphError:
         return GraphError(
-            f"%{self.value.name} is traced: its numbers are not known yet, so {asked}() of it has no answer; "
+            f"%{self.value.name} is traced: its numbers are not known yet, so {name}() of it has no answer; "
             "return it from the function, or compute with distgraph.ops"
         )
 

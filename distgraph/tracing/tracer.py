@@ -1,4 +1,4 @@
-"""Tracing: Python code that runs once on symbolic tensors and leaves a serial graph behind."""
+"""Tracing: runs Python code once on symbolic tensors and records a serial graph."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _INTERNAL = (*(f"{_ROOT}/{folder}/" for folder in ("passes", "runtime", "resourc
 
 
 class Trace:
-    """The graph under construction. Tensors know their trace; parameters find it by `Trace.current()`."""
+    """The graph under construction. Tensors refer to their trace; parameters use `Trace.current()`."""
 
     def __init__(self, name: str = "main", prefix: str = "") -> None:
         self.name = name
         self.prefix = prefix
         self.ops: list[Op] = []
         self.attrs: dict[str, DistAttr] = {}
-        self.mirrored: set[str] = set()  # annotated values whose gradients lie like them
+        self.mirrored: set[str] = set()  # annotated values whose gradients have the same layout
         self.outputs: list[tuple[str, Value]] = []
         self.updates: list[tuple[str, Value]] = []
         self.role = "forward"
@@ -40,11 +40,11 @@ class Trace:
         self.where = ""
         self.placement: ProcessMesh | None = None
         self.placements: dict[str, ProcessMesh] = {}
-        self.block = 0  # number of the recomputed block that ops belong to now; 0 = none
+        self.block = 0  # number of the recomputed block that is being traced; 0 = none
         self.blocks = 0
         self.recomputed: dict[str, int] = {}
         self.training = True
-        self.parameters: dict[str, Any] = {}  # name -> the parameter object that it stands for
+        self.parameters: dict[str, Any] = {}  # name -> parameter object
         self._names: set[str] = set()
         self._count = 0
         self._constants: dict[Any, Tensor] = {}
@@ -94,7 +94,7 @@ class Trace:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Ops emitted inside are computed again in the backward part instead of being kept."""
+        """Results of ops emitted inside are recomputed in the backward part instead of staying in memory."""
         before = self.block
         self.blocks += 1
         self.block = before or self.blocks
@@ -104,8 +104,10 @@ class Trace:
             self.block = before
 
     def recompute(self, blocks: Sequence[Sequence[str]]) -> None:
-        """Compute ops of this trace again in the backward part, those of a block together; ops that are in a
-        block already stay in it."""
+        """Recompute ops of this trace in the backward part, those of a block together.
+
+        Ops that belong to a block already stay in it.
+        """
         for names in blocks:
             self.blocks += 1
             for name in names:
@@ -133,7 +135,7 @@ class Trace:
                 return name
 
     def salt(self, scope: str | None = None) -> int:
-        """A number for a random op, stable under everything but the order of random ops in its module."""
+        """A number for a random op that depends only on its module and its position among those of it."""
         key = self.scope if scope is None else scope
         self._salts[key] = self._salts.get(key, -1) + 1
         return stable_hash(f"{key}#{self._salts[key]}")
@@ -142,8 +144,7 @@ class Trace:
         """A tensor that comes from outside: input, param or state; the same name gives the same tensor.
 
         Raises:
-            GraphError: the name is no text, or that of another kind, shape or dtype; single numbers as inputs
-                have names of their own.
+            GraphError: the name is no text, or belongs to a source of another kind, shape or dtype.
         """
         key, lengths = (kind, name), tuple(int(n) for n in shape)
         self._check_source(kind, name, f"{short(dtype)}[{', '.join(map(str, lengths))}]", lengths)
@@ -157,16 +158,17 @@ class Trace:
 
     def _check_source(self, kind: str, name: Any, type_: str, shape: tuple[int, ...]) -> None:
         check_name(kind, name)
-        known = self._sources.get((kind, name))
-        if known is not None and known.value.type != type_:
+        existing = self._sources.get((kind, name))
+        if existing is not None and existing.value.type != type_:
             raise GraphError(
-                f"{kind} {name!r} is {type_} but another {kind} of that name {known.value.type}; rename one"
+                f"{kind} {name!r} is {type_} but another {kind} of that name {existing.value.type}; rename "
+                f"one"
             )
         if kind == "input" and not shape:
             return
         for other in ("input", "param", "state"):
-            found = self._sources.get((other, name))
-            if other != kind and found is not None and (found.shape or other != "input"):
+            clashing = self._sources.get((other, name))
+            if other != kind and clashing is not None and (clashing.shape or other != "input"):
                 raise GraphError(
                     f"{kind} {name!r} has the name of {'an' if other == 'input' else 'a'} {other}, but plans "
                     f"and checkpoints know them by name; rename one"
@@ -210,19 +212,21 @@ class Trace:
         return tuple(Tensor(value, self) for value in results)
 
     def tensors(self, operands: Sequence[Any]) -> list[Tensor]:
-        """Operands as tensors of this trace; a plain number takes the dtype of the tensors beside it."""
-        found: list[Any] = [self.tensor(x) if not isinstance(x, (bool, int, float)) else x for x in operands]
-        dtypes = [t.dtype for t in found if isinstance(t, Tensor)]
+        """Operands as tensors of this trace; plain numbers get the common dtype of the other operands."""
+        tensors: list[Any] = [
+            self.tensor(x) if not isinstance(x, (bool, int, float)) else x for x in operands
+        ]
+        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor)]
         common = dtypes[0] if dtypes else None
         for dtype in dtypes[1:]:
             common = promote(common or dtype, dtype)
-        for position, x in enumerate(found):
+        for position, x in enumerate(tensors):
             if not isinstance(x, Tensor):
                 exact = isinstance(x, float) and common is not None and not is_float(common)
-                found[position] = self.constant(
+                tensors[position] = self.constant(
                     x, "f32" if exact else "bool" if isinstance(x, bool) else common
                 )
-        return found
+        return tensors
 
     def tensor(self, x: Any) -> Tensor:
         """One operand as a tensor of this trace. Raises GraphError for a tensor of another trace."""
@@ -262,7 +266,7 @@ class Trace:
 
 
 def check_name(subject: str, name: Any) -> None:
-    """Raises GraphError where a name is no text that files can hold."""
+    """Raises GraphError where a name cannot be written to files."""
     if not isinstance(name, str) or "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
         raise GraphError(
             f"name of {subject} is {name!a} but must be a text without NUL and unpaired surrogates; give it "

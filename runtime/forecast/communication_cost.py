@@ -20,7 +20,7 @@ from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.redistribution.halo import halo_tiles
 from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles, link_bytes, renumbered
 from distgraph.resources import Cluster
-from distgraph.resources.group_symmetry import stand_ins
+from distgraph.resources.group_symmetry import representative_devices
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.runtime.program.memory_plan import nbytes
 
@@ -57,7 +57,7 @@ class TrafficCost:
         self.graph, self.cluster, self.devices = graph, cluster, devices
         self.communication = MeshCommunication(cluster, devices)
         self._exchanges: dict[object, Message] = {}
-        self._stand_ins: dict[tuple[ProcessMesh, ProcessMesh], tuple[int, ...]] = {}
+        self._representatives: dict[tuple[ProcessMesh, ProcessMesh], tuple[int, ...]] = {}
 
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
         """A collective on the groups of one mesh, with the sizes of one rank."""
@@ -93,10 +93,12 @@ class TrafficCost:
 
     def _devices_between(self, first: ProcessMesh, second: ProcessMesh) -> tuple[int, ...]:
         """Devices that stand for those of the ranks of two meshes, ascending by rank."""
-        if (first, second) not in self._stand_ins:
+        if (first, second) not in self._representatives:
             ranks = renumbered(first, second)[2]
-            self._stand_ins[first, second] = stand_ins(self.cluster, [self.devices[rank] for rank in ranks])
-        return self._stand_ins[first, second]
+            self._representatives[first, second] = representative_devices(
+                self.cluster, [self.devices[rank] for rank in ranks]
+            )
+        return self._representatives[first, second]
 
 
 def message_bytes(op: Op, source: DistAttr, target: DistAttr) -> dict[tuple[int, int], int]:

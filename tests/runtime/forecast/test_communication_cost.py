@@ -17,7 +17,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective_cost import CollectiveCost, shared_cost
-from distgraph.resources.group_symmetry import stand_ins
+from distgraph.resources.group_symmetry import representative_devices
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.program.build import Build
 
@@ -134,7 +134,9 @@ def test_borders_that_lie_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=["switch", "tree"])
-def test_stand_ins_send_each_other_over_links_of_the_same_kinds_and_speeds(network: dict[str, Any]):
+def test_representative_devices_send_each_other_over_links_of_the_same_kinds_and_speeds(
+    network: dict[str, Any],
+):
     cluster, random = mixed(network), np.random.default_rng(1)
     cost = CollectiveCost(cluster)
 
@@ -144,8 +146,8 @@ def test_stand_ins_send_each_other_over_links_of_the_same_kinds_and_speeds(netwo
 
     for _ in range(40):
         devices = tuple(int(device) for device in random.permutation(30)[:8])
-        others = stand_ins(cluster, devices)
-        assert stand_ins(cluster, others) == others
+        others = representative_devices(cluster, devices)
+        assert representative_devices(cluster, others) == others
         for (a, c), (b, d) in itertools.permutations(zip(devices, others, strict=True), 2):
             assert way(a, b) == way(c, d)
             one, other = (cluster.devices[a], cluster.devices[b]), (cluster.devices[c], cluster.devices[d])
