@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from support.programs.seeded_programs import CUBE, seeded_program
 
 from distgraph.ir.graph import Graph
-from distgraph.passes import arrange as arrange_module
+from distgraph.passes import choose_completion
 from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.layout_local_search import BUDGET, Refined, _Refiner, refined
 from distgraph.passes.lower import lower
@@ -55,8 +55,8 @@ def searched(seed: int, budget: float, limit: int | None = None) -> dict[str, An
         return found
 
     start = time.process_time()
-    with patch.object(arrange_module, "refined", counted):
-        best = arrange_module.arrange(graph, CUBE, price=latency_price, budget=budget)
+    with patch.object(choose_completion, "refined", counted):
+        best = choose_completion.arrange(graph, CUBE, price=latency_price, budget=budget)
     seconds = time.process_time() - start
     parts = phases(lower(reshard(best)))
     return {
