@@ -62,7 +62,7 @@ def test_memory_that_is_received_into_while_a_view_of_it_is_sent(
 
 
 @pytest.mark.usefixtures("checked")
-def test_scratch_memory_that_is_used_again_while_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_that_is_reused_while_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     def stacked(blocks: list[Block]) -> int:
         for block in blocks:
             block.offset = 0
@@ -101,7 +101,7 @@ class Flipping:
 
 
 @pytest.mark.usefixtures("checked")
-def test_message_that_changes_on_its_way() -> None:
+def test_message_that_changes_in_transit() -> None:
     with pytest.raises(RuntimeFault, match=WHERE + r": what arrived from rank \d is not what it sent"):
         run(Case("identity", "one rank each", "1f1b", 2), Flipping)
 
@@ -122,7 +122,7 @@ def test_checked_run_gives_the_numbers_of_a_plain_one(layout: str, monkeypatch: 
     assert trained(2, layout) == plain
 
 
-def test_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_values_of_the_switch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTGRAPH_CHECK", "yes")
     with pytest.raises(RuntimeFault, match="DISTGRAPH_CHECK is 'yes', expected 1"):
         trained(1, "serial")
