@@ -30,7 +30,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer
 from distgraph.runtime.program.identifiers import literal
-from distgraph.runtime.program.memory_plan import Storage, is_started
+from distgraph.runtime.program.storage import Storage, is_started
 from distgraph.runtime.transport.transport import Array, Group, Request, Transport
 from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
 

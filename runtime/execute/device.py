@@ -28,7 +28,7 @@ from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.passes.partition import RankProgram
 from distgraph.plan.strategy import DEVICES
 from distgraph.resources.schema import DEVICE_TYPES, register_device_type
-from distgraph.runtime.program.memory_plan import is_started
+from distgraph.runtime.program.storage import is_started
 from distgraph.runtime.transport.inprocess import InProcessTransport
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.nccl import NcclTransport

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from distgraph.passes.partition import RankProgram
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
-from distgraph.runtime.program.memory_plan import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, nbytes
 
 
 @dataclass(frozen=True, slots=True)

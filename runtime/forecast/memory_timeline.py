@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from distgraph.passes.partition import RankProgram
 from distgraph.runtime.forecast.memory_forecast import categories, rank_memory
-from distgraph.runtime.program.memory_plan import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, nbytes
 from distgraph.runtime.schedule.timeline import Interval, Timeline
 
 

@@ -18,7 +18,8 @@ from distgraph.runtime.execute import worker
 from distgraph.runtime.execute.buffer_check import checksum
 from distgraph.runtime.program import memory_plan, ring_sizes
 from distgraph.runtime.program.memory_packing import Block
-from distgraph.runtime.program.memory_plan import Storage, StoragePlan, plan_storage
+from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
+from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.schedule import Schedule
 from distgraph.runtime.transport.transport import Transport
 
