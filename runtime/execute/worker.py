@@ -140,7 +140,7 @@ class Worker:
         scratch = xp.empty(self.storage.scratch, xp.uint8)
         fills = self._fills()
         for name, slot in self.storage.slots.items():
-            if slot.root != name or slot.kind not in ("kept", "ring", "scratch"):
+            if slot.root != name or slot.kind not in ("persistent", "ring", "scratch"):
                 continue
             shape, dtype = program.types[name]
             array_type = to_numpy(dtype)
@@ -148,7 +148,7 @@ class Worker:
                 size = math.prod(shape) * array_type.itemsize
                 block = scratch[slot.offset : slot.offset + size]
                 self.arena.fixed[name] = block.view(array_type).reshape(shape)
-            elif slot.kind == "kept":
+            elif slot.kind == "persistent":
                 block = xp.zeros(shape, array_type)  # costs nothing before it is touched
                 if name in fills:
                     block[...] = fills[name]

@@ -106,7 +106,7 @@ def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
     late = {slot.root for name, slot in storage.slots.items() if phase[name] == 2}
     found = {}
     for name, slot in storage.slots.items():
-        if slot.root != name or slot.kind not in ("source", "kept", "ring"):
+        if slot.root != name or slot.kind not in ("source", "persistent", "ring"):
             continue
         op = producers[name]
         if slot.kind == "source":

@@ -112,7 +112,7 @@ def _lives(program: RankProgram, storage: Storage) -> dict[str, Life]:
     return {
         name: (maker, frozenset(readers[name]), storage.slots[name].kind == "ring")
         for name, maker in makers.items()
-        if storage.slots[name].kind in ("kept", "ring")
+        if storage.slots[name].kind in ("persistent", "ring")
     }
 
 

@@ -58,7 +58,7 @@ class Arena:
     """Memory of one rank: arrays by value name, the feeds, and unfinished communication.
 
     Attributes:
-        fixed: value name -> array that stays the same in all steps (sources in memory, kept and scratch
+        fixed: value name -> array that stays the same in all steps (sources in memory, persistent and scratch
             buffers, views of them).
         rings: root name -> buffers, one for each micro-batch in flight.
         feeds: input name -> one array for each micro-batch, or a scalar.

@@ -98,7 +98,7 @@ class _BlockIndex:
             self.by_interval.setdefault(interval, _Numbers()).append(number)
 
     def simultaneous(self, block: Block) -> tuple[Offsets, Offsets]:
-        """Begins and ends of the placed blocks that are needed at the same time; some of them several times."""
+        """Begins and ends of the placed blocks that are needed at the same time; some several times."""
         intervals = _intervals(block)
         if len(intervals) > _LONG:
             together = (self.start <= block.stop) & (block.start <= self.stop)

@@ -59,7 +59,7 @@ def planned(program: RankProgram) -> StoragePlan:
     plan.storage.lives = {
         name: frozenset(task for task, _ in plan.uses[name])
         for name, slot in plan.slots.items()
-        if slot.root == name and slot.kind in ("kept", "ring")
+        if slot.root == name and slot.kind in ("persistent", "ring")
     }
     plan.storage.sent = frozenset(root for root in plan.aliases if plan.messages(root))
     return plan
@@ -246,7 +246,7 @@ class StoragePlan:
         self.storage.waits = {place: tuple(names) for place, names in waits.items()}
 
     def classify(self) -> None:
-        """Make roots that another task uses kept values, or rings where there is one per micro-batch."""
+        """Make roots that another task uses persistent, or rings where there is one per micro-batch."""
         graph = self.program.graph
         per_micro = {task.name: task.per_micro for task in self.program.tasks}
         output_roots = {slot.root for name, slot in self.slots.items() if name in graph.kept}
@@ -263,7 +263,7 @@ class StoragePlan:
             if not (crosses or sent or accumulated or zeros or received):
                 continue
             once = not per_micro[task] or local.tail or accumulated or zeros
-            slot.kind = "kept" if once or graph.micro_batches == 1 else "ring"
+            slot.kind = "persistent" if once or graph.micro_batches == 1 else "ring"
 
     def _sends(self, root: str) -> list[tuple[str, LocalOp]]:
         """(task, send) of all sends from the memory of a root."""

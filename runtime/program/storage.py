@@ -1,11 +1,11 @@
 """The storage of the values of a rank program: which memory each value uses.
 
 Kinds of storage:
-    source    parameters, states, inputs and constants: they exist before the step.
-    kept      one buffer for the whole step: read by another task, or an output.
-    ring      like kept, with one buffer for each micro-batch in flight.
-    scratch   dead when its task ends; its memory is reused as soon as the value is dead (`memory_packing`).
-    view      the memory of another value (its root) in another shape; computed again where it is needed.
+    source      parameters, states, inputs and constants: they exist before the step.
+    persistent  one buffer for the whole step: read by another task, or an output.
+    ring        like persistent, with one buffer for each micro-batch in flight.
+    scratch     dead when its task ends; its memory is reused as soon as the value is dead (`memory_packing`).
+    view        the memory of another value (its root) in another shape; computed again where it is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Slot:
     """Storage of one value.
 
     Attributes:
-        kind: source, kept, ring, scratch or view.
+        kind: source, persistent, ring, scratch or view.
         root: name of the value that owns the memory: itself, unless it is a view or reuses a buffer.
         contiguous: whether it is C-contiguous.
         offset: first byte of its scratch memory in that of the rank.
@@ -53,7 +53,8 @@ class Storage:
             added while it is computed.
         sent: roots of the memory that messages are sent from. These messages must have been sent before the
             memory is written.
-        lives: root of a kept or ring value -> tasks that use it; it is alive from the first to the last one.
+        lives: root of a persistent or ring value -> tasks that use it, from the first to the last of which it
+            is alive.
     """
 
     slots: dict[str, Slot]

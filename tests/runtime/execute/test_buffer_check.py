@@ -79,7 +79,7 @@ def test_scratch_memory_that_is_reused_while_it_is_alive(monkeypatch: pytest.Mon
 def test_ring_that_is_one_buffer_too_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ring_sizes.window
     monkeypatch.setattr(memory_plan, "window", lambda starts, ends: max(1, right(starts, ends) - 1))
-    monkeypatch.setattr(StoragePlan, "_under_way", lambda *_: (1, 1))
+    monkeypatch.setattr(StoragePlan, "_send_depths", lambda *_: (1, 1))
     monkeypatch.setattr(StoragePlan, "verify", lambda *_: None)  # it finds some of this before the run
     with pytest.raises(RuntimeFault, match=r"rank \d: %"):
         run(Case("reshape", "one rank each", policy, 4))
