@@ -64,12 +64,12 @@ def test_memory_that_is_received_into_while_a_view_of_it_is_sent(
 
 @pytest.mark.usefixtures("checked")
 def test_scratch_memory_that_is_reused_while_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stacked(blocks: list[Block]) -> int:
+    def stacked(parts: object, blocks: list[Block]) -> int:
         for block in blocks:
             block.offset = 0
         return max((block.nbytes for block in blocks), default=0)
 
-    monkeypatch.setattr(memory_plan, "pack", stacked)
+    monkeypatch.setattr(memory_plan, "pack_once", stacked)
     with pytest.raises(RuntimeFault, match=r"overwritten before .* read it"):
         trained(2)
 
