@@ -15,7 +15,7 @@ from distgraph.runtime.execute.checkpoint.convert import convert as convert_chec
 from distgraph.runtime.execute.checkpoint.folder import check_path
 from distgraph.runtime.execute.checkpoint.index import TensorEntry
 from distgraph.runtime.execute.checkpoint.reading import Checkpoint
-from distgraph.runtime.execute.checkpoint.retention import Found, by_run, delete, find, split
+from distgraph.runtime.execute.checkpoint.retention import CheckpointFolder, by_run, delete, find, select
 from distgraph.serialization.documents import shown_path
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look after checkpoints.")
@@ -111,23 +111,23 @@ def prune(
     count."""
     if mode not in ("min", "max"):
         raise RuntimeFault(f'prune: --mode is {mode!r} but must be "min" or "max"')
-    found, damaged = _found(directory), list[Found]()
-    if best and not any(each.measured(best) is not None for each in found):
+    found, damaged = _found(directory), list[CheckpointFolder]()
+    if best and not any(each.metric(best) is not None for each in found):
         names = {n: None for f in found if f.checkpoint for e in f.checkpoint.contents.epochs[-1:] for n in e}
         raise RuntimeFault(
             f"prune: no checkpoint measured {best!r}; give one of {', '.join(names) or 'nothing'}, or leave "
             f"out --best"
         )
 
-    def good(each: Found) -> bool:
+    def good(each: CheckpointFolder) -> bool:
         if each.checkpoint is not None and not each.checkpoint.verify():
             return True
         damaged.append(each)
         return False
 
-    stay, gone = list[Found](), list[Found]()
+    stay, gone = list[CheckpointFolder](), list[CheckpointFolder]()
     for group in by_run(found):
-        kept, older = split(group, keep, best or None, mode, good)
+        kept, older = select(group, keep, best or None, mode, good)
         stay, gone = stay + kept, gone + older
     damaged += [each for each in found if each.checkpoint is None]
     for each in found:
@@ -141,7 +141,7 @@ def prune(
         raise RuntimeFault(f"prune: no checkpoint in {directory} is whole; nothing was deleted")
 
 
-def _verified(each: Found) -> bool:
+def _verified(each: CheckpointFolder) -> bool:
     """Verify a checkpoint and print what is found; returns whether it is whole."""
     wrong = each.checkpoint.verify() if each.checkpoint is not None else [_reason(each)]
     for problem in wrong:
@@ -153,7 +153,7 @@ def _verified(each: Found) -> bool:
     return not wrong
 
 
-def _found(directory: str | Path) -> list[Found]:
+def _found(directory: str | Path) -> list[CheckpointFolder]:
     folder = check_path(directory)
     found = find(folder)
     if not found:
@@ -163,11 +163,11 @@ def _found(directory: str | Path) -> list[Found]:
     return found
 
 
-def _name(each: Found) -> str:
+def _name(each: CheckpointFolder) -> str:
     return shown_path(each.path)
 
 
-def _training(each: Found) -> str:
+def _training(each: CheckpointFolder) -> str:
     """Where a checkpoint is, and of which training and step."""
     if each.checkpoint is None:
         return f"{_name(each)}: run unknown, step unknown"
@@ -175,7 +175,7 @@ def _training(each: Found) -> str:
     return f"{_name(each)}: run {shown_path(index.run[:40]) or 'unknown'}, step {index.step}"
 
 
-def _reason(each: Found) -> str:
+def _reason(each: CheckpointFolder) -> str:
     return each.problem.removeprefix("checkpoint ")
 
 

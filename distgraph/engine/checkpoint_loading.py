@@ -13,7 +13,7 @@ from distgraph.engine.parameter_store import Reader, Record
 from distgraph.errors import RuntimeFault
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.execute.checkpoint import Checkpoint, Placed
+from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor
 from distgraph.runtime.execute.process_group import World
 
 
@@ -68,13 +68,13 @@ class Loaded:
         """Blocks of it, for `Memory`."""
         return reader_of(self.checkpoint, self.states, self.model)
 
-    def unread(self, records: Mapping[str, Record]) -> dict[str, Placed]:
+    def unread(self, records: Mapping[str, Record]) -> dict[str, SavedTensor]:
         """What an engine with these records has not taken from it yet, as whole tensors of rank 0."""
         mesh, found = ProcessMesh.grid(all=1), {}
         for name, entry in self.checkpoint.contents.tensors.items():
             if name not in records and (self.states or name in self.model):
                 attr = DistAttr(mesh, ShardSpec.of([None] * len(entry.shape)))
-                found[name] = Placed(entry.kind, tuple(entry.shape), entry.dtype, attr)
+                found[name] = SavedTensor(entry.kind, tuple(entry.shape), entry.dtype, attr)
         return found
 
     def after_saving(self, path: str | Path) -> Loaded:
@@ -86,7 +86,7 @@ class Loaded:
 
 def unread_of(
     loaded: Loaded | None, records: Mapping[str, Record], programs: Iterable[Compiled]
-) -> dict[str, Placed]:
+) -> dict[str, SavedTensor]:
     """What is still in the loaded checkpoint only. A training program has taken all that it needs: what it
     left there, such as states of another optimiser, is no part of the training any more."""
     if loaded is None or any(program.mode == "train" for program in programs):
@@ -95,7 +95,7 @@ def unread_of(
 
 
 def blocks_of(
-    loaded: Loaded | None, unread: Mapping[str, Placed], block: Callable[[str, int], np.ndarray]
+    loaded: Loaded | None, unread: Mapping[str, SavedTensor], block: Callable[[str, int], np.ndarray]
 ) -> Callable[[str, int], np.ndarray]:
     """(name, rank) -> what a checkpoint gets of it: from the loaded one, or from memory by `block`."""
     if loaded is None or not unread:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.execute.checkpoint import files, reserve
-from distgraph.runtime.execute.checkpoint.retention import Found, delete, find, split
+from distgraph.runtime.execute.checkpoint.retention import CheckpointFolder, delete, find, select
 from distgraph.runtime.execute.process_group import World, enter
 from distgraph.serialization.path_template import PathTemplate
 
@@ -39,7 +39,7 @@ class Checkpoints:
         reserve(path, self.world, lock)
 
     def best(self, path: PathTemplate, name: str, mode: str) -> float | None:
-        """The best number of an epoch with a whole checkpoint; None where there is none. Collective.
+        """The best metric of an epoch with a complete checkpoint; None where there is none. Collective.
 
         Args:
             path: under which they were written.
@@ -48,9 +48,9 @@ class Checkpoints:
         """
         best: float | None = None
         if self.world.is_chief:
-            numbers = [each.measured(name) for each in self._written(path) if each.whole()]
-            known = [number for number in numbers if number is not None]
-            best = (min(known) if mode == "min" else max(known)) if known else None
+            numbers = [folder.metric(name) for folder in self._written(path) if folder.is_complete()]
+            metrics = [number for number in numbers if number is not None]
+            best = (min(metrics) if mode == "min" else max(metrics)) if metrics else None
         shared: float | None = self.world.share(best, 0)
         return shared
 
@@ -66,28 +66,28 @@ class Checkpoints:
         """
         if not self.world.is_chief:
             return
-        _, gone = split(self._written(path), keep, best, mode)
-        for each in gone:
-            if each.path == newest:
+        _, deletable = select(self._written(path), keep, best, mode)
+        for folder in deletable:
+            if folder.path == newest:
                 continue
             try:
-                delete(each.path)
+                delete(folder.path)
             except RuntimeFault as error:
                 sys.stderr.write(f"distgraph: {error}\n")
                 continue
-            for parent in each.path.parents:
+            for parent in folder.path.parents:
                 if parent == path.root:
                     break
                 files.remove_folder(parent)  # one that the template made; only if it is empty
 
-    def _written(self, path: PathTemplate) -> list[Found]:
+    def _written(self, path: PathTemplate) -> list[CheckpointFolder]:
         """Those of this training: the template gives a folder's name for what its index says."""
         if not path.root.is_dir():
             return []
-        return [each for each in find(path.root, path.depth) if self._is_own(each, path)]
+        return [folder for folder in find(path.root, path.depth) if self._is_own(folder, path)]
 
-    def _is_own(self, found: Found, path: PathTemplate) -> bool:
-        if found.checkpoint is None or found.checkpoint.contents.run != self.run:
+    def _is_own(self, folder: CheckpointFolder, path: PathTemplate) -> bool:
+        if folder.checkpoint is None or folder.checkpoint.contents.run != self.run:
             return False
-        index = found.checkpoint.contents
-        return path.at(index.epoch, index.step) == found.path
+        index = folder.checkpoint.contents
+        return path.at(index.epoch, index.step) == folder.path

@@ -39,7 +39,7 @@ from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster
-from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, write_checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, write_checkpoint
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.execute.process_group import enter, is_chief
 from distgraph.runtime.execute.recorder import Recording
@@ -274,7 +274,7 @@ class Engine:
             raise RuntimeFault("engine has no parameters yet; call fit, prepare or load before save")
         self.memory.check_whole()
         self._session.verify_replicas(self.step)
-        placed = {n: Placed(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
+        placed = {n: SavedTensor(r.kind, r.shape, r.dtype, r.attr) for n, r in self.memory.records.items()}
         unread = unread_of(self._loaded, self.memory.records, self._session.programs.values())
         placed |= unread
         block = blocks_of(self._loaded, unread, self.memory.block)

@@ -163,7 +163,7 @@ class Compiled:
         checks = {rank: worker.check for rank, worker in sorted(self.workers.items())}
         if all(check is None or check.passed for check in checks.values()):
             return None
-        return {rank: check.found for rank, check in checks.items() if check is not None}
+        return {rank: check.nonfinite for rank, check in checks.items() if check is not None}
 
     def release(self) -> None:
         """Forget what is tied to the ranks of a world."""

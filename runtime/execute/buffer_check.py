@@ -1,19 +1,19 @@
-"""A checked run: every value is what was computed or sent when it is read, and a dead buffer holds garbage.
+"""Checked runs: each value is compared with what was written when it is read; dead buffers hold garbage.
 
 *In:* `DISTGRAPH_CHECK=1` in the environment of all ranks, or `Worker(checked=True)`.
 *Out:* the numbers of a plain run, or a `RuntimeFault` that names rank, task, value and micro-batch.
-*Invariant:* nothing of it is in the generated code, and nothing is done, where the check is off.
+*Invariant:* without the check, the generated code has nothing of it and no time is spent on it.
 
 Three things are checked.
 
-    values      A checksum of each value is taken when it has been written, and compared whenever it is read:
-                a buffer that was given to another value, or to a later micro-batch, too early is seen.
+    values      The checksum of a value is taken when the value has been written, and compared whenever it is
+                read. So a buffer that is reused too early, for another value or micro-batch, is detected.
     buffers     When the life of a buffer ends by the memory plan, all its bits are set, which is NaN in every
-                floating type and -1 in integers: what is read after its end is garbage in every run.
-    messages    What is sent has the same checksum when the send is complete as it had at its start. The
-                checksum travels with it, and the receiver compares it with what arrived. The buffer of a
-                receive is garbage from its start. So is that of the result of a collective, and must still be
-                the same garbage when it is complete; its operands are compared like what is sent.
+                floating type and -1 in integers. So a read after the end gives garbage in every run.
+    messages    The checksum of a message is the same when its send is complete as at its start. It is sent
+                along, and the receiver compares it with the received data. The buffer of a receive is filled
+                with garbage at its start. So is the buffer of the result of a collective, which must hold the
+                same garbage when the collective is complete; its operands are compared like a sent message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer
 from distgraph.runtime.program.identifiers import literal
-from distgraph.runtime.program.memory_plan import Storage, is_started
+from distgraph.runtime.program.storage import Storage, is_started
 from distgraph.runtime.transport.transport import Array, Group, Request, Transport
 from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
 
@@ -39,11 +39,11 @@ _DEAD = 0xFF
 _VARIABLE = "DISTGRAPH_CHECK"
 
 
-def check_wanted() -> bool:
-    """Whether the environment asks for checked runs.
+def check_enabled() -> bool:
+    """Whether DISTGRAPH_CHECK enables checked runs.
 
     Raises:
-        RuntimeFault: DISTGRAPH_CHECK is something else than 0 or 1.
+        RuntimeFault: DISTGRAPH_CHECK is neither 0 nor 1.
     """
     text = os.environ.get(_VARIABLE, "")
     if text not in ("", "0", "1"):
@@ -52,11 +52,11 @@ def check_wanted() -> bool:
 
 
 class BufferCheck:
-    """The check of one rank.
+    """Checks the values and buffers of one rank.
 
     Args:
-        program, storage, arena: of the rank.
-        order: (task, micro-batch) pairs that it runs.
+        program, storage, arena: those of the rank.
+        order: (task, micro-batch) pairs that the rank runs.
     """
 
     def __init__(
@@ -64,72 +64,79 @@ class BufferCheck:
     ) -> None:
         self.rank, self._arena, self._storage = program.rank, arena, storage
         self._sums: dict[tuple[str, int], int] = {}
-        self._late: list[tuple[str, int]] = []  # dead buffers from which something is still sent
+        self._late: list[tuple[str, int]] = []  # dead buffers from which a message is still being sent
         self._scratch = [
             arena.fixed[name]
             for name, slot in storage.slots.items()
             if slot.kind == "scratch" and slot.root == name
         ]
-        self._dead = self._ends(program, order)
+        self._dead = self._last_uses(program, order)
 
-    def _ends(
+    def _last_uses(
         self, program: RankProgram, order: Sequence[tuple[str, int]]
     ) -> dict[tuple[str, int], list[tuple[str, int]]]:
         """(task, micro-batch) -> buffers whose life ends with it, as (root, number in its ring)."""
         filled = {
             local.op.result.name for task in program.tasks for local in task.ops if local.mode == "comm.mask"
         }
-        left = {self._storage.slots[name].root for name in program.graph.kept if name in self._storage.slots}
-        last: dict[frozenset[str], dict[int, tuple[str, int]]] = {}  # micro-batch -> last task to touch it
+        outputs = {
+            self._storage.slots[name].root for name in program.graph.kept if name in self._storage.slots
+        }
+        last_runs: dict[
+            frozenset[str], dict[int, tuple[str, int]]
+        ] = {}  # micro-batch -> last task to touch it
         for tasks in set(self._storage.lives.values()):
-            last[tasks] = {run[1]: run for run in order if run[0] in tasks}
-        ends = {tasks: [run for run in order if run[0] in tasks][-1:] for tasks in last}
-        found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+            last_runs[tasks] = {run[1]: run for run in order if run[0] in tasks}
+        ends = {tasks: [run for run in order if run[0] in tasks][-1:] for tasks in last_runs}
+        buffers: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for root, tasks in self._storage.lives.items():
-            if root in filled or root in left:
+            if root in filled or root in outputs:
                 continue
             depth = self._storage.rings.get(root, 0)
-            for run in last[tasks].values() if depth else ends[tasks]:
-                found.setdefault(run, []).append((root, run[1] % depth if depth else 0))
-        return found
+            for run in last_runs[tasks].values() if depth else ends[tasks]:
+                buffers.setdefault(run, []).append((root, run[1] % depth if depth else 0))
+        return buffers
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._sums.clear()
 
     def wrote(self, value: str, micro: int, array: Any) -> None:
-        """A value has been written."""
+        """Take the checksum of a value that has been written."""
         self._sums[value, micro] = checksum(array)
 
     def reads(self, task: str, m: int, value: str, micro: int, array: Any) -> None:
-        """A value is about to be read; of one that is there before the step, the first read takes the sum."""
-        found = checksum(array)
-        if self._sums.setdefault((value, micro), found) != found:
+        """Compare a value that is about to be read with its checksum.
+
+        The first read takes the checksum of a value that was written before the step.
+        """
+        now = checksum(array)
+        if self._sums.setdefault((value, micro), now) != now:
             raise RuntimeFault(
                 f"rank {self.rank}: %{value} was overwritten before {task} of micro-batch {m} read it; this "
                 "is a mistake in the memory plan of distgraph, please report it with the program"
             )
 
     def messages(self, comm: Transport, task: str, value: str, m: int) -> Transport:
-        """The transport for the messages of a value."""
+        """A checked transport for the messages of a value."""
         where = f"rank {self.rank}: %{value} in {task} of micro-batch {m}"
         return CheckedTransport(comm, where)
 
-    def watched(self, task: CompiledTask) -> CompiledTask:
-        """The task, with what is dead behind it made garbage."""
+    def filling_dead_buffers(self, task: CompiledTask) -> CompiledTask:
+        """The task, which also fills the buffers with garbage whose life ends with it."""
 
-        def watch(run: Callable[[int], None]) -> Callable[[int], None]:
-            def watched(m: int) -> None:
+        def with_ends(run: Callable[[int], None]) -> Callable[[int], None]:
+            def run_and_end(m: int) -> None:
                 run(m)
                 self._after(task.name, m)
 
-            return watched
+            return run_and_end
 
-        return replace(task, body=watch(task.body), last=watch(task.last))
+        return replace(task, body=with_ends(task.body), last=with_ends(task.last))
 
     def _after(self, task: str, m: int) -> None:
         for array in self._scratch:
-            _kill(array)
+            _fill_with_garbage(array)
         for root, slot in self._dead.get((task, m), ()):
             if any(slot == number and some for number, some in enumerate(self._arena.sends.get(root, ()))):
                 self._late.append((root, slot))
@@ -137,28 +144,28 @@ class BufferCheck:
                 self._end(root, slot)
 
     def end(self) -> None:
-        """The step is over: all that was sent has left."""
+        """End a step, in which all sends have completed."""
         for root, slot in self._late:
             self._end(root, slot)
         self._late.clear()
 
     def _end(self, root: str, slot: int) -> None:
         arena = self._arena
-        _kill(arena.rings[root][slot] if root in arena.rings else arena.fixed[root])
+        _fill_with_garbage(arena.rings[root][slot] if root in arena.rings else arena.fixed[root])
 
 
 class CheckedWriter(Writer):
-    """Writes tasks that tell a `BufferCheck` what they read and write.
+    """Writes tasks that report their reads and writes to a `BufferCheck`.
 
     Args:
-        check: that is told.
-        arguments: of a `Writer`.
+        check: receives the reports.
+        arguments: those of a `Writer`.
     """
 
     def __init__(self, check: BufferCheck, *arguments: Any) -> None:
         super().__init__(*arguments)
-        for word, thing in (("wrote", check.wrote), ("reads", check.reads), ("messages", check.messages)):
-            self.bound[word] = thing
+        for word, method in (("wrote", check.wrote), ("reads", check.reads), ("messages", check.messages)):
+            self.bound[word] = method
             self.identifiers.once(word)
 
     def comm(self, value: str) -> str:
@@ -166,7 +173,7 @@ class CheckedWriter(Writer):
         return f"messages(comm, {literal(self.task)}, {literal(value)}, m)"
 
     def emit(self, local: LocalOp, *, last: bool) -> None:
-        """See `Writer`; with what is read before, and what was written behind."""
+        """See `Writer`; it also reports operands before the op and results after it."""
         op, into = local.op, self.storage.into
         for value in op.operands if local.mode != "recv" or local.attrs["copies"] else ():
             if value.name not in into:
@@ -190,14 +197,13 @@ class CheckedWriter(Writer):
 
 
 class CheckedTransport:
-    """A transport that compares what is sent, at its start, at its end and where it arrives.
+    """A transport that checks every message at the start and end of its send and at its receiver.
 
-    Checksums travel as messages of their own, whose tags are those of the messages themselves without
-    `MESSAGE_TAGS`.
+    Checksums are sent as messages of their own, with the tag of the checked message less `MESSAGE_TAGS`.
 
     Args:
-        transport: that does the work.
-        where: begins every error.
+        transport: does the work.
+        where: begin of every error text.
     """
 
     def __init__(self, transport: Transport, where: str) -> None:
@@ -208,71 +214,71 @@ class CheckedTransport:
 
     def send(self, buffer: Array, dest: int, tag: int) -> Request:
         """See `Transport`."""
-        own = np.array([checksum(buffer)], np.int64)
-        label = self._transport.send(_like(buffer, own), dest, tag - MESSAGE_TAGS)
+        sent_sum = np.array([checksum(buffer)], np.int64)
+        sum_request = self._transport.send(_like(buffer, sent_sum), dest, tag - MESSAGE_TAGS)
         request = self._transport.send(buffer, dest, tag)
-        return _Checked([request, label], self._unchanged(buffer, f"is sent to rank {dest}"))
+        return _Checked([request, sum_request], self._unchanged(buffer, f"is sent to rank {dest}"))
 
     def recv(self, buffer: Array, source: int, tag: int) -> Request:
         """See `Transport`."""
-        _kill(buffer)
-        told = _like(buffer, np.zeros(1, np.int64))
-        label = self._transport.recv(told, source, tag - MESSAGE_TAGS)
+        _fill_with_garbage(buffer)
+        sent_sum = _like(buffer, np.zeros(1, np.int64))
+        sum_request = self._transport.recv(sent_sum, source, tag - MESSAGE_TAGS)
         request = self._transport.recv(buffer, source, tag)
 
         def verify() -> None:
-            if int(told[0]) != checksum(buffer):
+            if int(sent_sum[0]) != checksum(buffer):
                 raise RuntimeFault(
                     f"{self._where}: what arrived from rank {source} is not what it sent: checksum "
-                    f"{checksum(buffer):08x}, sent with {int(told[0]):08x}; look at the network, or report "
-                    "it with the program"
+                    f"{checksum(buffer):08x}, sent with {int(sent_sum[0]):08x}; look at the network, or "
+                    "report it with the program"
                 )
 
-        return _Checked([request, label], verify)
+        return _Checked([request, sum_request], verify)
 
     def all_reduce(self, buffer: Array, op: str, group: Group) -> Request:
         """See `Transport`."""
-        result, landed = self._landing(buffer, f"is reduced in group {group}", buffer.copy())
-        return _Checked([self._transport.all_reduce(result, op, group)], landed)
+        result, copy_result = self._separate_result(buffer, f"is reduced in group {group}", buffer.copy())
+        return _Checked([self._transport.all_reduce(result, op, group)], copy_result)
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         """See `Transport`."""
         what = f"is gathered in group {group}"
-        unchanged, (result, landed) = self._unchanged(send, what), self._landing(recv, what)
-        return _Checked([self._transport.all_gather(send, result, counts, group)], unchanged, landed)
+        unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
+        return _Checked([self._transport.all_gather(send, result, counts, group)], unchanged, copy_result)
 
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str, group: Group
     ) -> Request:
         """See `Transport`."""
         what = f"is reduced in group {group}"
-        unchanged, (result, landed) = self._unchanged(send, what), self._landing(recv, what)
+        unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
         request = self._transport.reduce_scatter(send, result, counts, op, group)
-        return _Checked([request], unchanged, landed)
+        return _Checked([request], unchanged, copy_result)
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], group: Group
     ) -> Request:
         """See `Transport`."""
         what = f"is exchanged in group {group}"
-        unchanged, (result, landed) = self._unchanged(send, what), self._landing(recv, what)
+        unchanged, (result, copy_result) = self._unchanged(send, what), self._separate_result(recv, what)
         request = self._transport.all_to_all(send, result, send_counts, recv_counts, group)
-        return _Checked([request], unchanged, landed)
+        return _Checked([request], unchanged, copy_result)
 
-    def _landing(self, buffer: Array, what: str, start: Array | None = None) -> tuple[Array, _Verify]:
-        """Memory for a result, and what brings it to its buffer if that is still as dead as it is now."""
+    def _separate_result(self, buffer: Array, what: str, start: Array | None = None) -> tuple[Array, _Verify]:
+        """Memory for a result, and a function that copies it to its buffer if nothing else wrote there."""
         result = buffer.copy() if start is None else start
-        _kill(buffer)
+        _fill_with_garbage(buffer)
         unchanged = self._unchanged(buffer, what)
 
-        def landed() -> None:
+        def copy_result() -> None:
             unchanged()
             buffer[...] = result
 
-        return result, landed
+        return result, copy_result
 
     def _unchanged(self, buffer: Array, what: str) -> _Verify:
-        """A comparison with the contents of now."""
+        """A function that compares the buffer with its present contents."""
         before = checksum(buffer)
 
         def verify() -> None:
@@ -286,7 +292,7 @@ class CheckedTransport:
 
 
 class _Checked:
-    """Requests with what is compared when they are complete. See `Request`."""
+    """Requests with functions that verify the data when they are complete. See `Request`."""
 
     __slots__ = ("_requests", "_verify")
 
@@ -306,20 +312,20 @@ class _Checked:
 
 
 def checksum(array: Any) -> int:
-    """CRC-32 of the elements of an array of the host or of a GPU; of a number, of its bytes."""
+    """CRC-32 of the bytes of an array (of the host or of a GPU) or of a number."""
     host = array if isinstance(array, np.ndarray) or not hasattr(array, "get") else array.get()
     return zlib.crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
 
 
-def _kill(array: Any) -> None:
+def _fill_with_garbage(array: Any) -> None:
     if array.flags.c_contiguous and array.size:
         array.reshape(-1).view(np.uint8)[...] = _DEAD
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """A host array where another one lies."""
+    """A copy of a host array in the memory of another array: the host or a GPU."""
     if isinstance(array, np.ndarray):
         return host
-    there = array.__class__(host.shape, host.dtype)
-    there.set(host)
-    return there
+    device_array = array.__class__(host.shape, host.dtype)
+    device_array.set(host)
+    return device_array

@@ -1,17 +1,16 @@
-"""Where a rank computes: NumPy arrays of the host, or CuPy arrays of a GPU.
+"""The device of a rank: the host with NumPy arrays, or a GPU with CuPy arrays.
 
-A `Device` is one rank's: the array namespace of its program, its transport, and the ways between the
-host and the memory it computes in. The engine and its memory speak to it alone, so nothing else asks
-whether there is a GPU.
+A `Device` holds the array namespace of its rank's program, its transport, and the copies between the host
+and the memory of the device. The engine uses GPUs only by this interface.
 
-On a GPU every rank computes on a stream of its own. Feeds are copied to it from pinned memory behind the
-host's back; collectives overlap it (NCCL on a stream of its own); outputs are copied back at the end of
-the step, where the host waits once. The stream is one that the CUDA default stream is ordered with, so
-that what a library puts there cannot overtake the program.
+On a GPU every rank computes on a stream of its own. Feeds are copied asynchronously from pinned memory;
+collectives overlap the computation (NCCL on a stream of its own); outputs are copied back at the end of the
+step, where the host waits once. The stream is synchronised with the CUDA default stream, so that work which a
+library launches there cannot overtake the program.
 
-Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs;
-it stages through the host what ranks exchange that share a GPU. Threads that have one GPU between them
-copy from device to device by the in-process transport.
+Transports of ranks with GPUs: NCCL between processes, and between threads where there are several GPUs; data
+between ranks that share a GPU are staged through the host. Threads that share one GPU copy from device to
+device by the in-process transport.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from distgraph.errors import ResourceError, RuntimeFault
 from distgraph.passes.partition import RankProgram
 from distgraph.plan.strategy import DEVICES
 from distgraph.resources.schema import DEVICE_TYPES, register_device_type
-from distgraph.runtime.program.memory_plan import is_started
+from distgraph.runtime.program.storage import is_started
 from distgraph.runtime.transport.inprocess import InProcessTransport
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.runtime.transport.nccl import NcclTransport
 from distgraph.runtime.transport.transport import Array, Group, Transport
 
 Inlet = Callable[[np.ndarray], Array]
-"""Host block -> the same in the memory of the device; valid until the next call."""
+"""Host block -> its copy in the memory of the device, valid until the next call."""
 
-_BF16_MAJOR = 14  # the CuPy that came with bfloat16
+_BF16_MAJOR = 14  # major version of the first CuPy with bfloat16
 
 
 class Device(Protocol):
@@ -46,7 +45,7 @@ class Device(Protocol):
 
     Attributes:
         xp: array namespace, NumPy or CuPy.
-        transport: to the other ranks, for arrays of `xp`; None where there is one rank.
+        transport: transport to the other ranks for arrays of `xp`; None where there is one rank.
     """
 
     @property
@@ -56,37 +55,37 @@ class Device(Protocol):
     def transport(self) -> Transport | None: ...
 
     def working(self) -> AbstractContextManager[None]:
-        """Whatever the rank computes happens inside, on the rank's own thread."""
+        """Context for all computation of the rank, entered on the rank's own thread."""
 
     def prepare(self, program: RankProgram | None) -> None:
-        """Make ready what a program needs; collective over all ranks, None where a rank has no part in it.
+        """Prepare the communicators that a program needs. Collective; None on a rank without a program.
 
         Raises:
             RuntimeFault: the program has a dtype that the device lacks.
         """
 
     def asarray(self, block: np.ndarray) -> Array:
-        """A host array in the memory of the device."""
+        """A copy of a host array in the memory of the device."""
 
     def to_host(self, block: Array) -> np.ndarray:
-        """An array of the device in host memory, when it has been computed."""
+        """A copy of a device array in host memory, after waiting for its computation."""
 
     def inlet(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Inlet:
-        """A way for blocks of one shape and dtype, for one block a step."""
+        """A function that copies host blocks of one shape and dtype to the device, one block a step."""
 
     def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """End a step: outputs (arrays, or lists of them) in host memory, with one wait for all of them.
+        """End a step: copy outputs (arrays, or lists of them) to host memory, with one wait for all.
 
         Raises:
             RuntimeFault: another rank failed, or the step made no progress for the transport's time limit.
         """
 
     def close(self) -> None:
-        """Release what the rank's device holds; called by every rank of a world that ends."""
+        """Release the resources of the device; called by every rank of a world that ends."""
 
 
 class Host:
-    """The processor; see `Device`."""
+    """The host as a device; see `Device`."""
 
     xp: Any = np
 
@@ -110,7 +109,7 @@ class Host:
         return np.asarray(block)
 
     def inlet(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Inlet:
-        return _as_it_is
+        return _unchanged
 
     def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         return dict(outputs)
@@ -119,7 +118,7 @@ class Host:
         return None
 
 
-def _as_it_is(block: np.ndarray) -> Array:
+def _unchanged(block: np.ndarray) -> Array:
     return block
 
 
@@ -158,7 +157,7 @@ class Gpu:
                 yield
             except BaseException:
                 if isinstance(self._transport, NcclTransport):
-                    self._transport.stop()  # kernels of a collective that nobody joins would spin for ever
+                    self._transport.stop()  # a collective that other ranks do not join would never end
                 raise
 
     def prepare(self, program: RankProgram | None) -> None:
@@ -169,7 +168,7 @@ class Gpu:
                 f"{_BF16_MAJOR} or newer, or use float16"
             )
         if isinstance(self._transport, NcclTransport):
-            self._transport.prepare(*meetings(program))
+            self._transport.prepare(*communication(program))
 
     def asarray(self, block: np.ndarray) -> Array:
         return self.xp.asarray(block)
@@ -185,7 +184,7 @@ class Gpu:
         staged = self._pinned(tuple(shape), dtype)
 
         def put(block: np.ndarray) -> Array:
-            np.copyto(staged, block)  # `fetch` of the step before has waited for the copy out of it
+            np.copyto(staged, block)  # `fetch` of the step before has waited for the copy from it
             array.set(staged, stream=self.stream)
             return array
 
@@ -193,19 +192,21 @@ class Gpu:
 
     def fetch(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         start = self._start_copy
-        found = {
-            label: [start(block) for block in got] if isinstance(got, list) else start(got)
-            for label, got in outputs.items()
+        host_outputs = {
+            label: [start(block) for block in output] if isinstance(output, list) else start(output)
+            for label, output in outputs.items()
         }
         end = self.mark()
-        if isinstance(self._transport, NcclTransport):  # a rank that has died must not hold this one for ever
+        if isinstance(
+            self._transport, NcclTransport
+        ):  # the time limit ends the wait where another rank has died
             self._transport.poll(lambda: bool(end.done), "step on the device")
         else:
             end.synchronize()
-        return found
+        return host_outputs
 
     def _start_copy(self, block: Any) -> np.ndarray:
-        if not isinstance(block, self.xp.ndarray):  # a number that went in and comes out again
+        if not isinstance(block, self.xp.ndarray):  # a number of the feeds
             return np.asarray(block)
         if not block.size:
             return np.empty(block.shape, block.dtype)
@@ -214,13 +215,13 @@ class Gpu:
         return host
 
     def mark(self) -> Any:
-        """An event at the present end of the calling thread's stream."""
+        """See `Order`."""
         event = self._cuda.Event(disable_timing=True)
         event.record(self._cuda.get_current_stream())
         return event
 
     def after(self, mark: Any) -> None:
-        """What the calling thread's stream is given from now on happens after the mark."""
+        """See `Order`."""
         self._cuda.get_current_stream().wait_event(mark)
 
     def close(self) -> None:
@@ -300,13 +301,13 @@ def _cupy() -> Any:
             'distgraph[cuda12] (or cuda13), or use Strategy(device="cpu")'
         ) from error
     try:
-        found = _count(cupy)
+        devices = _count(cupy)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ResourceError(
             f'device "gpu" needs a CUDA device but CuPy finds none ({error}); look at nvidia-smi and '
             'CUDA_VISIBLE_DEVICES, or use Strategy(device="cpu")'
         ) from error
-    if not found:
+    if not devices:
         raise ResourceError(
             'device "gpu" needs a CUDA device but none is visible; look at CUDA_VISIBLE_DEVICES, or use '
             'Strategy(device="cpu")'
@@ -314,7 +315,7 @@ def _cupy() -> Any:
     return cupy
 
 
-def meetings(program: RankProgram | None) -> tuple[set[Group], set[tuple[int, int]]]:
+def communication(program: RankProgram | None) -> tuple[set[Group], set[tuple[int, int]]]:
     """Groups of a rank's collectives, and (source, destination) of the messages that it sends or receives."""
     groups: set[Group] = set()
     pairs: set[tuple[int, int]] = set()
@@ -335,7 +336,10 @@ def _count(cupy: Any) -> int:
 
 @functools.cache
 def _nccl_of_process(control: MpiTransport) -> NcclTransport:
-    """One for all engines of a process: two on one control transport would take each other's messages."""
+    """The NCCL transport of this process, which all engines share.
+
+    Two on one control transport would receive each other's messages.
+    """
     return NcclTransport(control, serves_process=True)
 
 

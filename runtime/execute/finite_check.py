@@ -1,11 +1,11 @@
-"""The check before the update of a training step: are the loss and all gradients finite?
+"""The finite check: whether the loss and all gradients of a training step are finite, before its update.
 
-It happens on every rank after all tasks but the optimize tasks, so parameters and states are still those of
-before the step. Each rank reads its blocks of the gradients once (their sum of squares is finite unless one
-of them is not, or the sum overflows, which an exact look tells apart). Ranks then agree on one number, where
-they do not hold the same gradients anyway.
+It runs on every rank after all tasks but the optimize tasks, so parameters and states are not yet changed.
+Each rank reads its blocks of the gradients once: the sum of squares is finite if all elements are, unless it
+overflows, in which case every element is tested. Then the ranks agree on one verdict, unless all of them hold
+the same gradients anyway.
 
-Invariant: every rank of a program comes to the same verdict in the same step.
+Invariant: every rank of a program has the same verdict in the same step.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from distgraph.ir.graph import SOURCES
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.split_tasks import Parts
 from distgraph.runtime.program.codegen import Arena
-from distgraph.runtime.program.memory_plan import Storage
+from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.transport.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What the check of one rank needs to know beyond its program.
+    """The settings of the check on one rank.
 
     Attributes:
-        values: value name -> what it is, such as "gradient of fc1.weight"; see `checked_values`.
+        values: value name -> its description, such as "gradient of fc1.weight"; see `checked_values`.
         ranks: all ranks of the program.
-        control: transport for host arrays over which the ranks agree; None where each of them comes to the
-            same verdict by itself.
-        blocks: whether the update is left out when the check fails.
+        control: transport for host arrays over which the ranks agree; None where each of them has the same
+            verdict by itself.
+        blocks: whether the update is omitted when the check fails.
     """
 
     values: Mapping[str, str]
@@ -46,36 +46,36 @@ class Guard:
 
 
 def checked_values(parts: Parts) -> dict[str, str]:
-    """Values that decide whether a step counts: the loss, and what optimize tasks read of other tasks.
+    """The values to check: the loss, and the values of other tasks that optimize tasks read.
 
     Returns:
-        value name -> what it is, in program order.
+        value name -> its description, in program order.
     """
     graph = parts.graph
     update = {op.name for part in parts.tasks if part.kind == UPDATES for op in part.body}
-    made = {value.name for op in graph.ops if op.name in update for value in op.results}
-    read = {v.name for op in graph.ops if op.name in update for v in op.operands} - made
+    updated = {value.name for op in graph.ops if op.name in update for value in op.results}
+    read = {v.name for op in graph.ops if op.name in update for v in op.operands} - updated
     read |= {value.name for label, value in graph.outputs if label == "loss"}
     sources = {op.name: str(op.attrs["name"]) for op in graph.sources("param")}
     for op in (op for part in parts.tasks if part.kind == UPDATES for op in part.body):
-        from_others = parts.phase[op.results[0].name] == 2 and not made.issuperset(
+        from_others = parts.phase[op.results[0].name] == 2 and not updated.issuperset(
             v.name for v in op.operands
         )
         assert op.kind != "comm.transfer" or not from_others, f"%{op.name} would be sent but not received"
-    found = {}
+    labels = {}
     for op in graph.ops:
         for value in op.results if op.kind not in SOURCES else ():
             if value.name in read and is_float(value.dtype) and parts.phase[value.name] == 2:
-                named = sources.get(op.link or "")
-                found[value.name] = f"gradient of {named}" if named else f"%{value.name}"
-    found.update(
-        (value.name, "loss") for label, value in graph.outputs if value.name in found and label == "loss"
+                parameter = sources.get(op.link or "")
+                labels[value.name] = f"gradient of {parameter}" if parameter else f"%{value.name}"
+    labels.update(
+        (value.name, "loss") for label, value in graph.outputs if value.name in labels and label == "loss"
     )
-    return found
+    return labels
 
 
 def same_everywhere(parts: Parts, values: Mapping[str, str], ranks: Sequence[int]) -> bool:
-    """Whether every rank holds all of every value, so that all of them see the same numbers."""
+    """Whether every rank holds a full copy of every value, so that all ranks have the same numbers."""
     everyone = frozenset(ranks)
     attrs = [parts.graph.attrs[name] for name in values]
     return all(
@@ -84,32 +84,34 @@ def same_everywhere(parts: Parts, values: Mapping[str, str], ranks: Sequence[int
 
 
 class FiniteCheck:
-    """The check of one rank, bound to its memory.
+    """The finite check of one rank, bound to its memory.
 
     Args:
-        guard: what is checked, and with whom.
-        program, storage, arena: of the rank's worker.
+        guard: its settings.
+        program, storage, arena: those of the rank's worker.
         xp: array namespace, NumPy or CuPy.
 
     Attributes:
         passed: verdict of the last check, the same on every rank.
-        found: what was not finite in this rank's blocks at the last check: name -> (values that are not
-            finite, values in the block).
+        nonfinite: description of each value that was not finite at the last check -> (number of elements of
+            this rank's block that are not finite, number of its elements).
     """
 
     def __init__(self, guard: Guard, program: RankProgram, storage: Storage, arena: Arena, xp: Any) -> None:
         self.guard, self._xp = guard, xp
         self.passed = True
-        self.found: dict[str, tuple[int, int]] = {}
-        self._blocks: list[tuple[str, Any, Any]] = []  # what it is, its array, that to be squared and summed
+        self.nonfinite: dict[str, tuple[int, int]] = {}
+        self._blocks: list[tuple[str, Any, Any]] = []  # description, array, vector for the sum of squares
         for name, label in guard.values.items():
             if name in program.types and name in storage.slots:
                 root = storage.slots[name].root
                 self._blocks.append((label, arena.fixed[root], _squarable(arena.fixed[root])))
 
-    def look(self) -> Any:
-        """Whether the local blocks of the step under way seem finite: a number of the device that is not
-        waited for. Collectives that end in them have been waited for."""
+    def local_verdict(self) -> Any:
+        """Whether the local blocks seem finite, as a number on the device that the host does not wait for.
+
+        Collectives that write these blocks must have been waited for.
+        """
         if self._xp is np:
             return all(_is_finite(np, block, flat) for _, block, flat in self._blocks)
         verdict = self._xp.ones((), bool)
@@ -122,19 +124,23 @@ class FiniteCheck:
             verdict &= sound
         return verdict
 
-    def conclude(self, finite: bool) -> bool:
-        """Agree on the verdict, given what `look` returned; whether all is finite, on all ranks."""
+    def agree(self, finite: bool) -> bool:
+        """Agree with the other ranks. Returns whether all values are finite on all ranks.
+
+        Args:
+            finite: the result of `local_verdict`.
+        """
         if not finite and self._xp is not np:  # a sum of squares may overflow
             finite = all(bool(self._xp.isfinite(block).all()) for _, block, _ in self._blocks)
-        self.passed, self.found = self._agreed(finite), {}
+        self.passed, self.nonfinite = self._verdict_of_all(finite), {}
         if not self.passed:
             for label, block, _ in self._blocks:
                 count = int(self._xp.count_nonzero(~self._xp.isfinite(block)))
                 if count:
-                    self.found[label] = (count, int(block.size))
+                    self.nonfinite[label] = (count, int(block.size))
         return self.passed
 
-    def _agreed(self, finite: bool) -> bool:
+    def _verdict_of_all(self, finite: bool) -> bool:
         control = self.guard.control
         if control is None:
             return finite
@@ -156,13 +162,13 @@ def all_finite(xp: Any, block: Any) -> bool:
 
 
 def _squarable(block: Any) -> Any:
-    """The block as a vector whose sum of squares takes one pass; None where that overflows too easily."""
+    """The block as a vector whose sum of squares is computed in one pass; None where it may overflow."""
     fits = block.dtype.name in ("float32", "float64") and block.flags.c_contiguous and block.size
     return block.reshape(-1) if fits else None
 
 
 def _is_finite(xp: Any, block: Any, flat: Any) -> bool:
-    with np.errstate(over="ignore", invalid="ignore"):  # that is what is looked for
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow is expected and handled
         if flat is not None and math.isfinite(xp.dot(flat, flat)):
             return True
     return bool(xp.isfinite(block).all())

@@ -1,9 +1,9 @@
-"""A measured timeline: when every task of some training steps ran on every rank, and when it waited.
+"""Measured timelines: the times of every task and wait on every rank, for some training steps.
 
-*In:* what `recording` took down on the ranks.
-*Out:* a JSON file, and what a report says of it beside a forecast.
-*Invariant:* times are seconds from the moment at which all ranks entered the step; the tasks of one rank
-stand in the order in which they ran and do not overlap.
+*In:* the records of `recorder.py`.
+*Out:* a JSON file, which reports compare with a forecast.
+*Invariant:* times are seconds since all ranks entered the step; the tasks of one rank are in the order in
+which they ran and do not overlap.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.schedule.task import TaskGraph
 from distgraph.serialization.atomic_files import write_atomically
-from distgraph.serialization.documents import MOST_BYTES as OTHERS
+from distgraph.serialization.documents import MOST_BYTES as DOCUMENT_BYTES
 from distgraph.serialization.documents import read_json, refuse, validate
 
-MOST_BYTES: Final = 4 * OTHERS
-"""Of a file: 5 steps of 1,000 ranks with 500 tasks and messages each."""
+MOST_BYTES: Final = 4 * DOCUMENT_BYTES
+"""Largest size of a file: 5 steps of 1,000 ranks with 500 tasks and messages each."""
 _CONFIG: Final = ConfigDict(extra="forbid", allow_inf_nan=False)
 _Seconds = Annotated[float, Field(strict=True, ge=-1e9, le=1e9)]
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
 def _rank(key: object) -> int:
-    """Of a key of JSON, which is a text."""
+    """The rank in a key of a JSON object, which is a text."""
     if isinstance(key, str) and key.isdecimal() and len(key) < 10 and str(int(key)) == key:
         return int(key)
     raise ValueError('ranks such as "0" as keys')
@@ -40,7 +40,7 @@ class MeasuredRun:
 
     Attributes:
         task, micro: name of the task, number of the micro-batch.
-        start, end: seconds of the step.
+        start, end: seconds since the step began.
     """
 
     __pydantic_config__ = _CONFIG
@@ -57,9 +57,9 @@ class MeasuredMessage:
 
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send or recv.
-        task, micro: that started it.
-        start, end: from its start to the end of the wait for it, seconds of the step.
-        waited: of those, how long the rank stood still for it, at the end.
+        task, micro: the task instance that started it.
+        start, end: its start and the end of the wait for it, in seconds since the step began.
+        waited: length of that wait in seconds.
     """
 
     __pydantic_config__ = _CONFIG
@@ -74,7 +74,7 @@ class MeasuredMessage:
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """What one rank did in a step."""
+    """The task instances and messages of one rank in a step."""
 
     __pydantic_config__ = _CONFIG
 
@@ -82,12 +82,12 @@ class MeasuredRank:
     messages: tuple[MeasuredMessage, ...]
 
     def waited(self, run: MeasuredRun) -> float:
-        """Seconds that a task instance stood still for communication."""
-        found = 0.0
+        """Seconds for which a task instance waited for communication."""
+        seconds = 0.0
         for message in self.messages:
             start = max(message.end - message.waited, run.start)
-            found += max(0.0, min(message.end, run.end) - start)
-        return found
+            seconds += max(0.0, min(message.end, run.end) - start)
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class MeasuredStep:
     """One step on all ranks.
 
     Attributes:
-        number: of the step, from 1.
-        ranks: rank -> what it did.
+        number: number of the step, from 1.
+        ranks: rank -> its task instances and messages.
     """
 
     __pydantic_config__ = _CONFIG
@@ -106,7 +106,7 @@ class MeasuredStep:
 
     @property
     def seconds(self) -> float:
-        """To the end of the last task or message of any rank."""
+        """Length of the step: the end of the last task or message of any rank."""
         runs = [run.end for rank in self.ranks.values() for run in rank.runs]
         messages = [message.end for rank in self.ranks.values() for message in rank.messages]
         return max((*runs, *messages), default=0.0)
@@ -118,8 +118,8 @@ class MeasuredTimeline:
 
     Attributes:
         tasks: name -> kind of every task of the program.
-        micro_batches: of a step.
-        steps: those that were recorded.
+        micro_batches: number of micro-batches of a step.
+        steps: the recorded steps.
     """
 
     __pydantic_config__ = _CONFIG
@@ -130,11 +130,11 @@ class MeasuredTimeline:
 
     @property
     def median(self) -> MeasuredStep:
-        """The step that took as long as the median one, of an even number the shorter of the middle two."""
+        """The step of median length; of an even number of steps, the shorter of the middle two."""
         return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
 
     def write(self, path: str | Path) -> None:
-        """Write the file. Raises RuntimeFault when that cannot be."""
+        """Write the file. Raises RuntimeFault where it cannot be written."""
         write_atomically(path, _FILE.dump_json(self), RuntimeFault, durable=False)
 
     @staticmethod
@@ -142,33 +142,36 @@ class MeasuredTimeline:
         """Read a file.
 
         Raises:
-            RuntimeFault: there is none, it is no measured timeline, or no step is in it.
+            RuntimeFault: the file does not exist, is no measured timeline, or holds no step.
         """
         document = read_json(path, RuntimeFault, MOST_BYTES)
-        found = validate(_FILE, document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
-        if not found.steps:
-            raise RuntimeFault(f"timeline {path} has no step; record it for longer")
-        for at, step in enumerate(found.steps):
-            for rank, did in step.ranks.items():
-                parts: list[MeasuredRun | MeasuredMessage] = [*did.runs, *did.messages]
+        timeline = validate(_FILE, document, str(path), RuntimeFault, "distgraph.callbacks.Timeline")
+        if not timeline.steps:
+            raise RuntimeFault(f"timeline {path} has no step; record at least one")
+        for number, step in enumerate(timeline.steps):
+            for rank, measured in step.ranks.items():
+                place: list[str | int] = ["steps", number, "ranks", str(rank)]
+                parts: list[MeasuredRun | MeasuredMessage] = [*measured.runs, *measured.messages]
                 for part in parts:
-                    if part.task not in found.tasks:
-                        known = f"tasks among {', '.join(found.tasks) or 'none'}"
-                        refuse(RuntimeFault, str(path), ["steps", at, "ranks", str(rank)], known, part.task)
-                    if part.end < part.start or part.micro >= found.micro_batches:
-                        told = f"times in order, of {found.micro_batches} micro-batches"
-                        refuse(RuntimeFault, str(path), ["steps", at, "ranks", str(rank)], told)
-        return found
+                    if part.task not in timeline.tasks:
+                        expected = f"tasks among {', '.join(timeline.tasks) or 'none'}"
+                        refuse(RuntimeFault, str(path), place, expected, part.task)
+                    if part.end < part.start or part.micro >= timeline.micro_batches:
+                        expected = f"times in order, of {timeline.micro_batches} micro-batches"
+                        refuse(RuntimeFault, str(path), place, expected)
+        return timeline
 
     def check(self, graph: TaskGraph) -> None:
-        """Compare with the tasks of a forecast.
+        """Compare the recorded program with that of a forecast.
 
         Raises:
-            RuntimeFault: it is of another program.
+            RuntimeFault: they differ in tasks, micro-batches or ranks.
         """
-        mine = (sorted(self.tasks), self.micro_batches, sorted(self.median.ranks))
-        theirs = (sorted(t.name for t in graph.tasks), graph.micro_batches, list(graph.ranks))
-        for what, measured, forecast in zip(("tasks", "micro-batches", "ranks"), mine, theirs, strict=True):
+        measured_facts = (sorted(self.tasks), self.micro_batches, sorted(self.median.ranks))
+        forecast_facts = (sorted(t.name for t in graph.tasks), graph.micro_batches, list(graph.ranks))
+        for what, measured, forecast in zip(
+            ("tasks", "micro-batches", "ranks"), measured_facts, forecast_facts, strict=True
+        ):
             if measured != forecast:
                 raise RuntimeFault(
                     f"timeline: {what} {_listed(measured)} were measured but {_listed(forecast)} are "
@@ -176,8 +179,8 @@ class MeasuredTimeline:
                 )
 
 
-def _listed(found: object) -> str:
-    return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+def _listed(fact: object) -> str:
+    return ", ".join(map(str, fact)) if isinstance(fact, list) else str(fact)
 
 
 _FILE: TypeAdapter[MeasuredTimeline] = TypeAdapter(MeasuredTimeline)

@@ -1,9 +1,9 @@
-"""Worlds: where the ranks of a program live, seen by the one process that drives them.
+"""Process groups: the ranks of a program, as one process that drives some of them sees them.
 
-In-process, one process drives all ranks, each on a thread of its own that lives as long as the world; a world
-of one rank needs no thread. Under MPI every process drives its own rank and all of them run the same script,
-so whatever the engine decides, it decides from values that all processes know: `share` and `gather` are how
-they come to know them.
+Without a launcher, one process drives all ranks, each on a thread that lives as long as the world; a world of
+one rank needs no thread. Under MPI every process drives its own rank and all of them run the same script. So
+all decisions of the engine depend on values that are equal on all processes; `share` and `gather` distribute
+such values.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class World(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether a failure has ended these ranks and others may take their place."""
+        """Whether a failure has ended these ranks, so that a new world may replace this one."""
 
     def transport(self, rank: int) -> Transport | None:
-        """Connection of a local rank; None in a world of one."""
+        """The transport of a local rank; None in a world of one rank."""
 
     def run(self, work: Callable[[int], Result]) -> dict[int, Result]:
         """Call `work(rank)` on every local rank at the same time; results by rank.
@@ -53,17 +53,17 @@ class World(Protocol):
         """
 
     def share(self, value: Any, owner: int) -> Any:
-        """The small picklable `value` of the process that drives rank `owner`, on every process."""
+        """Broadcast a small picklable value from the process that drives rank `owner` to every process."""
 
     def gather(self, values: dict[int, Any]) -> dict[int, Any]:
-        """Picklable values of the local ranks -> those of all ranks, on every process."""
+        """Gather picklable values: given those of the local ranks, return those of all ranks, by rank."""
 
     def close(self) -> None:
         """End the ranks' threads."""
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process drives rank 0, the one that prints."""
+        """Whether this process drives rank 0, which prints."""
 
 
 class InProcessWorld:
@@ -79,7 +79,7 @@ class InProcessWorld:
         self.local = tuple(range(size))
         self._transports = connect(size) if size > 1 else ()
         self._failed: str | None = None
-        self._at_work = 0  # ranks that have not reported
+        self._running = 0  # ranks that have not returned
         self._tasks: list[queue.SimpleQueue[Any]] = []
         self._done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         for transport in self._transports:
@@ -106,20 +106,20 @@ class InProcessWorld:
             return {0: work(0)}
         results: dict[int, Result] = {}
         first: tuple[int, BaseException] | None = None
-        self._at_work = self.size
+        self._running = self.size
         try:
             for tasks in self._tasks:
                 tasks.put(work)
-            while self._at_work:
+            while self._running:
                 rank, result, error = self._done.get()
-                self._at_work -= 1
+                self._running -= 1
                 results[rank] = result
                 if error is not None and (first is None or _follows(first[1])):
                     first = rank, error
-        except BaseException as error:  # Ctrl-C: take the ranks along
+        except BaseException as error:  # Ctrl-C ends the ranks too
             self._failed = f"{type(error).__name__} in the main thread"
             self._transports[0].abort(error)
-            self._await_ranks()
+            self._wait_for_ranks()
             raise
         if first is not None:
             rank, failure = first
@@ -129,11 +129,11 @@ class InProcessWorld:
             raise RuntimeFault(f"rank {rank} failed: {type(failure).__name__}: {failure}") from failure
         return dict(sorted(results.items()))
 
-    def _await_ranks(self) -> None:
-        """Wait for ranks that have been told to stop: they use memory that is not theirs alone.
+    def _wait_for_ranks(self) -> None:
+        """Wait for ranks that are stopping, because they use memory of this process.
 
-        Which of them have reported may be unknown, for Ctrl-C comes at any moment. So each gets one more
-        piece of work, which is behind whatever it has been given.
+        After Ctrl-C, which comes at any moment, it may be unknown which of them have returned. So each rank
+        is given one more function, which runs after all that it was given before.
         """
         deadline = time.monotonic() + time_limit(None)
         for tasks in self._tasks:
@@ -141,12 +141,12 @@ class InProcessWorld:
             tasks.put(lambda rank, reached=reached: reached.set())
             if not reached.wait(max(0.0, deadline - time.monotonic())):
                 return
-        self._at_work = 0
+        self._running = 0
 
     @property
     def ended(self) -> bool:
         """See `World`."""
-        return self._failed is not None and not self._at_work
+        return self._failed is not None and not self._running
 
     def share(self, value: Any, owner: int) -> Any:
         """See `World`."""
@@ -167,7 +167,7 @@ class InProcessWorld:
 
 
 def _follows(error: BaseException) -> bool:
-    """Whether a rank stopped only because another one had failed."""
+    """Whether an error means that a rank stopped only because another one had failed."""
     return isinstance(error, RuntimeFault) and error.__cause__ is not None
 
 
@@ -176,25 +176,25 @@ def _serve(
     tasks: queue.SimpleQueue[Any],
     done: queue.SimpleQueue[tuple[int, Any, BaseException | None]],
 ) -> None:
-    """Life of a rank's thread: run what comes, until None comes."""
+    """Body of a rank's thread: run the functions in the queue until it holds None."""
     while (work := tasks.get()) is not None:
         try:
             done.put((transport.rank, work(transport.rank), None))
         except BaseException as error:  # noqa: BLE001 - the driving thread raises it again
             transport.abort(error)
             done.put((transport.rank, None, error))
-        del work  # what a rank has run must not keep its engine alive
+        del work  # a function that has run must not keep its engine alive
 
 
 def _share_cores(ranks: int) -> Any:
-    """Give every rank's BLAS its share of the cores."""
+    """Limit the BLAS threads of every rank to its share of the cores."""
     cores = len(os.sched_getaffinity(0))
     return ThreadpoolController().limit(limits=max(1, cores // ranks))
 
 
 def _end(tasks: list[queue.SimpleQueue[Any]], limits: Any) -> None:
-    for each in tasks:
-        each.put(None)
+    for queue_of_rank in tasks:
+        queue_of_rank.put(None)
     if limits is not None:
         limits.restore_original_limits()
 
@@ -214,7 +214,7 @@ class MpiWorld:
         return self._transport
 
     def run(self, work: Callable[[int], Result]) -> dict[int, Result]:
-        """See `World`. An exception goes up as it is: nobody catches it, and it ends all ranks."""
+        """See `World`. An exception is raised unchanged; uncaught, it ends all ranks."""
         rank = self._transport.rank
         return {rank: work(rank)}
 
@@ -226,8 +226,8 @@ class MpiWorld:
         """See `World`."""
         parts = self._transport.gather_objects(values, 0)
         merged = {rank: value for part in parts or () for rank, value in part.items()}
-        found: dict[int, Any] = self._transport.broadcast_object(merged, 0)
-        return found
+        gathered: dict[int, Any] = self._transport.broadcast_object(merged, 0)
+        return gathered
 
     def close(self) -> None:
         """See `World`. The transport serves the whole process and stays."""
@@ -239,17 +239,15 @@ class MpiWorld:
 
 
 def is_chief() -> bool:
-    """Whether this process prints: rank 0 of an MPI job, or alone."""
+    """Whether this process prints: it is rank 0 of an MPI job, or not part of one."""
     transport = current_transport() if ranks_of_job() > 1 else None
     return transport is None or transport.rank == 0
 
 
 def enter(call: str) -> None:
-    """Note a call that every process must make, such as "engine.save()"; see
-    `distgraph.runtime.transport.call_check`.
+    """Record a call that every process must make, such as "engine.save()"; see `transport/call_check.py`.
 
-    One process drives all ranks, or every process makes the same calls: one that waits long and learns that
-    another is in a different call raises RuntimeFault.
+    A process that waits long and learns that another one is in a different call raises RuntimeFault.
     """
     transport = current_transport() if ranks_of_job() > 1 else None
     if transport is not None:
@@ -294,11 +292,11 @@ def register_transport(
 
 
 def make_world(ranks: int, meshes: str) -> World:
-    """The world of this process: MPI where a launcher started several, else threads, or what is registered.
+    """The world of this process: a registered one, MPI where a launcher started several, else threads.
 
     Args:
-        ranks: how many the program needs.
-        meshes: the meshes in words, for the error.
+        ranks: number of ranks that the program needs.
+        meshes: text of its meshes, for the error.
 
     Raises:
         ResourceError: the job has fewer ranks.

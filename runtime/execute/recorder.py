@@ -1,10 +1,10 @@
-"""Taking down when the tasks of a step run on a rank, and when the rank waits.
+"""Recording the times of the tasks and waits of a step on a rank.
 
-*In:* a worker that is asked to run a step with a `Recorder`.
+*In:* a worker that runs a step with a `Recorder`.
 *Out:* `MeasuredRank`.
-*Invariant:* nothing is done where there is no recorder: the generated code calls its transport directly. With
-one, it calls a `Watched` transport for this step. The clock is read at the borders of tasks and messages; on
-a GPU the stream is waited for at every border of a task, so that what was issued has been done.
+*Invariant:* without a recorder nothing is recorded: the generated code calls its transport directly. With
+one, it calls a `RecordingTransport` for this step. The clock is read at the start and end of tasks and
+messages; on a GPU the host waits for the stream at the end of every task, so that its work is done.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from distgraph.runtime.program.codegen import CompiledTask
 from distgraph.runtime.schedule.task import TaskGraph
 from distgraph.runtime.transport.transport import MESSAGES, Group, Request, Transport
 
-_OUTSIDE = ("", -1)  # of any task: waits at the end of a step
+_OUTSIDE = ("", -1)  # outside of any task, such as the waits at the end of a step
 
 
 class Recorder:
-    """What one rank did in one step.
+    """Records one step of one rank.
 
     Args:
-        clock: seconds, ever growing.
+        clock: monotonic clock in seconds.
 
     Attributes:
-        origin: when the step began here.
+        origin: time of the clock at which the step began on this rank.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.settle: Callable[[], None] = _nothing
+        self.synchronize: Callable[[], None] = _no_synchronization
         self.current = _OUTSIDE
         self.origin = 0.0
         self._runs: list[tuple[str, int, float, float]] = []
         self._messages: list[tuple[str, str, int, float, float, float]] = []
 
     def begin(self, transport: Transport | None, group: Group, xp: Any) -> None:
-        """The step begins, once all its ranks are here."""
+        """Begin the step, when all its ranks have reached this call."""
         if xp is not np:
-            self.settle = xp.cuda.get_current_stream().synchronize
+            self.synchronize = xp.cuda.get_current_stream().synchronize
         if transport is not None and len(group) > 1:
             transport.barrier(group)
         self.origin = self.clock()
 
     @contextmanager
-    def watching(self, tasks: Iterable[CompiledTask], transport: Transport | None) -> Iterator[None]:
-        """Tasks communicate over a watched transport until the end of the block."""
+    def attached(self, tasks: Iterable[CompiledTask], transport: Transport | None) -> Iterator[None]:
+        """Context in which tasks communicate over a recording transport."""
         scopes = [task.scope for task in tasks] if transport is not None else []
-        watched = Watched(transport, self) if transport is not None else None
+        recording_transport = RecordingTransport(transport, self) if transport is not None else None
         for scope in scopes:
-            scope["comm"] = watched
+            scope["comm"] = recording_transport
         try:
             yield
         finally:
@@ -71,11 +71,11 @@ class Recorder:
                 scope["comm"] = transport
 
     def run(self, name: str, micro: int, task: Callable[[int], None]) -> None:
-        """Run a task and take it down."""
+        """Run a task and record its times."""
         self.current = (name, micro)
         start = self.clock()
         task(micro)
-        self.settle()
+        self.synchronize()
         self._runs.append((name, micro, start, self.clock()))
         self.current = _OUTSIDE
 
@@ -86,12 +86,12 @@ class Recorder:
         self.current = _OUTSIDE
 
     def message(self, kind: str, by: tuple[str, int], start: float, waits: float) -> None:
-        """Take down a message that has been waited for since `waits`."""
+        """Record a message that has been waited for since `waits`."""
         end = self.clock()
         self._messages.append((kind, *by, start, end, end - waits))
 
     def content(self, zero: float) -> MeasuredRank:
-        """What was taken down, in seconds after `zero` on the clock."""
+        """The records of the step, in seconds after the time `zero` of the clock."""
         runs = tuple(MeasuredRun(t, m, start - zero, end - zero) for t, m, start, end in self._runs)
         messages = tuple(
             MeasuredMessage(kind, t, m, start - zero, end - zero, waited)
@@ -103,28 +103,30 @@ class Recorder:
 def contents(
     recorders: Mapping[int, Recorder], gather: Callable[[dict[int, Any]], Mapping[int, Any]]
 ) -> dict[int, MeasuredRank]:
-    """What the ranks of this process took down, on one time axis.
+    """The records of the ranks of this process on one time axis.
 
-    Ranks of one machine read one clock, and their step begins when the first of them leaves the barrier of
-    `Recorder.begin`; those of other machines count from their own first.
+    Ranks of one machine read one clock. Time 0 of a machine is when the first of its ranks leaves the barrier
+    of `Recorder.begin`.
 
     Args:
-        recorders: of the ranks of this process.
-        gather: brings together what all processes have by rank.
+        recorders: rank -> recorder, for the ranks of this process.
+        gather: collects values by rank from all processes.
     """
     here = platform.node()
     zero: dict[str, float] = {}
-    for host, origin in gather({rank: (here, own.origin) for rank, own in recorders.items()}).values():
+    for host, origin in gather(
+        {rank: (here, recorder.origin) for rank, recorder in recorders.items()}
+    ).values():
         zero[host] = min(origin, zero.get(host, origin))
-    return {rank: own.content(zero[here]) for rank, own in recorders.items()}
+    return {rank: recorder.content(zero[here]) for rank, recorder in recorders.items()}
 
 
-def _nothing() -> None:
-    """On a CPU what has returned has been done."""
+def _no_synchronization() -> None:
+    """On a CPU, work is done when the call returns."""
 
 
-class _WatchedRequest:
-    """A request whose wait is taken down. See `Request`."""
+class _RecordedRequest:
+    """A request whose wait is recorded. See `Request`."""
 
     __slots__ = ("_by", "_kind", "_recorder", "_request", "_start")
 
@@ -143,36 +145,36 @@ class _WatchedRequest:
         return self._request.done()
 
 
-class Watched:
-    """A transport whose messages are taken down; everything else is that of the transport.
+class RecordingTransport:
+    """A transport whose messages are recorded.
 
     Args:
-        transport: that does the work.
-        recorder: that is told.
+        transport: does the work.
+        recorder: receives the records.
     """
 
     def __init__(self, transport: Transport, recorder: Recorder) -> None:
         self._transport, self._recorder = transport, recorder
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._transport, name)
+        attribute = getattr(self._transport, name)
         if name not in MESSAGES:
-            return found
+            return attribute
 
-        def started(*args: Any) -> _WatchedRequest:
+        def started(*args: Any) -> _RecordedRequest:
             start = self._recorder.clock()
-            return _WatchedRequest(found(*args), name, self._recorder, start)
+            return _RecordedRequest(attribute(*args), name, self._recorder, start)
 
         return started
 
 
 class Recording:
-    """Steps that have been recorded, gathered from all ranks.
+    """The recorded steps of all ranks.
 
     Attributes:
         tasks: name -> kind of every task of the program; set with the first step.
-        micro_batches: of a step.
-        steps: so far.
+        micro_batches: number of micro-batches of a step.
+        steps: the steps so far.
     """
 
     def __init__(self) -> None:
@@ -181,7 +183,7 @@ class Recording:
         self.steps: list[MeasuredStep] = []
 
     def add(self, graph: TaskGraph, number: int, ranks: Mapping[int, MeasuredRank]) -> None:
-        """Add a step; one of another program than those before begins the recording anew."""
+        """Add a step. A step of another program than those before starts a new recording."""
         tasks = {task.name: task.kind for task in graph.tasks}
         if (tasks, graph.micro_batches) != (self.tasks, self.micro_batches):
             self.tasks, self.micro_batches, self.steps = tasks, graph.micro_batches, []

@@ -1,8 +1,8 @@
-"""One rank at work: its memory, its compiled tasks, one step after the other.
+"""The worker of one rank: it allocates its memory, compiles its tasks and runs its training steps.
 
-The worker runs tasks in the order that the schedule recorded (all ranks of a mesh in the same one), starts
-the receives of the next task before it runs the present one, and waits for a collective only where its
-result is read.
+The worker runs tasks in the order that the schedule recorded, which is the same on all ranks of a mesh. It
+starts the receives of the next task before it runs the present one, and waits for a collective only where
+its result is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, RankProgram
-from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_wanted
+from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_enabled
 from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer, WriterType, compile_task
@@ -48,19 +48,20 @@ class Worker:
     """Runs the program of one rank.
 
     Args:
-        program: what the rank runs.
+        program: the program of the rank.
         schedule: recorded order of all tasks.
         transport: connection to the other ranks; None for a program of one rank.
         xp: array namespace, NumPy or CuPy.
         sources: local blocks of parameters and states by value name; they are updated in place.
-        guard: what is checked to be finite before the update; None for no check.
-        fetch: brings outputs to the host, with one wait for all of them; see `Device.fetch`.
-        checked: compare checksums (see `buffer_check`), all ranks alike; None: where DISTGRAPH_CHECK is 1.
+        guard: values that are checked to be finite before the update; None for no check.
+        fetch: copies outputs to the host, with one wait for all of them; see `Device.fetch`.
+        checked: whether to run with checksums (see `buffer_check`), equal on all ranks; None: as
+            DISTGRAPH_CHECK says.
 
     Attributes:
-        check: that of `guard`; its verdict is that of the last step.
-        updates: how often parameters and states have been updated.
-        updating: whether that is under way; True after a step that failed in the middle of it.
+        check: the check of `guard`, with the verdict of the last step.
+        updates: number of updates of parameters and states.
+        updating: whether an update is in progress; True after a step that failed during its update.
 
     Raises:
         RuntimeFault: a parameter or state of the program is missing or has the wrong local shape;
@@ -85,7 +86,7 @@ class Worker:
         order = schedule.order(program.rank) if program.rank in schedule.ranks else ()
         self._order: _Order = order
         self._updates: _Order = ()
-        if guard is not None:  # nothing waits for an optimize task but another one
+        if guard is not None:  # only optimize tasks wait for optimize tasks
             updates = {task.name for task in program.tasks if task.kind == UPDATES}
             self._order = tuple(step for step in order if step[0] not in updates)
             self._updates = tuple(step for step in order if step[0] in updates)
@@ -97,7 +98,7 @@ class Worker:
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
         writer: WriterType = Writer
         self._buffers: BufferCheck | None = None
-        if check_wanted() if checked is None else checked:
+        if check_enabled() if checked is None else checked:
             steps = (*self._order, *self._updates)
             self._buffers = BufferCheck(program, self.storage, self.arena, steps)
             writer = functools.partial(CheckedWriter, self._buffers)
@@ -106,7 +107,7 @@ class Worker:
             for task in program.tasks
         }
         if self._buffers is not None:
-            self.tasks = {name: self._buffers.watched(task) for name, task in self.tasks.items()}
+            self.tasks = {name: self._buffers.filling_dead_buffers(task) for name, task in self.tasks.items()}
         self._transfers = {number: name for name, number in program.parts.numbers.items()}
         self._once = {task.name for task in program.tasks if not task.per_micro}
         self._outputs = [
@@ -130,16 +131,16 @@ class Worker:
             shape, dtype = program.types[name]
             block = sources.get(name)
             if block is None or tuple(block.shape) != shape or block.dtype != to_numpy(dtype):
-                found = "nothing" if block is None else f"{block.dtype}{tuple(block.shape)}"
+                given = "nothing" if block is None else f"{block.dtype}{tuple(block.shape)}"
                 raise RuntimeFault(
-                    f"rank {program.rank} needs %{name} as {dtype}{shape} but was given {found}; "
+                    f"rank {program.rank} needs %{name} as {dtype}{shape} but was given {given}; "
                     "initialise or load it"
                 )
             self.arena.fixed[name] = block
         scratch = xp.empty(self.storage.scratch, xp.uint8)
         fills = self._fills()
         for name, slot in self.storage.slots.items():
-            if slot.root != name or slot.kind not in ("kept", "ring", "scratch"):
+            if slot.root != name or slot.kind not in ("persistent", "ring", "scratch"):
                 continue
             shape, dtype = program.types[name]
             array_type = to_numpy(dtype)
@@ -147,7 +148,7 @@ class Worker:
                 size = math.prod(shape) * array_type.itemsize
                 block = scratch[slot.offset : slot.offset + size]
                 self.arena.fixed[name] = block.view(array_type).reshape(shape)
-            elif slot.kind == "kept":
+            elif slot.kind == "persistent":
                 block = xp.zeros(shape, array_type)  # costs nothing before it is touched
                 if name in fills:
                     block[...] = fills[name]
@@ -157,7 +158,7 @@ class Worker:
                 self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
 
     def _fills(self) -> dict[str, float]:
-        """Values that are the neutral element of a reduction on this rank."""
+        """Value -> neutral element, for values that are the neutral element of a reduction on this rank."""
         return {
             local.op.result.name: _neutral(local)
             for task in self.program.tasks
@@ -171,12 +172,12 @@ class Worker:
         Args:
             feeds: for every input of the rank its local blocks, one a micro-batch, or its number if it is a
                 scalar.
-            recorder: takes down what runs when.
+            recorder: records the times of tasks and messages.
 
         Returns:
-            label -> local block of every output on this rank as `fetch` gives it; a list, one a micro-batch,
-            where the output is not accumulated. Valid until the next step. Parameters and states are those
-            of before the step where `check` did not pass and blocks the update.
+            label -> local block of every output on this rank as `fetch` gives it; a list with one block per
+            micro-batch where the output is not accumulated. Valid until the next step. Parameters and
+            states are unchanged where `check` failed and blocks the update.
 
         Raises:
             RuntimeFault: an input is missing; another rank failed; a wait ran out of time.
@@ -188,7 +189,7 @@ class Worker:
         if recorder is None:
             outputs = self._step(feeds, recording(activity, _run), _run)
         else:
-            with recorder.watching(self.tasks.values(), self._transport):
+            with recorder.attached(self.tasks.values(), self._transport):
                 outputs = self._step(feeds, recording(activity, recorder.run), recorder.post)
         activity.task = ""
         if self._buffers is not None:
@@ -202,7 +203,7 @@ class Worker:
         arena.pending.clear()
         last = self.program.graph.micro_batches - 1
         collected: dict[str, list[Any]] = {
-            # an output that is an input itself is made by no task
+            # no task produces an output that is an input itself
             label: [] if value.name in self._home else [self._block(value, m).copy() for m in range(last + 1)]
             for label, value in self._per_micro
         }
@@ -223,18 +224,18 @@ class Worker:
         return {**outputs, **self._fetch(rest)} if rest or self.check is None else outputs
 
     def _before_update(self, collected: Mapping[str, list[Any]]) -> tuple[dict[str, Any], bool]:
-        """Outputs that no update makes, and whether the update is to happen. The host waits once."""
+        """The outputs that updates do not produce, and whether to run the updates. The host waits once."""
         if self.check is None:
             return {}, True
         self._finish_pending()
         updates = {name for name, _ in self._updates}
-        made = {label for label, value in self._outputs if self._home.get(value.name) in updates}
-        ready = {label: block for label, block in self._results(collected).items() if label not in made}
+        updated = {label for label, value in self._outputs if self._home.get(value.name) in updates}
+        ready = {label: block for label, block in self._results(collected).items() if label not in updated}
         for label, value in self._outputs:
             if self.program.graph.producers[value.name].kind in ("param", "state"):
-                ready[label] = ready[label].copy()  # the update is about to write over it
-        outputs = self._fetch({**ready, _VERDICT: self.check.look()})
-        return outputs, self.check.conclude(bool(outputs.pop(_VERDICT))) or not self.check.guard.blocks
+                ready[label] = ready[label].copy()  # the update will overwrite it
+        outputs = self._fetch({**ready, _VERDICT: self.check.local_verdict()})
+        return outputs, self.check.agree(bool(outputs.pop(_VERDICT))) or not self.check.guard.blocks
 
     def _finish_pending(self) -> None:
         for handle in self.arena.pending.values():
@@ -254,8 +255,8 @@ class Worker:
             post(*order[0], self.tasks[order[0][0]].post)
         for position, (name, m) in enumerate(order):
             if position + 1 < len(order):
-                following, at = order[position + 1]
-                post(following, at, self.tasks[following].post)
+                next_task, next_micro = order[position + 1]
+                post(next_task, next_micro, self.tasks[next_task].post)
             task = self.tasks[name]
             run(name, m, task.last if m == last or name in self._once else task.body)
             for label, value in self._per_micro:

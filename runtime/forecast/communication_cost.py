@@ -22,7 +22,7 @@ from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles
 from distgraph.resources import Cluster
 from distgraph.resources.group_symmetry import representative_devices
 from distgraph.resources.mesh_communication import MeshCommunication
-from distgraph.runtime.program.memory_plan import nbytes
+from distgraph.runtime.program.storage import nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from distgraph.passes.partition import RankProgram
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
-from distgraph.runtime.program.memory_plan import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
     late = {slot.root for name, slot in storage.slots.items() if phase[name] == 2}
     found = {}
     for name, slot in storage.slots.items():
-        if slot.root != name or slot.kind not in ("source", "kept", "ring"):
+        if slot.root != name or slot.kind not in ("source", "persistent", "ring"):
             continue
         op = producers[name]
         if slot.kind == "source":

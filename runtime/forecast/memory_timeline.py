@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from distgraph.passes.partition import RankProgram
 from distgraph.runtime.forecast.memory_forecast import categories, rank_memory
-from distgraph.runtime.program.memory_plan import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, nbytes
 from distgraph.runtime.schedule.timeline import Interval, Timeline
 
 
@@ -112,7 +112,7 @@ def _lives(program: RankProgram, storage: Storage) -> dict[str, Life]:
     return {
         name: (maker, frozenset(readers[name]), storage.slots[name].kind == "ring")
         for name, maker in makers.items()
-        if storage.slots[name].kind in ("kept", "ring")
+        if storage.slots[name].kind in ("persistent", "ring")
     }
 
 

@@ -21,7 +21,7 @@ from distgraph.ir.op_registry import freeze, lookup
 from distgraph.passes.analysis.op_work import NOTHING, Work, work_of
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.resources import ComputeCost
-from distgraph.runtime.program.memory_plan import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, nbytes
 
 __all__ = ["NOTHING", "OpCost", "Work"]
 

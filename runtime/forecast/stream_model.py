@@ -29,7 +29,7 @@ from distgraph.ir.graph import Op
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
-from distgraph.runtime.program.memory_plan import Storage, is_started
+from distgraph.runtime.program.storage import Storage, is_started
 
 Channel = tuple[str, tuple[int, ...]]  # kind of the link that decides, ranks of the group
 

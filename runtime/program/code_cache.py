@@ -1,6 +1,7 @@
-"""Code of generated modules, compiled once for all ranks of a process whose programs read the same.
+"""Cache of compiled code: generated modules with equal text are compiled once for all ranks of a process.
 
-Ranks of one mesh differ in the arrays, slices and groups that their names are bound to, seldom in the text.
+The modules of the ranks of one mesh often have equal texts, whose names are bound to different arrays, slices
+and groups.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from distgraph.passes.split_tasks import Parts
 
 
 def shared_code(parts: Parts, source: str, filename: str) -> CodeType:
-    """The code of a module; that of another rank where only the first line, a comment, differs."""
-    body = source[source.index("\n") :]  # which keeps the numbers of the lines
+    """The code of a module, shared with modules that differ only in their first line, which is a comment."""
+    body = source[source.index("\n") :]  # begins with the newline, so that line numbers stay the same
     with parts.compiling:
         if body not in parts.codes:
             parts.codes[body] = compile(body, filename, "exec")
@@ -20,6 +21,6 @@ def shared_code(parts: Parts, source: str, filename: str) -> CodeType:
 
 
 def _under_name(code: CodeType, filename: str) -> CodeType:
-    """The same code, and that of its functions, under another file name."""
+    """A copy of a code object and of the functions in it, with another file name."""
     inner = (_under_name(c, filename) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_filename=filename, co_consts=tuple(inner))

@@ -1,4 +1,4 @@
-"""Each task as straight-line Python over one array namespace, with every buffer bound beforehand.
+"""Code generation: each task as straight-line Python over one array namespace, with its buffers bound.
 
     def backward_s0_last(m):                         # mesh(dp=2, tp=2) rank 3
         einsum_12(x_3, g_9, out=dw_14)               # %14 : f32[128, 256] partial(dp)       mlp.py:31
@@ -6,8 +6,7 @@
         ...
         work_14.wait()
 
-The source is kept on the compiled task (`CompiledTask.source`), so that it can be read, dumped and stepped
-through.
+`CompiledTask.source` holds the source, so that it can be read, dumped and debugged.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from typing import Any
 import numpy as np
 
 from distgraph.ir.dtypes import to_numpy
-from distgraph.ir.graph import SOURCES, Op
+from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.printer import name_text
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.code_cache import shared_code
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
-from distgraph.runtime.program.memory_plan import Storage, is_started
+from distgraph.runtime.program.storage import Storage, is_started
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledTask:
-    """A task ready to run.
+    """A compiled task.
 
     Attributes:
-        name: of the task.
+        name: name of the task.
         post: starts the receives of micro-batch m; may be called before the task runs.
-        body: runs micro-batch m; `last` when it is the last one.
-        last: the same with what happens once a step.
-        source: Python text of all three.
-        scope: their globals; "comm" in it is the transport that they use.
+        body: runs micro-batch m, unless it is the last one.
+        last: runs the last micro-batch, and the ops that run once per step.
+        source: Python text of the three functions.
+        scope: their globals; its "comm" is the transport that they use.
     """
 
     name: str
@@ -56,14 +55,15 @@ class CompiledTask:
 
 @dataclass(slots=True)
 class Arena:
-    """Memory of one rank: arrays by value name, and what runs are fed and leave behind.
+    """Memory of one rank: arrays by value name, the feeds, and unfinished communication.
 
     Attributes:
-        fixed: value name -> array that never moves (sources in memory, kept and scratch buffers, views of
-        them). rings: root name -> buffers, one a micro-batch in flight.
-        feeds: input name -> one array a micro-batch, or a scalar.
-        pending: results of collectives that another task waits for: (value, micro-batch) -> handle.
-        sends: root name -> for each of its buffers the sends under way from it.
+        fixed: value name -> array that stays the same in all steps (sources in memory, persistent and scratch
+            buffers, views of them).
+        rings: root name -> buffers, one for each micro-batch in flight.
+        feeds: input name -> one array for each micro-batch, or a scalar.
+        pending: (value, micro-batch) -> handle of a collective that another task waits for.
+        sends: root name -> for each of its buffers the unfinished sends from it.
     """
 
     fixed: dict[str, Any]
@@ -92,7 +92,7 @@ class Writer:
             "pending": arena.pending,
         }
         self.bound["copyto"] = xp.copyto
-        self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the thing) -> name
+        self.bindings: dict[tuple[str, int], str] = {}  # (hint, id of the object) -> name
         self.identifiers = Identifiers([*self.bound, "m", "work"])
         self.ready: set[str] = set()
         self.foreign: dict[str, list[str]] = {}
@@ -105,14 +105,14 @@ class Writer:
         return self.identifiers.of(("value", value), value)
 
     def work(self, value: str) -> str:
-        """Python name of the collective under way that makes a value."""
+        """Python name of the started collective that produces a value."""
         return self.identifiers.of(("work", value), f"work_{value}")
 
     def bind(self, hint: str, thing: Any) -> str:
         """A global of the task for a Python object."""
-        known = self.bindings.get((hint, id(thing)))
-        if known is not None and self.bound.get(known) is thing:
-            return known
+        name_of_thing = self.bindings.get((hint, id(thing)))
+        if name_of_thing is not None and self.bound.get(name_of_thing) is thing:
+            return name_of_thing
         name = self.identifiers.once(hint)
         self.bound[name] = thing
         self.bindings[hint, id(thing)] = name
@@ -127,7 +127,7 @@ class Writer:
     # ------------------------------------------------------------------ operands and results
 
     def read(self, value: str) -> str:
-        """Name under which a value can be read now; fetches it or makes its view again if need be."""
+        """Python name of a value to read. Writes lines that fetch it or make its view if necessary."""
         name = self.name(value)
         if value in self.ready:
             return name
@@ -164,7 +164,7 @@ class Writer:
         return self.makers[value]
 
     def view_source(self, local: LocalOp) -> str:
-        """The value whose memory a view or an in-place op shows."""
+        """The operand whose memory a view or an in-place op uses."""
         root = self.storage.slots[local.op.results[0].name].root
         for operand in local.op.operands:
             if operand.name in self.storage.slots and self.storage.slots[operand.name].root == root:
@@ -183,13 +183,13 @@ class Writer:
             expression, apply = f"{self.bind(op.kind, kernel)}({source})", kernel
         else:
             expression, apply = source, lambda x: x
-        if source in self.bound:  # the memory never moves: neither does its view
+        if source in self.bound:  # the memory stays the same in all steps, and so does its view
             self.bound[name] = apply(self.bound[source])
         else:
             self.line(f"{name} = {expression}", op)
 
     def target(self, value: str) -> str:
-        """Name of the buffer that a result is written to, when all that is sent from it has left."""
+        """Python name of the buffer for a result; writes a line that waits for unfinished sends from it."""
         name = self.name(value)
         slot = self.storage.slots[value]
         self.ready.add(value)
@@ -201,7 +201,7 @@ class Writer:
             rings = self.bind(f"ring_{name}", self.arena.rings[slot.root])
             self.line(f"{name} = {rings}[m % {len(self.arena.rings[slot.root])}]")
         elif slot.root != value and slot.root in self.arena.fixed:
-            self.bound[name] = self.arena.fixed[slot.root]  # computed in the memory of what it replaces
+            self.bound[name] = self.arena.fixed[slot.root]  # computed in the memory of the old value
         else:
             raise AssertionError(f"%{value} has no buffer")
         return name
@@ -209,7 +209,7 @@ class Writer:
     # ------------------------------------------------------------------ ops
 
     def emit(self, local: LocalOp, *, last: bool) -> None:
-        """One op."""
+        """Write the lines of one op."""
         op, mode = local.op, local.mode
         if mode == "accumulate":
             self.accumulate(op, last)
@@ -237,7 +237,7 @@ class Writer:
             self.add_to_total(local, operands, self.target(total))
             return
         targets = [self.target(v.name) for v in op.results]
-        if declared.view and op.kind != "reshape":  # leaves the graph, so it needs memory of its own
+        if declared.view and op.kind != "reshape":  # an output, which needs memory of its own
             kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
             source = operands[0]
             if op.operands[0].shape == () and self.storage.slots[op.operands[0].name].kind == "source":
@@ -262,7 +262,7 @@ class Writer:
         self.line(f"{function}({', '.join(operands)}, out={outs}{extra})".replace("(, ", "("), op)
 
     def add_to_total(self, local: LocalOp, operands: list[str], total: str) -> None:
-        """Compute right into the mean over the micro-batches."""
+        """Compute directly into the mean over the micro-batches."""
         op, adds = local.op, lookup(local.op.kind).adds
         assert adds is not None
         kernel = functools.partial(adds, self.xp, scale=1.0 / self.micro, **local.attrs)
@@ -276,7 +276,7 @@ class Writer:
             return
         value, target = op.operands[0].name, self.target(op.result.name)
         if value in self.storage.into and self.storage.slots[value].kind == "view":
-            return  # the op before has added to it
+            return  # the op that computes the value has added to it
         source = self.read(value)
         add = self.bind("add", self.xp.add)
         first = "None" if value in self.storage.into else f"copyto({target}, {source})"
@@ -339,7 +339,7 @@ class Writer:
         return self.bind(name, value)
 
     def tag(self, attrs: Mapping[str, Any]) -> str:
-        """Messages of different micro-batches and transfers never meet."""
+        """Text of the tag of a message, which differs between micro-batches and transfers."""
         return f"{attrs['tag'] * self.micro} + m" if attrs["per_micro"] else str(attrs["tag"] * self.micro)
 
     def send(self, local: LocalOp) -> None:
@@ -353,7 +353,7 @@ class Writer:
         self.line(f"{under_way}.append({call})", op)
 
     def sends_of(self, root: str) -> str:
-        """The sends under way from the present buffer of some memory, under whatever names."""
+        """Text of the list of unfinished sends from the present buffer of a root."""
         depth = self.storage.rings.get(root, 1)
         under_way = self.arena.sends.setdefault(root, [[] for _ in range(depth)])
         return f"{self.bind('under_way', under_way)}[{'0' if depth == 1 else f'm % {depth}'}]"
@@ -363,8 +363,9 @@ class Writer:
         target = self.read(op.result.name) if attrs["recvs"] else self.target(op.result.name)
         if attrs["copies"]:
             source = self.read(op.operands[0].name)
-            for have, want in attrs["copies"]:
-                self.line(f"{target}[{self.bind('want', want)}] = {source}[{self.bind('have', have)}]", op)
+            for source_tile, target_tile in attrs["copies"]:
+                target_name, source_name = self.bind("target", target_tile), self.bind("source", source_tile)
+                self.line(f"{target}[{target_name}] = {source}[{source_name}]", op)
         if attrs["recvs"]:
             self.line(f"{self.work(op.result.name)} = pending.pop(({literal(op.result.name)}, m))", op)
 
@@ -373,11 +374,16 @@ class Writer:
         self.arrived(value)
 
     def comm(self, value: str) -> str:
-        """The transport over which the messages of a value go."""
+        """Text of the transport for the messages of a value."""
         return "comm"
 
     def arrived(self, value: str, condition: str = "") -> None:
-        """Note that the result of a collective or a message is there now, on a condition of the program."""
+        """Called when the result of a collective or a message can be read. Here it writes nothing.
+
+        Args:
+            value: the result.
+            condition: text of a condition of the program under which it can be read; "" for always.
+        """
 
     # ------------------------------------------------------------------ whole functions
 
@@ -403,7 +409,7 @@ class Writer:
         return self.lines or ["    pass"]
 
     def hand_over(self, task: LocalTask, started: set[str]) -> None:
-        """At the end of a task: wait for what nobody reads, leave the rest to the tasks that read it."""
+        """End a task: wait for collectives without readers, and pass the others on to the tasks that wait."""
         for value in self.storage.waits.get((task.name, len(task.ops)), ()):
             if value in started:
                 self.wait(value)
@@ -412,34 +418,33 @@ class Writer:
                 self.line(f"pending[{literal(value)}, {self.at(value)}] = {self.work(value)}")
 
     def at(self, value: str) -> str:
-        """The micro-batch of a value: the present one, or 0 for what there is one of in a step."""
+        """Text of the micro-batch of a value: the present one, or 0 for a value that exists once per step."""
         return "m" if self.program.parts.phase[value] == 1 else "0"
 
     def elsewhere(self, local: LocalOp, task: LocalTask) -> list[str]:
-        """Results of other tasks' collectives that this op reads (directly or through a view) for the first
-        time."""
-        found = []
+        """Results of other tasks' collectives that this op is the first to read, also through a view."""
+        results = []
         roots = dict.fromkeys(
             self.storage.slots[v.name].root
             for v in local.op.operands
             if local.mode != "recv" and v.name in self.storage.slots
         )
         for root in roots:
-            found += [n for n in self.foreign.get(root, ()) if n not in self.ready]
-        for name in found:
+            results += [n for n in self.foreign.get(root, ()) if n not in self.ready]
+        for name in results:
             self.ready_elsewhere(name)
-        return found
+        return results
 
     def late_elsewhere(self, task: LocalTask) -> dict[str, list[str]]:
-        """Memory -> results of the collectives of other tasks that lie in it and are waited for late."""
-        found: dict[str, list[str]] = {}
+        """Root -> results in its memory of other tasks' collectives that those tasks do not wait for."""
+        results: dict[str, list[str]] = {}
         for other, names in self.storage.late.items():
             for name in names if other != task.name else ():
-                found.setdefault(self.storage.slots[name].root, []).append(name)
-        return found
+                results.setdefault(self.storage.slots[name].root, []).append(name)
+        return results
 
     def ready_elsewhere(self, name: str) -> None:
-        """Note that a wait for another task's collective has been written."""
+        """Make the result of another task's collective readable, after the wait for it has been written."""
         self.read(name)
 
     def post(self, task: LocalTask) -> list[str]:
@@ -472,27 +477,18 @@ def compile_task(
     writer = writer_type(program, storage, arena, transport, xp)
     names = {suffix: writer.identifiers.once(f"{task.name}_{suffix}") for suffix in ("post", "body", "last")}
     parts = [f"# task {commented(task.name)} of rank {program.rank}"]
-    often = task.per_micro and program.graph.micro_batches > 1  # else every run is the last one
+    repeated = task.per_micro and program.graph.micro_batches > 1  # otherwise every run is the last one
     for suffix, lines in (
         ("post", writer.post(task)),
-        *([("body", writer.function(task, last=False))] if often else []),
+        *([("body", writer.function(task, last=False))] if repeated else []),
         ("last", writer.function(task, last=True)),
     ):
         parts.append(f"def {names[suffix]}(m):\n" + "\n".join(lines))
     source = "\n\n\n".join(parts) + "\n"
     filename = f"<distgraph rank {program.rank} {commented(task.name)}>"
-    linecache.cache[filename] = (
-        len(source),
-        None,
-        source.splitlines(True),
-        filename,
-    )  # tracebacks show the line
+    # tracebacks show the lines of the source
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(shared_code(program.parts, source, filename), writer.bound)
     last = writer.bound[names["last"]]
     post, body = writer.bound[names["post"]], writer.bound.get(names["body"], last)
     return CompiledTask(task.name, post, body, last, source, writer.bound)
-
-
-def sources_of(program: RankProgram) -> tuple[Op, ...]:
-    """Ops of the rank that bring data in."""
-    return tuple(op for op in program.graph.ops if op.kind in SOURCES and op.results[0].name in program.types)

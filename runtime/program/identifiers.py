@@ -1,8 +1,8 @@
 """Identifiers, literals and comments of generated Python: no text of a user is ever code.
 
 Names of values, parameters and inputs are any text. An identifier takes from such a name its ASCII letters
-and digits, for the reader, and a number that no other identifier of the module has; so names that Unicode
-normalisation makes equal, Python's own words and the words of the generator stay apart.
+and digits, for the reader, and a number that no other identifier of the module has; so it differs from names
+that Unicode normalisation makes equal, from Python's keywords and from the names of the generator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Hashable, Iterable
 
 _LONGEST = 40
-_ODD = re.compile(r"[^A-Za-z0-9_]+")
+_NOT_IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
 
 
 class Identifiers:
@@ -32,17 +32,17 @@ class Identifiers:
 
     def __init__(self, reserved: Iterable[str]) -> None:
         self._taken = {*reserved, *keyword.kwlist, *keyword.softkwlist, *dir(builtins)}
-        self._known: dict[Hashable, str] = {}
+        self._identifiers: dict[Hashable, str] = {}
         self._count = 0
 
     def of(self, key: Hashable, hint: str) -> str:
-        """The identifier of a thing: always the same one for the same key, always with a number."""
-        if key not in self._known:
-            self._known[key] = self._numbered(_cleaned(hint))
-        return self._known[key]
+        """The identifier of a key: always the same one for the same key, always with a number."""
+        if key not in self._identifiers:
+            self._identifiers[key] = self._numbered(_cleaned(hint))
+        return self._identifiers[key]
 
     def once(self, hint: str) -> str:
-        """An identifier that was not given before: the hint itself where it is free."""
+        """A new identifier: the hint itself where it is free."""
         text = _cleaned(hint)
         if text in self._taken:
             return self._numbered(text)
@@ -64,10 +64,10 @@ def literal(text: str) -> str:
 
 
 def commented(text: str) -> str:
-    """A text as it may stand in a comment: as it is where it is printable ASCII, else as a literal."""
+    """A text for a comment: unchanged where it is printable ASCII, else as a literal."""
     return text if text.isascii() and text.isprintable() else literal(text)
 
 
 def _cleaned(hint: str) -> str:
-    text = _ODD.sub("_", str(hint)[: 4 * _LONGEST]).strip("_")[:_LONGEST]
+    text = _NOT_IDENTIFIER.sub("_", str(hint)[: 4 * _LONGEST]).strip("_")[:_LONGEST]
     return text if text[:1].isalpha() else f"v{text}"

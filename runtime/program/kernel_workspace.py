@@ -1,12 +1,12 @@
-"""What the kernels of a rank program allocate while they run, on a device that runs the NumPy kernels.
+"""The workspace of kernels: memory that they allocate while they run, on a device with the NumPy kernels.
 
 *In:* a rank program and its storage.
-*Out:* bytes, task by task: most that one op of the task allocates beside the planned buffers.
-*Invariant:* an op is asked with the layouts in which the program hands over its operands: views have
-the strides of the views that `codegen` makes. Nothing is allocated to find that out.
+*Out:* for each task, the most bytes that one of its ops allocates apart from the planned buffers.
+*Invariant:* operands have the layouts that they have in the program: views have the strides of the views that
+`codegen` makes. Nothing is allocated to compute the result.
 
-On GPUs these kernels stand for those of vendor libraries, whose workspaces are not known before they run;
-nothing is counted there.
+On GPUs, libraries of the vendors run these ops. Their workspaces are not known before they run and are not
+counted.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import freeze, lookup, workspace
 from distgraph.passes.partition import LocalOp, RankProgram
-from distgraph.runtime.program.memory_plan import Storage
+from distgraph.runtime.program.storage import Storage
 
 Shell = np.ndarray[Any, Any]
 """An array with shape, dtype and strides but no memory of its own."""
 
 
 def task_workspace(program: RankProgram, storage: Storage) -> dict[str, int]:
-    """Task -> bytes that the op of it that allocates most allocates, 0 where none does."""
-    shells = _Shells(program, storage)
-    known: dict[object, int] = {}
+    """Task -> the most bytes that one of its ops allocates."""
+    shells = _OperandShells(program, storage)
+    cache: dict[object, int] = {}
     return {
-        task.name: max((_op_workspace(local, shells, known) for local in task.ops), default=0)
+        task.name: max((_op_workspace(local, shells, cache) for local in task.ops), default=0)
         for task in program.tasks
     }
 
 
-def _op_workspace(local: LocalOp, shells: _Shells, known: dict[object, int]) -> int:
+def _op_workspace(local: LocalOp, shells: _OperandShells, cache: dict[object, int]) -> int:
     declared = lookup(local.op.kind)
     if local.mode != "compute" or declared.view:
         return 0
@@ -47,17 +47,17 @@ def _op_workspace(local: LocalOp, shells: _Shells, known: dict[object, int]) -> 
     operands = [shells.of(value.name) for value in local.op.operands]
     layouts = tuple((x.shape, x.strides, x.dtype.str) for x in operands)
     key = (local.op.kind, layouts, freeze(local.attrs), adds)
-    if key not in known:
+    if key not in cache:
         results = [shells.local(value) for value in local.op.results]
-        known[key] = workspace(local.op.kind, operands, local.attrs, results, adds=adds)
-    return known[key]
+        cache[key] = workspace(local.op.kind, operands, local.attrs, results, adds=adds)
+    return cache[key]
 
 
-class _Shells:
-    """Operands of one rank as shells.
+class _OperandShells:
+    """Makes shells of the operands of one rank.
 
     Args:
-        program, storage: of the rank.
+        program, storage: those of the rank.
     """
 
     def __init__(self, program: RankProgram, storage: Storage) -> None:
@@ -76,7 +76,7 @@ class _Shells:
         return Value(value.name, *self.program.types[value.name])
 
     def of(self, name: str) -> Shell:
-        """How a value lies in memory where it is read."""
+        """A shell with the layout that a value has where it is read."""
         if name not in self._made:
             self._made[name] = self._make(name)
         return self._made[name]
@@ -90,7 +90,7 @@ class _Shells:
             apply: Callable[[Any], Any] = operator.itemgetter(local.attrs["slices"])
         elif local.mode == "compute" and lookup(local.op.kind).view:
             apply = partial(lookup(local.op.kind).kernel, np, **local.attrs)
-        else:  # takes the memory of another value over: a block, as all that has memory of its own
+        else:  # it reuses the buffer of another value and is laid out like a value with its own memory
             return self._block(name)
         shell: Shell = apply(self.of(first))
         return shell

@@ -1,103 +1,41 @@
-"""Where every value of a rank program lives: liveness, aliases, reuse of buffers.
+"""Memory planning for a rank program: liveness, aliases, and the reuse of buffers.
 
-Kinds of storage:
-    source    parameters, states, inputs and constants: they exist before the step.
-    kept      one buffer for the whole step: read by another task, or an output.
-    ring      as kept, but one buffer for each micro-batch in flight.
-    scratch   dead when its task ends; its memory is reused as soon as the value is dead (`packing`).
-    view      the memory of another value (its root) seen in another shape; made again where it is needed.
-
-Invariant: two values share memory only if one is a view of the other, or takes its buffer over at the op
-that reads it last, or they are scratch values that are never alive together. What a collective reads or
-writes is alive until it has been waited for. Memory that a message is sent from, under whatever name, is
-written again only when that message has been taken (`Storage.sent`).
+*In:* a rank program and the schedule. *Out:* a `Storage` (see `storage.py`).
+*Invariant:* two values share memory only if one is a view of the other, or reuses its buffer at the op that
+reads it last, or they are scratch values that are never alive at the same time. The operands and the result
+of a collective are alive until it has been waited for. Memory that a message is sent from, under any name, is
+written again only when that message has been received (`Storage.sent`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import replace
 
 import numpy as np
 
 from distgraph.errors import RuntimeFault
-from distgraph.ir.dtypes import itemsize
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.ring_sizes import RankClocks, outstanding, rank_clocks, window
+from distgraph.runtime.program.storage import Place, Slot, Storage, is_started, nbytes
 from distgraph.runtime.schedule.schedule import Schedule
 
 _ALIGN = 64
-_WORTH_COPYING = 2**20  # bytes that are freed by a copy, from which it is worth its time
-Place = tuple[str, int]  # task name, number of the op in it
-
-
-@dataclass(slots=True)
-class Slot:
-    """Storage of one value.
-
-    Attributes:
-        kind: source, kept, ring, scratch or view.
-        root: name of the value whose memory it is (itself, unless a view or taken over).
-        contiguous: C-contiguous.
-        offset: where its scratch memory begins in that of the rank.
-    """
-
-    kind: str
-    root: str
-    contiguous: bool = True
-    offset: int = 0
-
-
-@dataclass(slots=True)
-class Storage:
-    """Plan for one rank.
-
-    Attributes:
-        slots: value name -> slot.
-        scratch: bytes of the scratch memory, which all tasks share.
-        rings: root name of a ring value -> number of buffers.
-        waits: (task, op) -> names of collectives' results to wait for right before it.
-        late: task -> results of its collectives that another task waits for, or the end of the step.
-        in_place: update target (param or state) -> value that is computed right in its memory.
-        into: value that only an `accumulate` reads -> result of that, to which it is added as it is computed.
-        sent: roots of the memory that messages are sent from: before it is written, those must have left.
-        lives: root of a kept or ring value -> tasks from whose first to whose last it is alive.
-    """
-
-    slots: dict[str, Slot]
-    scratch: int = 0
-    rings: dict[str, int] = field(default_factory=dict)
-    waits: dict[Place, tuple[str, ...]] = field(default_factory=dict)
-    late: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    in_place: dict[str, str] = field(default_factory=dict)
-    into: dict[str, str] = field(default_factory=dict)
-    sent: frozenset[str] = frozenset()
-    lives: dict[str, frozenset[str]] = field(default_factory=dict)
-
-
-def nbytes(program: RankProgram, name: str) -> int:
-    """Bytes of a value's local block."""
-    return _block_bytes(*program.types[name])
-
-
-@lru_cache(maxsize=4096)
-def _block_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * itemsize(dtype)
+_MIN_FREED_BYTES = 2**20
+"""A slice is copied only if that frees at least this much memory, since a copy takes time."""
 
 
 def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
     """Decide the storage of every value.
 
     Args:
-        program: what the rank runs.
+        program: the program of the rank.
         schedule: order of all tasks on all ranks.
 
     Raises:
-        RuntimeFault: under this order the rank might wait for ever to write a buffer that is still sent.
+        RuntimeFault: under this order the rank might wait forever to write a buffer that is being sent.
     """
     plan, clocks = planned(program), rank_clocks(schedule, program.parts, program.rank)
     storage = plan.under(clocks)
@@ -106,7 +44,7 @@ def plan_storage(program: RankProgram, schedule: Schedule) -> Storage:
 
 
 def planned(program: RankProgram) -> StoragePlan:
-    """The storage of every value, but for the number of buffers in a ring."""
+    """The storage of every value, except the numbers of buffers in rings."""
     plan = StoragePlan(program)
     plan.visit()
     copied = plan.outliving()
@@ -121,24 +59,24 @@ def planned(program: RankProgram) -> StoragePlan:
     plan.storage.lives = {
         name: frozenset(task for task, _ in plan.uses[name])
         for name, slot in plan.slots.items()
-        if slot.root == name and slot.kind in ("kept", "ring")
+        if slot.root == name and slot.kind in ("persistent", "ring")
     }
     plan.storage.sent = frozenset(root for root in plan.aliases if plan.messages(root))
     return plan
 
 
 class StoragePlan:
-    """What there is to know of a program for its storage, whatever the order of its tasks; see `planned`."""
+    """The part of the storage plan that does not depend on the order of the tasks; see `planned`."""
 
     def __init__(self, program: RankProgram, copied: frozenset[str] = frozenset()) -> None:
         self.program = program
         self.tasks = {task.name: task for task in program.tasks}
-        self.copied = copied  # slices that are no views
-        self.viewed: dict[str, LocalOp] = {}  # view -> what makes it
+        self.copied = copied  # slices with memory of their own
+        self.viewed: dict[str, LocalOp] = {}  # view -> op that makes it
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, list[str]] = {}  # root -> values in its memory
         self.storage = Storage(self.slots)
-        self.made: dict[str, Place] = {}  # value -> where it is made
+        self.made: dict[str, Place] = {}  # value -> place of its op
         self.uses: dict[str, list[Place]] = {}  # root -> places that read or write its memory
         self.readers: dict[str, list[Place]] = {}  # value -> places that read it
         self.copies: dict[str, list[Place]] = {}  # value -> places that copy a part of it to another mesh
@@ -191,10 +129,10 @@ class StoragePlan:
                 self.uses.setdefault(self.slots[value.name].root, []).append(place)
 
     def alias(self, local: LocalOp) -> tuple[str, bool] | None:
-        """Root and contiguity when the result is the operand's memory."""
+        """(root, contiguous) of the result where it shares the operand's memory; None where it does not."""
         op = local.op
         if op.results[0].name in self.program.graph.kept or op.results[0].name in self.copied:
-            return None  # what leaves the graph has memory of its own
+            return None  # outputs have memory of their own
         declared = local.collective
         if declared is not None and declared.result_memory == "operand":
             operand = op.operands[0].name
@@ -216,17 +154,17 @@ class StoragePlan:
         return source.root, same and source.contiguous
 
     def outliving(self) -> frozenset[str]:
-        """Slices to copy, because all of what they are cut from would have to outlive its task for them."""
-        found: set[str] = set()
+        """Slices to copy because as views they would keep all of a large value alive after its task."""
+        slices: set[str] = set()
         for root, names in self.aliases.items():
             if self.slots[root].kind == "source" or root not in self.made:
                 continue
-            late = [name for name in names if self._leaves(name, self.made[root][0])]
-            cut = {self._slice_of(name) for name in late}
+            read_later = [name for name in names if self._leaves(name, self.made[root][0])]
+            cut = {self._slice_of(name) for name in read_later}
             copies = sum(nbytes(self.program, name) for name in cut if name)
-            if "" not in cut and nbytes(self.program, root) - copies >= _WORTH_COPYING:
-                found |= cut
-        return frozenset(found)
+            if "" not in cut and nbytes(self.program, root) - copies >= _MIN_FREED_BYTES:
+                slices |= cut
+        return frozenset(slices)
 
     def _leaves(self, name: str, task: str) -> bool:
         """Whether a value is read in another task, or sent."""
@@ -236,24 +174,24 @@ class StoragePlan:
         )
 
     def _slice_of(self, name: str) -> str:
-        """The slice that a view is seen through; "" where there is none."""
+        """The nearest slice among a view and the values that it is a view of; "" where there is none."""
         while name in self.viewed and self.viewed[name].mode != "comm.slice":
             name = self.viewed[name].op.operands[0].name
         return name if name in self.viewed else ""
 
     def is_only_reader(self, operand: str) -> bool:
-        """True when nothing else reads the memory of an operand, so that a collective may work in place."""
+        """Whether nothing else reads the memory of an operand, so that a collective may work in place."""
         root = self.slots[operand].root
         if self.slots[root].kind == "source" or not self.slots[operand].contiguous:
             return False
         maker = self.made[root]
         if self.tasks[maker[0]].ops[maker[1]].mode == "comm.mask":
             return False  # filled once, for all steps
-        kept = self.program.graph.kept
-        return all(self.reader_count.get(name, 0) == 1 and name not in kept for name in self.aliases[root])
+        outputs = self.program.graph.kept
+        return all(self.reader_count.get(name, 0) == 1 and name not in outputs for name in self.aliases[root])
 
     def join_accumulates(self) -> None:
-        """What is computed for an `accumulate` alone is computed into its buffer."""
+        """Let values that only an `accumulate` reads be computed directly into its buffer."""
         if self.program.graph.micro_batches == 1:
             return
         for task in self.program.tasks:
@@ -277,7 +215,7 @@ class StoragePlan:
                         self.uses[total] += self.uses.pop(value)
 
     def find_waits(self) -> None:
-        """A collective is waited for right before the first op that reads its result."""
+        """Place the wait for each collective immediately before the first op that reads its result."""
         waits: dict[Place, list[str]] = {}
         position = {task.name: i for i, task in enumerate(self.program.tasks)}
         for task in self.program.tasks:
@@ -287,60 +225,60 @@ class StoragePlan:
                     continue
                 result = local.op.result.name
                 aliases = self.aliases[self.slots[result].root]
-                found = [p for n in aliases for p in self.readers.get(n, ())]
+                all_readers = [p for n in aliases for p in self.readers.get(n, ())]
                 readers = [
-                    p for p in found if p[0] != task.name or p[1] > number
+                    p for p in all_readers if p[0] != task.name or p[1] > number
                 ]  # not the collective itself
                 here = [p for p in readers if p[0] == task.name]
                 if here:
-                    at = min(here)
-                    waits.setdefault(at, []).append(result)
+                    place = min(here)
+                    waits.setdefault(place, []).append(result)
                 elif readers:
                     late.append(result)
-                    at = min(readers, key=lambda p: (position[p[0]], p[1]))
-                else:  # nobody reads it here: it ends with the task, before another one uses the same scratch
-                    at = (task.name, len(task.ops))
-                    waits.setdefault(at, []).append(result)
-                    self.uses[self.slots[result].root].append(at)
+                    place = min(readers, key=lambda p: (position[p[0]], p[1]))
+                else:  # no op reads it: wait at the end of the task, before its scratch memory is reused
+                    place = (task.name, len(task.ops))
+                    waits.setdefault(place, []).append(result)
+                    self.uses[self.slots[result].root].append(place)
                 for value in local.op.operands if local.mode != "recv" else ():
-                    self.uses[self.slots[value.name].root].append(at)
+                    self.uses[self.slots[value.name].root].append(place)
             self.storage.late[task.name] = tuple(late)
         self.storage.waits = {place: tuple(names) for place, names in waits.items()}
 
     def classify(self) -> None:
-        """Roots that another task touches are kept; per micro-batch ones get a ring."""
+        """Make roots that another task uses persistent, or rings where there is one per micro-batch."""
         graph = self.program.graph
         per_micro = {task.name: task.per_micro for task in self.program.tasks}
-        kept = {slot.root for name, slot in self.slots.items() if name in graph.kept}
+        output_roots = {slot.root for name, slot in self.slots.items() if name in graph.kept}
         for name, slot in self.slots.items():
             if slot.root != name or slot.kind != "scratch":
                 continue
             task, number = self.made[name]
             local = self.tasks[task].ops[number]
-            crosses = any(place[0] != task for place in self.uses.get(name, ())) or name in kept
+            crosses = any(place[0] != task for place in self.uses.get(name, ())) or name in output_roots
             sent = bool(self._sends(name))
             accumulated = local.mode == "accumulate"
             zeros = local.mode == "comm.mask"
-            received = local.mode == "recv"  # may arrive while the task before is still at work
+            received = local.mode == "recv"  # may arrive while the task before is still running
             if not (crosses or sent or accumulated or zeros or received):
                 continue
             once = not per_micro[task] or local.tail or accumulated or zeros
-            slot.kind = "kept" if once or graph.micro_batches == 1 else "ring"
+            slot.kind = "persistent" if once or graph.micro_batches == 1 else "ring"
 
     def _sends(self, root: str) -> list[tuple[str, LocalOp]]:
-        """Sends of what lies in some memory, each with its task."""
+        """(task, send) of all sends from the memory of a root."""
         sends = [place for place in self.uses.get(root, ()) if place in self.sending]
         return [(task, self.tasks[task].ops[number]) for task, number in sends]
 
     def messages(self, root: str) -> list[LocalOp]:
-        """Those of the sends that are started in one task and may be under way in the next."""
+        """The sends from the memory of a root that are started in one task and may end in a later one."""
         return [local for _, local in self._sends(root) if local.mode == "send" and local.attrs["sends"]]
 
     def place_updates(self) -> None:
-        """Compute updates in the memory of what they replace, where nothing reads the old value any more."""
+        """Compute updates in the memory of the old values, where nothing reads these afterwards."""
         updates = self.program.parts.updates
-        here = sorted((*updates[old], old) for old in self.slots if old in updates)
-        targets = {new: old for _, new, old in here}
+        updated = sorted((*updates[old], old) for old in self.slots if old in updates)
+        targets = {new: old for _, new, old in updated}
         for name, old in targets.items():
             if name not in self.made or self.slots[name].root != name:
                 continue
@@ -364,21 +302,21 @@ class StoragePlan:
                 and old not in {self.slots[v.name].root for v in local.op.operands if v.name in self.slots}
                 and not self._sends(old)
             )
-            # the update waits for what is sent of the old value, which must not wait for the update
-            taken = all(self._taken_before(local, task) for local in self.messages(old))
-            fits = not later and taken and self._same_type(name, old)
+            # the update waits for sends of the old value, which must not in turn wait for the update
+            received = all(self._received_before(local, task) for local in self.messages(old))
+            fits = not later and received and self._same_type(name, old)
             if (computed or gathered or written) and fits:
                 self.storage.in_place[old] = name
                 self.slots[name].kind, self.slots[name].root = "view", old
 
     def _precedes(self, place: Place, other: Place) -> bool:
-        """Whether an op has run for all micro-batches before another one runs, whatever the schedule."""
+        """Whether an op has run for all micro-batches before another one runs, under every schedule."""
         if place[0] == other[0]:
             return place[1] <= other[1]
         return place[0] in self.program.parts.before[other[0]]
 
-    def _taken_before(self, sent: LocalOp, task: str) -> bool:
-        """Whether what is sent has been received before a task begins, whatever the schedule."""
+    def _received_before(self, sent: LocalOp, task: str) -> bool:
+        """Whether a message has been received before a task begins, under every schedule."""
         _, target = self.program.parts.transfers[sent.op.name]
         return target in self.program.parts.before[task]
 
@@ -386,7 +324,7 @@ class StoragePlan:
         return self.program.types[first] == self.program.types[second]
 
     def assign_scratch(self) -> None:
-        """Pack what is dead at the end of its task; a value may take over the memory of one that dies."""
+        """Pack the values that are dead at the end of their task, some into buffers of values that die."""
         blocks: list[Block] = []
         owner: dict[str, int] = {}  # scratch root -> number of its block
         begin = 0  # of the task: they run one after the other
@@ -411,16 +349,16 @@ class StoragePlan:
             self.slots[name].offset = blocks[block].offset
 
     def _last_uses(self) -> dict[str, dict[str, int]]:
-        """Task -> scratch root that it touches -> number of the op that touches it last."""
-        found: dict[str, dict[str, int]] = {task.name: {} for task in self.program.tasks}
+        """Task -> scratch root that it uses -> number of the op that uses it last."""
+        last_uses: dict[str, dict[str, int]] = {task.name: {} for task in self.program.tasks}
         for root, places in self.uses.items():
             if root in self.slots and self.slots[root].kind == "scratch":
                 for task, number in places:
-                    found[task][root] = max(number, found[task].get(root, 0))
-        return found
+                    last_uses[task][root] = max(number, last_uses[task].get(root, 0))
+        return last_uses
 
     def _donor(self, local: LocalOp, name: str, number: int, last: Mapping[str, int]) -> str | None:
-        """Root of an operand whose buffer the first result may take over, because this op reads it last."""
+        """Root of an operand whose buffer the first result may reuse, because this op reads it last."""
         if local.mode != "compute" or local.op.results[0].name != name:
             return None
         roots = [self.slots[v.name].root for v in local.op.operands]
@@ -438,58 +376,65 @@ class StoragePlan:
         return None
 
     def under(self, clocks: RankClocks) -> Storage:
-        """Storage under a schedule: as many buffers in a ring as micro-batches are ever alive together."""
+        """The storage under a schedule, with the number of buffers of each ring.
+
+        A ring has as many buffers as micro-batches are alive at the same time.
+        """
         rings = dict[str, int]()
         micro = self.program.graph.micro_batches
-        count = 1 + max((int(at.max()) for at in clocks.places.values()), default=0)
+        count = 1 + max((int(places.max()) for places in clocks.places.values()), default=0)
         received = {
             local.op.result.name for task in self.program.tasks for local in task.ops if local.mode == "recv"
         }
-        depths: dict[tuple[frozenset[str], bool], int] = {}  # most values live between the same few tasks
+        depths: dict[
+            tuple[frozenset[str], bool], int
+        ] = {}  # many values are alive between the same few tasks
         for root, slot in self.slots.items():
             if slot.kind != "ring" or slot.root != root:
                 continue
-            tasks, early = frozenset(task for task, _ in self.uses[root]), root in received
-            if (tasks, early) not in depths:
+            tasks, posted_early = frozenset(task for task, _ in self.uses[root]), root in received
+            if (tasks, posted_early) not in depths:
                 touched = np.stack([clocks.places[task] for task in tasks if task in clocks.places])
                 first = np.where(touched < 0, count, touched).min(axis=0)
-                depths[tasks, early] = window(first - early, touched.max(axis=0))
-            rings[root] = depths[tasks, early]
+                depths[tasks, posted_early] = window(first - posted_early, touched.max(axis=0))
+            rings[root] = depths[tasks, posted_early]
             if self._sends(root):
-                rings[root] = min(micro, max(rings[root], *self._under_way(root, clocks, early)))
+                rings[root] = min(micro, max(rings[root], *self._send_depths(root, clocks, posted_early)))
         return replace(self.storage, rings=rings)
 
     def verify(self, storage: Storage, clocks: RankClocks) -> None:
-        """Compare the rings with the posts of all receives; see `rings` for what that proves.
+        """Compare the rings with the posts of all receives; `ring_sizes.py` states what that proves.
 
         Raises:
-            RuntimeFault: a buffer is written when the receive of what is sent from it is not posted yet.
+            RuntimeFault: a buffer is written before the receive of the message sent from it is posted.
         """
         for task, transfer, depth, posting in self.sent_rings(storage):
             written = (clocks.posts if posting else clocks.starts)[task]
             late = np.flatnonzero(clocks.taken[transfer][:-depth] + posting > written[depth:])
             if late.size:
-                m, target = int(late[0]), self.program.parts.transfers[transfer][1]
+                micro, target = int(late[0]), self.program.parts.transfers[transfer][1]
                 raise RuntimeFault(
-                    f"rank {self.program.rank}: {task} of micro-batch {m + depth} writes again what it sends "
-                    f"before {target} is to receive %{transfer} of micro-batch {m}; {depth} buffers are too "
-                    "few, report it with the program and its schedule"
+                    f"rank {self.program.rank}: {task} of micro-batch {micro + depth} writes again what it "
+                    f"sends before {target} is to receive %{transfer} of micro-batch {micro}; {depth} "
+                    "buffers are too few, report it with the program and its schedule"
                 )
 
     def sent_rings(self, storage: Storage) -> list[tuple[str, str, int, bool]]:
-        """Of every ring and send from it: task that writes it, transfer, buffers, whether by a receive."""
-        found = []
+        """(task that writes the ring, transfer, buffers, whether by a receive) of each send from a ring."""
+        rings = []
         for root in sorted(storage.sent & storage.rings.keys()):
             task, number = self.made[root]
             posting = self.tasks[task].ops[number].mode == "recv"
-            found += [(task, m.op.name, storage.rings[root], posting) for m in self.messages(root)]
-        return found
+            rings += [
+                (task, message.op.name, storage.rings[root], posting) for message in self.messages(root)
+            ]
+        return rings
 
-    def _under_way(self, root: str, clocks: RankClocks, early: bool) -> tuple[int, int]:
-        """Buffers for what is sent from some memory: to be ahead of the receiver, and never to wait in vain.
+    def _send_depths(self, root: str, clocks: RankClocks, posted_early: bool) -> tuple[int, int]:
+        """Numbers of buffers that sends from a root need: to be ahead of the receiver, and to avoid deadlock.
 
-        A stage may begin a micro-batch as many places of the schedule before the receiver does as it is
-        stages away; a buffer that is itself received into is needed a place earlier.
+        A stage may begin a micro-batch earlier than the receiver by as many places of the schedule as there
+        are stages between them. A buffer that is itself received into is needed one place earlier.
         """
         parts, attrs = self.program.parts, self.program.graph.attrs
         reach = (
@@ -497,14 +442,9 @@ class StoragePlan:
             for task, local in self._sends(root)
         )
         task = self.made[root][0]
-        written = (clocks.posts if early else clocks.starts)[task]
+        written = (clocks.posts if posted_early else clocks.starts)[task]
         needed = (
-            outstanding(written, clocks.taken[local.op.name], posting=early) for local in self.messages(root)
+            outstanding(written, clocks.taken[local.op.name], posting=posted_early)
+            for local in self.messages(root)
         )
-        return 1 + early + max(1, *reach), max(needed, default=1)
-
-
-def is_started(local: LocalOp) -> bool:
-    """True for what is begun here and waited for later."""
-    declared = local.collective
-    return local.mode in ("recv", "exchange") or (declared is not None and not declared.local)
+        return 1 + posted_early + max(1, *reach), max(needed, default=1)

@@ -1,12 +1,12 @@
-"""How many buffers a value needs that exists once a micro-batch: its ring.
+"""Ring sizes: the number of buffers of a value that exists once per micro-batch.
 
-*In:* the storage plan of a rank and the clocks of the schedule. *Out:* root name -> number of buffers.
-*Invariant:* what micro-batch m wrote is not written over while a task still reads it, and no rank ever waits
-for a send in order to write a buffer when the receive of that send is not posted yet in the schedule.
+*In:* the clocks of the schedule. *Out:* numbers of buffers.
+*Invariant:* the data of micro-batch m are not overwritten while a task still reads them, and no rank waits
+for a send, in order to write a buffer, whose receive is posted later in the schedule.
 
-A buffer from which a message is sent is written again only when the receiver has taken the message, and
-that needs a posted receive. Receives are posted one place ahead in the order of a rank: those of place p as
-soon as place p - 2 is done. By the schedule's clocks (every task takes one) that is a *post clock*:
+A buffer from which a message is sent is written again only when the message has been received, which needs a
+posted receive. Receives are posted one place ahead in the order of a rank: those of place p when the task of
+place p - 2 is done. By the schedule's clocks (every task takes one) that is a *post clock*:
 
     post(p) = clock(p - 2) + 1, and 0 for the first two places.
 
@@ -33,7 +33,7 @@ Clocks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RankClocks:
-    """When one rank runs its tasks and posts their receives, and when others post the receives of its sends.
+    """The clocks at which one rank runs its tasks and posts receives, and others post those of its sends.
 
     Attributes:
         places: task -> for each micro-batch its place in the rank's order, -1 where it has none.
@@ -49,16 +49,16 @@ class RankClocks:
     taken: Mapping[str, Clocks]
 
     def renamed(self, tasks: Mapping[str, str], transfers: Mapping[str, str]) -> RankClocks:
-        """The same under the names of a rank that does the same."""
+        """These clocks with the names of a corresponding rank, whose tasks and transfers have other names."""
         places, starts, posts = (
-            {tasks[name]: clocks for name, clocks in found.items()}
-            for found in (self.places, self.starts, self.posts)
+            {tasks[name]: clocks for name, clocks in clocks_of.items()}
+            for clocks_of in (self.places, self.starts, self.posts)
         )
         return RankClocks(places, starts, posts, {transfers[name]: c for name, c in self.taken.items()})
 
 
 def rank_clocks(schedule: Schedule, parts: Parts, rank: int) -> RankClocks:
-    """The clocks of one rank under a schedule; empty where it runs nothing."""
+    """The clocks of one rank under a schedule; empty where it runs no task."""
     column = next((column for column in schedule.columns if rank in column.ranks), None)
     if column is None:
         return RankClocks({}, {}, {}, {})
@@ -68,7 +68,7 @@ def rank_clocks(schedule: Schedule, parts: Parts, rank: int) -> RankClocks:
         places[step.task][step.micro] = place
     clocks = np.array([step.clock for step in column.steps], np.int64)
     ahead = np.concatenate([np.zeros(2, np.int64), clocks + 1])
-    run = {task: at[at >= 0] for task, at in places.items()}
+    run = {task: place_of_micro[place_of_micro >= 0] for task, place_of_micro in places.items()}
     taken = {
         sent: schedule.posts[target]
         for sent, (source, target) in parts.transfers.items()
@@ -76,8 +76,8 @@ def rank_clocks(schedule: Schedule, parts: Parts, rank: int) -> RankClocks:
     }
     return RankClocks(
         places,
-        {task: clocks[at] for task, at in run.items()},
-        {task: ahead[at] for task, at in run.items()},
+        {task: clocks[place_of_micro] for task, place_of_micro in run.items()},
+        {task: ahead[place_of_micro] for task, place_of_micro in run.items()},
         taken,
     )
 
@@ -92,14 +92,14 @@ def window(starts: Clocks, ends: Clocks) -> int:
         newest = np.searchsorted(starts, starts, "right") - 1
         oldest = np.searchsorted(ends, starts, "left")
         return int((newest - oldest).max()) + 1
-    return _swept(list(zip(starts.tolist(), ends.tolist(), strict=True)))
+    return _window_in_any_order(list(zip(starts.tolist(), ends.tolist(), strict=True)))
 
 
-def _swept(intervals: list[tuple[int, int]]) -> int:
-    """The same in any order of the micro-batches: a sweep over starts and ends."""
+def _window_in_any_order(intervals: list[tuple[int, int]]) -> int:
+    """`window` for any order of the micro-batches: a sweep over starts and ends."""
     starting = sorted(range(len(intervals)), key=lambda m: intervals[m])
-    oldest: list[tuple[int, int]] = []  # (micro-batch, end) of what has started, heap by micro-batch
-    newest: list[tuple[int, int]] = []  # the same by minus the micro-batch
+    oldest: list[tuple[int, int]] = []  # heap of (micro-batch, end) of the started ones
+    newest: list[tuple[int, int]] = []  # heap of (-micro-batch, end)
     widest = 1
     for m in starting:
         start, end = intervals[m]
@@ -113,13 +113,13 @@ def _swept(intervals: list[tuple[int, int]]) -> int:
 
 
 def outstanding(written: Clocks, taken: Clocks, *, posting: bool) -> int:
-    """Buffers that a ring needs so that no write of it waits for a receive that is posted later.
+    """Number of buffers of a ring with which no write waits for a receive that is posted later.
 
     Args:
         written: for each micro-batch the clock at which its buffer is written.
-        taken: for each micro-batch the clock at which the receives of what is sent from it are posted.
+        taken: for each micro-batch the clock at which the receives of the messages from it are posted.
         posting: the buffer is written by a receive that is posted at these clocks, not by a task.
     """
     micro = np.arange(len(written))
-    first = np.searchsorted(taken, written, "left" if posting else "right")  # first one not posted yet
-    return int((micro - np.minimum(first, micro)).max()) + 1
+    first_late = np.searchsorted(taken, written, "left" if posting else "right")  # first one not posted yet
+    return int((micro - np.minimum(first_late, micro)).max()) + 1

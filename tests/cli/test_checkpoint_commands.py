@@ -22,7 +22,7 @@ from distgraph.errors import DistGraphError
 from distgraph.ir.dtypes import short
 from distgraph.runtime.execute.checkpoint import Checkpoint, retention
 from distgraph.runtime.execute.checkpoint.convert import convert
-from distgraph.runtime.execute.checkpoint.index import seal
+from distgraph.runtime.execute.checkpoint.index import content_checksum
 from distgraph.runtime.execute.process_group import InProcessWorld
 
 
@@ -44,7 +44,7 @@ def put(folder: Path, step: int, valid: float | None = None, run: str = "a1") ->
     document |= {"written": f"2026-01-01T00:00:{step:02d}+00:00", "epoch": 1, "run": run}
     if valid is not None:
         document["epochs"] = [{"epoch": 0, "loss": 0.25, "valid_loss": valid}]
-    document["checksum"] = seal(document)
+    document["checksum"] = content_checksum(document)
     (folder / "index.json").write_text(json.dumps(document))
 
 
@@ -163,7 +163,7 @@ def test_weights_from_elsewhere(tmp_path: Path) -> None:
     ("source", "target", "message"),
     [
         ("nothing", "x", "is no checkpoint and no safetensors file"),
-        ("1", "2", "is there already; choose another name"),
+        ("1", "2", "exists already; choose another name"),
         ("1", "no/where", "is no folder"),
         ("3", "x", "is damaged: tensor"),
         ("text", "x", "text cannot be read: .*; give a whole safetensors file"),

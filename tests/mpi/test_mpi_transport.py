@@ -76,7 +76,7 @@ def test_a_wait_without_progress_ends(transport: MpiTransport) -> None:
             other.recv(np.zeros(4), other.size - 1, 5).wait()
 
 
-def test_a_wait_without_progress_tells_what_every_rank_waits_for(transport: MpiTransport) -> None:
+def test_a_wait_without_progress_reports_what_every_rank_waits_for(transport: MpiTransport) -> None:
     """Each waits for the next; the first to run out of time asks the others, which still wait."""
     other = MpiTransport(limit=0.5)
     other.activity.task, other.activity.micro = "forward.s0", other.rank

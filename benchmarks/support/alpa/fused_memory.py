@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
-from distgraph.runtime.program.memory_plan import Storage, nbytes
+from distgraph.runtime.program.storage import Storage, nbytes
 
 STREAMS = ("memory", "lookup")
 Order = Sequence[tuple[str, int]]

@@ -32,7 +32,8 @@ from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast.op_cost import OpCost, Work
 from distgraph.runtime.program.build import Build, build
-from distgraph.runtime.program.memory_plan import is_started, nbytes, plan_storage
+from distgraph.runtime.program.memory_plan import plan_storage
+from distgraph.runtime.program.storage import is_started, nbytes
 
 VOCABULARY = 50257
 

@@ -26,7 +26,7 @@ from distgraph.resources import RankMapping
 from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
-from distgraph.runtime.program.memory_plan import nbytes
+from distgraph.runtime.program.storage import nbytes
 
 _MANY = 64  # ranks above which only one of every mesh is looked at
 

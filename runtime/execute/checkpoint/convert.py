@@ -1,11 +1,10 @@
-"""A checkpoint as one safetensors file, and back.
+"""Conversion of a checkpoint to one safetensors file, and back.
 
-The file holds whole tensors under their names, readable by anything that reads safetensors; kinds and the
-state of training are texts in its metadata. A file from elsewhere, without them, becomes a checkpoint of
-parameters at step 0.
+The file holds whole tensors under their names, readable by every reader of safetensors; the kinds and the
+state of training are texts in its metadata. A file without them becomes a checkpoint of parameters at step 0.
 
-A checkpoint made from a file counts as one of a training of its own: `run` in its index is new. So pruning
-never deletes an original because its copy is kept.
+A checkpoint made from a file belongs to a training of its own: `run` in its index is new. So pruning never
+deletes an original because its copy stays.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from distgraph.runtime.execute.checkpoint import files
 from distgraph.runtime.execute.checkpoint.index import Training, plain
 from distgraph.runtime.execute.checkpoint.reading import Checkpoint
 from distgraph.runtime.execute.checkpoint.shards import write_blocks
-from distgraph.runtime.execute.checkpoint.writing import Placed, write_checkpoint
+from distgraph.runtime.execute.checkpoint.writing import SavedTensor, write_checkpoint
 from distgraph.runtime.execute.process_group import InProcessWorld
 from distgraph.serialization.atomic_files import check_writable
 from distgraph.serialization.documents import parse_json, validate
@@ -36,13 +35,13 @@ _KINDS: Final = "distgraph kinds"
 
 
 def convert(source: Path, target: Path) -> None:
-    """A checkpoint to one file where `source` is a folder, one file to a checkpoint where it is a file.
+    """Convert a checkpoint folder to one file, or one file to a checkpoint folder.
 
     Raises:
-        RuntimeFault: the source is neither or damaged, or the target is there already or cannot be written.
+        RuntimeFault: the source is neither or is damaged, or the target exists or cannot be written.
     """
     if target.exists() or target.is_symlink():
-        raise RuntimeFault(f"convert: {target} is there already; choose another name, or delete it first")
+        raise RuntimeFault(f"convert: {target} exists already; choose another name, or delete it first")
     if source.is_dir():
         _to_file(source, target)
     elif source.is_file():
@@ -81,8 +80,8 @@ def _to_folder(source: Path, target: Path) -> None:
             placed, training = _described(source, opened, names)
 
             def block(name: str, rank: int) -> np.ndarray:
-                found: np.ndarray = opened.get_tensor(name)
-                return found
+                array: np.ndarray = opened.get_tensor(name)
+                return array
 
             training["run"] = secrets.token_hex(8)
             write_checkpoint(target, InProcessWorld(1), placed, block, training)
@@ -92,14 +91,14 @@ def _to_folder(source: Path, target: Path) -> None:
         ) from None
 
 
-def _described(source: Path, opened: Any, names: list[str]) -> tuple[dict[str, Placed], dict[str, Any]]:
-    """Tensors of a file, and the state of training in its metadata."""
+def _described(source: Path, opened: Any, names: list[str]) -> tuple[dict[str, SavedTensor], dict[str, Any]]:
+    """The tensors of a file, and the state of training in its metadata."""
     metadata: dict[str, str] = opened.metadata() or {}
     training: dict[str, Any] = {}
     if _TRAINING in metadata:
         where = f"{source}: metadata of training"
-        said = parse_json(metadata[_TRAINING], where, RuntimeFault)
-        training = validate(Training, said, where, RuntimeFault, "docs/checkpoints.md").model_dump()
+        document = parse_json(metadata[_TRAINING], where, RuntimeFault)
+        training = validate(Training, document, where, RuntimeFault, "docs/checkpoints.md").model_dump()
     kinds = parse_json(metadata.get(_KINDS, "{}"), f"{source}: metadata of kinds", RuntimeFault)
     mesh, placed = ProcessMesh.grid(all=1), {}
     for name in names:
@@ -112,5 +111,7 @@ def _described(source: Path, opened: Any, names: list[str]) -> tuple[dict[str, P
             )
         kind = kinds.get(name, "param") if isinstance(kinds, dict) else "param"
         spec = ShardSpec.of([None] * len(shape))
-        placed[name] = Placed("state" if kind == "state" else "param", shape, dtype, DistAttr(mesh, spec))
+        placed[name] = SavedTensor(
+            "state" if kind == "state" else "param", shape, dtype, DistAttr(mesh, spec)
+        )
     return placed, training

@@ -1,4 +1,4 @@
-"""Paths of checkpoints: what is refused before anything is read or written."""
+"""Checks of the paths of checkpoints, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distgraph.serialization.documents import shown_path
 
 
 def check_folder(directory: str | Path) -> Path:
-    """Refuse a directory that no checkpoint can be written to, as far as that shows without writing.
+    """Check that a checkpoint can be written to a directory, as far as possible without writing.
 
     Args:
-        directory: there or not; those above it are made, too.
+        directory: path of the directory, which need not exist; its parents are made as well.
 
     Raises:
-        RuntimeFault: it is no path or an empty one, it or one above it is a file, or takes no new files.
+        RuntimeFault: it is no path or an empty one, it or a parent is a file, or takes no new files.
     """
     path = check_path(directory, "written")
     try:
@@ -30,14 +30,14 @@ def check_folder(directory: str | Path) -> Path:
 
 
 def check_path(directory: str | Path, action: str = "read") -> Path:
-    """Refuse what can be no path of a checkpoint, without a look at the disk.
+    """Check that a path can be that of a checkpoint, without access to the disk.
 
     Args:
-        directory: there or not.
-        action: what it is to be, for messages.
+        directory: path of the directory, which need not exist.
+        action: "read" or "written", for messages.
 
     Raises:
-        RuntimeFault: it is no text and no Path, is empty, or no file can have such a name.
+        RuntimeFault: it is no text and no Path, is empty, or is no possible file name.
     """
     if not isinstance(directory, (str, Path)):
         raise RuntimeFault(
@@ -63,13 +63,13 @@ def _reason(path: Path) -> str:
     path = path.absolute()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.stat()  # raises where a name is too long
-    above = path
-    while not above.exists() and above.parent != above:
-        if above.is_symlink():
-            return f"{above} is a link to what is not there"
-        above = above.parent
-    if not above.is_dir():
-        return f"{above} is a file" if above != path else "it is a file"
-    if not os.access(above, os.W_OK | os.X_OK):
-        return f"{above} takes no new files"
+    parent = path
+    while not parent.exists() and parent.parent != parent:
+        if parent.is_symlink():
+            return f"{parent} is a link to a file that does not exist"
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"{parent} is a file" if parent != path else "it is a file"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} takes no new files"
     return ""

@@ -1,8 +1,8 @@
-"""The index of a checkpoint: what it may say, and the house error when it says something else.
+"""The index of a checkpoint: its schema, its text, and the checks of its content.
 
-In: the text of `index.json`. Out: an `Index`, in which every tensor is tiled by its blocks, every block lies
-in one of the files of the folder, and the files hold blocks and nothing else. So whatever an index says,
-reading it takes no more memory than its text and the files that it names.
+In: the text of `index.json`. Out: an `Index`, in which the blocks of every tensor tile it, every block is in
+one of the files of the folder, and the files hold nothing but blocks. So reading any index needs no more
+memory than its text and the files that it names.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from distgraph.serialization.documents import Entry, check_data, refuse, shown_p
 
 INDEX: Final = "index.json"
 DRAFT: Final = f".{INDEX}."
-"""How the names of indices under way begin."""
+"""Begin of the name of an unfinished index."""
 FORMAT: Final = "distgraph checkpoint 2"
 SHARD: Final = re.compile(r"step-\d{8,20}-[0-9a-f]{8,16}\.rank-\d{5,10}\.safetensors", re.ASCII)
-"""Names of the files with blocks; what else lies in the folder is not ours."""
-INDEX_MOST: Final = 1 << 30
-"""Bytes of an index: with 4 MiB a page, those of more than 100 TB of parameters."""
-_SEAL: Final = "checksum"
+"""Names of the files with blocks; other files in the folder are never changed."""
+MOST_INDEX_BYTES: Final = 1 << 30
+"""Largest size of an index. With pages of 4 MiB it suffices for more than 100 TB of parameters."""
+_CHECKSUM: Final = "checksum"
 _SEE: Final = "docs/checkpoints.md"
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -72,7 +72,7 @@ Dtype = Annotated[str, AfterValidator(_known)]
 
 
 class BlockEntry(Entry):
-    """A block of a tensor: where in the tensor, where in which file, and the checksums of its pages."""
+    """A block of a tensor: its position in the tensor and in a file, and the checksums of its pages."""
 
     file: FileName
     start: list[Count]
@@ -91,7 +91,7 @@ class TensorEntry(Entry):
 
 
 class FileEntry(Entry):
-    """A file: its bytes, and those of its header with their checksum."""
+    """A file: its bytes, the bytes of its header, and the checksum of the header."""
 
     bytes: Size
     header: Size
@@ -99,11 +99,11 @@ class FileEntry(Entry):
 
 
 class Training(Entry):
-    """Who wrote a checkpoint when, and where training stood.
+    """The state of training in a checkpoint, with the version and the time that wrote it.
 
     Attributes:
-        run: of a training and of all that goes on from its checkpoints; tells them from those of others.
-        skipped: steps whose gradients were not finite, and not applied.
+        run: identifier of a training and of trainings resumed from its checkpoints.
+        skipped: steps whose gradients were not finite and were not applied.
     """
 
     distgraph: str
@@ -121,7 +121,7 @@ class Training(Entry):
 
 
 class Index(Training):
-    """All of an index but its own checksum."""
+    """The content of an index, without its own checksum."""
 
     format: str
     page: Size
@@ -140,21 +140,21 @@ class TensorType:
 
 
 def fingerprint(tensors: Mapping[str, TensorType]) -> str:
-    """Hash of the names, shapes and dtypes of the parameters: equal for equal models."""
+    """Hash of the names, shapes and dtypes of the parameters, equal for equal models."""
     lines = [f"{n} {t.dtype} {list(t.shape)}" for n, t in sorted(tensors.items()) if t.kind == "param"]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def is_draft(name: str) -> bool:
-    """Whether a file is an index that was not finished."""
+    """Whether a file name is that of an unfinished index."""
     return name.startswith(DRAFT) and name.endswith(".tmp")
 
 
 def to_text(document: Mapping[str, Any]) -> str:
     """The text of an index, with its checksum; a line for each file and tensor."""
-    said = plain(document)
-    lines = [f" {json.dumps(_SEAL)}: {json.dumps(seal(said))}"]
-    for key, value in said.items():
+    content = plain(document)
+    lines = [f" {json.dumps(_CHECKSUM)}: {json.dumps(content_checksum(content))}"]
+    for key, value in content.items():
         if isinstance(value, dict) and value:
             inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
             lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
@@ -163,23 +163,23 @@ def to_text(document: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def seal(document: Mapping[str, Any]) -> str:
-    """Checksum of what an index says, however it is spaced; its own checksum is left out."""
-    said = {key: value for key, value in document.items() if key != _SEAL}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+def content_checksum(document: Mapping[str, Any]) -> str:
+    """Checksum of the content of an index, independent of its whitespace and without its own checksum."""
+    content = {key: value for key, value in document.items() if key != _CHECKSUM}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return xxh3_128_hexdigest(text.encode())
 
 
 def plain(value: Any) -> Any:
-    """Numbers that JSON does not have, as texts."""
+    """A copy of a document in which numbers that JSON does not have are texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -187,15 +187,15 @@ def read_index(folder: Path) -> Index:
     """The index of a checkpoint.
 
     Raises:
-        RuntimeFault: there is none, it cannot be read, is damaged, of another format, or contradicts itself.
+        RuntimeFault: there is none, or it cannot be read, is damaged, of another format or inconsistent.
     """
     path = folder / INDEX
     try:
         with files.opened(path) as descriptor:
             length = files.size(descriptor)
-            if length > INDEX_MOST:
+            if length > MOST_INDEX_BYTES:
                 raise RuntimeFault(
-                    f"checkpoint {path} has {length} bytes but an index has {INDEX_MOST} at most; use "
+                    f"checkpoint {path} has {length} bytes but an index has {MOST_INDEX_BYTES} at most; use "
                     f"another checkpoint"
                 )
             text = bytes(files.read(descriptor, 0, length)).decode()
@@ -209,31 +209,31 @@ def read_index(folder: Path) -> Index:
         raise RuntimeFault(
             f"checkpoint {shown_path(path)} cannot be read: {reason}; use another checkpoint"
         ) from None
-    check_data(document, f"checkpoint {path}", RuntimeFault, INDEX_MOST)
+    check_data(document, f"checkpoint {path}", RuntimeFault, MOST_INDEX_BYTES)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        given = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise RuntimeFault(
-            f"checkpoint {path}: expected format {FORMAT!r}, found {str(found)[:60]!r}; load it with the "
+            f"checkpoint {path}: expected format {FORMAT!r}, found {str(given)[:60]!r}; load it with the "
             f"version of distgraph that wrote it"
         )
-    if document.get(_SEAL) != seal(document):
+    if document.get(_CHECKSUM) != content_checksum(document):
         raise RuntimeFault(
-            f"checkpoint {path} is damaged: its content has checksum {seal(document)} but was written with "
-            f"{str(document.get(_SEAL))[:60]}; use another checkpoint"
+            f"checkpoint {path} is damaged: its content has checksum {content_checksum(document)} but was "
+            f"written with {str(document.get(_CHECKSUM))[:60]}; use another checkpoint"
         )
-    said = {key: value for key, value in document.items() if key != _SEAL}
-    return check_index(said, f"checkpoint {path}")
+    content = {key: value for key, value in document.items() if key != _CHECKSUM}
+    return check_index(content, f"checkpoint {path}")
 
 
 def check_index(document: Mapping[str, Any], where: str) -> Index:
-    """A document without its checksum as an index. Raises RuntimeFault where it is none."""
+    """A document without its checksum as an `Index`. Raises RuntimeFault where it is not valid."""
     index = validate(Index, document, where, RuntimeFault, _SEE)
     _check(index, where)
     return index
 
 
 def _check(index: Index, where: str) -> None:
-    """What no single field tells. Raises RuntimeFault."""
+    """Check facts that involve several fields. Raises RuntimeFault."""
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in index.files}
     if index.page != files.PAGE:
         refuse(RuntimeFault, where, ["page"], str(files.PAGE), index.page)
@@ -253,19 +253,19 @@ def _check(index: Index, where: str) -> None:
         if any(stop != start for (_, stop), (start, _) in pairwise(ranges)):
             refuse(RuntimeFault, where, ["files", name], "a header and blocks without holes or overlaps")
     types = {n: TensorType(t.kind, tuple(t.shape), t.dtype) for n, t in index.tensors.items()}
-    wanted = fingerprint(types)
-    if index.fingerprint != wanted:
+    expected = fingerprint(types)
+    if index.fingerprint != expected:
         refuse(
             RuntimeFault,
             where,
             ["fingerprint"],
-            f"that of its tensors, {wanted}",
+            f"that of its tensors, {expected}",
             index.fingerprint,
         )
 
 
 def _check_tiling(tensor: TensorEntry, where: str, name: str) -> None:
-    """The blocks of a tensor are the cells of a grid, each once."""
+    """Check that the blocks of a tensor are the cells of a grid, each once."""
     path: list[str | int] = ["tensors", name, "shards"]
     rank = len(tensor.shape)
     for number, block in enumerate(tensor.shards):

@@ -1,13 +1,13 @@
-"""One job writes a folder: a lock that lasts as long as the process that took it, however that ends.
+"""The lock of a checkpoint folder, which only one job may write. It ends with the process that holds it.
 
-Rank 0 of a job takes it at its first save, for all ranks. It is a lock of the operating system (`flock`,
-which NFS passes on to its server) on the file `.lock`: when the process is gone, so is the lock, and there is
-nothing to guess about. The content of the file only says who holds it. A process that ends in order empties
-the file; content without a lock is what a killed job left, and whoever takes over says so.
+Rank 0 of a job takes the lock at its first save, for all ranks. It is a lock of the operating system
+(`flock`, which NFS passes on to its server) on the file `.lock`, so it ends when the process ends for any
+reason. The content of the file only names the holder. A process that ends normally empties the file. Content
+without a lock was left by a killed job; the process that takes the lock then prints a note.
 
-Where the file system has no locks, or does not share them between machines, the content decides: a process of
-this machine counts if it lives, one of another machine counts until its name is gone from the file; and a job
-whose name was replaced by another one stops at its next save.
+Where the file system has no locks, or does not share them between machines, the content decides: a holder on
+this machine counts if its process runs, a holder on another machine counts until its name is removed from the
+file, and a job whose name was replaced by another one stops at its next save.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LOCK: Final = ".lock"
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TAKEN: Final = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS: Final = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
-_MOST_HELD: Final = 64
-"""Locks that a process keeps, each with a descriptor: of the folders that it has written last."""
+_MOST_LOCKS: Final = 64
+"""Number of locks that a process holds, each with a descriptor: those of the folders written last."""
 _CONTENT_MOST: Final = 4096  # bytes
-_TRIES: Final = 5  # where others delete the file at the same time
+_TRIES: Final = 5  # while other jobs delete the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Holder:
     """A process that writes a folder.
 
     Attributes:
-        host: its machine.
-        process: its number there.
-        start: when it was started, in clock ticks since boot.
-        since: when it took the lock.
-        command: what it runs.
+        host: name of its machine.
+        process: its process number there.
+        start: time of its start, in clock ticks since boot.
+        since: time at which it took the lock.
+        command: its command line.
     """
 
     host: str
@@ -69,22 +69,22 @@ class Holder:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Lock:
     descriptor: int
     place: tuple[int, int]  # device and inode
     holder: Holder
     writing: threading.Lock = field(default_factory=threading.Lock)
 
 
-_held: dict[Path, _Held] = {}  # locks belong to a process, and so does this; the one written last comes last
+_locks: dict[Path, _Lock] = {}  # locks of this process by folder; the one written last comes last
 _guard = threading.Lock()
 
 
 def hold(folder: Path) -> None:
-    """Take the lock of a folder until this process ends; do nothing if it is held already.
+    """Take the lock of a folder until this process ends, unless this process holds it already.
 
     Raises:
-        RuntimeFault: another job holds it, which is named; or the lock cannot be used.
+        RuntimeFault: another job, which is named, holds it; or the file cannot be locked.
     """
     with _guard:
         _hold(folder.resolve())
@@ -92,14 +92,14 @@ def hold(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Hold the lock, and keep other threads of this process from writing there.
+    """Context that holds the lock and excludes other threads of this process.
 
     Raises:
-        RuntimeFault: as `hold`, or another thread writes there now.
+        RuntimeFault: as `hold`, or another thread is writing the folder.
     """
     with _guard:
-        held = _hold(folder.resolve())
-    if not held.writing.acquire(blocking=False):
+        lock = _hold(folder.resolve())
+    if not lock.writing.acquire(blocking=False):
         raise RuntimeFault(
             f"checkpoint {folder} is being written by another thread of this process; wait for it, or save "
             f"to another directory"
@@ -107,42 +107,44 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        held.writing.release()
+        lock.writing.release()
 
 
 def release(folder: Path) -> None:
-    """Give up the lock of a folder, if it is held."""
+    """Release the lock of a folder, if this process holds it."""
     with _guard:
-        held = _held.pop(folder.resolve(), None)
-        if held is not None:
-            _let_go(held)
+        lock = _locks.pop(folder.resolve(), None)
+        if lock is not None:
+            _release(lock)
 
 
-def _hold(folder: Path) -> _Held:
-    _prepare_ends()
-    held = _held.pop(folder, None)
-    if held is not None and _place(folder) != held.place:  # the folder was deleted, and perhaps made again
-        os.close(held.descriptor)
-        held = None
-    if held is None:
-        held = _take(folder)
+def _hold(folder: Path) -> _Lock:
+    _register_handlers()
+    lock = _locks.pop(folder, None)
+    if (
+        lock is not None and _place(folder) != lock.place
+    ):  # the folder was deleted, and may have been made again
+        os.close(lock.descriptor)
+        lock = None
+    if lock is None:
+        lock = _take(folder)
     else:
-        now = _read(held.descriptor)
-        if now is not None and not now.same(held.holder):
-            os.close(held.descriptor)
+        named = _read_holder(lock.descriptor)
+        if named is not None and not named.same(lock.holder):
+            os.close(lock.descriptor)
             raise RuntimeFault(
-                f"checkpoint {folder} has been taken over by another job: {now}; end one of the two, or have "
-                f"them save to different directories"
+                f"checkpoint {folder} has been taken over by another job: {named}; end one of the two, or "
+                "have them save to different directories"
             )
-    _held[folder] = held
-    for old in [name for name, each in _held.items() if not each.writing.locked()][
-        : max(0, len(_held) - _MOST_HELD)
+    _locks[folder] = lock
+    for old in [name for name, other_lock in _locks.items() if not other_lock.writing.locked()][
+        : max(0, len(_locks) - _MOST_LOCKS)
     ]:
-        _let_go(_held.pop(old))
-    return held
+        _release(_locks.pop(old))
+    return lock
 
 
-def _take(folder: Path) -> _Held:
+def _take(folder: Path) -> _Lock:
     path = folder / LOCK
     for _ in range(_TRIES):
         try:
@@ -152,16 +154,16 @@ def _take(folder: Path) -> _Held:
                 f"checkpoint {folder} cannot be locked: {error}; choose another directory"
             ) from None
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise RuntimeFault(
                     f"checkpoint {path} is no regular file; delete it, or choose another folder"
                 )
             _lock(descriptor, folder)
-            if _place(folder) != (found.st_dev, found.st_ino):
+            if _place(folder) != (status.st_dev, status.st_ino):
                 os.close(descriptor)
                 continue
-            return _Held(descriptor, (found.st_dev, found.st_ino), _sign(descriptor, folder))
+            return _Lock(descriptor, (status.st_dev, status.st_ino), _write_holder(descriptor, folder))
         except BaseException:
             os.close(descriptor)
             raise
@@ -169,11 +171,11 @@ def _take(folder: Path) -> _Held:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    """Lock the open file, or raise RuntimeFault that names who has."""
+    """Lock the open file. Raises RuntimeFault with the name of the holder where another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        other = _read(descriptor)
+        other = _read_holder(descriptor)
         if error.errno in _TAKEN:
             raise RuntimeFault(
                 f"checkpoint {folder} is written by another job: {other or 'a process without a name'}; end "
@@ -191,35 +193,37 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def _may_live(other: Holder) -> bool:
-    me = _me()
-    return not other.same(me) and (other.host != me.host or process_start(other.process) == other.start)
+    this_process = _this_process()
+    return not other.same(this_process) and (
+        other.host != this_process.host or process_start(other.process) == other.start
+    )
 
 
-def _sign(descriptor: int, folder: Path) -> Holder:
-    """Write who holds the lock, and say whose it was if that process did not end in order."""
-    before, me = _read(descriptor), _me()
-    if before is not None and not before.same(me):
+def _write_holder(descriptor: int, folder: Path) -> Holder:
+    """Write this process into the file; print a note where the previous holder did not end normally."""
+    previous, this_process = _read_holder(descriptor), _this_process()
+    if previous is not None and not previous.same(this_process):
         sys.stderr.write(
-            f"distgraph: checkpoint {folder}: its lock was left by {before}, which has ended; taken over\n"
+            f"distgraph: checkpoint {folder}: its lock was left by {previous}, which has ended; taken over\n"
         )
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock is valid without a name
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(asdict(me)) + "\n").encode(), 0)
-    return me
+        os.pwrite(descriptor, (json.dumps(asdict(this_process)) + "\n").encode(), 0)
+    return this_process
 
 
-def _me() -> Holder:
+def _this_process() -> Holder:
     number = os.getpid()
     since = datetime.now(UTC).isoformat(timespec="seconds")
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else ""
     return Holder(socket.gethostname(), number, process_start(number) or "", since, command or "python")
 
 
-def _read(descriptor: int) -> Holder | None:
-    """Who is named in the file; None for nobody, or what makes no sense."""
+def _read_holder(descriptor: int) -> Holder | None:
+    """The holder that the file names; None where it names none or has other content."""
     try:
-        found: Any = json.loads(os.pread(descriptor, _CONTENT_MOST, 0))
-        holder = Holder(**found)
+        content: Any = json.loads(os.pread(descriptor, _CONTENT_MOST, 0))
+        holder = Holder(**content)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     texts = (holder.host, holder.start, holder.since, holder.command)
@@ -230,40 +234,40 @@ def _read(descriptor: int) -> Holder | None:
 
 def _place(folder: Path) -> tuple[int, int] | None:
     try:
-        found = (folder / LOCK).lstat()
+        status = (folder / LOCK).lstat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
-def _let_go(held: _Held) -> None:
-    """Take the name out of the file and end the lock."""
+def _release(lock: _Lock) -> None:
+    """Remove the holder from the file and release the lock."""
     with contextlib.suppress(OSError):
-        now = _read(held.descriptor)
-        if now is not None and now.same(held.holder):
-            os.ftruncate(held.descriptor, 0)
+        named = _read_holder(lock.descriptor)
+        if named is not None and named.same(lock.holder):
+            os.ftruncate(lock.descriptor, 0)
     with contextlib.suppress(OSError):
-        os.close(held.descriptor)
+        os.close(lock.descriptor)
 
 
 @functools.cache
-def _prepare_ends() -> None:
-    atexit.register(_end)
+def _register_handlers() -> None:
+    atexit.register(_release_all)
     os.register_at_fork(after_in_child=_forget)
 
 
-def _end() -> None:
-    for held in _held.values():
-        if held.holder.process == os.getpid():
-            _let_go(held)
-    _held.clear()
+def _release_all() -> None:
+    for lock in _locks.values():
+        if lock.holder.process == os.getpid():
+            _release(lock)
+    _locks.clear()
 
 
 def _forget() -> None:
-    """In a child process: the locks are the parent's, and end with it, not with its children."""
+    """In a forked child: close the parent's locks, so that they end when the parent ends."""
     global _guard  # noqa: PLW0603 - another thread of the parent may have held it
     _guard = threading.Lock()
-    for held in _held.values():
+    for lock in _locks.values():
         with contextlib.suppress(OSError):
-            os.close(held.descriptor)
-    _held.clear()
+            os.close(lock.descriptor)
+    _locks.clear()

@@ -1,7 +1,6 @@
-"""Reading a checkpoint: any mesh and any number of ranks, each the block that it wants and no more than that.
+"""Reading a checkpoint under any mesh and any number of ranks; each rank reads only the blocks that it needs.
 
-What is read is verified: the index by its checksum and against its schema when it is opened, a block page by
-page when it is read.
+The index is verified by its checksum and its schema when it is opened, a block page by page when it is read.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Checkpoint:
     """A checkpoint to read from.
 
     Attributes:
-        path: of the directory.
+        path: path of the directory.
         contents: the index as a model.
-        index: the same as plain data.
+        index: the index as plain data.
     """
 
     path: Path
@@ -48,11 +47,11 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Name -> kind, shape, dtype, shards."""
-        found: dict[str, dict[str, Any]] = self.index["tensors"]
-        return found
+        tensors: dict[str, dict[str, Any]] = self.index["tensors"]
+        return tensors
 
     def read(self, name: str, where: Slices | None = None) -> np.ndarray:
-        """A block of a tensor, the whole by default; reads the pages that hold it and no more.
+        """A block of a tensor, by default all of it. Reads only the pages that hold it.
 
         Raises:
             RuntimeFault: there is no such tensor, or a file is missing or damaged.
@@ -80,34 +79,34 @@ class Checkpoint:
         return out
 
     def missing(self) -> list[str]:
-        """What a look at the folder tells of the files, without reading them: missing, or of another size."""
-        wrong: list[str] = []
+        """Texts about files that are missing or of another size, found without reading them."""
+        problems: list[str] = []
         for name in self.contents.files:
             try:
                 with files.opened(self.path / name) as descriptor:
                     self._check_size(name, descriptor)
             except DamagedError as error:
-                wrong.append(f"{self.path / name} is damaged: {error}")
+                problems.append(f"{self.path / name} is damaged: {error}")
             except OSError as error:
-                wrong.append(f"{self.path / name} cannot be read: {error}")
-        return wrong
+                problems.append(f"{self.path / name} cannot be read: {error}")
+        return problems
 
     def verify(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Compare the files with their checksums; returns what is wrong, each with file, tensor and bytes.
+        """Compare the files with their checksums. Returns texts about damage, with file, tensor and bytes.
 
         Args:
-            part: which share of the files, where several processes take one each.
+            part: number of the share of the files to verify, where several processes verify one each.
             parts: number of shares.
         """
-        wrong: list[str] = []
+        problems: list[str] = []
         blocks: dict[str, list[tuple[str, BlockEntry]]] = {name: [] for name in self.contents.files}
         for tensor, entry in self.contents.tensors.items():
             for shard in entry.shards:
                 blocks[shard.file].append((tensor, shard))
         for number, name in enumerate(self.contents.files):
             if number % parts == part:
-                wrong += self._verify_file(name, blocks[name])
-        return wrong
+                problems += self._verify_file(name, blocks[name])
+        return problems
 
     def check(self, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """Compare the parameters with those of a model, name -> (shape, dtype).
@@ -118,20 +117,26 @@ class Checkpoint:
         unused = set(self.contents.unused)
         for name, (shape, dtype) in expected.items():
             tensor = self.contents.tensors.get(name)
-            wanted = f"{dtype}{list(shape)}"
+            expected_type = f"{dtype}{list(shape)}"
             if tensor is None and name not in unused:
-                raise self._other(f"parameter {name} is {wanted} in the model but not in the checkpoint")
+                raise self._mismatch(
+                    f"parameter {name} is {expected_type} in the model but not in the checkpoint"
+                )
             if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
-                found = f"{tensor.dtype}{tensor.shape}"
-                raise self._other(f"parameter {name} is {wanted} in the model but {found} in the checkpoint")
+                stored_type = f"{tensor.dtype}{tensor.shape}"
+                raise self._mismatch(
+                    f"parameter {name} is {expected_type} in the model but {stored_type} in the checkpoint"
+                )
         for name, tensor in self.contents.tensors.items():
             if tensor.kind == "param" and name not in expected:
-                found = f"{tensor.dtype}{tensor.shape}"
-                raise self._other(f"parameter {name} is {found} in the checkpoint but not in the model")
+                stored_type = f"{tensor.dtype}{tensor.shape}"
+                raise self._mismatch(
+                    f"parameter {name} is {stored_type} in the checkpoint but not in the model"
+                )
         kinds = {name: entry.kind for name, entry in self.contents.tensors.items()}
         model = {n: TensorType(kinds[n], tuple(s), d) for n, (s, d) in expected.items() if n in kinds}
         if fingerprint(model) != self.contents.fingerprint:
-            raise self._other(
+            raise self._mismatch(
                 f"its fingerprint is {self.contents.fingerprint} but that of the model {fingerprint(model)}"
             )
 
@@ -155,48 +160,48 @@ class Checkpoint:
         return StoredBlock(tuple(shard.shape), dtype, shard.begin, tuple(shard.checksums))
 
     def _check_size(self, file: str, descriptor: int) -> None:
-        found, wanted = files.size(descriptor), self.contents.files[file].bytes
-        if found != wanted:
-            raise DamagedError(f"the file has {found} bytes but was written with {wanted}")
+        size, expected = files.size(descriptor), self.contents.files[file].bytes
+        if size != expected:
+            raise DamagedError(f"the file has {size} bytes but was written with {expected}")
 
     def _verify_file(self, file: str, blocks: list[tuple[str, BlockEntry]]) -> list[str]:
         path, entry = self.path / file, self.contents.files[file]
-        wrong: list[str] = []
+        problems: list[str] = []
         try:
             with files.opened(path) as descriptor:
                 self._check_size(file, descriptor)
                 header = files.read(descriptor, 0, entry.header)
-                found = files.checksum(header)
-                if found != entry.checksum:
+                checksum = files.checksum(header)
+                if checksum != entry.checksum:
                     raise DamagedError(
-                        f"header, bytes 0 to {entry.header - 1}, has checksum {found} but was written with "
-                        f"{entry.checksum}"
+                        f"header, bytes 0 to {entry.header - 1}, has checksum {checksum} but was written "
+                        f"with {entry.checksum}"
                     )
                 for tensor, shard in sorted(blocks, key=lambda block: block[1].begin):
                     try:
                         self._block(tensor, shard).verify(descriptor)
                     except DamagedError as error:
-                        wrong.append(f"{path} is damaged: tensor {tensor}: {error}")
+                        problems.append(f"{path} is damaged: tensor {tensor}: {error}")
             self._compare(path, dict(blocks))
         except DamagedError as error:
-            wrong.append(f"{path} is damaged: {error}")
+            problems.append(f"{path} is damaged: {error}")
         except (OSError, SafetensorError) as error:
-            wrong.append(f"{path} cannot be read: {error}")
-        return wrong
+            problems.append(f"{path} cannot be read: {error}")
+        return problems
 
     def _compare(self, path: Path, blocks: Mapping[str, BlockEntry]) -> None:
-        """Whether other readers of safetensors find in a file what the index says. Raises DamagedError."""
+        """Check that readers of safetensors read from a file what the index states. Raises DamagedError."""
         with safe_open(path, "np") as opened:
-            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            types = {name: (each.get_dtype(), list(each.get_shape())) for name, each in found.items()}
-        wanted = {n: (self.contents.tensors[n].dtype.upper(), list(b.shape)) for n, b in blocks.items()}
-        for name in sorted(types.keys() | wanted.keys()):
-            if types.get(name) != wanted.get(name):
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            types = {name: (slice_.get_dtype(), list(slice_.get_shape())) for name, slice_ in slices.items()}
+        expected = {n: (self.contents.tensors[n].dtype.upper(), list(b.shape)) for n, b in blocks.items()}
+        for name in sorted(types.keys() | expected.keys()):
+            if types.get(name) != expected.get(name):
                 raise DamagedError(
-                    f"tensor {name}: header says {types.get(name)} but the index {wanted.get(name)}"
+                    f"tensor {name}: header says {types.get(name)} but the index {expected.get(name)}"
                 )
 
-    def _other(self, difference: str) -> RuntimeFault:
+    def _mismatch(self, difference: str) -> RuntimeFault:
         return RuntimeFault(
             f"checkpoint {self.path} is of another model: {difference}; load it into the model that wrote it"
         )

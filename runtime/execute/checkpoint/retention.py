@@ -1,7 +1,7 @@
-"""Which checkpoints there are below a folder, and which of them go: the last ones and the best stay.
+"""Retention of checkpoints: which ones are below a folder, and which to delete. The last and the best stay.
 
-Nothing is deleted that is not a checkpoint, no damaged checkpoint counts as one that is kept, and where none
-is whole all stay.
+Only checkpoints are deleted. A damaged checkpoint does not count as one that stays, and where none is
+complete, all stay.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DEPTH = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A folder with a checkpoint, or with the rest of one.
+class CheckpointFolder:
+    """A folder with a checkpoint, or with parts of one.
 
     Attributes:
-        path: of the folder.
-        checkpoint: its index; None where that cannot be read.
-        problem: why not.
+        path: path of the folder.
+        checkpoint: the checkpoint; None where its index cannot be read.
+        problem: the reason for that.
     """
 
     path: Path
@@ -39,36 +39,36 @@ class Found:
 
     @property
     def order(self) -> tuple[str, int, str]:
-        """Greater for one that was written later."""
+        """Sort key: time of writing, then step and path."""
         if self.checkpoint is None:
             return "", -1, str(self.path)
         return self.checkpoint.contents.written, self.checkpoint.contents.step, str(self.path)
 
     @property
     def bytes(self) -> int:
-        """Of its files with blocks."""
+        """Bytes of its files with blocks."""
         entries = self.checkpoint.contents.files.values() if self.checkpoint is not None else ()
         return sum(entry.bytes for entry in entries)
 
-    def measured(self, name: str) -> float | None:
-        """What its last epoch measured; None where it ends within an epoch, or that was not measured."""
+    def metric(self, name: str) -> float | None:
+        """A metric of its last epoch; None where it was written within an epoch or has no such metric."""
         if self.checkpoint is None or self.checkpoint.contents.position:
             return None
         epochs = self.checkpoint.contents.epochs
         number = epochs[-1].get(name, math.nan) if epochs else math.nan
         return None if math.isnan(number) else number
 
-    def whole(self) -> bool:
-        """Whether the index can be read and all files are there, with the right size."""
+    def is_complete(self) -> bool:
+        """Whether the index can be read and all files exist with the right size."""
         return self.checkpoint is not None and not self.checkpoint.missing()
 
 
-def find(folder: Path, depth: int = DEPTH) -> list[Found]:
-    """Checkpoints in a folder and below, in the order in which they were written. Links are not followed."""
-    found: list[Found] = []
-    rest = [(folder, 0)]
-    while rest:
-        path, level = rest.pop()
+def find(folder: Path, depth: int = DEPTH) -> list[CheckpointFolder]:
+    """Checkpoints in a folder and below, in the order of their writing. Links are not followed."""
+    folders: list[CheckpointFolder] = []
+    pending = [(folder, 0)]
+    while pending:
+        path, level = pending.pop()
         try:
             entries = list(os.scandir(path))
         except OSError as error:
@@ -78,78 +78,83 @@ def find(folder: Path, depth: int = DEPTH) -> list[Found]:
                     f"of a folder"
                 ) from None
             continue
-        if any(each.name == INDEX or SHARD.fullmatch(each.name) for each in entries):
-            found.append(_look(path))
+        if any(entry.name == INDEX or SHARD.fullmatch(entry.name) for entry in entries):
+            folders.append(_open(path))
         if level < depth:
-            rest += [(path / e.name, level + 1) for e in entries if e.is_dir(follow_symlinks=False)]
-    return sorted(found, key=lambda each: each.order)
+            pending += [(path / e.name, level + 1) for e in entries if e.is_dir(follow_symlinks=False)]
+    return sorted(folders, key=lambda entry: entry.order)
 
 
-def _look(path: Path) -> Found:
+def _open(path: Path) -> CheckpointFolder:
     try:
-        return Found(path, Checkpoint.open(path))
+        return CheckpointFolder(path, Checkpoint.open(path))
     except RuntimeFault as error:
-        return Found(path, None, str(error))
+        return CheckpointFolder(path, None, str(error))
 
 
-def split(
-    found: Sequence[Found],
+def select(
+    folders: Sequence[CheckpointFolder],
     keep: int,
     best: str | None = None,
     mode: str = "min",
-    good: Callable[[Found], bool] = Found.whole,
-) -> tuple[list[Found], list[Found]]:
-    """The last `keep` good ones and the best good one; and what may be deleted: older ones.
+    good: Callable[[CheckpointFolder], bool] = CheckpointFolder.is_complete,
+) -> tuple[list[CheckpointFolder], list[CheckpointFolder]]:
+    """Select the checkpoints that stay (the last `keep` good ones and the best good one) and those to delete.
 
     Args:
-        found: checkpoints.
-        keep: how many of the last ones stay, from 1.
-        best: name of a number that an epoch measures; the checkpoint with the best one stays, too.
-        mode: "min" or "max", what better means.
-        good: whether a checkpoint can be relied on.
+        folders: checkpoints.
+        keep: number of the last ones that stay, from 1.
+        best: name of a metric of an epoch; the checkpoint with the best value stays as well.
+        mode: "min" or "max": which value is better.
+        good: whether a checkpoint is usable.
 
     Returns:
-        those that stay because they are good, and those that may go, both in the order written. Those found
-        damaged among the last are in neither: what they may still be good for is not ours to judge. Where
-        fewer than `keep` are good, none may go.
+        The checkpoints that stay, and the older ones, which may be deleted; both in order of time. Damaged
+        ones among the last are in neither. Where fewer than `keep` are good, none may be deleted.
     """
-    stay: list[Found] = []
-    for each in sorted(found, key=lambda each: each.order, reverse=True):
-        if len(stay) < keep and each.checkpoint is not None and good(each):
-            stay.append(each)
-    if len(stay) < keep:
-        return stay[::-1], []
-    oldest, paths = stay[-1].order, {each.path for each in stay}
-    for each in _best_first(found, best, mode) if best is not None else []:
-        if each.path in paths or good(each):
-            paths.add(each.path)
+    kept: list[CheckpointFolder] = []
+    for folder in sorted(folders, key=lambda folder: folder.order, reverse=True):
+        if len(kept) < keep and folder.checkpoint is not None and good(folder):
+            kept.append(folder)
+    if len(kept) < keep:
+        return kept[::-1], []
+    oldest, paths = kept[-1].order, {folder.path for folder in kept}
+    for folder in _best_first(folders, best, mode) if best is not None else []:
+        if folder.path in paths or good(folder):
+            paths.add(folder.path)
             break
-    gone = [e for e in found if e.checkpoint is not None and e.path not in paths and e.order < oldest]
-    return [each for each in found if each.path in paths], gone
+    deletable = [
+        folder
+        for folder in folders
+        if folder.checkpoint is not None and folder.path not in paths and folder.order < oldest
+    ]
+    return [folder for folder in folders if folder.path in paths], deletable
 
 
-def _best_first(found: Sequence[Found], best: str, mode: str) -> list[Found]:
+def _best_first(folders: Sequence[CheckpointFolder], best: str, mode: str) -> list[CheckpointFolder]:
     sign = 1.0 if mode == "min" else -1.0
-    numbers = [(each.measured(best), each) for each in found]
-    ranked = [(sign * number, each) for number, each in numbers if number is not None]
-    return [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
+    numbers = [(folder.metric(best), folder) for folder in folders]
+    ranked = [(sign * number, folder) for number, folder in numbers if number is not None]
+    return [folder for _, folder in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def by_run(found: Sequence[Found]) -> list[list[Found]]:
-    """Checkpoints grouped by the training that wrote them, `run` of the index, in the order of the first of
-    each. One that names no training is a group of its own, as nothing shows which others belong to it; those
-    whose index cannot be read are in no group."""
-    groups: dict[tuple[str, str], list[Found]] = {}
-    for each in found:
-        if each.checkpoint is not None:
-            run = each.checkpoint.contents.run
-            groups.setdefault((run, "" if run else str(each.path)), []).append(each)
+def by_run(folders: Sequence[CheckpointFolder]) -> list[list[CheckpointFolder]]:
+    """Checkpoints grouped by the training that wrote them (`run` of the index), ordered by their first ones.
+
+    One that names no training is a group of its own. Those whose index cannot be read are in no group.
+    """
+    groups: dict[tuple[str, str], list[CheckpointFolder]] = {}
+    for folder in folders:
+        if folder.checkpoint is not None:
+            run = folder.checkpoint.contents.run
+            groups.setdefault((run, "" if run else str(folder.path)), []).append(folder)
     return list(groups.values())
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint: its index first, so that it is whole or none; then its files, and the folder if
-    nothing else is in it.
+    """Delete a checkpoint: its index first, so that no incomplete checkpoint is left, then its files.
+
+    The folder is deleted if nothing else is in it.
 
     Raises:
         RuntimeFault: another job writes it, or it cannot be deleted.

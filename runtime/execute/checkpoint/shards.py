@@ -1,8 +1,8 @@
-"""Safetensors files of blocks, written with a checksum for each page and read page by page.
+"""Shards: safetensors files of blocks, written with a checksum for each page and read page by page.
 
-The library `safetensors` writes a dict of arrays to a path, and reads parts without a look at the rest. Here
-a block is fetched when it is written, bytes are summed on their way to a file that nobody else can have put
-there, and what is read is what was summed. `Checkpoint.verify` has the library read the files as well.
+The library `safetensors` writes a dict of arrays to a path. Here each block is fetched when it is written,
+the checksums are computed while the bytes are written to a file that is certain to be new, and every page
+that is read is verified. `Checkpoint.verify` also reads the files with the library.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy as np
 from distgraph.ir.dtypes import itemsize, to_numpy
 from distgraph.runtime.execute.checkpoint import files
 
-_PIECE: Final = 1 << 26  # bytes of a block that are in memory at a time, besides what is wanted of it
+_PIECE: Final = 1 << 26  # bytes of a block that are in memory at a time, apart from the result
 _ALIGNMENT: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """What one rank has written.
+    """The file that one rank has written.
 
     Attributes:
-        name: of the file; empty where the rank owns nothing.
-        bytes: of the file.
+        name: name of the file; empty where the rank owns no block.
+        bytes: size of the file.
         header: bytes before the first block.
-        checksum: of the header.
+        checksum: checksum of the header.
         begins: name of a tensor -> first byte of its block.
         checksums: name of a tensor -> checksums of the pages of its block.
     """
@@ -45,11 +45,11 @@ class BlockFile:
 
 
 class DamagedError(Exception):
-    """Bytes that differ from their checksum; the text says which."""
+    """Bytes differ from their checksum; the text names them."""
 
 
 class RefusedError(Exception):
-    """Values that must not be saved; the text says which."""
+    """Values that must not be saved; the text names them."""
 
 
 def write_blocks(
@@ -61,19 +61,19 @@ def write_blocks(
 ) -> BlockFile:
     """Write one file, which is on disk at the end.
 
-    Each page is looked at, summed and written before the next one, so that memory is read once.
+    Each page is checked, summed and written before the next one, so that memory is read once.
 
     Args:
-        path: of a file that is not there.
+        path: path of the file, which must not exist.
         shapes: name -> shape and dtype of its block.
         block: name -> the block.
         metadata: texts in the header.
-        fault: (name, values of its block) -> why they must not be saved, empty where nothing is wrong; asked
-            for each page as a vector, and for the whole block if it objects to one.
+        fault: (name, values of its block) -> reason why they must not be saved, empty for none. It is called
+            with each page as a vector, and with the whole block if it refuses one.
 
     Raises:
-        OSError: it cannot be written.
-        RefusedError: `fault` objects.
+        OSError: the file cannot be written.
+        RefusedError: `fault` refuses values.
     """
     names = sorted(shapes, key=lambda name: (-itemsize(shapes[name][1]), name))
     header, begins, end = _header({name: shapes[name] for name in names}, metadata)
@@ -119,10 +119,10 @@ class StoredBlock:
     """A block in a file, as the index describes it.
 
     Attributes:
-        shape: of the block.
-        dtype: short name.
+        shape: shape of the block.
+        dtype: short name of its dtype.
         begin: its first byte in the file.
-        checksums: of its pages.
+        checksums: checksums of its pages.
     """
 
     shape: tuple[int, ...]
@@ -136,7 +136,7 @@ class StoredBlock:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def read_into(self, descriptor: int, where: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy a part of the block, whose pages are verified.
+        """Copy a part of the block to `out`, and verify its pages.
 
         Raises:
             OSError: the file cannot be read.
@@ -145,8 +145,8 @@ class StoredBlock:
         if not self.shape:
             out[...] = self._elements(self._pages(descriptor, 0, self.bytes), 0, ())
             return
-        row = itemsize(self.dtype) * math.prod(self.shape[1:])
-        step = max(1, _PIECE // row)
+        row_bytes = itemsize(self.dtype) * math.prod(self.shape[1:])
+        step = max(1, _PIECE // row_bytes)
         first, last = where[0].start, where[0].stop
         for start in range(first, last, step):
             stop = min(last, start + step)
@@ -154,11 +154,11 @@ class StoredBlock:
             begin, end = self._span(part)
             page = begin // files.PAGE * files.PAGE
             data = self._pages(descriptor, page, end)
-            lengths = tuple(each.stop - each.start for each in part)
+            lengths = tuple(interval.stop - interval.start for interval in part)
             out[start - first : stop - first] = self._elements(data, begin - page, lengths)
 
     def verify(self, descriptor: int) -> None:
-        """Compare all of the block with its checksums. Raises as `read_into`."""
+        """Compare the whole block with its checksums. Raises as `read_into`."""
         for begin in range(0, self.bytes, files.PAGE):
             self._pages(descriptor, begin, begin + 1)
 
@@ -167,25 +167,24 @@ class StoredBlock:
         return tuple(sizes)
 
     def _span(self, part: tuple[slice, ...]) -> tuple[int, int]:
-        """First byte of a part, and the first one behind it."""
+        """First byte of a part of the block, and the end of its last byte."""
         strides = self._strides()
-        begin = sum(each.start * stride for each, stride in zip(part, strides, strict=True))
-        last = sum((each.stop - 1) * stride for each, stride in zip(part, strides, strict=True))
+        begin = sum(interval.start * stride for interval, stride in zip(part, strides, strict=True))
+        last = sum((interval.stop - 1) * stride for interval, stride in zip(part, strides, strict=True))
         return begin, last + itemsize(self.dtype)
 
     def _pages(self, descriptor: int, begin: int, end: int) -> memoryview:
-        """Bytes of the block from the page boundary `begin` on, up to the end of the page that holds
-        `end - 1`."""
+        """Verified bytes from the page boundary `begin` to the end of the page of byte `end` - 1."""
         end = min(-(-end // files.PAGE) * files.PAGE, self.bytes)
         data = files.read(descriptor, self.begin + begin, end - begin)
         for start in range(begin, end, files.PAGE):
             stop = min(start + files.PAGE, end)
-            found = files.checksum(data[start - begin : stop - begin])
-            wanted = self.checksums[start // files.PAGE]
-            if found != wanted:
+            checksum = files.checksum(data[start - begin : stop - begin])
+            expected = self.checksums[start // files.PAGE]
+            if checksum != expected:
                 raise DamagedError(
-                    f"bytes {self.begin + start} to {self.begin + stop - 1} have checksum {found} but were "
-                    f"written with {wanted}"
+                    f"bytes {self.begin + start} to {self.begin + stop - 1} have checksum {checksum} but "
+                    f"were written with {expected}"
                 )
         return data
 

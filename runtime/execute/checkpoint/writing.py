@@ -1,9 +1,9 @@
-"""Writing a checkpoint: every rank its blocks, then rank 0 the index that makes them count.
+"""Writing a checkpoint: every rank writes its blocks, then rank 0 writes the index.
 
 Every distinct block is written once, by one of the ranks that hold it. The files of a new checkpoint have new
-names and are on disk before the index is replaced, in one atomic rename; the old files go once that is on
-disk. So a crash, a full disk or a failing rank leaves the previous checkpoint whole. The directory must be
-one that all ranks see.
+names and are on disk before the index is replaced by an atomic rename; the old files are deleted when that is
+on disk. So after a crash, a full disk or a failing rank the previous checkpoint is complete. All ranks must
+have access to the directory.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from distgraph.serialization.documents import shown_path
 
 Slices = tuple[slice, ...]
 Block = Callable[[str, int], np.ndarray]
-"""(name, local rank) -> its block."""
+"""(name, local rank) -> block of the tensor."""
 Fault = Callable[[str, np.ndarray], str]
-"""(name, values of its block) -> what is not finite that must be; empty where nothing is."""
+"""(name, values of its block) -> reason why they must not be saved; empty for none."""
 _RESERVED: Final = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """One tensor to be saved: what it is and where it lies."""
+class SavedTensor:
+    """A tensor to be saved: its kind, type and layout."""
 
     kind: str
     shape: tuple[int, ...]
@@ -58,10 +58,9 @@ class Placed:
     attr: DistAttr
 
 
-def owned(tensors: Mapping[str, Placed], rank: int) -> dict[str, Slices]:
-    """Blocks that a rank writes: every distinct block has one owner; the owners take turns among its
-    replicas."""
-    mine: dict[str, Slices] = {}
+def owned(tensors: Mapping[str, SavedTensor], rank: int) -> dict[str, Slices]:
+    """Name -> block that a rank writes. Every distinct block is owned by one of its holders, in turn."""
+    blocks: dict[str, Slices] = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         mesh, spec = tensor.attr.mesh, tensor.attr.spec
         if rank not in mesh:
@@ -70,14 +69,14 @@ def owned(tensors: Mapping[str, Placed], rank: int) -> dict[str, Slices]:
         holders = [other for other in mesh.members if spec.bounds(tensor.shape, mesh, other) == bounds]
         empty = any(stop == start for start, stop in bounds)
         if holders[number % len(holders)] == rank and not empty:
-            mine[name] = tuple(slice(start, stop) for start, stop in bounds)
-    return mine
+            blocks[name] = tuple(slice(start, stop) for start, stop in bounds)
+    return blocks
 
 
 def write_checkpoint(
     directory: str | Path,
     world: World,
-    tensors: Mapping[str, Placed],
+    tensors: Mapping[str, SavedTensor],
     block: Block,
     training: Mapping[str, Any],
     fault: Fault | None = None,
@@ -85,33 +84,33 @@ def write_checkpoint(
     """Write a checkpoint. Collective: every process calls it.
 
     Args:
-        directory: made if need be; a checkpoint that is there is replaced once the new one is complete.
+        directory: made if it does not exist; a checkpoint in it is replaced when the new one is complete.
         world: the ranks.
-        tensors: name -> what it is and where it lies, for everything to be saved.
-        block: (name, local rank) -> its block.
-        training: where training stands: step, epoch, seed, ...; see `index.Index`.
-        fault: looks at the values as they are written, on the rank that writes them; a text refuses them.
+        tensors: name -> type and layout, for all tensors to be saved.
+        block: (name, local rank) -> block of the tensor.
+        training: state of training: step, epoch, seed, ...; see `index.Index`.
+        fault: checks the values when they are written, on the rank that writes them; a text refuses them.
 
     Raises:
         NonFiniteError: on every process: `fault` refuses values of any rank; the previous checkpoint is
-            whole.
+            complete.
         RuntimeFault: on every process: the directory cannot be written, another job writes it, or any rank
-            could not write; the previous checkpoint is whole.
+            could not write; the previous checkpoint is complete.
     """
     if _RESERVED in tensors:
         raise RuntimeFault(f"checkpoint cannot hold a tensor named {_RESERVED}; give it another name")
     with contextlib.ExitStack() as stack:
-        path = _together(world, lambda: _prepare(directory, stack))
+        path = _on_rank_0(world, lambda: _prepare(directory, stack))
         _write(path, world, tensors, block, training, fault)
 
 
 def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
-    """Find out now what would keep a checkpoint from being written later. Collective.
+    """Check now whether a checkpoint can be written later. Collective.
 
     Args:
-        directory: of the checkpoint; made and locked if `lock`.
+        directory: directory of the checkpoint; made and locked if `lock`.
         world: the ranks.
-        lock: whether it is the directory of this job; False where it may never be written.
+        lock: False where this job may never write the directory.
 
     Raises:
         RuntimeFault: on every process: it cannot be written, or another job writes it.
@@ -120,11 +119,11 @@ def reserve(directory: str | Path, world: World, lock: bool = True) -> None:
     def work() -> Path:
         return _prepare(directory) if lock else check_folder(directory)
 
-    _together(world, work)
+    _on_rank_0(world, work)
 
 
 def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -> Path:
-    """Make and lock a directory, for this process or, given a stack, for the one save under way."""
+    """Make and lock a directory, for this process or, with a stack, for the present save."""
     path = check_folder(directory)
     if stack is not None and not path.is_dir():
         stack.callback(_remove_unused, path)
@@ -144,8 +143,8 @@ def _prepare(directory: str | Path, stack: contextlib.ExitStack | None = None) -
 
 
 def _remove_unused(path: Path) -> None:
-    """Delete a folder in which there is nothing but its lock."""
-    if path.is_dir() and [each.name for each in path.iterdir()] == [LOCK]:
+    """Delete a folder that holds nothing but its lock."""
+    if path.is_dir() and [entry.name for entry in path.iterdir()] == [LOCK]:
         release(path)
         files.remove(path / LOCK)
         files.remove_folder(path)
@@ -154,18 +153,18 @@ def _remove_unused(path: Path) -> None:
 def _write(
     path: Path,
     world: World,
-    tensors: Mapping[str, Placed],
+    tensors: Mapping[str, SavedTensor],
     block: Block,
     training: Mapping[str, Any],
     fault: Fault | None,
 ) -> None:
-    """`write_checkpoint`, into a directory that is there and locked."""
+    """`write_checkpoint` into a directory that exists and is locked."""
     tag = world.share(f"step-{int(training.get('step', 0)):08d}-{secrets.token_hex(8)}", 0)
 
-    def work(rank: int) -> _Written:
+    def work(rank: int) -> _WrittenBlocks:
         return _write_blocks(path / _file(tag, rank), tensors, block, rank, fault)
 
-    written: dict[int, _Written] = world.gather(world.run(work))
+    written: dict[int, _WrittenBlocks] = world.gather(world.run(work))
     refused = [f"{part.refused} on rank {rank}" for rank, part in sorted(written.items()) if part.refused]
     if refused:
         for rank in world.local:
@@ -197,8 +196,8 @@ def _failed(path: Path, why: str) -> RuntimeFault:
     )
 
 
-def _together(world: World, work: Callable[[], Path]) -> Path:
-    """Have rank 0 do something; its result, or what it raises, comes on every process."""
+def _on_rank_0(world: World, work: Callable[[], Path]) -> Path:
+    """Call a function on rank 0; return its result, or raise its error, on every process."""
     path, error = Path(), ""
     if world.is_chief:
         try:
@@ -216,8 +215,8 @@ def _file(tag: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """What one rank has written, or why it has not."""
+class _WrittenBlocks:
+    """The blocks that one rank has written, or its error."""
 
     blocks: dict[str, Slices]
     file: BlockFile = field(default_factory=BlockFile)
@@ -226,44 +225,50 @@ class _Written:
 
 
 def _write_blocks(
-    path: Path, tensors: Mapping[str, Placed], block: Block, rank: int, fault: Fault | None
-) -> _Written:
-    mine = owned(tensors, rank)
-    if not mine:
-        return _Written({})
-    shapes = {n: (tuple(s.stop - s.start for s in where), tensors[n].dtype) for n, where in mine.items()}
+    path: Path, tensors: Mapping[str, SavedTensor], block: Block, rank: int, fault: Fault | None
+) -> _WrittenBlocks:
+    blocks = owned(tensors, rank)
+    if not blocks:
+        return _WrittenBlocks({})
+    shapes = {n: (tuple(s.stop - s.start for s in where), tensors[n].dtype) for n, where in blocks.items()}
     try:
         metadata = {"format": FORMAT, "rank": str(rank), "file": path.name}
-        found = write_blocks(path, shapes, lambda name: block(name, rank), metadata, fault)
+        file = write_blocks(path, shapes, lambda name: block(name, rank), metadata, fault)
         files.flush_names(path.parent)
     except RefusedError as refusal:
         files.remove(path)
-        return _Written({}, refused=str(refusal))
+        return _WrittenBlocks({}, refused=str(refusal))
     except (OSError, RuntimeFault) as error:
         files.remove(path)
-        return _Written({}, error=f"{path.name}: {error}")
+        return _WrittenBlocks({}, error=f"{path.name}: {error}")
     except BaseException:
         files.remove(path)
         raise
-    return _Written(mine, found)
+    return _WrittenBlocks(blocks, file)
 
 
 def _commit(
-    path: Path, tensors: Mapping[str, Placed], written: Mapping[int, _Written], training: Mapping[str, Any]
+    path: Path,
+    tensors: Mapping[str, SavedTensor],
+    written: Mapping[int, _WrittenBlocks],
+    training: Mapping[str, Any],
 ) -> tuple[str, bool]:
-    """Write the index and put it in place; then remove files that it does not name. Returns what went wrong,
-    and whether the new index is in place."""
+    """Write the index and put it in place; then delete files that it does not name.
+
+    Returns:
+        The error, empty for none, and whether the new index is in place.
+    """
     parts = [part for _, part in sorted(written.items()) if part.file.name]
     document = plain(_document(tensors, parts, training))
     try:
-        check_index(document, INDEX)  # what is written can be read
+        check_index(document, INDEX)  # so that it can be read again
     except RuntimeFault as error:
         return str(error), False
     draft, in_place = path / f"{DRAFT}{secrets.token_hex(8)}.tmp", False
     try:
         with files.created(draft) as descriptor:
             files.write(descriptor, to_text(document).encode())
-        files.flush_names(path)  # the blocks' names before the one that makes them count
+        files.flush_names(path)  # the names of the blocks before the index that refers to them
         files.replace(draft, path / INDEX)
         in_place = True
         files.flush_names(path)
@@ -280,13 +285,13 @@ def _commit(
 
 
 def _document(
-    tensors: Mapping[str, Placed], parts: Sequence[_Written], training: Mapping[str, Any]
+    tensors: Mapping[str, SavedTensor], parts: Sequence[_WrittenBlocks], training: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The index as data, see `index.Index`."""
     types = {n: TensorType(t.kind, t.shape, t.dtype) for n, t in sorted(tensors.items())}
     entries: dict[str, Any] = {
-        name: {"kind": each.kind, "shape": list(each.shape), "dtype": each.dtype, "shards": []}
-        for name, each in types.items()
+        name: {"kind": tensor.kind, "shape": list(tensor.shape), "dtype": tensor.dtype, "shards": []}
+        for name, tensor in types.items()
     }
     for part in parts:
         for name, where in part.blocks.items():

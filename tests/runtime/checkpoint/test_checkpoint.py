@@ -24,7 +24,7 @@ from distgraph.engine.callbacks import ModelCheckpoint
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, owned, write_checkpoint
+from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, owned, write_checkpoint
 from distgraph.runtime.execute.process_group import InProcessWorld
 
 P = dg.ProcessMesh.grid
@@ -43,7 +43,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     st.sampled_from([(1, 1), (3, 2), (7, 5), (2, 9), (0, 4)]),
     st.sampled_from(["f32", "bf16", "i8", "bool", "u64"]),
 )
-def test_any_layout_reads_any_layout(
+def test_a_checkpoint_of_any_layout_is_read_under_any_layout(
     tmp_path_factory: pytest.TempPathFactory,
     written: Any,
     read: Any,
@@ -55,7 +55,7 @@ def test_any_layout_reads_any_layout(
     directory = tmp_path_factory.mktemp("ckpt")
     mesh, other = P(x=x, y=y), P(y=y + 1, x=x)
     full = (np.arange(np.prod(shape)).reshape(shape) % 7).astype(to_numpy(dtype))
-    placed = {"w": Placed("param", shape, dtype, DistAttr(mesh, ShardSpec.of(written)))}
+    placed = {"w": SavedTensor("param", shape, dtype, DistAttr(mesh, ShardSpec.of(written)))}
     spec = ShardSpec.of(written)
     world = InProcessWorld(mesh.size)
     write_checkpoint(
@@ -74,7 +74,9 @@ def test_any_layout_reads_any_layout(
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_element_is_written_once(mesh: dg.ProcessMesh, spec: Any) -> None:
     shape = (5, 7)
-    tensors = {f"w{i}": Placed("param", shape, "f32", DistAttr(mesh, ShardSpec.of(spec))) for i in range(8)}
+    tensors = {
+        f"w{i}": SavedTensor("param", shape, "f32", DistAttr(mesh, ShardSpec.of(spec))) for i in range(8)
+    }
     count = {name: np.zeros(shape, int) for name in tensors}
     shares = []
     for rank in mesh.members:
@@ -102,7 +104,7 @@ def test_four_ranks_write_and_others_read(tmp_path: Path) -> None:
         other.close()
 
 
-def test_plain_safetensors_reads_it(tmp_path: Path) -> None:
+def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     trained = engine("dp2tp2")
     trained.fit(data(16), batch_size=8, progress=False)
     trained.save(tmp_path)
@@ -294,7 +296,7 @@ def test_checkpoint_of_another_model(model: Any, difference: str, tmp_path: Path
         other.load(tmp_path)
 
 
-def test_another_optimiser_is_not_taken_silently(tmp_path: Path) -> None:
+def test_states_of_another_optimiser_are_refused(tmp_path: Path) -> None:
     trained = engine(optimizer=optim.SGD(lr=0.1))
     trained.fit(data(8), batch_size=8, progress=False)
     trained.save(tmp_path)
@@ -323,7 +325,7 @@ def test_running_statistics_are_part_of_the_model(tmp_path: Path) -> None:
         np.testing.assert_array_equal(second.predict(x), first.predict(x))
 
 
-def test_nothing_there_and_damage(tmp_path: Path) -> None:
+def test_missing_and_damaged_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFault, match=r"has no index.json; give the directory"):
         engine().load(tmp_path)
     with pytest.raises(RuntimeFault, match="has no parameters yet"):

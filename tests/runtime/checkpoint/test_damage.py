@@ -19,7 +19,7 @@ from distgraph import optim
 from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import itemsize
 from distgraph.runtime.execute.checkpoint import Checkpoint, files
-from distgraph.runtime.execute.checkpoint.index import seal
+from distgraph.runtime.execute.checkpoint.index import content_checksum
 from distgraph.runtime.execute.process_group import InProcessWorld
 
 
@@ -43,7 +43,7 @@ def test_random_damage_is_refused_or_harmless(memory: Path, monkeypatch: pytest.
     assert seen == set(KINDS)
 
 
-def test_trials_find_what_is_not_verified(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_detect_bytes_that_are_not_verified(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would fail if checksums were not compared."""
     monkeypatch.setattr(files, "checksum", lambda data: "0" * 16)
     trials = Trials(memory, seed=21)
@@ -179,7 +179,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = folder / "index.json"
     document = json.loads(path.read_text())
     change(document)
-    document["checksum"] = seal(document)
+    document["checksum"] = content_checksum(document)
     path.write_text(json.dumps(document))
 
 
@@ -249,7 +249,7 @@ def test_a_part_is_read_and_verified_page_by_page(tmp_path: Path, monkeypatch: p
     assert [f"tensor v: bytes {begin + 64} to {begin + 95} " in each for each in opened.verify()] == [True]
 
 
-def test_other_readers_of_safetensors_find_what_was_saved(tmp_path: Path) -> None:
+def test_other_readers_of_safetensors_read_the_saved_tensors(tmp_path: Path) -> None:
     world = InProcessWorld(2)
     write(tmp_path, 1, world)
     world.close()
@@ -265,7 +265,7 @@ def test_other_readers_of_safetensors_find_what_was_saved(tmp_path: Path) -> Non
         np.testing.assert_array_equal(found[name], full[name])
 
 
-def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_restored(tmp_path: Path) -> None:
     trained(tmp_path)
     again = engine()
     again.load(tmp_path)

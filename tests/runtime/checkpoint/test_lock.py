@@ -38,7 +38,9 @@ def job(body: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_the_second_job_is_told_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_job_is_refused_with_the_name_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """When the first is killed, the second takes over and says so. Children of the first change nothing."""
     body = f"""
         import os, time
@@ -72,7 +74,9 @@ def test_the_second_job_is_told_of_the_first(tmp_path: Path, capsys: pytest.Capt
     assert Checkpoint.open(tmp_path).index["step"] == 3
 
 
-def test_a_job_that_ends_in_order_leaves_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_ends_normally_leaves_an_empty_lock_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     body = f"""
         from pathlib import Path
         from support.files.saving import save
@@ -107,7 +111,7 @@ def test_one_thread_at_a_time(tmp_path: Path) -> None:
     save(tmp_path, 1)
 
 
-def test_a_folder_that_was_deleted_is_locked_anew(tmp_path: Path) -> None:
+def test_a_folder_that_was_deleted_is_locked_again(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     save(folder, 1)
     for path in folder.iterdir():
@@ -119,7 +123,7 @@ def test_a_folder_that_was_deleted_is_locked_anew(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_few_descriptors_are_kept(tmp_path: Path) -> None:
+def test_the_number_of_open_descriptors_is_limited(tmp_path: Path) -> None:
     """A job that writes a folder for each step keeps the locks of the last ones."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     for number in range(100):

@@ -18,7 +18,8 @@ from distgraph.runtime.execute import worker
 from distgraph.runtime.execute.buffer_check import checksum
 from distgraph.runtime.program import memory_plan, ring_sizes
 from distgraph.runtime.program.memory_packing import Block
-from distgraph.runtime.program.memory_plan import Storage, StoragePlan, plan_storage
+from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
+from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.schedule import Schedule
 from distgraph.runtime.transport.transport import Transport
 
@@ -62,13 +63,13 @@ def test_memory_that_is_received_into_while_a_view_of_it_is_sent(
 
 
 @pytest.mark.usefixtures("checked")
-def test_scratch_memory_that_is_used_again_while_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stacked(blocks: list[Block]) -> int:
+def test_scratch_memory_that_is_reused_while_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stacked(parts: object, blocks: list[Block]) -> int:
         for block in blocks:
             block.offset = 0
         return max((block.nbytes for block in blocks), default=0)
 
-    monkeypatch.setattr(memory_plan, "pack", stacked)
+    monkeypatch.setattr(memory_plan, "pack_once", stacked)
     with pytest.raises(RuntimeFault, match=r"overwritten before .* read it"):
         trained(2)
 
@@ -78,7 +79,7 @@ def test_scratch_memory_that_is_used_again_while_it_is_alive(monkeypatch: pytest
 def test_ring_that_is_one_buffer_too_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ring_sizes.window
     monkeypatch.setattr(memory_plan, "window", lambda starts, ends: max(1, right(starts, ends) - 1))
-    monkeypatch.setattr(StoragePlan, "_under_way", lambda *_: (1, 1))
+    monkeypatch.setattr(StoragePlan, "_send_depths", lambda *_: (1, 1))
     monkeypatch.setattr(StoragePlan, "verify", lambda *_: None)  # it finds some of this before the run
     with pytest.raises(RuntimeFault, match=r"rank \d: %"):
         run(Case("reshape", "one rank each", policy, 4))
@@ -101,7 +102,7 @@ class Flipping:
 
 
 @pytest.mark.usefixtures("checked")
-def test_message_that_changes_on_its_way() -> None:
+def test_message_that_changes_in_transit() -> None:
     with pytest.raises(RuntimeFault, match=WHERE + r": what arrived from rank \d is not what it sent"):
         run(Case("identity", "one rank each", "1f1b", 2), Flipping)
 
@@ -122,7 +123,7 @@ def test_checked_run_gives_the_numbers_of_a_plain_one(layout: str, monkeypatch: 
     assert trained(2, layout) == plain
 
 
-def test_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_values_of_the_switch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTGRAPH_CHECK", "yes")
     with pytest.raises(RuntimeFault, match="DISTGRAPH_CHECK is 'yes', expected 1"):
         trained(1, "serial")

@@ -55,7 +55,7 @@ def recorded(layout: str, micro: int = 1, steps: int = 3) -> tuple[dg.Engine, Me
 
 
 @pytest.mark.parametrize(("layout", "micro"), [("pp2", 4), ("dp2pp2", 3), ("dp3", 1), ("serial", 2)])
-def test_every_task_of_the_schedule_is_there_in_its_order(layout: str, micro: int) -> None:
+def test_every_task_of_the_schedule_is_recorded_in_its_order(layout: str, micro: int) -> None:
     trained, timeline = recorded(layout, micro)
     build = trained._session.program("train", dg.data.whole(data(24))).build
     assert timeline.tasks == {task.name: task.kind for task in build.task_graph.tasks}
@@ -93,7 +93,7 @@ def test_the_actors_allow_the_order_in_which_tasks_ran(layout: str, micro: int) 
                 assert all(start <= reader.end for reader in readers)
 
 
-def test_messages_are_seen_on_both_ends() -> None:
+def test_messages_are_recorded_by_sender_and_receiver() -> None:
     """Stage 0 sends every micro-batch forward and receives its gradient; stage 1 the other way round."""
     _, timeline = recorded("pp2", 4, steps=1)
     kinds = {rank: sorted(m.kind for m in did.messages) for rank, did in timeline.steps[0].ranks.items()}
@@ -214,7 +214,7 @@ def test_the_median_step_and_what_a_task_waits() -> None:
     assert [did.waited(run) for run in did.runs] == pytest.approx([0.1, 0.0])
 
 
-def test_the_clock_is_read_where_it_should_be() -> None:
+def test_the_clock_is_read_at_the_start_and_end_of_tasks() -> None:
     """A clock that ticks at every reading tells how often it is read."""
     ticks = itertools.count()
     recorder = Recorder(clock=lambda: float(next(ticks)))
@@ -252,7 +252,7 @@ def test_compared_rows_add_up() -> None:
     assert min(row.measured for row in rows.values()) >= 0
 
 
-def test_both_stand_on_one_axis() -> None:
+def test_measured_and_forecast_times_have_one_axis() -> None:
     trained, timeline = recorded("dp2pp2", 3)
     found = trained.forecast(boxes(4))
     figure, _ = plots.timeline_figure(found, timeline)
@@ -286,7 +286,7 @@ def test_the_trace_has_measured_ranks_after_the_forecast(tmp_path: Path) -> None
 
 
 @PLOTLY
-def test_the_report_shows_both(tmp_path: Path) -> None:
+def test_the_report_shows_measured_and_forecast(tmp_path: Path) -> None:
     trained, timeline = recorded("pp2", 2)
     file, html = tmp_path / "timeline.json", tmp_path / "report.html"
     timeline.write(file)
@@ -305,7 +305,7 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
 
 @PLOTLY
 @CHROMIUM
-def test_both_are_drawn_in_a_browser(tmp_path: Path) -> None:
+def test_measured_and_forecast_are_drawn_in_a_browser(tmp_path: Path) -> None:
     trained, timeline = recorded("pp2", 2)
     html = tmp_path / "report.html"
     trained.forecast(boxes(2), html=html, measured=timeline)

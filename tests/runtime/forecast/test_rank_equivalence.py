@@ -13,7 +13,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.forecast.forecast import Forecast, forecast
 from distgraph.runtime.forecast.rank_equivalence import Forms
 from distgraph.runtime.program.build import Build
-from distgraph.runtime.program.ring_sizes import _swept, window
+from distgraph.runtime.program.ring_sizes import _window_in_any_order, window
 
 grid = ProcessMesh.grid
 WEIGHTS = [None, "tp"]
@@ -84,4 +84,4 @@ def test_buffers_in_a_ring_are_the_widest_gap_of_micro_batches_alive_together():
             if starts[i] <= ends[j] and starts[j] <= ends[i]
         ]
         assert window(starts, ends) == max(together)
-        assert _swept(list(zip(starts.tolist(), ends.tolist(), strict=True))) == max(together)
+        assert _window_in_any_order(list(zip(starts.tolist(), ends.tolist(), strict=True))) == max(together)

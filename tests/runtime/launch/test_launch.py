@@ -63,12 +63,12 @@ def start(tmp_path: Path, body: str, n: int = 3, preamble: str = PREAMBLE) -> Ou
 
 @needs_mpi
 def test_ranks_that_share_cores_stay_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours on one core, equally many on each; as the kernel likes where asked, or where uneven."""
+    """Neighbours share a core, equally many each; not with DISTGRAPH_BIND=0, nor where they are uneven."""
     monkeypatch.delenv("DISTGRAPH_BIND", raising=False)
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     body = """
-    print("on", rank, sorted(os.sched_getaffinity(0)), t.share)
+    print("on", rank, sorted(os.sched_getaffinity(0)), t.binding.share)
     """
 
     def places(ranks: int) -> list[str]:
@@ -91,13 +91,13 @@ def test_ranks_that_share_cores_stay_on_them(tmp_path: Path, monkeypatch: pytest
 
 @needs_mpi
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_ranks_that_somebody_placed_on_cores_of_their_own_do_not_share_them(tmp_path: Path) -> None:
+def test_ranks_bound_by_the_caller_share_no_core(tmp_path: Path) -> None:
     body = """
     from distgraph.runtime.transport.mpi import MpiTransport
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank % 2 :][:1])
     placed = MpiTransport()
     placed.bind()
-    print("on", placed.share, placed.bound, len(os.sched_getaffinity(0)))
+    print("on", placed.binding.share, placed.binding.bound, len(os.sched_getaffinity(0)))
     """
     outcome = start(tmp_path, body, 2)
     assert outcome.code == 0, outcome.err
@@ -238,7 +238,7 @@ def test_all_ranks_raise_at_once(tmp_path: Path) -> None:
         ("from distgraph.errors import GraphError; raise GraphError('x is 3')", "x is 3"),
     ],
 )
-def test_the_same_mistake_on_all_ranks_is_told_once(tmp_path: Path, body: str, line: str) -> None:
+def test_the_same_mistake_on_all_ranks_is_printed_once(tmp_path: Path, body: str, line: str) -> None:
     outcome = start(tmp_path, body)
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1] == f"error: ranks 0-2: {line}"

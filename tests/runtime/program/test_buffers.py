@@ -27,7 +27,7 @@ def check(graph: Graph, completed: Graph, micro: int, policy: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_what_a_stage_passes_on_is_what_it_received(case: Case) -> None:
+def test_a_stage_passes_on_the_data_that_it_received(case: Case) -> None:
     check(case.graph(), case.completed(), case.micro, case.policy)
 
 
@@ -42,7 +42,7 @@ def test_no_stage_waits_for_a_receive_that_is_posted_in_the_backward_part(
     check(graph, complete(graph, mesh), micro, policy)
 
 
-def test_zeros_that_a_rank_keeps_for_a_partial_sum_stay_zeros() -> None:
+def test_zeros_of_a_rank_for_a_partial_sum_stay_zeros() -> None:
     """They are filled in once, so no reduction may work in their memory."""
     graph, mesh = masked_and_reduced()
     check(graph, complete(graph, mesh), 3, "1f1b")
@@ -75,7 +75,7 @@ class Skip(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("layout", OVERLAPPING)
-def test_updates_behind_all_other_tasks_are_what_memory_is_planned_for(
+def test_memory_is_planned_for_updates_after_all_other_tasks(
     layout: str, schedule: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update between two backward tasks made room for a receive that came before it in the run."""

@@ -68,7 +68,7 @@ def test_places_are_those_of_the_rule(most: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(BLOCKS)
-def test_blocks_that_are_needed_together_do_not_overlap(found: list[tuple[int, int, int]]) -> None:
+def test_blocks_needed_at_the_same_time_do_not_overlap(found: list[tuple[int, int, int]]) -> None:
     blocks = [Block(*entry) for entry in found]
     total = pack(blocks)
     assert total == max((b.offset + b.nbytes for b in blocks), default=0)
@@ -78,7 +78,7 @@ def test_blocks_that_are_needed_together_do_not_overlap(found: list[tuple[int, i
     assert alive(found) <= best(found) <= total <= sum(n for n, _, _ in found)
 
 
-def test_what_is_alive_at_different_times_shares_memory() -> None:
+def test_blocks_alive_at_different_times_share_memory() -> None:
     chain = [Block(64, i, i + 1) for i in range(10)]
     assert pack(chain) == 128
     assert pack([]) == 0

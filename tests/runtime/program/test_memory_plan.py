@@ -113,7 +113,7 @@ def test_inputs_of_all_micro_batches():
     assert 4 * block <= found <= 4 * (block + scalars)
 
 
-def test_too_small_a_device_is_named_with_what_is_missing():
+def test_a_device_that_is_too_small_is_named_with_the_missing_bytes():
     build = chain(64, [64, 256, 64], [grid(0, dp=2), grid(2, dp=2)], 2)
     found = forecast(build, machines(4))
     need = {rank: memory.total for rank, memory in found.memory.items()}
@@ -184,7 +184,7 @@ def test_memory_is_what_numpy_takes_in_a_step():
     assert min(used.bytes["temporary"]) <= memory.temporary - max(workspaces.values())
 
 
-def test_a_parameter_is_written_over_by_what_is_cast_from_its_master() -> None:
+def test_a_parameter_is_overwritten_by_the_cast_of_its_master_copy() -> None:
     model = nn.Linear(256, 128, bias=False, dtype="f16")
     batch = (((4, 256), "f16"), ((4, 128), "f16"))
     graph = train_graph(model, batch, lambda y, t: ops.mean((y - t) ** 2), optim.AdamW(master="f32"))
@@ -200,7 +200,7 @@ def test_a_parameter_is_written_over_by_what_is_cast_from_its_master() -> None:
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
-def test_what_is_sent_has_a_buffer_more_than_stages_to_the_receiver(policy: str):
+def test_a_sent_value_has_one_buffer_more_than_stages_to_the_receiver(policy: str):
     """Gradients of a stage's input, which nothing else there reads: the receiver is the stage before."""
     stages, micro = 4, 8
     build = chain(6, [4] * (stages + 1), [grid(stage, x=1) for stage in range(stages)], micro, policy)
@@ -217,9 +217,9 @@ def test_what_is_sent_has_a_buffer_more_than_stages_to_the_receiver(policy: str)
 
 
 @pytest.mark.parametrize("worth", [1, 2**60])
-def test_a_slice_that_outlives_its_whole(worth: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_slice_that_outlives_what_it_is_cut_from_is_copied(worth: int, monkeypatch: pytest.MonkeyPatch):
     """Copied, it frees the whole; training is the same."""
-    monkeypatch.setattr(storage_module, "_WORTH_COPYING", worth)
+    monkeypatch.setattr(storage_module, "_MIN_FREED_BYTES", worth)
     plan = PROGRAMS["mlp"].search(two_by_two(), "recursive")
     kept = _kept_for_slices(plan)
     assert kept if worth > 1 else not kept

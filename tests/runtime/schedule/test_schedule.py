@@ -57,7 +57,7 @@ def test_the_orders_under_unequal_times_are_the_published_ones() -> None:
             assert letters(planned.order(int(stage[1:]))) == order
 
 
-def test_the_grid_in_the_documentation_is_the_real_one() -> None:
+def test_the_examples_of_the_documentation_run() -> None:
     document = ROOT / "docs" / "schedules.md"
     result = doctest.testfile(str(document), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.attempted >= 8

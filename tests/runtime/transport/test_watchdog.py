@@ -36,7 +36,7 @@ def test_ring_in_which_a_rank_would_wait_for_ever_is_refused_before_the_run(
     policy: str, sender: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ring of one buffer where the receiver posts its receive in the backward part."""
-    monkeypatch.setattr(StoragePlan, "_under_way", lambda *_: (1, 1))
+    monkeypatch.setattr(StoragePlan, "_send_depths", lambda *_: (1, 1))
     graph, mesh = read_in_backward(5, sender, 2)
     built = build(complete(graph, mesh), micro_batches=6, policy=policy)
     with pytest.raises(

@@ -19,8 +19,8 @@ import distgraph as dg
 from distgraph.errors import DistGraphError
 from distgraph.ir.dtypes import short
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.runtime.execute.checkpoint import Checkpoint, Placed, write_checkpoint
-from distgraph.runtime.execute.checkpoint.index import INDEX, seal
+from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, write_checkpoint
+from distgraph.runtime.execute.checkpoint.index import INDEX, content_checksum
 from distgraph.runtime.execute.process_group import InProcessWorld
 
 MESH = dg.ProcessMesh.grid(x=2)
@@ -51,7 +51,7 @@ def values(step: int) -> dict[str, np.ndarray]:
 def write(folder: Path, step: int, world: InProcessWorld) -> None:
     full = values(step)
     placed = {
-        name: Placed("param", array.shape, short(array.dtype), DistAttr(MESH, ShardSpec.of(SPECS[name])))
+        name: SavedTensor("param", array.shape, short(array.dtype), DistAttr(MESH, ShardSpec.of(SPECS[name])))
         for name, array in full.items()
     }
     training = {"step": step, "losses": [float(step), 0.5], "epochs": [{"epoch": 0, "loss": 0.25}], "seed": 7}
@@ -269,7 +269,7 @@ def _forge(trials: Trials, sealed: bool = True) -> None:
         else:
             container[key] = _values(trials.random, container[key])
     if sealed:
-        document["checksum"] = seal(document)
+        document["checksum"] = content_checksum(document)
     trials.index().write_text(json.dumps(document))
 
 

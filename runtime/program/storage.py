@@ -1,0 +1,84 @@
+"""The storage of the values of a rank program: which memory each value uses.
+
+Kinds of storage:
+    source      parameters, states, inputs and constants: they exist before the step.
+    persistent  one buffer for the whole step: read by another task, or an output.
+    ring        like persistent, with one buffer for each micro-batch in flight.
+    scratch     dead when its task ends; its memory is reused as soon as the value is dead (`memory_packing`).
+    view        the memory of another value (its root) in another shape; computed again where it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from distgraph.ir.dtypes import itemsize
+from distgraph.passes.partition import LocalOp, RankProgram
+
+Place = tuple[str, int]
+"""(task name, number of the op in the task)."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """Storage of one value.
+
+    Attributes:
+        kind: source, persistent, ring, scratch or view.
+        root: name of the value that owns the memory: itself, unless it is a view or reuses a buffer.
+        contiguous: whether it is C-contiguous.
+        offset: first byte of its scratch memory in that of the rank.
+    """
+
+    kind: str
+    root: str
+    contiguous: bool = True
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Storage:
+    """The storage plan of one rank.
+
+    Attributes:
+        slots: value name -> slot.
+        scratch: bytes of the scratch memory, which all tasks share.
+        rings: root name of a ring value -> number of buffers.
+        waits: (task, op) -> results of collectives to wait for immediately before the op.
+        late: task -> results of its collectives that another task or the end of the step waits for.
+        in_place: updated param or state -> value that is computed directly in its memory.
+        into: value that only an `accumulate` reads -> result of the `accumulate`, to which the value is
+            added while it is computed.
+        sent: roots of the memory that messages are sent from. These messages must have been sent before the
+            memory is written.
+        lives: root of a persistent or ring value -> tasks that use it, from the first to the last of which it
+            is alive.
+    """
+
+    slots: dict[str, Slot]
+    scratch: int = 0
+    rings: dict[str, int] = field(default_factory=dict)
+    waits: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    late: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    in_place: dict[str, str] = field(default_factory=dict)
+    into: dict[str, str] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
+    lives: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+def nbytes(program: RankProgram, name: str) -> int:
+    """Bytes of a value's local block."""
+    return _block_bytes(*program.types[name])
+
+
+@lru_cache(maxsize=4096)
+def _block_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * itemsize(dtype)
+
+
+def is_started(local: LocalOp) -> bool:
+    """Whether an op starts communication that is waited for later."""
+    declared = local.collective
+    return local.mode in ("recv", "exchange") or (declared is not None and not declared.local)
