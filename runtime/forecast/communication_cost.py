@@ -1,9 +1,9 @@
 """Seconds of the communication of a lowered graph on the devices of a cluster.
 
 *In:* communication ops, a device for every rank.
-*Out:* `Message`: seconds, bytes and the link that decides.
-*Invariant:* collectives cost what `MeshCommunication` says. Messages between stages that are placed alike, in
-the same places of machines that can be exchanged, are priced once.
+*Out:* `Message`: seconds, bytes and the bottleneck link.
+*Invariant:* collectives cost what `MeshCommunication` says. Messages between stages with equivalent
+placements (the same places of interchangeable machines) are priced once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Message:
         kind: name of the collective; send for pieces from rank to rank.
         seconds: from its start to its end on the slowest group.
         wire: bytes that all ranks together send (ring algorithms).
-        link: kind of the link that decides; "" where nothing is sent.
-        busy: of `seconds`, those in which the ranks themselves are at work, whenever they wait for it.
+        link: kind of the bottleneck link; "" if nothing is sent.
+        busy: part of `seconds` for which the ranks themselves work for the message.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class TrafficCost:
         return self._exchanges[key]
 
     def _devices_between(self, first: ProcessMesh, second: ProcessMesh) -> tuple[int, ...]:
-        """Devices that stand for those of the ranks of two meshes, ascending by rank."""
+        """Representatives of the devices of two meshes, ascending by rank."""
         if (first, second) not in self._representatives:
             ranks = renumbered(first, second)[2]
             self._representatives[first, second] = representative_devices(

@@ -2,12 +2,13 @@
 
 *In:* a `Build`, a cluster, a device for every rank.
 *Out:* a `Forecast`.
-*Invariant:* what is timed is what runs: the tasks of the rank programs, op by op on their streams (see
-`streams`), in the order of the build's schedule, under the actors of the runtime (see `simulate`).
+*Invariant:* the forecast times what the runtime runs: the tasks of the rank programs, op by op on their
+streams (see `stream_model`), in the order of the build's schedule, under the actors of the runtime (see
+`simulate`).
 
-Ranks that run the same tasks are represented by one of them where all their blocks have one size; where
-they have not, the ranks at the corners of their mesh are timed and the slowest decides (`Forecast.exact`
-says which).
+Ranks that run the same tasks are represented by one of them if all their blocks have one size. Otherwise the
+ranks at the corners of their mesh are timed and the slowest decides; `Forecast.exact` tells the two cases
+apart.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.forecast.communication_cost import TrafficCost
 from distgraph.runtime.forecast.memory_forecast import RankMemory, Shortage, rank_memory, shortages
 from distgraph.runtime.forecast.op_cost import OpCost, Work
-from distgraph.runtime.forecast.rank_equivalence import Form, Forms
-from distgraph.runtime.forecast.representatives import representatives, uneven_meshes
+from distgraph.runtime.forecast.rank_equivalence import (
+    RankClass,
+    RankClasses,
+    representative_ranks,
+    uneven_meshes,
+)
 from distgraph.runtime.forecast.stream_model import Streams, TaskTime
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.kernel_workspace import task_workspace
@@ -35,7 +40,7 @@ from distgraph.runtime.schedule.task import Ring
 
 @dataclass(frozen=True, slots=True)
 class TaskForecast:
-    """One task: its slowest rank with any micro-batch, and with the last one."""
+    """Times of one task on its slowest rank, with the last micro-batch and with any other (`body`)."""
 
     name: str
     kind: str
@@ -47,18 +52,18 @@ class TaskForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step will take.
+    """Forecast of the time and memory of one training step.
 
     Attributes:
-        step_seconds: of a whole step: the timeline, and what the slowest host does before and after it.
-        tasks: by name.
-        timeline: of all ranks.
-        transfers: (source task, target task) -> seconds from the end of the one to its data being there.
-        memory: representative rank -> its peak by category.
-        ranks: representative rank -> the ranks it stands for.
+        step_seconds: the timeline, and the work of the slowest host before and after it.
+        tasks: forecasts by name of the task.
+        timeline: task runs of all ranks.
+        transfers: (source task, target task) -> seconds from the end of the source until its data arrives.
+        memory: representative rank -> peak memory by category.
+        ranks: representative rank -> the ranks that it represents.
         devices: device number of every rank.
-        exact: False where ranks differ and the slowest corner of a mesh stands for the others.
-        traffic: kind of link -> bytes that all ranks send in a step over it (the link that decides).
+        exact: False if ranks differ and the slowest corner of a mesh represents the others.
+        traffic: kind of the bottleneck link -> bytes that all ranks send over it in a step.
         workspaces: representative rank -> task -> bytes that its kernels allocate while they run.
     """
 
@@ -75,7 +80,7 @@ class Forecast:
 
     def _per_rank(self, field: str) -> dict[int, float]:
         """Sum of a field of `TaskTime` over a step, by first rank of a column."""
-        found = {}
+        totals = {}
         micro = self.timeline.graph.micro_batches
         for ranks in self.timeline.columns:
             total = 0.0
@@ -84,12 +89,12 @@ class Forecast:
                     times = self.tasks[task.name]
                     total += getattr(times.last, field)
                     total += (micro - 1) * getattr(times.body, field) if task.per_micro else 0.0
-            found[ranks[0]] = total
-        return found
+            totals[ranks[0]] = total
+        return totals
 
     @property
     def compute_seconds(self) -> dict[int, float]:
-        """First rank of every column of the timeline -> seconds at work."""
+        """First rank of every column of the timeline -> seconds of computation."""
         return self._per_rank("compute")
 
     @property
@@ -175,10 +180,10 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """A rank that stands for all that do the same under other names; workspaces (by task) on CPUs only."""
+class _Representative:
+    """The representative of an equivalence class of ranks. It has workspaces (by task) only on CPUs."""
 
-    form: Form
+    rank_class: RankClass
     program: RankProgram
     plan: StoragePlan
     streams: Streams
@@ -193,9 +198,9 @@ class _Forecaster:
         self.overlap, self.trace = overlap, trace
         self.traffic = TrafficCost(build.lowered, cluster, devices)
         self.compute = ComputeCost(cluster)
-        self.known: dict[object, tuple[Work, float]] = {}
-        self.forms = Forms(build.parts)
-        self.models: dict[Hashable, _Model] = {}
+        self.op_costs: dict[object, tuple[Work, float]] = {}
+        self.rank_classes = RankClasses(build.parts)
+        self.representatives: dict[Hashable, _Representative] = {}
         self.times: dict[str, list[TaskForecast]] = {}
         self.memory: dict[int, RankMemory] = {}
         self.workspaces: dict[int, dict[str, int]] = {}
@@ -205,7 +210,7 @@ class _Forecaster:
     def run(self) -> Forecast:
         exact, uneven = True, uneven_meshes(self.build)
         for column in self.build.schedule.columns:
-            chosen, even = representatives(self.build, column.ranks, uneven, self.cluster, self.devices)
+            chosen, even = representative_ranks(self.build, column.ranks, uneven, self.cluster, self.devices)
             exact = exact and even
             for rank in chosen:
                 self.time_rank(rank)
@@ -243,76 +248,83 @@ class _Forecaster:
         )
 
     def slowest(self, name: str) -> TaskForecast:
-        """The task on the rank that takes longest with the last micro-batch, and the longest body of all."""
-        found = max(self.times[name], key=lambda time: time.last.seconds)
-        return replace(found, body=max((t.body for t in self.times[name]), key=lambda body: body.seconds))
+        """The task on the rank whose last micro-batch is slowest, with the longest body of all ranks."""
+        slowest = max(self.times[name], key=lambda time: time.last.seconds)
+        return replace(slowest, body=max((t.body for t in self.times[name]), key=lambda body: body.seconds))
 
     def time_rank(self, rank: int) -> None:
-        """Time every task of one rank: as on one that does the same, but for messages and order."""
-        form, order = self.forms.of(rank), self.build.schedule.order(rank)
-        model = self.model(rank, form)
-        theirs = {part.name: like.name for part, like in zip(form.tasks, model.form.tasks, strict=True)}
+        """Time every task of one rank: op costs of its representative, its own messages and order."""
+        rank_class, order = self.rank_classes.of(rank), self.build.schedule.order(rank)
+        model = self.representative(rank, rank_class)
+        task_pairs = zip(rank_class.tasks, model.rank_class.tasks, strict=True)
+        task_names = {part.name: other.name for part, other in task_pairs}  # -> of the representative
         if model.workspace is not None:
-            self.workspaces[rank] = {name: model.workspace[like] for name, like in theirs.items()}
-        names = dict(zip(form.names, model.form.names, strict=True))
-        clocks = rank_clocks(self.build.schedule, self.build.parts, rank).renamed(theirs, names)
+            self.workspaces[rank] = {name: model.workspace[other] for name, other in task_names.items()}
+        value_names = dict(zip(rank_class.names, model.rank_class.names, strict=True))
+        clocks = rank_clocks(self.build.schedule, self.build.parts, rank).renamed(task_names, value_names)
         storage = model.plan.under(clocks)
-        tasks_here = {like: name for name, like in theirs.items()}
-        values_here = {like: name for name, like in names.items()}
+        tasks_here = {other: name for name, other in task_names.items()}
+        values_here = {other: name for name, other in value_names.items()}
         for writer, transfer, depth, posting in model.plan.sent_rings(storage):
             receiver = self.build.parts.transfers[values_here[transfer]][1]
             self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
         self.memory[rank] = replace(rank_memory(model.program, storage, model.workspace), rank=rank)
-        streams = model.streams if rank == model.program.rank else self.elsewhere(model, rank, form)
+        streams = self.streams(model, rank, rank_class)
         tasks = {task.name: task for task in model.program.tasks}
         bodies = {
-            name: streams.run(tasks[like], last=False, trace=self.trace)
-            for name, like in theirs.items()
-            if tasks[like].per_micro
+            name: streams.run(tasks[other], last=False, trace=self.trace)
+            for name, other in task_names.items()
+            if tasks[other].per_micro
         }
         newest = model.program.graph.micro_batches - 1
         pending: dict[str, float] = {}
         for name, micro in order:
             if name in bodies and micro != newest:
-                pending = _later(pending, bodies[name].seconds) if pending else pending
+                pending = _remaining(pending, bodies[name].seconds) if pending else pending
                 continue
-            task = tasks[theirs[name]]
+            task = tasks[task_names[name]]
             after = None if task.per_micro else pending
             last = streams.run(task, last=True, pending=after, trace=self.trace)
-            pending = {} if not task.per_micro else {**_later(pending, last.seconds), **last.late}
+            pending = {} if not task.per_micro else {**_remaining(pending, last.seconds), **last.late}
             body, last = (_renamed(time, values_here) for time in (bodies.get(name, last), last))
-            found = TaskForecast(name, task.kind, self.build.parts.stages[name], rank, body, last)
-            self.times.setdefault(name, []).append(found)
+            stage = self.build.parts.stages[name]
+            self.times.setdefault(name, []).append(TaskForecast(name, task.kind, stage, rank, body, last))
 
-    def model(self, rank: int, form: Form) -> _Model:
-        """The first rank on such a device that does the same; with `trace`, always this one."""
+    def representative(self, rank: int, rank_class: RankClass) -> _Representative:
+        """The first rank of the class on the same kind of device; with `trace`, the rank itself."""
         device = self.cluster.devices[self.devices[rank]]
-        key = (form.number, device.type, device.model, device.origin, rank if self.trace else None)
-        if key not in self.models:
+        key = (rank_class.key, device.type, device.model, device.origin, rank if self.trace else None)
+        if key not in self.representatives:
             program = self.build.program(rank)
             plan = planned(program)
-            ops = OpCost(program, plan.storage, self.compute, self.devices[rank], self.known)
+            ops = OpCost(program, plan.storage, self.compute, self.devices[rank], self.op_costs)
             streams = Streams(program, plan.storage, ops, self.traffic, overlap=self.overlap)
             workspace = task_workspace(program, plan.storage) if device.type == "cpu" else None
-            self.models[key] = _Model(form, program, plan, streams, workspace)
-        return self.models[key]
+            self.representatives[key] = _Representative(rank_class, program, plan, streams, workspace)
+        return self.representatives[key]
 
-    def elsewhere(self, model: _Model, rank: int, form: Form) -> Streams:
-        """The streams of a rank that does the same as another one."""
-        names = zip(model.form.names, form.names, strict=True)
-        types = {own: model.program.types[name] for name, own in names if name in model.program.types}
-        bodies = ((like.body, part.body) for like, part in zip(model.form.tasks, form.tasks, strict=True))
-        ops = {op.name: own for like, body in bodies for op, own in zip(like, body, strict=True)}
-        return model.streams.elsewhere(RankProgram(rank, (), types, self.build.parts), ops)
+    def streams(self, model: _Representative, rank: int, rank_class: RankClass) -> Streams:
+        """The streams of a rank: those of its representative, with the costs of the rank's own messages."""
+        if rank == model.program.rank:
+            return model.streams
+        names = zip(model.rank_class.names, rank_class.names, strict=True)
+        types = {here: model.program.types[name] for name, here in names if name in model.program.types}
+        tasks = zip(model.rank_class.tasks, rank_class.tasks, strict=True)
+        ops = {
+            op.name: corresponding
+            for other, task in tasks
+            for op, corresponding in zip(other.body, task.body, strict=True)
+        }
+        return model.streams.with_messages_of(RankProgram(rank, (), types, self.build.parts), ops)
 
     def transfers(self) -> dict[tuple[str, str], float]:
-        """Seconds that data takes to its readers beyond the end of the task that sends it."""
+        """(source task, target task) -> seconds from the end of the source until its data arrives."""
         ends: dict[str, list[str]] = {}
         for part in self.build.parts.tasks:
             for op in part.body:
                 if op.kind == "comm.transfer":
                     ends.setdefault(op.name, []).append(part.name)
-        found: dict[tuple[str, str], float] = {}
+        delays: dict[tuple[str, str], float] = {}
         per_micro = {part.name: part.per_micro for part in self.build.parts.tasks}
         sender = {sent: name for name, times in self.times.items() for t in times for sent in t.last.sends}
         for sent, names in ends.items():
@@ -323,8 +335,8 @@ class _Forecaster:
                 for task in self.times[source]:
                     time = task.body if per_micro[target] and sent in task.body.sends else task.last
                     delay = max(0.0, time.sends[sent] - time.seconds)
-                    found[source, target] = max(found.get((source, target), 0.0), delay)
-        return found
+                    delays[source, target] = max(delays.get((source, target), 0.0), delay)
+        return delays
 
 
 def _renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
@@ -332,7 +344,7 @@ def _renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
     return replace(time, sends=sends, late={names[value]: end for value, end in time.late.items()})
 
 
-def _later(pending: Mapping[str, float], seconds: float) -> dict[str, float]:
+def _remaining(pending: Mapping[str, float], seconds: float) -> dict[str, float]:
     return {value: end - seconds for value, end in pending.items() if end > seconds}
 
 

@@ -2,10 +2,9 @@
 
 *In:* a rank program and its storage.
 *Out:* `RankMemory`.
-*Invariant:* a category holds exactly the blocks
-that the worker allocates for it: sources, kept buffers, rings with one buffer for each micro-batch in
-flight, scratch memory that values share. They live for the whole step, so the peak is their sum and the
-largest workspace that a kernel takes while it runs.
+*Invariant:* a category holds exactly the blocks that the worker allocates for it: sources, persistent
+buffers, rings with one buffer for each micro-batch in flight, and scratch memory that values share. They live
+for the whole step, so the peak is their sum plus the largest workspace of a kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class RankMemory:
 
     Attributes:
         parameters: blocks of parameters.
-        gradients: sums over micro-batches and what is made of them for the update.
-        states: of the optimiser.
-        activations: what the forward tasks keep for the backward tasks, times the micro-batches in flight.
-        temporary: scratch memory, shared by all tasks, what the load tasks make once a step, and the largest
-            workspace of a kernel (see `scratch`).
-        communication: what arrives from other meshes.
-        inputs: of all micro-batches of a step, and constants.
+        gradients: sums over micro-batches, and values computed from them for the update.
+        states: optimiser states.
+        activations: values that forward tasks store for backward tasks, times the micro-batches in flight.
+        temporary: scratch memory shared by all tasks, values that load tasks compute once per step, and the
+            largest workspace of a kernel (see `kernel_workspace`).
+        communication: values received from other meshes.
+        inputs: inputs of all micro-batches of a step, and constants.
     """
 
     rank: int
@@ -60,7 +59,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A rank that does not fit its device; bytes."""
+    """A rank that needs more bytes than its device has."""
 
     rank: int
     device: int
@@ -70,7 +69,7 @@ class Shortage:
 
     @property
     def missing(self) -> float:
-        """Bytes that lack."""
+        """Bytes by which the need exceeds the memory of the device."""
         return self.needed - self.available
 
     def __str__(self) -> str:
@@ -87,39 +86,40 @@ def rank_memory(
 
     Args:
         program, storage: of the rank.
-        workspaces: task -> bytes that its kernels allocate (`scratch.task_workspace`); none where not given.
+        workspaces: task -> bytes that its kernels allocate (`kernel_workspace.task_workspace`); none where
+        not given.
     """
-    found = {f.name: 0 for f in fields(RankMemory) if f.name != "rank"}
-    found["temporary"] = storage.scratch + max((workspaces or {}).values(), default=0)
+    sizes = {f.name: 0 for f in fields(RankMemory) if f.name != "rank"}
+    sizes["temporary"] = storage.scratch + max((workspaces or {}).values(), default=0)
     producers, micro = program.graph.producers, program.graph.micro_batches
     for name, category in categories(program, storage).items():
         copies = micro if producers[name].kind == "input" else storage.rings.get(name, 1)
-        found[category] += nbytes(program, name) * copies
-    return RankMemory(program.rank, **found)
+        sizes[category] += nbytes(program, name) * copies
+    return RankMemory(program.rank, **sizes)
 
 
 def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
-    """Value -> category, of every value with memory of its own outside the scratch memory."""
+    """Value -> category, of every value that has its own memory outside of the scratch memory."""
     producers, phase = program.graph.producers, program.parts.phase
     received = {local.op.result.name for task in program.tasks for local in task.ops if local.mode == "recv"}
     kind = {"param": "parameters", "state": "states"}
     late = {slot.root for name, slot in storage.slots.items() if phase[name] == 2}
-    found = {}
+    category = {}
     for name, slot in storage.slots.items():
         if slot.root != name or slot.kind not in ("source", "persistent", "ring"):
             continue
         op = producers[name]
         if slot.kind == "source":
-            found[name] = kind.get(op.kind, "inputs")
+            category[name] = kind.get(op.kind, "inputs")
         elif name in received:
-            found[name] = "communication"
+            category[name] = "communication"
         elif phase[name] == 0:
-            found[name] = "temporary"
+            category[name] = "temporary"
         elif name in late:
-            found[name] = "states" if op.role == "optimize" else "gradients"
+            category[name] = "states" if op.role == "optimize" else "gradients"
         else:
-            found[name] = "activations"
-    return found
+            category[name] = "activations"
+    return category
 
 
 def shortages(
@@ -128,13 +128,13 @@ def shortages(
     """The ranks that need more than their device has, the worst first.
 
     Args:
-        memory: of every rank that is looked at.
+        memory: memory of the representative ranks.
         cluster: its devices.
         devices: device number of every rank.
     """
-    found = []
+    short = []
     for rank, need in memory.items():
         device = cluster.devices[devices[rank]]
         if need.total > device.memory:
-            found.append(Shortage(rank, device.index, device.node, need.total, device.memory))
-    return tuple(sorted(found, key=lambda shortage: -shortage.missing))
+            short.append(Shortage(rank, device.index, device.node, need.total, device.memory))
+    return tuple(sorted(short, key=lambda shortage: -shortage.missing))

@@ -2,11 +2,11 @@
 
 *In:* a rank program, its storage, a timeline.
 *Out:* step functions of time: bytes of values that are alive.
-*Invariant:* never more than what the worker allocates (`rank_memory`), which lies there for the whole step.
+*Invariant:* never more than what the worker allocates for the whole step (`rank_memory`).
 
-Parameters, states, inputs and scratch memory count all the time, the largest workspace of the kernels of a
-task while it runs. A kept value counts from the first task
-that writes it to the end of the last one that reads it; a value with a ring does so for each micro-batch.
+Parameters, states, inputs and scratch memory count all the time; the largest workspace of the kernels of a
+task counts while the task runs. A persistent value counts from the first task that writes it to the end of
+the last task that reads it; a value with a ring does so for each micro-batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Occupancy:
 
     Attributes:
         rank: the rank.
-        times: seconds at which something changes, ascending, from 0.
-        bytes: category -> bytes from each of those times on.
+        times: seconds at which the memory in use changes, ascending from 0.
+        bytes: category -> bytes in use from each of these times on.
         allocated: bytes that the worker allocates for the whole step.
     """
 
@@ -43,8 +43,8 @@ class Occupancy:
         return max(map(sum, zip(*self.bytes.values(), strict=True)), default=0)
 
 
-Life = tuple[str, frozenset[str], bool]
-"""Task that makes a value, tasks that read it, whether it has a ring; "" is the end of the step."""
+Lifetime = tuple[str, frozenset[str], bool]
+"""Task that writes a value, tasks that read it ("" is the end of the step), and whether it has a ring."""
 
 
 def occupancy(
@@ -58,44 +58,44 @@ def occupancy(
     Args:
         program, storage: of the rank.
         timeline: of the step.
-        workspaces: task -> bytes that its kernels allocate (`scratch.task_workspace`); none where not given.
+        workspaces: task -> bytes that its kernels allocate (`kernel_workspace.task_workspace`).
     """
     workspaces = workspaces or {}
     memory = rank_memory(program, storage, workspaces)
-    lives = _lives(program, storage)
-    always = {name: size for name, size in memory.categories.items() if size}
+    lifetimes = _lifetimes(program, storage)
+    constant = {name: size for name, size in memory.categories.items() if size}
     if workspaces:
-        always["temporary"] -= max(workspaces.values())
-    sizes: dict[tuple[str, Life], int] = defaultdict(int)
+        constant["temporary"] -= max(workspaces.values())
+    sizes: dict[tuple[str, Lifetime], int] = defaultdict(int)
     for name, category in categories(program, storage).items():
-        if name in lives:
+        if name in lifetimes:
             size = nbytes(program, name)
-            sizes[category, lives[name]] += size
-            always[category] -= size * storage.rings.get(name, 1)
+            sizes[category, lifetimes[name]] += size
+            constant[category] -= size * storage.rings.get(name, 1)
     changes: dict[float, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    always.setdefault("temporary", 0)
+    constant.setdefault("temporary", 0)
     runs: dict[str, list[Interval]] = defaultdict(list)
     for run in timeline.of_rank(program.rank):
         runs[run.task].append(run)
         changes[run.start]["temporary"] += workspaces.get(run.task, 0)
         changes[run.end]["temporary"] -= workspaces.get(run.task, 0)
-    for (category, life), size in sizes.items():
-        for start, end in _spans(life, runs, timeline.makespan):
+    for (category, lifetime), size in sizes.items():
+        for start, end in _spans(lifetime, runs, timeline.makespan):
             changes[start][category] += size
             changes[end][category] -= size
     times = tuple(sorted({0.0, *changes}))
-    found: dict[str, tuple[int, ...]] = {}
-    for category, size in always.items():
+    in_use: dict[str, tuple[int, ...]] = {}
+    for category, size in constant.items():
         levels = []
         for time in times:
             size += changes[time][category] if time in changes else 0
             levels.append(size)
-        found[category] = tuple(levels)
-    return Occupancy(program.rank, times, found, memory.total)
+        in_use[category] = tuple(levels)
+    return Occupancy(program.rank, times, in_use, memory.total)
 
 
-def _lives(program: RankProgram, storage: Storage) -> dict[str, Life]:
-    """Root of every kept or ring value -> who makes and who reads its memory."""
+def _lifetimes(program: RankProgram, storage: Storage) -> dict[str, Lifetime]:
+    """Root of every persistent or ring value -> the tasks that write and read its memory."""
     makers: dict[str, str] = {}
     readers: dict[str, set[str]] = defaultdict(set)
     for task in program.tasks:
@@ -116,9 +116,9 @@ def _lives(program: RankProgram, storage: Storage) -> dict[str, Life]:
     }
 
 
-def _spans(life: Life, runs: dict[str, list[Interval]], makespan: float) -> list[tuple[float, float]]:
-    """(start, end) of the life of a value: one a micro-batch for a ring."""
-    maker, readers, ring = life
+def _spans(lifetime: Lifetime, runs: dict[str, list[Interval]], makespan: float) -> list[tuple[float, float]]:
+    """(start, end) of the lifetime of a value: one a micro-batch for a ring."""
+    maker, readers, ring = lifetime
     if not ring:
         end = max((run.end for name in (maker, *readers) for run in runs[name]), default=0.0)
         return [(min(run.start for run in runs[maker]), makespan if "" in readers else end)]

@@ -1,11 +1,10 @@
 """What one op of a rank program costs: FLOPs and bytes from its local shapes, seconds from the cluster.
 
 *In:* local ops, their storage, a cluster.
-*Out:* `Work` (see `passes.work`) and seconds.
-*Invariant:* an
-op costs what the generated program does for it: a view costs nothing, what is computed into the sum over
-micro-batches reads that sum, a broadcast operand is read at its own size. Seconds are remembered by kind
-and shapes, so that repeated layers and micro-batches are priced once.
+*Out:* `Work` (see `passes.analysis.op_work`) and seconds.
+*Invariant:* the cost of an op is that of its generated code: a view costs nothing, an op that adds into the
+sum over micro-batches reads that sum, and a broadcast operand is read at its original size. Seconds are
+cached by kind and shapes, so that repeated layers and micro-batches are priced once.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class OpCost:
         program, storage: the rank's program and its memory.
         cost: of the cluster.
         device: number of the rank's device.
-        known: works and seconds found so far; ranks and programs may share it.
+        cache: works and seconds by kind and shapes; ranks and programs may share it.
     """
 
     def __init__(
@@ -42,12 +41,12 @@ class OpCost:
         storage: Storage,
         cost: ComputeCost,
         device: int,
-        known: dict[object, tuple[Work, float]] | None = None,
+        cache: dict[object, tuple[Work, float]] | None = None,
     ) -> None:
         self.program, self.storage, self.cost, self.device = program, storage, cost, device
-        self._known = {} if known is None else known
-        found = cost.cluster.devices[device]
-        self._model = (found.type, found.model, found.origin)
+        self._cache = {} if cache is None else cache
+        hardware = cost.cluster.devices[device]
+        self._model = (hardware.type, hardware.model, hardware.origin)
 
     def of(self, local: LocalOp) -> tuple[Work, float]:
         """Work and seconds of the computation in a local op of any mode, without communication."""
@@ -61,12 +60,12 @@ class OpCost:
         if work.kind == "none":
             return 0.0
         key = (self._model, work)
-        if key not in self._known:
-            self._known[key] = (work, self.cost.time(self.device, *work.amounts))
-        return self._known[key][1]
+        if key not in self._cache:
+            self._cache[key] = (work, self.cost.time(self.device, *work.amounts))
+        return self._cache[key][1]
 
     def scaling(self, local: LocalOp) -> tuple[Work, float]:
-        """The division of a sum over micro-batches by their number, once a step."""
+        """Work and seconds of dividing a sum over micro-batches by their number, once per step."""
         slot = self.storage.slots[local.op.result.name]
         value = local.op.operands[0].name
         added = value in self.storage.into and self.storage.slots[value].kind == "view"
@@ -77,27 +76,28 @@ class OpCost:
         return work, self.seconds(work)
 
     def work(self, local: LocalOp) -> Work:
-        """What there is to do in a local op of any mode, without communication."""
+        """Work of a local op of any mode, without its communication."""
         mode = local.mode
         if mode == "compute":
-            return self._computed(local)
+            return self._compute_work(local)
         if mode == "accumulate":
-            return self._accumulated(local)
+            return self._accumulation_work(local)
         if mode in ("comm.slice", "comm.mask"):
-            kept = mode == "comm.slice" or local.attrs["keep"]
-            return self._copy(local) if kept and not self._is_view(local) else NOTHING
+            copied = mode == "comm.slice" or local.attrs["keep"]
+            return self._copy_work(local) if copied and not self._is_view(local) else NOTHING
         if mode == "recv" and local.attrs["copies"]:
             size = itemsize(local.op.result.dtype)
             moved = sum(math.prod(s.stop - s.start for s in want) for _, want in local.attrs["copies"])
             return Work("memory", nbytes=2 * size * moved, dtype=local.op.result.dtype)
         declared = local.collective
-        return NOTHING if declared is None else self._packed(local, declared)
+        return NOTHING if declared is None else self._packing_work(local, declared)
 
-    def _packed(self, local: LocalOp, declared: Collective) -> Work:
-        """Copies that a rank makes for a collective, see `collectives`: pieces along a dim that is not the
-        first go one after the other, and what others still read is not reduced in place. (A view that does
-        not lie in one piece is copied, too; that is left out.) None on devices whose messages others move:
-        copies are fast there beside the messages.
+    def _packing_work(self, local: LocalOp, declared: Collective) -> Work:
+        """Copies that a rank makes for a collective (see `runtime.transport.collectives`).
+
+        Pieces along a dim other than the first are packed, and an operand that is still read is not reduced
+        in place. The copy of a view that is not contiguous is not modelled. Devices whose messages are moved
+        by other hardware have no such work, because copies there are fast compared to messages.
         """
         if self.cost.cluster.devices[self.device].compute.message is None:
             return NOTHING
@@ -119,18 +119,18 @@ class OpCost:
         slot = self.storage.slots[local.op.results[0].name]
         return slot.kind == "view"
 
-    def _copy(self, local: LocalOp) -> Work:
+    def _copy_work(self, local: LocalOp) -> Work:
         name = local.op.results[0].name
         return Work("memory", nbytes=2 * nbytes(self.program, name), dtype=local.op.results[0].dtype)
 
-    def _accumulated(self, local: LocalOp) -> Work:
+    def _accumulation_work(self, local: LocalOp) -> Work:
         value = local.op.operands[0].name
         if self._is_view(local) or (value in self.storage.into and self.storage.slots[value].kind == "view"):
             return NOTHING
         size, dtype = nbytes(self.program, local.op.result.name), local.op.result.dtype
         return Work("memory", nbytes=3 * size, dtype=dtype, op="add")
 
-    def _computed(self, local: LocalOp) -> Work:
+    def _compute_work(self, local: LocalOp) -> Work:
         declared, first = lookup(local.op.kind), local.op.results[0].name
         slot = self.storage.slots[first]
         if declared.view and slot.kind == "view" and slot.root != first:
@@ -142,28 +142,28 @@ class OpCost:
         key: object = (local.op.kind, shapes, read, adds)
         if declared.cost in ("matmul", "lookup"):
             key = (key, freeze(local.attrs))
-        if key not in self._known:
-            self._known[key] = (work_of(_localized(local, types), read, adds), 0.0)
-        return self._known[key][0]
+        if key not in self._cache:
+            self._cache[key] = (work_of(_local_op(local, types), read, adds), 0.0)
+        return self._cache[key][0]
 
     def _read(self, name: str) -> int:
-        """Bytes in memory behind an operand: of a view no more than what it is a view of."""
+        """Bytes that are read for an operand: for a view at most the size of its root."""
         root = self.storage.slots[name].root
-        own = nbytes(self.program, name)
-        return own if root == name else min(own, nbytes(self.program, root))
+        size = nbytes(self.program, name)
+        return size if root == name else min(size, nbytes(self.program, root))
 
 
-def _localized(local: LocalOp, types: Mapping[str, tuple[tuple[int, ...], str]]) -> Op:
+def _local_op(local: LocalOp, types: Mapping[str, tuple[tuple[int, ...], str]]) -> Op:
     """The op with the shapes of one rank."""
 
-    def own(value: Value) -> Value:
+    def local_value(value: Value) -> Value:
         return Value(value.name, *types[value.name])
 
     op = local.op
     return replace(
         op,
-        operands=tuple(map(own, op.operands)),
-        results=tuple(map(own, op.results)),
+        operands=tuple(map(local_value, op.operands)),
+        results=tuple(map(local_value, op.results)),
         attrs=local.attrs,
         layout=None,
     )

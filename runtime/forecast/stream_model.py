@@ -1,22 +1,23 @@
-"""One task on one rank: a stream that computes, and one for each group that it communicates with.
+"""Time of one task on one rank: a compute stream, and one communication stream for each group.
 
 *In:* a rank program, its storage, the costs of its ops.
 *Out:* `TaskTime`: seconds of one run of a task.
-*Invariant:* a collective starts where the generated program starts it, once those of its group before it
-are through, and is waited for where the program waits (`Storage.waits`, `Storage.late`); nothing else makes
-the computing stream stand still, but a task ends no earlier than the host has issued its ops
-(`Compute.issue`) and gone on to the next task (`Compute.task`), and a device that moves its messages to other
-meshes itself stands still for `Compute.message` at each end of one. Collectives of two groups over one kind
-of link at the same time get half of it each.
+*Invariant:* a collective starts where the generated program starts it, after the earlier collectives of its
+group have ended, and the compute stream waits for it where the program waits (`Storage.waits`,
+`Storage.late`). Two other things delay a task: it ends no earlier than the host has issued its ops
+(`Compute.issue`) and reached the next task (`Compute.task`), and a device that moves its messages to other
+meshes itself computes nothing for `Compute.message` at each end of a message. Two collectives of different
+groups over one kind of link at the same time get half of its bandwidth each.
 
-A device that is at work for its collectives itself (`Message.busy`) does that work while it waits: for any of
-them, the oldest first. What is left of it when it comes to wait for a collective, or at the end of the task,
-it does then.
+A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
+the oldest first. The rest of this work is done when the program waits for the collective, or at the end of
+the task.
 
     compute  | matmul | matmul |  wait  | add |            exposed = wait
     communicate       | all_reduce      |
 
-What the last micro-batch leaves under way for the optimize task (`late`) goes on beside whatever comes next.
+Collectives that the last micro-batch starts for the optimize task (`late`) overlap with the tasks that
+follow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Channel = tuple[str, tuple[int, ...]]  # kind of the link that decides, ranks of
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op on a stream: compute, communicate or send; start and seconds from the start of its task."""
+    """One op on a stream (compute, communicate or send): its start relative to its task, and its seconds."""
 
     stream: str
     op: str
@@ -52,14 +53,15 @@ class TaskTime:
 
     Attributes:
         seconds: from start to end.
-        compute: of those, at work; what is neither this nor `exposed`, the device waits for the host.
-        exposed: of those, waiting for communication, or at work for it.
-        communication: of all its collectives, hidden or not.
-        flops: floating point operations of its contractions.
+        compute: part of `seconds` that is computation. The part that is neither `compute` nor `exposed` is
+            spent waiting for the host.
+        exposed: part of `seconds` in which the device waits for communication or works for it.
+        communication: sum over all collectives, overlapped or not.
+        flops: floating point operations of the contractions.
         wire: kind of link -> bytes that all ranks of the task send over it.
-        sends: transfer op -> when its bytes are with the receiver, from the start of the task.
-        late: value -> seconds after the end of the task until the collective that makes it is done.
-        spans: what ran on which stream; only where it was asked for.
+        sends: transfer op -> seconds from the start of the task until its bytes have arrived.
+        late: value -> seconds from the end of the task until the collective that computes it ends.
+        spans: ops by stream; empty unless requested.
     """
 
     seconds: float
@@ -74,8 +76,8 @@ class TaskTime:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A local op with what it costs and waits for; no message where it only computes."""
+class _PricedOp:
+    """A local op with its costs and the values that it waits for; `message` is None if it only computes."""
 
     local: LocalOp
     waits: tuple[str, ...]
@@ -85,10 +87,10 @@ class _Step:
 
 
 class Streams:
-    """Runs tasks of one rank under a clock of its own.
+    """Simulates tasks of one rank, each from time 0.
 
     Args:
-        program, storage: the rank's.
+        program, storage: program and memory of the rank.
         ops: costs of its computations.
         traffic: costs of the communication of all ranks.
         overlap: False where a device cannot compute while it communicates; then every collective is exposed.
@@ -113,7 +115,7 @@ class Streams:
         compute = ops.cost.cluster.devices[ops.device].compute
         self.issue, self.message = compute.issue or 0.0, compute.message or 0.0
         self.task = compute.task or 0.0
-        self._steps: dict[str, list[_Step]] = {}
+        self._priced_ops: dict[str, list[_PricedOp]] = {}
 
     def run(
         self, task: LocalTask, *, last: bool, pending: Mapping[str, float] | None = None, trace: bool = False
@@ -122,51 +124,52 @@ class Streams:
 
         Args:
             task: a task of the program.
-            last: with the last micro-batch; a task that runs once a step always is.
-            pending: value -> seconds until the collective of another task that makes it is done.
-            trace: also list the spans.
+            last: whether it is the run of the last micro-batch; always true for a task that runs once per
+            step. pending: value -> seconds until the collective of another task that computes it ends. trace:
+            whether to list the spans.
         """
         return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time()
 
-    def steps(self, task: LocalTask) -> list[_Step]:
+    def steps(self, task: LocalTask) -> list[_PricedOp]:
         """The ops of a task, priced once for all of its runs."""
-        if task.name not in self._steps:
+        if task.name not in self._priced_ops:
             waits = self.storage.waits
-            self._steps[task.name] = [
-                self._step(local, waits.get((task.name, number), ())) for number, local in enumerate(task.ops)
+            self._priced_ops[task.name] = [
+                self._priced_op(local, waits.get((task.name, number), ()))
+                for number, local in enumerate(task.ops)
             ]
-        return self._steps[task.name]
+        return self._priced_ops[task.name]
 
-    def _step(self, local: LocalOp, waits: tuple[str, ...]) -> _Step:
+    def _priced_op(self, local: LocalOp, waits: tuple[str, ...]) -> _PricedOp:
         if local.mode == "send" or (is_started(local) and local.mode != "recv"):
             work, seconds = self.ops.of(local)
-            return _Step(local, waits, work, seconds, self._message(self.program, local))
-        return _Step(local, waits, *self.ops.of(local))
+            return _PricedOp(local, waits, work, seconds, self._message_cost(self.program, local))
+        return _PricedOp(local, waits, *self.ops.of(local))
 
-    def _message(self, program: RankProgram, local: LocalOp) -> Message:
+    def _message_cost(self, program: RankProgram, local: LocalOp) -> Message:
         if local.mode in ("send", "exchange"):
             return self.traffic.exchange(local.op)
         return self.traffic.collective(program, local)
 
-    def elsewhere(self, program: RankProgram, ops: Mapping[str, Op]) -> Streams:
-        """The same tasks on ranks that do the same elsewhere (see `alike`): messages cost something else.
+    def with_messages_of(self, program: RankProgram, ops: Mapping[str, Op]) -> Streams:
+        """The same tasks with the message costs of an equivalent rank (see `rank_equivalence`).
 
         Args:
-            program: types of the values there.
-            ops: name of an op here -> the op there.
+            program: types of the values on the equivalent rank.
+            ops: name of an op of this rank -> the corresponding op of the equivalent rank.
         """
-        found = copy(self)
-        found._steps = {}
+        streams = copy(self)
+        streams._priced_ops = {}
         for task in self.program.tasks:
-            found._steps[task.name] = [
+            streams._priced_ops[task.name] = [
                 step
                 if step.message is None
                 else replace(
-                    step, message=self._message(program, replace(step.local, op=ops[step.local.op.name]))
+                    step, message=self._message_cost(program, replace(step.local, op=ops[step.local.op.name]))
                 )
                 for step in self.steps(task)
             ]
-        return found
+        return streams
 
 
 class _Run:
@@ -177,11 +180,11 @@ class _Run:
         self.storage = streams.storage
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
         self.issued = 0  # ops and collectives that the host has handed to the device
-        self.channels: dict[Channel, float] = {}  # until when each is busy
-        self.outgoing = 0.0  # the same for messages to other meshes
-        self.ends: dict[str, float] = {}
-        self.busy: dict[str, float] = {}  # seconds that the device works for what is not awaited yet
-        self.carrier: dict[str, Channel] = {}  # value -> channel of the collective that makes it
+        self.channels: dict[Channel, float] = {}  # time at which each becomes free
+        self.outgoing = 0.0  # time at which messages to other meshes have been sent
+        self.ends: dict[str, float] = {}  # value -> end of the collective that computes it
+        self.busy: dict[str, float] = {}  # value -> remaining work of the device for its collective
+        self.carrier: dict[str, Channel] = {}  # value -> channel of its collective
         self.pending = {self.storage.slots[name].root: end for name, end in pending.items()}
         self.sends: dict[str, float] = {}
         self.wire: dict[str, float] = {}
@@ -196,7 +199,7 @@ class _Run:
             for value in local.op.operands if self.pending and local.mode != "recv" else ():
                 if value.name in self.storage.slots:
                     self._wait(self.pending.pop(self.storage.slots[value.name].root, 0.0))
-            self._take(step)
+            self._execute(step)
         self._wait_for(self.storage.waits.get((self.task.name, len(self.task.ops)), ()))
         phase = self.streams.program.parts.phase
         late: dict[str, float] = {}
@@ -232,7 +235,7 @@ class _Run:
         self._wait(max(self.ends.pop(name), self.clock + work), work)
 
     def _wait(self, end: float, work: float = 0.0) -> None:
-        """Stand still until `end`; so many of these seconds the device works for what it waits for."""
+        """Wait until `end`; for `work` of these seconds the device works for the collective it waits for."""
         if end <= self.clock:
             return
         idle = end - self.clock - work
@@ -243,18 +246,18 @@ class _Run:
         self.exposed += end - self.clock
         self.clock = end
 
-    def _take(self, step: _Step) -> None:
+    def _execute(self, step: _PricedOp) -> None:
         local = step.local
         if step.message is not None:
             if step.seconds:
-                self._note("compute", local, self.clock, step.seconds)
+                self._record_span("compute", local, self.clock, step.seconds)
                 self.clock += step.seconds
                 self.compute += step.seconds
             send = self._send if local.mode == "send" else self._communicate
             send(local, step.message)
             return
         if local.mode == "recv":
-            self._attend(len(local.attrs["recvs"]))
+            self._handle_messages(len(local.attrs["recvs"]))
         seconds = step.seconds
         self.issued += step.work.kind != "none"
         if local.mode == "accumulate" and self.last:
@@ -262,25 +265,25 @@ class _Run:
             seconds += more
             self.issued += scaling.kind != "none"
         if seconds:
-            self._note("compute", local, self.clock, seconds)
+            self._record_span("compute", local, self.clock, seconds)
         self.clock += seconds
         self.compute += seconds
         self.flops += step.work.flops if step.work.kind == "matmul" else 0.0
 
     def _send(self, local: LocalOp, message: Message) -> None:
-        self._count(message)
+        self._count_wire_bytes(message)
         start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
         self.outgoing = self.sends[local.op.name] = start + message.seconds
-        self._note("send", local, start, message.seconds)
-        self._attend(len(local.attrs["sends"]))
+        self._record_span("send", local, start, message.seconds)
+        self._handle_messages(len(local.attrs["sends"]))
 
-    def _attend(self, messages: int) -> None:
-        """A device that moves its messages itself computes nothing meanwhile."""
+    def _handle_messages(self, messages: int) -> None:
+        """Wait while the device handles the ends of messages itself (`Compute.message`)."""
         seconds = messages * self.streams.message
         self._wait(self.clock + seconds, seconds)
 
     def _communicate(self, local: LocalOp, message: Message) -> None:
-        self._count(message)
+        self._count_wire_bytes(message)
         self.issued += bool(message.link)
         name, channel = local.op.result.name, (message.link, local.attrs.get("group", ()))
         start = max(self.clock, self.channels.get(channel, 0.0))
@@ -293,22 +296,22 @@ class _Run:
         self.communication += message.seconds
         self.channels[channel] = end
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
-        self._note("communicate", local, start, end - start)
+        self._record_span("communicate", local, start, end - start)
         if not self.streams.overlap:
             self.busy[name] = 0.0
             self._wait(end)
 
     def _delay(self, channel: Channel, after: float, seconds: float) -> None:
-        """Another group takes part of the link: what is under way ends later."""
+        """Delay the collectives in progress on a channel, because another group uses part of the link."""
         self.channels[channel] += seconds
         for name, end in self.ends.items():
             if end > after and self.carrier[name] == channel:
                 self.ends[name] = end + seconds
 
-    def _count(self, message: Message) -> None:
+    def _count_wire_bytes(self, message: Message) -> None:
         if message.link:
             self.wire[message.link] = self.wire.get(message.link, 0.0) + message.wire
 
-    def _note(self, stream: str, local: LocalOp, start: float, seconds: float) -> None:
+    def _record_span(self, stream: str, local: LocalOp, start: float, seconds: float) -> None:
         if self.trace:
             self.spans.append(Span(stream, local.op.name, local.op.kind, local.op.scope, start, seconds))

@@ -1,4 +1,4 @@
-"""What ranks share in a forecast because they do the same, and that it changes nothing."""
+"""Equivalent ranks share costs in a forecast, and sharing does not change the forecast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.programs.forecasts import chain, machines
 from distgraph import optim
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.forecast.forecast import Forecast, forecast
-from distgraph.runtime.forecast.rank_equivalence import Forms
+from distgraph.runtime.forecast.rank_equivalence import RankClasses
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.ring_sizes import _window_in_any_order, window
 
@@ -34,24 +34,26 @@ def facts(found: Forecast) -> object:
     return found.step_seconds, tasks, found.memory, found.ranks, found.transfers, found.traffic
 
 
-def test_stages_of_equal_layers_are_alike_but_for_the_first_and_the_last():
-    forms = Forms(stages([64] * 6).parts)
-    numbers = [forms.of(4 * stage).number for stage in range(5)]
+def test_stages_of_equal_layers_are_equivalent_but_for_the_first_and_the_last():
+    classes = RankClasses(stages([64] * 6).parts)
+    numbers = [classes.of(4 * stage).key for stage in range(5)]
     assert numbers[1] == numbers[2] == numbers[3]
     assert len(set(numbers)) == 3
-    assert forms.of(5).number == forms.of(9).number != forms.of(4).number  # other coordinates
-    for one, other in zip(forms.of(4).names, forms.of(8).names, strict=True):
-        values = forms.parts.graph.values
+    assert classes.of(5).key == classes.of(9).key != classes.of(4).key  # other coordinates
+    for one, other in zip(classes.of(4).names, classes.of(8).names, strict=True):
+        values = classes.parts.graph.values
         assert one != other
         assert values[one].shape == values[other].shape
 
 
-def test_stages_that_differ_in_anything_are_not_alike():
-    wide = Forms(stages([64, 64, 64, 96, 96, 64, 64]).parts)
-    assert len({wide.of(4 * stage).number for stage in range(6)}) == 6
+def test_stages_that_differ_in_anything_are_not_equivalent():
+    wide = RankClasses(stages([64, 64, 64, 96, 96, 64, 64]).parts)
+    assert len({wide.of(4 * stage).key for stage in range(6)}) == 6
     meshes = [grid(0, dp=2), grid(2, dp=2), grid(4, dp=2), ProcessMesh([7, 6], ["dp"]), grid(8, dp=2)]
-    other = Forms(chain(24, [64] * 6, meshes, 4).parts)  # ranks in another order in stage 3, beside 2 and 4
-    assert len({other.of(2 * stage).number for stage in range(5)}) == 5
+    other = RankClasses(
+        chain(24, [64] * 6, meshes, 4).parts
+    )  # ranks in another order in stage 3, beside 2 and 4
+    assert len({other.of(2 * stage).key for stage in range(5)}) == 5
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
