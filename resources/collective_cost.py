@@ -178,17 +178,17 @@ class CollectiveCost:
         concurrent: Iterable[Sequence[int]] = (),
     ) -> NDArray[np.float64]:
         """Seconds of one collective for many sizes [bytes] at once; see `estimate`."""
-        asked = kind, tuple(group), tuple(map(tuple, concurrent))
-        if asked not in self._plain:
+        key = kind, tuple(group), tuple(map(tuple, concurrent))
+        if key not in self._plain:
             found = self.estimate(kind, group, float(np.min(sizes, initial=0.0)), concurrent)
-            members, others = found.group, asked[2]
+            members, others = found.group, key[2]
             if len(members) == 1 or not sizes.size:
                 return np.zeros(sizes.shape)
             table = self._table(kind, members, others)
             if table is not None:
                 return self._measured(table, "times", sizes)
-            self._plain[asked] = self.lines(kind, members, others)
-        lines = self._plain[asked]
+            self._plain[key] = self.lines(kind, members, others)
+        lines = self._plain[key]
         best: NDArray[np.float64] = np.min([line.alpha + line.beta * sizes for line in lines], axis=0)
         return best
 

@@ -125,8 +125,9 @@ class Streams:
         Args:
             task: a task of the program.
             last: whether it is the run of the last micro-batch; always true for a task that runs once per
-            step. pending: value -> seconds until the collective of another task that computes it ends. trace:
-            whether to list the spans.
+                step.
+            pending: value -> seconds until the collective of another task that computes it ends.
+            trace: whether to list the spans.
         """
         return _Run(self, task, last or not task.per_micro, dict(pending or {}), trace).time()
 

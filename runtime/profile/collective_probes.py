@@ -1,19 +1,19 @@
-"""Collectives and messages that are sent to see what they cost between the ranks of a job.
+"""Probes of collectives: measured seconds of collectives and messages between the ranks of a job.
 
 *In:* a transport with two ranks or more.
-*Out:* seconds of every collective on every group of ranks that a mesh can ask for.
+*Out:* seconds of every collective on every group of ranks along an axis of a mesh.
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
-counts. A run's time is the median over runs; on ranks that share cores the mean, less what they compute.
+counts. The time of a pattern is the median over runs; on ranks that share cores it is the mean over runs
+minus the computation before them.
 
-What is sent is written right before each run, as in a step: the caches of another core give up fresh bytes
-more slowly than old ones. Two ranks on two cores, a reduce_scatter of 4 MiB: 0.21 to 0.30 ms of bytes sent
-before, 0.27 to 0.50 ms of fresh ones (medians, two runs).
+The buffer that is sent is written right before each run, as in a step, because reading freshly written bytes
+from the cache of another core takes longer.
 
-Where ranks share cores, a collective is also measured behind computation for longer than a time slice of the
-scheduler, and what counts is by how much it lengthens that: ranks that come to it one after the other, and do
-not get their core back at once, wait for each other. Four ranks on two cores, all_reduce of 1 KiB, medians of
-9 rounds, one run after the other and behind 2 and 6 ms of computation: pairs 0.12, 0.20, 0.43 ms, all four
-0.16, 0.24, 0.71 ms. What takes as long one after the other nothing hides: it is the work of the ranks.
+Where ranks share cores, a collective is also measured behind computation that is longer than a time slice of
+the scheduler. The result is the time that it adds to the computation: ranks reach it one after the other, do
+not get their core back at once, and wait for each other. The time without computation before it is the work
+of the ranks themselves, which no overlap hides. `benchmarks/HISTORY.md` has the measurements behind both
+rules.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.transport import Group, Transport, even_counts
 
-ATTEND: Final = "attend"
-"""Kind of the pattern that measures how long a rank is busy with a message, not how long that takes."""
+MESSAGE_WORK: Final = "attend"
+"""Kind of the pattern that measures how long a rank is busy with a message."""
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
 _ITEM: Final = 4  # bytes of an element, f32
 WORK_SECONDS: Final = 0.002
-"""Of the processor, before a message of ranks that share cores."""
-_WORK_EDGE: Final = 128  # of the square matrices that are multiplied meanwhile
-_RUNS_BEHIND_WORK: Final = 10  # at most
-_LEAST: Final = 1e-6  # seconds of a message, should the difference of two noisy times be less
+"""Processor seconds of the computation before a collective of ranks that share cores."""
+_WORK_EDGE: Final = 128  # rows and columns of the matrices that are multiplied as computation
+_RUNS_BEHIND_WORK: Final = 10  # limit on the runs behind computation
+_MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy times
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +68,44 @@ class Pattern:
 
 
 def axis_groups(ranks: int) -> tuple[tuple[Group, ...], ...]:
-    """Groups along every axis of every mesh of two axes that has all ranks, and of the mesh of one.
+    """Groups along every axis of all meshes of one or two axes over all ranks.
 
     Example:
         >>> axis_groups(4)
         (((0, 1, 2, 3),), ((0, 2), (1, 3)), ((0, 1), (2, 3)))
     """
-    found: dict[tuple[Group, ...], None] = {}
+    groups: dict[tuple[Group, ...], None] = {}
     for first in range(ranks, 1, -1):
         if ranks % first == 0:
             mesh = ProcessMesh(np.arange(ranks).reshape(first, ranks // first), ["x", "y"])
             for axis in mesh.axes:
                 if mesh.axis_size(axis) > 1:
-                    found[mesh.groups([axis])] = None
-    return tuple(found)
+                    groups[mesh.groups([axis])] = None
+    return tuple(groups)
 
 
 def patterns(ranks: int, limit: float = 2.0**28, *, shared: bool = False) -> tuple[Pattern, ...]:
-    """Everything that a profile sends, small messages first.
+    """All patterns that a profile measures, small messages first.
 
     Args:
         ranks: of the job.
         limit: bytes; no message is larger.
-        shared: whether ranks share cores; then everything behind work, and what a program can start before
-            it computes also without.
+        shared: whether ranks share cores. Then all collectives are measured behind computation, and those
+            that a program can overlap with computation also without it.
     """
     work = WORK_SECONDS if shared else 0.0
     groups = axis_groups(ranks)
-    found = []
-    found.append(Pattern(ATTEND, ((0, 1),), SIZES[0]))
+    chosen = [Pattern(MESSAGE_WORK, ((0, 1),), SIZES[0])]
     for nbytes in (size for size in SIZES if size <= limit):
         for kind in KINDS:
             if kind == "send":  # from the first rank to every kind of place: next door and far away
                 pairs = {(members[0][0], members[0][-1]) for members in groups} | {(0, 1)}
-                found += [Pattern(kind, (pair,), nbytes, work) for pair in sorted(pairs)]
+                chosen += [Pattern(kind, (pair,), nbytes, work) for pair in sorted(pairs)]
                 continue
-            found += [Pattern(kind, members, nbytes, work) for members in groups]
+            chosen += [Pattern(kind, members, nbytes, work) for members in groups]
             if shared and _is_awaited_later(kind):
-                found += [Pattern(kind, members, nbytes) for members in groups]
-    return tuple(found)
+                chosen += [Pattern(kind, members, nbytes) for members in groups]
+    return tuple(chosen)
 
 
 def _is_awaited_later(kind: str) -> bool:
@@ -115,31 +114,30 @@ def _is_awaited_later(kind: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What one run took on one rank.
+class RunTime:
+    """Time of one run of a pattern on one rank.
 
     Attributes:
-        seconds: with the work before it; 0.0 on a rank that has no part.
-        work: seconds of the processor for that work and for writing what is sent; 0.0 where that does not
-            count in `seconds`.
+        seconds: wall time including the computation before the collective; 0.0 on a rank outside all groups.
+        work: processor seconds of that computation and of writing the buffer; 0.0 if `seconds` excludes them.
     """
 
     seconds: float
     work: float = 0.0
 
 
-def lengthened(found: Sequence[Taken], shares: Sequence[float]) -> float:
-    """Seconds by which a run lengthens a step: of the slowest rank, without the work of its core's ranks.
+def added_seconds(times: Sequence[RunTime], shares: Sequence[float]) -> float:
+    """Seconds that a collective adds to a step on the slowest rank, without the computation on its core.
 
     Args:
-        found: of all ranks.
-        shares: of each, the ranks that its core computes in turns.
+        times: times of all ranks.
+        shares: for each rank, the number of ranks that share its core.
     """
-    work = fmean(own.work for own in found)
-    return max(_LEAST, *(own.seconds - share * work for own, share in zip(found, shares, strict=True)))
+    work = fmean(time.work for time in times)
+    return max(_MINIMUM, *(time.seconds - share * work for time, share in zip(times, shares, strict=True)))
 
 
-def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> Taken:
+def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> RunTime:
     """One run on this rank; collective over all ranks of the job.
 
     Args:
@@ -149,9 +147,9 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
         shared: whether ranks share cores.
     """
     group = next((members for members in pattern.groups if transport.rank in members), None)
-    if pattern.kind == ATTEND:
-        return Taken(0.0 if group is None else _attended(transport, group, pattern.nbytes, repeats))
-    run, sent = (None, None) if group is None else _prepared(transport, pattern, group)
+    if pattern.kind == MESSAGE_WORK:
+        return RunTime(0.0 if group is None else _message_work(transport, group, pattern.nbytes, repeats))
+    run, sent = (None, None) if group is None else _prepare(transport, pattern, group)
     if run is not None:
         run()  # first touch of the buffers, and of the way
     transport.barrier()
@@ -159,25 +157,25 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
     if shared:
         return _behind_work(run, sent, min(repeats, _RUNS_BEHIND_WORK), trips, pattern.work)
     if run is None:
-        return Taken(0.0)
+        return RunTime(0.0)
     spans = []
     for _ in range(repeats):
         _write(sent)
         begin = time.perf_counter()
         run()
         spans.append(time.perf_counter() - begin)
-    return Taken(float(np.median(spans)) / trips)
+    return RunTime(float(np.median(spans)) / trips)
 
 
 def _write(sent: Any) -> None:
-    """Leave an array in the caches of this core, as an op does that computes it."""
+    """Write an array, so that it is in the caches of this core as after the op that computes it."""
     np.add(sent, 0, out=sent)
 
 
 def _behind_work(
     run: Callable[[], None] | None, sent: Any, repeats: int, trips: int, seconds: float
-) -> Taken:
-    """Means over runs, each behind some work; the others work, too, while a rank has no part."""
+) -> RunTime:
+    """Mean time over runs, each behind computation. Ranks outside all groups compute, too."""
     factor = np.full((_WORK_EDGE, _WORK_EDGE), 0.5, np.float32)
     product = np.empty_like(factor)
     begin, work = time.perf_counter(), 0.0
@@ -190,15 +188,15 @@ def _behind_work(
         work += time.thread_time() - start
         if run is not None:
             run()
-    taken = 0.0 if run is None else time.perf_counter() - begin
-    return Taken(taken / repeats / trips, work / repeats / trips)
+    elapsed = 0.0 if run is None else time.perf_counter() - begin
+    return RunTime(elapsed / repeats / trips, work / repeats / trips)
 
 
-def _attended(transport: Transport, group: Group, nbytes: int, repeats: int) -> float:
-    """Seconds that a rank spends on one end of a message: in the calls that start it and that end it.
+def _message_work(transport: Transport, group: Group, nbytes: int, repeats: int) -> float:
+    """Seconds that a rank is busy at one end of a message, in the calls that start it and that end it.
 
-    Both ranks send to each other. The time in which a message is under way does not count: ranks ask for it,
-    and wait for it when it is there.
+    Both ranks send to each other. The time in transit does not count: ranks poll, and wait only once the
+    message has arrived.
     """
     other = group[1 - group.index(transport.rank)]
     mine, theirs = (np.zeros(max(1, nbytes // _ITEM), np.float32) for _ in range(2))
@@ -218,33 +216,33 @@ def _attended(transport: Transport, group: Group, nbytes: int, repeats: int) -> 
     return float(np.median(spans[1:]))
 
 
-Prepared = tuple[Callable[[], Any], Any]
-Probe = Callable[[Transport, Group, int], Prepared]
+PreparedRun = tuple[Callable[[], Any], Any]
+Probe = Callable[[Transport, Group, int], PreparedRun]
 
 
-def _prepared(transport: Transport, pattern: Pattern, group: Group) -> Prepared:
+def _prepare(transport: Transport, pattern: Pattern, group: Group) -> PreparedRun:
     """A function that runs the collective once, and the array that it sends."""
     return _PROBES[pattern.kind](transport, group, max(len(group), pattern.nbytes // _ITEM))
 
 
-def _all_reduce(transport: Transport, group: Group, count: int) -> Prepared:
+def _all_reduce(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole = np.zeros(count, np.float32)
     return lambda: collectives.all_reduce(transport, whole, group, "sum", whole), whole
 
 
-def _all_gather(transport: Transport, group: Group, count: int) -> Prepared:
+def _all_gather(transport: Transport, group: Group, count: int) -> PreparedRun:
     sizes, result = even_counts(count, len(group)), np.zeros(count, np.float32)
     part = np.zeros(sizes[group.index(transport.rank)], np.float32)
     return lambda: collectives.all_gather(transport, part, 0, sizes, group, result), part
 
 
-def _reduce_scatter(transport: Transport, group: Group, count: int) -> Prepared:
+def _reduce_scatter(transport: Transport, group: Group, count: int) -> PreparedRun:
     sizes, whole = even_counts(count, len(group)), np.zeros(count, np.float32)
     part = np.zeros(sizes[group.index(transport.rank)], np.float32)
     return lambda: collectives.reduce_scatter(transport, whole, 0, sizes, "sum", group, part), whole
 
 
-def _all_to_all(transport: Transport, group: Group, count: int) -> Prepared:
+def _all_to_all(transport: Transport, group: Group, count: int) -> PreparedRun:
     rows = len(group)
     square = np.zeros((rows, max(1, count // rows)), np.float32)
     result = np.zeros((1, square.shape[1] * rows), np.float32)
@@ -252,24 +250,24 @@ def _all_to_all(transport: Transport, group: Group, count: int) -> Prepared:
     return lambda: collectives.all_to_all(transport, square, 0, ones, 1, widths, group, result), square
 
 
-def _broadcast(transport: Transport, group: Group, count: int) -> Prepared:
+def _broadcast(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole = np.zeros(count, np.float32)
     return lambda: collectives.broadcast(transport, whole, group[0], group, whole), whole
 
 
-def _permute(transport: Transport, group: Group, count: int) -> Prepared:
+def _permute(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole, result = np.zeros(count, np.float32), np.zeros(count, np.float32)
     position = group.index(transport.rank)
     after, before = group[(position + 1) % len(group)], group[position - 1]
     return lambda: collectives.permute(transport, whole, after, before, whole.shape, result), whole
 
 
-def _send(transport: Transport, group: Group, count: int) -> Prepared:
+def _send(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole = np.zeros(count, np.float32)
-    return _there_and_back(transport, group, whole), whole
+    return _round_trip(transport, group, whole), whole
 
 
-def _there_and_back(transport: Transport, group: Group, whole: Any) -> Any:
+def _round_trip(transport: Transport, group: Group, whole: Any) -> Any:
     """A round trip: half of it is what one message takes."""
     first, second = group
 

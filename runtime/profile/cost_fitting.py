@@ -8,14 +8,15 @@ Every fit minimises a sum of Huber losses of relative errors, x >= 0:
 
     minimise   sum_i huber((a_i . x - t_i) / s_i)
 
-so that a run that was disturbed counts little, and a microsecond counts as much as a second. Links have
-s_i = t_i: what spreads there are disturbances, and the fit is near the median. Ops have s_i = a_i . x of the
-turn before: after the mean over rounds, what spreads is that the same op takes longer in one place than in
-another (the first of its kind finds no cache warm). A step is the sum of all, so that the fit has to be near
-the mean; relative to what was measured, long ones would count less than short ones and all sums be too small.
+so that a disturbed run has little weight, and errors are relative. Links use s_i = t_i: their times spread
+because of disturbances, and the fit is near the median. Ops use s_i = a_i . x of the previous iteration:
+after the mean over rounds, their times spread because the same op takes longer in one place than in another
+(the first of its kind has cold caches). A step is the sum of all ops, so the fit must be near the mean;
+errors relative to the measured time would weight long times less than short ones and underestimate sums.
 
-The efficiency of matmuls by shape is such a problem in each of its three lengths when the other two are held,
-which is done in turns. A table of one kind of op is a rising line through knots, fitted likewise.
+The efficiency of matmuls by shape is such a problem in each of its three lengths with the other two fixed;
+the lengths are fitted in turns. A table of one kind of op is an increasing piecewise linear function, fitted
+likewise.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ComputeFit:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A measured collective: devices of one group, of those beside it, bytes, seconds."""
+    """A measured collective: devices of one group, of the concurrent groups, bytes, seconds."""
 
     kind: str
     group: tuple[int, ...]
@@ -91,7 +92,7 @@ def robust(
     like: Vector | None = None,
     far: float = _HUBER,
 ) -> Vector:
-    """x >= 0 with rows @ x close to seconds, relatively.
+    """Robust least squares: x >= 0 that minimises the Huber loss of the relative errors of rows @ x.
 
     Args:
         rows: [measurements, unknowns].
@@ -101,7 +102,7 @@ def robust(
         far: relative error from which a measurement counts less.
 
     Raises:
-        ResourceError: no measurement, or the solver found nothing.
+        ResourceError: no measurement, or the solver found no solution.
     """
     if not len(rows):
         raise ResourceError("fit: there is no measurement; give the profile more seconds")
@@ -113,19 +114,19 @@ def robust(
     x = cp.Variable(rows.shape[1], nonneg=True)
     loss = cp.sum(cp.huber(relative / scale @ x - seconds / unit, far)) / len(rows)
     if prior is not None:
-        known = np.flatnonzero(np.isfinite(prior) & (prior > 0))
-        if known.size:
-            loss += 1e-5 * cp.sum_squares(x[known] / (prior[known] * scale[known]) - 1)
+        stated = np.flatnonzero(np.isfinite(prior) & (prior > 0))
+        if stated.size:
+            loss += 1e-5 * cp.sum_squares(x[stated] / (prior[stated] * scale[stated]) - 1)
     problem = cp.Problem(cp.Minimize(loss))
     problem.solve(solver=cp.CLARABEL)
     if x.value is None:
         raise ResourceError(f"fit: the solver ended with {problem.status}; measure again")
-    found: Vector = np.maximum(np.asarray(x.value), 0.0) / scale
-    return found
+    solution: Vector = np.maximum(np.asarray(x.value), 0.0) / scale
+    return solution
 
 
 def expected(rows: Vector, seconds: Vector, start: float | Vector = 0.0) -> Vector:
-    """x >= 0 with start + rows @ x near the mean of the seconds that have the same row."""
+    """x >= 0 such that start + rows @ x is near the mean of the seconds with equal rows."""
     like, x = seconds, np.zeros(rows.shape[1])
     for _ in range(_TURNS):
         x = robust(rows, seconds - start, like=like, far=_SPREAD)
@@ -154,13 +155,13 @@ def fit_compute(
         ResourceError: no small or no large op that streams through memory was measured.
     """
     error: dict[str, float] = {}
-    small = _of(samples, "memory", most=_SMALL)
+    small = _select(samples, "memory", most=_SMALL)
     launch = float(robust(_columns(small, 1.0, "nbytes"), _seconds(small))[0])
-    per_byte, error["memory_efficiency"] = _slope(_of(samples, "memory", least=_LARGE), launch)
+    per_byte, error["memory_efficiency"] = _slope(_select(samples, "memory", least=_LARGE), launch)
     near = [(work, s) for work, s in small if work.nbytes <= _SMALL // 16]
     error["launch"] = mean_error(launch + per_byte * _columns(near, "nbytes")[:, 0], _seconds(near))
     bandwidth = max(memory_bandwidth or 0.0, 1 / per_byte)
-    lookups = _of(samples, "lookup")
+    lookups = _select(samples, "lookup")
     lookup_efficiency = None
     if lookups:
         slope, error["lookup_efficiency"] = _slope(lookups, launch)
@@ -168,7 +169,7 @@ def fit_compute(
     measured, rates, launches = {}, {}, dict[str, dict[str, OpTable]]()
     per_flop: dict[str, float] = {}
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
-        products = [s for s in _of(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
+        products = [s for s in _select(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
         if products:
             rate, half, starts, wrong = fit_matmul(products, per_byte)
             for op, start in starts.items():
@@ -187,7 +188,7 @@ def _fraction(number: float) -> float:
     return min(1.0, max(number, 1e-6))
 
 
-def _of(
+def _select(
     samples: Sequence[tuple[Work, float]], kind: str, least: float = 0, most: float = math.inf
 ) -> list[tuple[Work, float]]:
     return [(work, s) for work, s in samples if work.kind == kind and least <= work.nbytes <= most]
@@ -232,10 +233,10 @@ def fit_matmul(
             others = [other for other in range(3) if other != axis]
             shared = flops * np.prod(1 + half[others] / sizes[:, others], axis=1)
             rows = np.column_stack([shared, shared / sizes[:, axis], starting])[bound]
-            found = robust(rows, seconds[bound], like=like)
-            like = np.maximum(rows @ found, 1e-9)
-            per_flop, starts = max(float(found[0]), 1e-18), found[2:]
-            half[axis] = min(float(found[1]) / per_flop, 1e4)
+            solution = robust(rows, seconds[bound], like=like)
+            like = np.maximum(rows @ solution, 1e-9)
+            per_flop, starts = max(float(solution[0]), 1e-18), solution[2:]
+            half[axis] = min(float(solution[1]) / per_flop, 1e4)
     model = starting @ starts + np.maximum(flops * per_flop * np.prod(1 + half / sizes, axis=1), moving)
     lengths = (float(half[0]), float(half[1]), float(half[2]))
     launches = dict(zip(ops, map(float, starts), strict=True))
@@ -247,27 +248,27 @@ def fit_tables(
 ) -> dict[str, dict[str, OpTable]]:
     """Kind of op -> dtype -> seconds by bytes, or by FLOPs of contractions that are no plain matmul.
 
-    A kind that was met on few bytes only says how long it takes to start, and nothing of what moving bytes
-    costs: above that it costs what its class costs.
+    A kind that was measured on few bytes only has a launch time and no table: for more work, the costs of its
+    class apply.
     """
     kinds: dict[tuple[str, str], list[tuple[Work, float]]] = {}
     for work, seconds in samples:
         if work.op and work.op not in _CONTRACTIONS:
             kinds.setdefault((work.op, work.dtype), []).append((work, seconds))
-    found: dict[str, dict[str, OpTable]] = {}
-    for (op, dtype), own in sorted(kinds.items()):
-        if own[0][0].kind == "matmul" and any(any(work.patches) for work, _ in own):
-            found.setdefault(op, {})[dtype] = fit_rates(own, per_flop.get(dtype, 0.0))
+    tables: dict[str, dict[str, OpTable]] = {}
+    for (op, dtype), op_samples in sorted(kinds.items()):
+        if op_samples[0][0].kind == "matmul" and any(any(work.patches) for work, _ in op_samples):
+            tables.setdefault(op, {})[dtype] = fit_rates(op_samples, per_flop.get(dtype, 0.0))
             continue
-        unit = "flops" if own[0][0].kind == "matmul" else "bytes"
-        amounts = _columns(own, "flops" if unit == "flops" else "nbytes")[:, 0]
+        unit = "flops" if op_samples[0][0].kind == "matmul" else "bytes"
+        amounts = _columns(op_samples, "flops" if unit == "flops" else "nbytes")[:, 0]
         if unit == "bytes" and amounts.max() <= _SMALL:
-            start = max(float(np.mean(_seconds(own) - per_byte * amounts)), 1e-9)
-            wrong = mean_error(start + per_byte * amounts, _seconds(own))
-            found.setdefault(op, {})[dtype] = OpTable("", (), (), wrong, start)
+            start = max(float(np.mean(_seconds(op_samples) - per_byte * amounts)), 1e-9)
+            wrong = mean_error(start + per_byte * amounts, _seconds(op_samples))
+            tables.setdefault(op, {})[dtype] = OpTable("", (), (), wrong, start)
         elif amounts.min() > 0:
-            found.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(own))
-    return found
+            tables.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(op_samples))
+    return tables
 
 
 def fit_rates(samples: Sequence[tuple[Work, float]], least: float = 0.0) -> OpTable:
@@ -311,10 +312,10 @@ def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
 
 
 def fit_host(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of the host beside the tasks of a step: once a step, and for each task.
+    """Seconds of host work outside of tasks: per step, and per task.
 
     Args:
-        steps: tasks of a step, and its seconds outside them; of steps with different numbers of tasks.
+        steps: (number of tasks, seconds outside of tasks) of steps with different numbers of tasks.
     """
     rows = np.array([[1.0, tasks] for tasks, _ in steps])
     step, task = expected(rows, np.array([seconds for _, seconds in steps]))
@@ -324,18 +325,21 @@ def fit_host(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
 def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     """Launch time of collectives, latencies and bandwidths of all links that the messages use.
 
-    The time of a collective is linear in these where its algorithm and its bottleneck are known; they are
-    those of the last turn's numbers.
+    The time of a collective is linear in these numbers for a given algorithm and bottleneck link, which are
+    those of the previous iteration.
 
     Raises:
         ResourceError: no message was measured.
     """
-    present, origins = _with_start(cluster), list(dict.fromkeys(link.origin for link in cluster.links))
-    prior = _stated(cluster, origins)
+    present, origins = (
+        _with_initial_numbers(cluster),
+        list(dict.fromkeys(link.origin for link in cluster.links)),
+    )
+    prior = _stated_numbers(cluster, origins)
     seconds = np.array([m.seconds for m in messages])
     x, rows = np.zeros(1 + 2 * len(origins)), np.zeros((len(messages), 1 + 2 * len(origins)))
     for turn in range(_TURNS):
-        # First every class of links counts where it may decide, then where it does with the numbers found.
+        # First every class of links that may be the bottleneck, then those that are with the numbers.
         rows = _link_rows(present, origins, messages, 1.0 if turn < _TURNS // 2 else 1e-12)
         x = robust(rows, seconds, prior)
         present = _with_numbers(present, origins, x)
@@ -358,8 +362,8 @@ def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     )
 
 
-def _with_start(cluster: Cluster) -> Cluster:
-    """The cluster with some number wherever it states none, for the first turn."""
+def _with_initial_numbers(cluster: Cluster) -> Cluster:
+    """The cluster with initial numbers wherever the file states none, for the first iteration."""
     links = tuple(
         replace(link, bandwidth=link.bandwidth or 1e9, latency=1e-6 if link.latency is None else link.latency)
         for link in cluster.links
@@ -367,38 +371,41 @@ def _with_start(cluster: Cluster) -> Cluster:
     return replace(cluster, links=links, launch=cluster.launch or 0.0, measured=())
 
 
-def _stated(cluster: Cluster, origins: Sequence[str]) -> Vector:
-    """What the file states already; nan where it does not."""
-    found = np.full(1 + 2 * len(origins), np.nan)
+def _stated_numbers(cluster: Cluster, origins: Sequence[str]) -> Vector:
+    """Inverse bandwidths and latencies that the file states; nan where it does not."""
+    numbers = np.full(1 + 2 * len(origins), np.nan)
     for link in cluster.links:
-        at = origins.index(link.origin)
+        index = origins.index(link.origin)
         if link.latency is not None:
-            found[1 + at] = max(link.latency, 1e-7)  # of nothing at all no multiple would be far
+            numbers[1 + index] = max(link.latency, 1e-7)  # the prior is relative: it may not be zero
         if link.bandwidth:
-            found[1 + len(origins) + at] = 1 / link.bandwidth
-    return found
+            numbers[1 + len(origins) + index] = 1 / link.bandwidth
+    return numbers
 
 
 def _with_numbers(cluster: Cluster, origins: Sequence[str], x: Vector) -> Cluster:
     links = []
     for link in cluster.links:
-        at = origins.index(link.origin)
-        inverse = max(float(x[1 + len(origins) + at]), 1e-14)
-        links.append(replace(link, latency=float(x[1 + at]), bandwidth=1 / inverse))
+        index = origins.index(link.origin)
+        inverse = max(float(x[1 + len(origins) + index]), 1e-14)
+        links.append(replace(link, latency=float(x[1 + index]), bandwidth=1 / inverse))
     return replace(cluster, links=tuple(links), launch=float(x[0]))
 
 
-def _link_rows(cluster: Cluster, origins: Sequence[str], messages: Sequence[Message], more: float) -> Vector:
+def _link_rows(
+    cluster: Cluster, origins: Sequence[str], messages: Sequence[Message], increment: float
+) -> Vector:
     """Coefficients of launch, latencies and inverse bandwidths in the seconds of every message.
 
     Args:
-        more: seconds that are added to a latency to see what changes.
+        increment: seconds by which a latency is increased to compute the finite difference.
     """
     cost, count = CollectiveCost(cluster), len(origins)
     steps = []
     for origin in origins:
         links = tuple(
-            replace(k, latency=(k.latency or 0.0) + more) if k.origin == origin else k for k in cluster.links
+            replace(k, latency=(k.latency or 0.0) + increment) if k.origin == origin else k
+            for k in cluster.links
         )
         steps.append(CollectiveCost(replace(cluster, links=links)))
     rows = np.zeros((len(messages), 1 + 2 * count))
@@ -407,10 +414,10 @@ def _link_rows(cluster: Cluster, origins: Sequence[str], messages: Sequence[Mess
         lines: Any = cost.lines(*pattern)
         best = min(lines, key=lambda line: line.alpha + line.beta * message.nbytes)
         row[0] = 1.0
-        for at, unit in enumerate(steps):
+        for index, unit in enumerate(steps):
             same = [line.alpha for line in unit.lines(*pattern) if line.algorithm == best.algorithm]
-            row[1 + at] = (same[0] - best.alpha) / more if same else 0.0
+            row[1 + index] = (same[0] - best.alpha) / increment if same else 0.0
         if best.bottleneck is not None:
-            at = origins.index(best.bottleneck.origin)
-            row[1 + count + at] = best.beta * best.bottleneck.bandwidth * message.nbytes
+            index = origins.index(best.bottleneck.origin)
+            row[1 + count + index] = best.beta * best.bottleneck.bandwidth * message.nbytes
     return rows

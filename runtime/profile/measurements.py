@@ -24,7 +24,7 @@ Rank = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 
 
 class Header(Entry):
-    """Of which request the measurements are; see `profile.Store.open`."""
+    """The request that the measurements belong to; see `profiler.Store.open`."""
 
     source: str
     ranks: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
@@ -54,7 +54,7 @@ class MessageEntry(Entry):
 
 
 class RunsEntry(Entry):
-    """One thing that was measured, and its seconds in every round."""
+    """One measured item, and its seconds in every round."""
 
     works: Annotated[list[WorkEntry], Field(min_length=1)] | None = None
     tasks: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -95,11 +95,11 @@ def read_measurements(path: Path, version: int) -> tuple[dict[str, Any], dict[st
             f"{path}: measurements of another version of distgraph, whose programs were others; use another "
             "output, or --fresh"
         )
-    found = validate(MeasurementsFile, document, str(path), ResourceError)
-    for key, entry in found.runs.items():
+    measurements = validate(MeasurementsFile, document, str(path), ResourceError)
+    for key, entry in measurements.runs.items():
         if entry.message is not None:
             members = [rank for group in entry.message.groups for rank in group]
-            if max(members) >= found.header.ranks or len(set(members)) < len(members):
-                told = f"disjoint groups of ranks below {found.header.ranks}"
-                refuse(ResourceError, str(path), ["runs", key, "message", "groups"], told)
+            if max(members) >= measurements.header.ranks or len(set(members)) < len(members):
+                expected = f"disjoint groups of ranks below {measurements.header.ranks}"
+                refuse(ResourceError, str(path), ["runs", key, "message", "groups"], expected)
     return document["header"], document["runs"]

@@ -1,12 +1,11 @@
-"""Programs that are run to see what single ops cost on a device.
+"""Probes of ops: small programs whose ops are timed one by one on a device.
 
-*In:* nothing but shapes.
-*Out:* for every op of a small program its `Work` and the seconds it took there.
-*Invariant:* what is timed are the lines of the generated program, with its buffers, each in the
-neighbourhood (of caches and interpreter) in which it works in training. Clocks are read between lines;
-nothing is called that training does not call. A short op takes its wall time, a long one its CPU time: time
-slices of other programs, which no long op escapes on a busy machine, are not in that, and to read it takes as
-long as a short op.
+*In:* shapes.
+*Out:* for every op of a small program its `Work` and its seconds.
+*Invariant:* the timed code is the generated program with its buffers, so that each op finds caches and
+interpreter in the state that they have in training. Clocks are read between lines; nothing else is added. A
+short op is timed by the wall clock, because reading the CPU clock takes as long as a short op; a long op is
+timed by the CPU clock, which excludes the time slices of other programs.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 
 _LINE: Final = re.compile(r"  # %([^,\s]+)")  # the comment of a line names its results
-MATRICES: Final = (
+MATMUL_SHAPES: Final = (
     *((n, n, n) for n in (8, 32, 64, 128, 256, 512, 1024)),
     *((4096, 32, 32), (32, 4096, 32), (32, 32, 4096), (2048, 128, 512), (512, 2048, 128), (128, 512, 2048)),
     *((8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (1000, 10, 64), (64, 1000, 10), (200, 72, 16)),
 )
 """m, n, k: square, tall, wide, flat and thin."""
-PICTURES: Final = (
+IMAGE_SHAPES: Final = (
     (2, 8, 8),
     (8, 16, 8),
     (8, 32, 8),
@@ -56,13 +55,13 @@ PICTURES: Final = (
     (64, 128, 16),
 )
 """Batch, channels and edge of images: convolutions of 5e3 to 6e8 FLOP."""
-TEXTS: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256))
+TEXT_SHAPES: Final = ((1, 16, 32), (4, 32, 64), (8, 64, 128), (16, 64, 128), (32, 64, 128), (8, 64, 256))
 """Batch, length and width of texts."""
 CLOCKS: Final = (time.perf_counter, time.thread_time)
-"""Of the wall and of the processor."""
-_SHORT: Final = 1e-4  # seconds of an op that mostly escapes time slices
-_MICRO: Final = 4  # micro-batches of the probes that have several
-STREAMS: Final = tuple(2**power for power in range(8, 25, 2))
+"""Wall clock and CPU clock."""
+_SHORT_OP: Final = 1e-4  # seconds up to which an op is timed by the wall clock
+_MICRO: Final = 4  # micro-batches of the probes with several
+STREAM_SIZES: Final = tuple(2**power for power in range(8, 25, 2))
 """Elements: 1 KiB to 64 MiB of f32."""
 
 
@@ -71,9 +70,9 @@ class Probe:
     """A program to time op by op.
 
     Attributes:
-        name: unique, without the shapes that `graph` knows.
-        graph: traces it.
-        micro_batches: how often it runs in a step, adding up gradients.
+        name: unique name.
+        graph: traces the program.
+        micro_batches: number of micro-batches of a step, whose gradients are added up.
     """
 
     name: str
@@ -82,30 +81,30 @@ class Probe:
 
 
 def probes(dtypes: Sequence[str] = ("f32", "f64")) -> tuple[Probe, ...]:
-    """Every program that a profile runs, the quick ones first."""
-    found = []
+    """All programs that a profile runs, quick ones first."""
+    programs = []
     for dtype in dtypes:
-        small = [shape for shape in MATRICES if np.prod(shape) <= 2**22]
-        large = [shape for shape in MATRICES if np.prod(shape) > 2**22]
-        found.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
+        small = [shape for shape in MATMUL_SHAPES if np.prod(shape) <= 2**22]
+        large = [shape for shape in MATMUL_SHAPES if np.prod(shape) > 2**22]
+        programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))
         named = {f"matmul/{dtype}/{'x'.join(map(str, shape))}": shape for shape in large}
-        found += [Probe(name, partial(_products, dtype, [shape])) for name, shape in named.items()]
-    for batch, length, width in TEXTS:
-        found.append(
+        programs += [Probe(name, partial(_products, dtype, [shape])) for name, shape in named.items()]
+    for batch, length, width in TEXT_SHAPES:
+        programs.append(
             Probe(f"transformer/{batch}x{length}x{width}", partial(_transformer, batch, length, width))
         )
-    for batch, channels, edge in PICTURES:
+    for batch, channels, edge in IMAGE_SHAPES:
         name = f"convolution/{batch}x{channels}x{edge}"
-        found.append(Probe(name, partial(_convolution, batch, channels, edge)))
+        programs.append(Probe(name, partial(_convolution, batch, channels, edge)))
     for batch, width in ((8, 64), (8, 128), (24, 256), (64, 512)):
-        found.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
-    found += [
+        programs.append(Probe(f"perceptron/{batch}x{width}", partial(_perceptron, batch, width)))
+    programs += [
         Probe("transformer/micro", partial(_transformer, 4, 32, 64), _MICRO),
         Probe("convolution/micro", partial(_convolution, 8, 32, 8), _MICRO),
         Probe("perceptron/micro", partial(_perceptron, 24, 256), _MICRO),
     ]
-    found += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAMS]
-    return tuple(found)
+    programs += [Probe(f"stream/{size}", partial(_streams, size)) for size in STREAM_SIZES]
+    return tuple(programs)
 
 
 def _products(dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Graph:
@@ -123,24 +122,24 @@ def _streams(size: int) -> Graph:
     width = min(size // 16, 256)  # 16 rows at least: ids go up to 9
     rows = size // width
 
-    def program(x: Tensor, y: Tensor, at: Tensor) -> Any:
-        return x + y, x * y, ops.relu(x), ops.embedding(x, at)
+    def program(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+        return x + y, x * y, ops.relu(x), ops.embedding(x, ids)
 
     return trace(program, ((rows, width), "f32"), ((rows, width), "f32"), ((rows,), "i32"), name="stream")
 
 
-class _Text(nn.Module):
+class _LanguageModel(nn.Module):
     def __init__(self, length: int, width: int) -> None:
         self.token, self.place = nn.Embedding(256, width), nn.Parameter((length, width))
         self.block = nn.TransformerBlock(width, max(1, width // 32), dropout=0.1)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        found: Tensor = self.head(self.norm(self.block(self.token(text) + self.place)))
-        return found
+        logits: Tensor = self.head(self.norm(self.block(self.token(text) + self.place)))
+        return logits
 
 
-class _Pictures(nn.Module):
+class _ImageModel(nn.Module):
     def __init__(self, channels: int, edge: int) -> None:
         self.first = nn.Conv2d(1, channels // 2, 3, padding=1)
         self.second = nn.Conv2d(channels // 2, channels, 3, padding=1)
@@ -151,18 +150,18 @@ class _Pictures(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.pool(ops.relu(self.first(images)))
         x = self.pool(ops.relu(self.third(ops.relu(self.second(x)))))
-        found: Tensor = self.down(self.dropout(ops.relu(self.up(nn.Flatten()(x)))))
-        return found
+        logits: Tensor = self.down(self.dropout(ops.relu(self.up(nn.Flatten()(x)))))
+        return logits
 
 
 def _transformer(batch: int, length: int, width: int) -> Graph:
     text = ((batch, length), "i32")
-    return _training(_Text(length, width), (text, text), AdamW(clip_norm=1.0))
+    return _training(_LanguageModel(length, width), (text, text), AdamW(clip_norm=1.0))
 
 
 def _convolution(batch: int, channels: int, edge: int) -> Graph:
     images = ((batch, 1, edge, edge), "f32")
-    return _training(_Pictures(channels, edge), (images, ((batch,), "i32")), Adam())
+    return _training(_ImageModel(channels, edge), (images, ((batch,), "i32")), Adam())
 
 
 def _perceptron(batch: int, width: int) -> Graph:
@@ -192,12 +191,12 @@ def _training(model: nn.Module, batch: Sequence[tuple[tuple[int, ...], str]], op
         return graph
 
 
-class Timed:
-    """A probe made ready on this process.
+class PreparedProbe:
+    """A probe compiled in this process.
 
     Args:
         probe: the program.
-        cluster: any; only its first device is named in prices.
+        cluster: any cluster; only its first device is used.
     """
 
     def __init__(self, probe: Probe, cluster: Cluster) -> None:
@@ -223,27 +222,27 @@ class Timed:
         self._works = _works(locals_, cost)
         self.nbytes = sum(value.nbytes for op in program.graph.ops for value in op.results)
         self._worker.step(self._feeds)  # compiles kernels
-        self._stamp(set())
+        self._use_cpu_clock(set())
         self._worker.step(self._feeds)
-        self._stamp({name for name, spans in self._seconds.items() if np.mean(spans) > _SHORT})
+        self._use_cpu_clock({name for name, spans in self._seconds.items() if np.mean(spans) > _SHORT_OP})
         self.ops = tuple(name for name in self._works if name in self._seconds)
 
-    def _stamp(self, long: Set[str]) -> None:
-        """Read the CPU clock around these ops, and that of the wall around all others."""
-        stamped = {name: _stamped(task, self._seconds, long) for name, task in self._tasks.items()}
+    def _use_cpu_clock(self, long: Set[str]) -> None:
+        """Time these ops by the CPU clock and all others by the wall clock."""
+        stamped = {name: _with_clocks(task, self._seconds, long) for name, task in self._tasks.items()}
         self._worker.tasks.update(stamped)
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """What the timed ops do, in the order of `run`."""
+        """Works of the timed ops, in the order of `run`."""
         return tuple(self._works[name] for name in self.ops)
 
     def run(self, seconds: float = 0.02) -> list[float]:
         """Seconds of every op: the median over some runs of the program.
 
         Args:
-            seconds: about how long to run; once untimed, so that caches are as between steps, then at least
-                once and at most ten times.
+            seconds: approximate time to run. The program runs once untimed to warm the caches, then one to
+                ten times.
         """
         begin = time.perf_counter()
         self._worker.step(self._feeds)
@@ -257,14 +256,14 @@ class Timed:
 
 
 def _works(locals_: dict[str, LocalOp], cost: OpCost) -> dict[str, Work]:
-    """Of all ops but the addition of micro-batches, which does not take place in the first of them."""
-    found = {}
+    """Works of all ops but the accumulation over micro-batches, which the first micro-batch does not run."""
+    works = {}
     for name, local in locals_.items():
         if local.op.results[0].name == name and local.mode != "accumulate":
             work = cost.work(local)
             if work is not NOTHING:
-                found[name] = work
-    return found
+                works[name] = work
+    return works
 
 
 def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
@@ -277,19 +276,19 @@ def _block(random: np.random.Generator, shape: tuple[int, ...], dtype: str, zero
     return random.integers(0, high, shape).astype(kind)
 
 
-def _stamped(task: CompiledTask, seconds: dict[str, list[float]], long: Set[str]) -> CompiledTask:
-    """The task with clocks read between its lines; adds the seconds of each under its first result.
+def _with_clocks(task: CompiledTask, seconds: dict[str, list[float]], long: Set[str]) -> CompiledTask:
+    """The task with clocks between its lines, which append the seconds of each line under its first result.
 
     Args:
-        task: as generated.
+        task: generated task.
         seconds: first result of a line -> seconds of every run of it.
-        long: first results of lines that take CPU time.
+        long: first results of lines that are timed by the CPU clock.
     """
     clocks = dict(zip(("wall", "processor"), CLOCKS, strict=True))
     overhead = {name: _clock_seconds(clock) for name, clock in clocks.items()}
 
     def stamped(function: Callable[[int], None]) -> Callable[[int], None]:
-        text, names = _with_stamps(task.source, function.__name__, long)
+        text, names = _clocked_source(task.source, function.__name__, long)
         reading = [overhead["processor" if name in long else "wall"] for name in names]
 
         def note(*spans: float) -> None:
@@ -298,22 +297,22 @@ def _stamped(task: CompiledTask, seconds: dict[str, list[float]], long: Set[str]
 
         scope = {**task.scope, **clocks, "note": note}
         exec(compile(text, f"<timed {task.name}>", "exec"), scope)
-        found: Callable[[int], None] = scope[function.__name__]
-        return found
+        clocked: Callable[[int], None] = scope[function.__name__]
+        return clocked
 
     return replace(task, body=stamped(task.body), last=stamped(task.last))
 
 
-def _with_stamps(source: str, function: str, long: Set[str]) -> tuple[str, list[str]]:
-    """Text of one function of a task with its stamps, and the first result of every line that has them."""
+def _clocked_source(source: str, function: str, long: Set[str]) -> tuple[str, list[str]]:
+    """Source of one function of a task with clocks, and the first result of every timed line."""
     rest = source.partition(f"def {function}(m):\n")[2]
     text, names = [f"def {function}(m):"], list[str]()
     for line in rest.split("\n\n\n")[0].rstrip().split("\n"):
-        found = _LINE.search(line)
-        if found is None:
+        match = _LINE.search(line)
+        if match is None:
             text.append(line)
             continue
-        number, name = len(names), found.group(1)
+        number, name = len(names), match.group(1)
         clock = "processor" if name in long else "wall"
         names.append(name)
         text += [f"    begin_{number} = {clock}()", line, f"    end_{number} = {clock}()"]
@@ -322,7 +321,7 @@ def _with_stamps(source: str, function: str, long: Set[str]) -> tuple[str, list[
 
 
 def _clock_seconds(clock: Callable[[], float]) -> float:
-    """What reading a clock twice costs."""
+    """Seconds between two readings of a clock."""
     spans = []
     for _ in range(200):
         begin = clock()

@@ -2,12 +2,12 @@
 
 *In:* a resource file (or none: this machine), ranks, seconds.
 *Out:* the same file with measured numbers and the error of the fit beside each.
-*Invariant:* rank i measures device i, and all ranks measure the same thing at the same time: in training they
-share caches, memory and links as well. Rounds go over everything once and then again, so that a slow minute
-of the machine touches every number a little and none completely. Of ops means over the rounds are fitted, as
-a step is their sum; of messages, whose times have long tails, medians. In every round the slowest rank of a
-kind of device counts, as in a step, whose ranks wait for each other. What was measured lies in a JSON file
-beside the output from the first second on, and a later run goes on from it.
+*Invariant:* rank i measures device i, and all ranks measure the same item at the same time, because they
+share caches, memory and links in training as well. Each round measures every item once, so that a slow minute
+of the machine affects every number a little and none completely. The fits use the mean over rounds for ops,
+whose sum is a step, and the median for messages, whose times have long tails. In every round the slowest rank
+of a kind of device counts, because the ranks of a step wait for each other. Measurements are saved to a JSON
+file next to the output while the profile runs, and a later run continues from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from distgraph.runtime.profile.cost_fitting import (
     fit_links,
 )
 from distgraph.runtime.profile.measurements import read_measurements
-from distgraph.runtime.profile.op_probes import Timed, probes
+from distgraph.runtime.profile.op_probes import PreparedProbe, probes
 from distgraph.runtime.profile.resource_writer import Measured, write_measured
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.serialization.atomic_files import write_atomically
@@ -54,7 +54,7 @@ from distgraph.serialization.documents import refuse, shown
 _REPEATS: Final = 15
 _SAVE_SECONDS: Final = 1.0
 _FORMAT: Final = 3  # of the store
-_KEPT_BYTES: Final = 32 * 2**20  # a larger program is made anew for every run
+_CACHED_BYTES: Final = 32 * 2**20  # a larger program is compiled again for every run
 _SCRIPT: Final = """from distgraph.runtime.profile.profiler import rank_main
 from {module} import {name}
 rank_main({name})
@@ -63,10 +63,10 @@ _TERMINAL: Final = "DISTGRAPH_PROFILE_TERMINAL"
 
 
 class HostProbe(Protocol):
-    """A step whose tasks take next to no time, made by whoever drives the ranks.
+    """A step whose tasks take almost no time, which measures the host work of a step.
 
     Attributes:
-        name: unique among all that is measured.
+        name: unique name among all measured items.
     """
 
     @property
@@ -77,25 +77,25 @@ class HostProbe(Protocol):
 
 
 HostProbes = Callable[[], Sequence[HostProbe]]
-"""A function of a module, as every rank imports it anew."""
+"""A function at module level, so that every rank can import it."""
 
 
 def no_host() -> tuple[HostProbe, ...]:
-    """Nobody drives the ranks: what a step costs beside its tasks is not measured."""
+    """No probes: the host work of a step is not measured."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be measured.
+    """Options of a profile.
 
     Attributes:
-        output: resource file to write; the measurements lie beside it, see `store_path`.
-        source: resource file or shipped name that is kept but for the numbers; "" for this machine.
-        ranks: of the job.
-        seconds: how long to measure at most.
-        repeats: rounds.
-        fresh: forget earlier measurements.
+        output: resource file to write; see `store_path` for the file of the measurements.
+        source: resource file or shipped name whose numbers are replaced; "" for this machine.
+        ranks: number of ranks of the job.
+        seconds: time limit.
+        repeats: number of rounds.
+        fresh: whether to discard earlier measurements.
     """
 
     output: str
@@ -107,7 +107,7 @@ class Request:
 
     @property
     def store_path(self) -> Path:
-        """Where the measurements are kept."""
+        """Path of the file of the measurements."""
         return Path(self.output).with_suffix(".measurements.json")
 
     def cluster(self) -> Cluster:
@@ -116,19 +116,19 @@ class Request:
         Raises:
             ResourceError: fewer devices than ranks, or a device that NumPy does not run on.
         """
-        found = load_cluster(self.source) if self.source else local_cluster(self.ranks)
-        if self.ranks > len(found.devices):
+        cluster = load_cluster(self.source) if self.source else local_cluster(self.ranks)
+        if self.ranks > len(cluster.devices):
             raise ResourceError(
-                f"profile: {self.ranks} ranks but cluster {found.name} has {len(found.devices)} devices; "
+                f"profile: {self.ranks} ranks but cluster {cluster.name} has {len(cluster.devices)} devices; "
                 "start one rank a device, or describe more devices"
             )
-        for device in found.devices[: self.ranks]:
+        for device in cluster.devices[: self.ranks]:
             if device.type != "cpu":
                 raise ResourceError(
-                    f"profile: {found.source}: {device.origin} is a {device.type}, but programs run on CPUs "
-                    "here; give a file that describes this machine's CPUs, or leave --cluster out"
+                    f"profile: {cluster.source}: {device.origin} is a {device.type}, but programs run on "
+                    "CPUs here; give a file that describes this machine's CPUs, or leave --cluster out"
                 )
-        return found
+        return cluster
 
 
 def profile(request: Request, host: HostProbes = no_host) -> int:
@@ -136,7 +136,7 @@ def profile(request: Request, host: HostProbes = no_host) -> int:
 
     Args:
         request: what is to be measured.
-        host: makes the probes of what a step costs beside its tasks.
+        host: creates the probes of the host work of a step.
 
     Returns: exit code of the ranks.
 
@@ -149,7 +149,7 @@ def profile(request: Request, host: HostProbes = no_host) -> int:
         if request.ranks not in (1, given):
             raise RuntimeFault(f"profile: -n {request.ranks} inside a job of {given} ranks; leave -n out")
         return _rank(Request(**(asdict(request) | {"ranks": given})), host)
-    request.cluster()  # its mistakes are told here, once
+    request.cluster()  # raises its errors once, before ranks start
     if request.ranks == 1:
         return _rank(request, host)
     with tempfile.TemporaryDirectory(prefix="distgraph-profile-") as folder:
@@ -183,34 +183,34 @@ def rank_main(host: HostProbes) -> None:
 def _rank(request: Request, host: HostProbes) -> int:
     cluster, transport = request.cluster(), current_transport()
     leads = transport is None or transport.rank == 0
-    store = Store.open(request, _places(transport)) if leads else Store({}, None)
+    store = Store.open(request, _core_sharing(transport)) if leads else Store({}, None)
     if transport is not None:
         store.runs = transport.broadcast_object(store.runs, 0)
     with threadpool_limits(1):
         _Profile(request, cluster, transport, store, host()).run()
     if leads:
-        found = evaluate(cluster, store.runs, request.ranks)
-        write_measured(request.output, request.source, request.ranks, found)
+        measured = evaluate(cluster, store.runs, request.ranks)
+        write_measured(request.output, request.source, request.ranks, measured)
         Console(stderr=True).print(
-            f"profile: {request.output} written; {found.summary()}", highlight=False, soft_wrap=True
+            f"profile: {request.output} written; {measured.summary()}", highlight=False, soft_wrap=True
         )
     return 0
 
 
-def _places(transport: MpiTransport | None) -> str:
-    """How ranks share the cores of the first one's machine."""
+def _core_sharing(transport: MpiTransport | None) -> str:
+    """Text on how ranks share the cores of the first rank's machine; part of the header of a store."""
     if transport is None:
         return ""
     return f"{transport.binding.share:g} ranks a core" + ", each on one" * transport.binding.bound
 
 
-def _listed(header: Mapping[str, Any]) -> str:
+def _format_header(header: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {shown(value)}" for name, value in header.items())
 
 
 @dataclass(slots=True)
 class Store:
-    """Measurements so far: key -> what it is (works, tasks or message), and seconds of every round (runs)."""
+    """Measurements: key -> subject (works, tasks or message) and seconds of every round (runs)."""
 
     runs: dict[str, dict[str, Any]]
     path: Path | None
@@ -219,11 +219,11 @@ class Store:
 
     @classmethod
     def open(cls, request: Request, places: str = "") -> Store:
-        """Those of an earlier run of the same request, if there are any.
+        """The measurements of an earlier run of the same request, or an empty store.
 
         Args:
-            request: what is to be measured.
-            places: how ranks share cores, as that decides what they pay for messages.
+            request: options of the profile.
+            places: how ranks share cores, which affects the cost of messages.
 
         Raises:
             ResourceError: the file holds something else.
@@ -231,17 +231,17 @@ class Store:
         header = {"source": request.source, "ranks": request.ranks, "places": places, "format": _FORMAT}
         if request.fresh or not request.store_path.is_file():
             return cls({}, request.store_path, header)
-        given, runs = read_measurements(request.store_path, _FORMAT)
-        if given != header:
+        stored, runs = read_measurements(request.store_path, _FORMAT)
+        if stored != header:
             raise ResourceError(
-                f"{request.store_path}: measurements of {_listed(given)} but this is {_listed(header)}; use "
-                "another output, or --fresh"
+                f"{request.store_path}: measurements of {_format_header(stored)} but this is "
+                f"{_format_header(header)}; use another output, or --fresh"
             )
         origins = {device.origin for device in request.cluster().devices[: request.ranks]}
         for key, entry in runs.items():
             if "message" not in entry and key.partition("|")[0] not in origins:
-                told = f"devices of {request.source or 'this machine'}, {', '.join(sorted(origins))}"
-                refuse(ResourceError, str(request.store_path), ["runs", key], told)
+                expected = f"devices of {request.source or 'this machine'}, {', '.join(sorted(origins))}"
+                refuse(ResourceError, str(request.store_path), ["runs", key], expected)
         return cls(runs, request.store_path, header)
 
     def add(self, key: str, about: Mapping[str, Any], seconds: Sequence[float]) -> None:
@@ -261,7 +261,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something to measure: `run` is collective and gives what to add to the store under each key."""
+    """An item to measure. All ranks call `run`, which returns what to add to the store under each key."""
 
     name: str
     run: Callable[[], dict[str, tuple[dict[str, Any], list[float]]]]
@@ -278,10 +278,10 @@ class _Profile:
     ) -> None:
         self.request, self.cluster, self.transport, self.store = request, cluster, transport, store
         self.host = host
-        self.timed: dict[str, Timed] = {}
-        self.took: dict[str, float] = {}
+        self.prepared_probes: dict[str, PreparedProbe] = {}
+        self.durations: dict[str, float] = {}
         self.begin = time.monotonic()
-        # Ranks that a core computes in turns, here and for every rank.
+        # Number of ranks that share a core: for this rank, and for every rank.
         self.share, self.shares = 1.0, [1.0]
         if transport is not None:
             self.share = transport.binding.share
@@ -292,8 +292,8 @@ class _Profile:
         return 0 if self.transport is None else self.transport.rank
 
     def run(self) -> None:
-        """Measure until everything has its repeats or the time is over."""
-        items = [Item(p.name, partial(self.beside, p)) for p in self.host]
+        """Measure until every item has its repeats or the time limit is reached."""
+        items = [Item(p.name, partial(self.host_work, p)) for p in self.host]
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
@@ -306,7 +306,7 @@ class _Profile:
             try:
                 for round_ in range(self.request.repeats):
                     for item in items:
-                        if done[item.name] <= round_ and self.go(item):
+                        if done[item.name] <= round_ and self.has_time(item):
                             self.measure(item)
                             bar.update(task, advance=1, description=item.name.split("/")[0].split(" ")[0])
             finally:
@@ -319,64 +319,64 @@ class _Profile:
         ]
         return min(counts, default=0)
 
-    def go(self, item: Item) -> bool:
+    def has_time(self, item: Item) -> bool:
         """Whether there is time for an item; the first rank decides for all."""
         left = self.request.seconds - (time.monotonic() - self.begin)
-        goes = left > 1.2 * self.took.get(item.name, self.guess(item.name))
+        goes = left > 1.2 * self.durations.get(item.name, self.estimated_seconds(item.name))
         return goes if self.transport is None else bool(self.transport.broadcast_object(goes, 0))
 
-    def guess(self, name: str) -> float:
-        """Seconds of a message from those of one a quarter of its size."""
+    def estimated_seconds(self, name: str) -> float:
+        """Estimated seconds of a message: four times those of a message of a quarter of its size."""
         head, _, size = name.rpartition("/")
-        return 4 * self.took.get(f"{head}/{int(size) // 4}", 0.0) if size.isdigit() else 0.0
+        return 4 * self.durations.get(f"{head}/{int(size) // 4}", 0.0) if size.isdigit() else 0.0
 
     def measure(self, item: Item) -> None:
         begin = time.monotonic()
         for key, (about, seconds) in item.run().items():
             self.store.add(f"{key}|{item.name}", about, seconds)
-        self.took[item.name] = time.monotonic() - begin
+        self.durations[item.name] = time.monotonic() - begin
 
     def compute(self, probe: Any) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """One probe on all ranks; of one kind of device the slowest counts."""
-        timed = self.timed.get(probe.name)
+        """Measure one program on all ranks; the slowest rank of each kind of device counts."""
+        timed = self.prepared_probes.get(probe.name)
         if timed is None:
-            timed = Timed(probe, self.cluster)
-            if timed.nbytes <= _KEPT_BYTES:
-                self.timed[probe.name] = timed
+            timed = PreparedProbe(probe, self.cluster)
+            if timed.nbytes <= _CACHED_BYTES:
+                self.prepared_probes[probe.name] = timed
         if self.transport is not None:
             self.transport.barrier()
         works = {"works": [asdict(work) for work in timed.works]}
         return self.by_device(works, [seconds * self.share for seconds in timed.run()])
 
-    def beside(self, probe: HostProbe) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """What a step costs beside its tasks; the slowest rank counts as in `compute`."""
+    def host_work(self, probe: HostProbe) -> dict[str, tuple[dict[str, Any], list[float]]]:
+        """Measure the host work of a step; the slowest rank counts as in `compute`."""
         tasks, seconds = probe.run()
         return self.by_device({"tasks": tasks}, [seconds])
 
     def by_device(
-        self, about: dict[str, Any], own: list[float]
+        self, subject: dict[str, Any], seconds: list[float]
     ) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """Seconds of the rank that took longest in all, of every kind of device."""
-        found = [own] if self.transport is None else self.transport.gather_objects(own, 0)
-        if found is None:
+        """For every kind of device, the seconds of the rank with the largest sum."""
+        gathered = [seconds] if self.transport is None else self.transport.gather_objects(seconds, 0)
+        if gathered is None:
             return {}
         by_origin: dict[str, list[list[float]]] = {}
-        for device, seconds in zip(self.cluster.devices, found, strict=False):
-            by_origin.setdefault(device.origin, []).append(seconds)
-        return {origin: (about, max(ranks, key=sum)) for origin, ranks in by_origin.items()}
+        for device, rank_seconds in zip(self.cluster.devices, gathered, strict=False):
+            by_origin.setdefault(device.origin, []).append(rank_seconds)
+        return {origin: (subject, max(ranks, key=sum)) for origin, ranks in by_origin.items()}
 
     def message(self, pattern: collective_probes.Pattern) -> dict[str, tuple[dict[str, Any], list[float]]]:
-        """One collective; the slowest rank counts."""
+        """Measure one collective; the slowest rank counts."""
         assert self.transport is not None
         repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
-        own = collective_probes.measure(self.transport, pattern, repeats, shared=max(self.shares) > 1)
-        found = self.transport.gather_objects(own, 0)
-        if found is None:
+        run_time = collective_probes.measure(self.transport, pattern, repeats, shared=max(self.shares) > 1)
+        times = self.transport.gather_objects(run_time, 0)
+        if times is None:
             return {}
-        return {"": ({"message": asdict(pattern)}, [collective_probes.lengthened(found, self.shares)])}
+        return {"": ({"message": asdict(pattern)}, [collective_probes.added_seconds(times, self.shares)])}
 
     def bar(self) -> Progress:
-        """Of the first rank; nothing where it is no terminal."""
+        """Progress bar on the first rank, disabled if it has no terminal."""
         seen = bool(os.environ.get(_TERMINAL)) or None
         columns = (
             TextColumn("{task.description:>14}"),
@@ -391,18 +391,18 @@ class _Profile:
 
 
 def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int = 1) -> Measured:
-    """Fit what was measured.
+    """Fit the numbers of the resource file to the measurements.
 
     Args:
-        cluster: whose numbers are to be replaced.
-        runs: of a `Store`.
-        ranks: that measured; of several the links between them must have been.
+        cluster: the cluster whose numbers are replaced.
+        runs: runs of a `Store`.
+        ranks: number of ranks that measured; with several, links must have been measured.
 
     Raises:
         ResourceError: too little was measured.
     """
     samples: dict[str, list[tuple[Work, float]]] = {}
-    beside: dict[str, list[tuple[int, float]]] = {}
+    host_steps: dict[str, list[tuple[int, float]]] = {}
     timed: list[tuple[collective_probes.Pattern, float]] = []
     for key, entry in runs.items():
         average = statistics.median if "message" in entry else statistics.fmean
@@ -414,13 +414,17 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
             samples.setdefault(key.partition("|")[0], []).extend(zip(works, seconds, strict=True))
             continue
         if "tasks" in entry:
-            beside.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
+            host_steps.setdefault(key.partition("|")[0], []).append((entry["tasks"], seconds[0]))
             continue
-        about = entry["message"]
-        groups = tuple(tuple(group) for group in about["groups"])
-        timed.append((collective_probes.Pattern(**about | {"groups": groups}), seconds[0]))
-    attend = next((seconds for pattern, seconds in timed if pattern.kind == collective_probes.ATTEND), None)
-    timed = [(pattern, seconds) for pattern, seconds in timed if pattern.kind != collective_probes.ATTEND]
+        message = entry["message"]
+        groups = tuple(tuple(group) for group in message["groups"])
+        timed.append((collective_probes.Pattern(**message | {"groups": groups}), seconds[0]))
+    message_work = next(
+        (seconds for pattern, seconds in timed if pattern.kind == collective_probes.MESSAGE_WORK), None
+    )
+    timed = [
+        (pattern, seconds) for pattern, seconds in timed if pattern.kind != collective_probes.MESSAGE_WORK
+    ]
     shared = max((pattern.work for pattern, _ in timed), default=0.0)
     sent = [
         Message(pattern.kind, pattern.groups[0], pattern.groups[1:], pattern.nbytes, seconds)
@@ -433,14 +437,14 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
             f"the same command again, which goes on from there, or give more --seconds"
         )
     compute: dict[str, ComputeFit] = {}
-    for origin, own in samples.items():
+    for origin, device_samples in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)
-        found = fit_compute(own, device.peak, device.memory_bandwidth)
-        numbers = replace(found.compute, message=attend)
-        if origin in beside:
-            step, task = fit_host(beside[origin])
+        fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
+        numbers = replace(fit.compute, message=message_work)
+        if origin in host_steps:
+            step, task = fit_host(host_steps[origin])
             numbers = replace(numbers, step=step, task=task)
-        compute[origin] = replace(found, compute=numbers)
+        compute[origin] = replace(fit, compute=numbers)
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     return Measured(compute, links, tuple(_tables(cluster, timed, shared)))
 
@@ -448,22 +452,23 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
 def _tables(
     cluster: Cluster, timed: Iterable[tuple[collective_probes.Pattern, float]], work: float
 ) -> list[MeasuredTable]:
-    """Tables of the collectives by their groups: the seconds behind so much work, those of collectives that
-    were also measured without as `busy`. Only sizes with both, where time was over before all were measured.
+    """Tables of the collectives by their groups: the seconds behind `work` seconds of computation.
+
+    The seconds without computation, if measured, become `busy`. Then the table has only sizes with both.
     """
-    found: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[float, dict[float, float]]] = {}
+    seconds_of: dict[tuple[str, tuple[tuple[int, ...], ...]], dict[float, dict[float, float]]] = {}
     for pattern, seconds in timed:
-        by_work = found.setdefault((pattern.kind, pattern.groups), {})
+        by_work = seconds_of.setdefault((pattern.kind, pattern.groups), {})
         by_work.setdefault(pattern.work, {})[pattern.nbytes] = seconds
-    made = []
-    for (kind, groups), by_work in found.items():
-        held = [Counter(cluster.devices[device].machine for device in group) for group in groups]
-        shapes = {(len(on), count) for on in held for count in on.values()}
+    tables = []
+    for (kind, groups), by_work in seconds_of.items():
+        device_counts = [Counter(cluster.devices[device].machine for device in group) for group in groups]
+        shapes = {(len(counts), count) for counts in device_counts for count in counts.values()}
         behind, plain = by_work.get(work, {}), by_work.get(0.0)
         sizes = sorted(behind if plain is None else behind.keys() & plain.keys())
         if len(shapes) > 1 or not sizes:
             continue
         times = tuple(behind[size] for size in sizes)
         busy = None if plain is None or not work else tuple(plain[size] for size in sizes)
-        made.append(MeasuredTable(kind, *shapes.pop(), tuple(sizes), times, None, groups, busy))
-    return made
+        tables.append(MeasuredTable(kind, *shapes.pop(), tuple(sizes), times, None, groups, busy))
+    return tables

@@ -1,6 +1,6 @@
-"""Measured numbers into a resource file: all else in it stays, errors stand beside the numbers.
+"""Write measured numbers into a resource file, with the errors of the fits.
 
-*In:* the file that was profiled (or the shipped `local`), what was measured.
+*In:* the file that was profiled (or the shipped `local`), and the measured numbers.
 *Out:* YAML that `load_cluster` reads.
 *Invariant:* only numbers that were measured change; comments at the head of the file stay, others do not.
 """
@@ -22,7 +22,7 @@ from distgraph.resources.units import SIZE, format_bytes, parse
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit
 from distgraph.serialization.atomic_files import write_atomically
 
-_NOTE = re.compile(r"^(\s*(?:- )?[\w.]+: )'?(.+?) ~~(.+?)~~'?$", re.MULTILINE)
+_ERROR_NOTE = re.compile(r"^(\s*(?:- )?[\w.]+: )'?(.+?) ~~(.+?)~~'?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def write_measured(output: str, source: str, ranks: int, measured: Measured) -> 
         head = "# This machine, measured by distgraph profile.\n"
     _apply(document, measured)
     text = yaml.dump(document, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
-    whole = head + _NOTE.sub(r"\1\2  # \3", text)
+    whole = head + _ERROR_NOTE.sub(r"\1\2  # \3", text)
     parse_cluster(whole, output)  # what cannot be loaded is not written
     write_atomically(output, whole, ResourceError)
 
@@ -100,9 +100,9 @@ def _resize(document: dict[str, Any], ranks: int) -> None:
 
 def _apply(document: dict[str, Any], measured: Measured) -> None:
     for origin, fitted in measured.compute.items():
-        entry = _at(document, origin)
+        entry = _entry_at(document, origin)
         if fitted.memory_bandwidth:
-            entry["memory_bandwidth"] = _rate(fitted.memory_bandwidth)
+            entry["memory_bandwidth"] = _format_bandwidth(fitted.memory_bandwidth)
         if fitted.measured:
             rates = entry.setdefault("measured", {})
             rates.update({dtype: f"{rate / 1e9:.5g} GFLOP/s" for dtype, rate in fitted.measured.items()})
@@ -120,16 +120,16 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
 
 def _apply_links(document: dict[str, Any], links: LinkFit) -> None:
     small, large = (f"fit error {links.error[name]:.1%}" for name in ("latency", "bandwidth"))
-    document["launch"] = f"{_time(links.launch)} ~~{small}~~"
+    document["launch"] = f"{_format_time(links.launch)} ~~{small}~~"
     for origin, latency in links.latency.items():
         if "[]" not in origin:
-            _at(document, origin)["latency"] = f"{_time(latency)} ~~{small}~~"
+            _entry_at(document, origin)["latency"] = f"{_format_time(latency)} ~~{small}~~"
     for origin, bandwidth in links.bandwidth.items():
         if "[]" not in origin:
-            _at(document, origin)["bandwidth"] = f"{_rate(bandwidth)} ~~{large}~~"
+            _entry_at(document, origin)["bandwidth"] = f"{_format_bandwidth(bandwidth)} ~~{large}~~"
 
 
-def _at(document: Any, origin: str) -> Any:
+def _entry_at(document: Any, origin: str) -> Any:
     """The mapping at a path such as machines[0].devices[1] or machines[0].nics.attach."""
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", origin):
         document = document[name] if name else document[int(index)]
@@ -137,58 +137,60 @@ def _at(document: Any, origin: str) -> Any:
 
 
 def _compute(compute: Compute) -> dict[str, Any]:
-    found: dict[str, Any] = {"launch": _time(compute.launch or 0.0)}
+    entry: dict[str, Any] = {"launch": _format_time(compute.launch or 0.0)}
     for name in ("message", "step", "task"):
         if getattr(compute, name) is not None:
-            found[name] = _time(getattr(compute, name))
+            entry[name] = _format_time(getattr(compute, name))
     for name in ("memory_efficiency", "lookup_efficiency"):
         if getattr(compute, name) is not None:
-            found[name] = _short(getattr(compute, name))
-    found["matmul"] = {
+            entry[name] = _round(getattr(compute, name))
+    entry["matmul"] = {
         dtype: {
-            "efficiency": _short(rate.efficiency),
-            "half": [_short(half) for half in rate.half],
-            "error": {name: _short(error) for name, error in rate.error.items()},
+            "efficiency": _round(rate.efficiency),
+            "half": [_round(half) for half in rate.half],
+            "error": {name: _round(error) for name, error in rate.error.items()},
         }
         for dtype, rate in compute.matmul.items()
     }
-    found["ops"] = {kind: {d: _op(t) for d, t in by.items()} for kind, by in compute.ops.items()}
-    found["error"] = {name: _short(error) for name, error in compute.error.items()}
-    return found
+    entry["ops"] = {kind: {d: _op(t) for d, t in by.items()} for kind, by in compute.ops.items()}
+    entry["error"] = {name: _round(error) for name, error in compute.error.items()}
+    return entry
 
 
 def _op(table: OpTable) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entry: dict[str, Any] = {}
     if table.launch is not None:
-        found["launch"] = _time(table.launch)
+        entry["launch"] = _format_time(table.launch)
     if table.times:
         unit = "B" if table.unit == "bytes" else "FLOP"
-        found[table.unit] = [_size(work) if unit == "B" else f"{work:.12g} FLOP" for work in table.work]
-        found["times"] = [_time(seconds) for seconds in table.times]
+        entry[table.unit] = [
+            _format_size(work) if unit == "B" else f"{work:.12g} FLOP" for work in table.work
+        ]
+        entry["times"] = [_format_time(seconds) for seconds in table.times]
     if table.rates is not None:
-        found["rates"] = [f"{rate * 1e9:.5g} ns" for rate in table.rates]
+        entry["rates"] = [f"{rate * 1e9:.5g} ns" for rate in table.rates]
     if table.error is not None:
-        found["error"] = _short(table.error)
-    return found
+        entry["error"] = _round(table.error)
+    return entry
 
 
 def _table(table: MeasuredTable) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "collective": table.collective,
         "machines": table.machines,
         "devices_per_machine": table.devices_per_machine,
-        "sizes": [_size(size) for size in table.sizes],
-        "times": [_time(seconds) for seconds in table.times],
+        "sizes": [_format_size(size) for size in table.sizes],
+        "times": [_format_time(seconds) for seconds in table.times],
     }
     if table.groups is not None:
-        found["groups"] = [list(group) for group in table.groups]
+        entry["groups"] = [list(group) for group in table.groups]
     if table.busy is not None:
-        found["busy"] = [_time(seconds) for seconds in table.busy]
-    return found
+        entry["busy"] = [_format_time(seconds) for seconds in table.busy]
+    return entry
 
 
 def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Whether a measured table is for what another one is for, or for a part of it."""
+    """Whether a new measured table applies to all that an old one applies to, and replaces it."""
     names = ("collective", "machines", "devices_per_machine", "model")
     if any(new.get(name) != old.get(name) for name in names):
         return False
@@ -199,18 +201,18 @@ def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     return second is None or first == second
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e6:.5g} us"
 
 
-def _size(nbytes: float) -> str:
+def _format_size(nbytes: float) -> str:
     text = format_bytes(nbytes)
     return text if parse(text, SIZE) == nbytes else f"{nbytes:.12g} B"
 
 
-def _rate(bandwidth: float) -> str:
+def _format_bandwidth(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:.5g} GB/s"
 
 
-def _short(number: float) -> float:
+def _round(number: float) -> float:
     return float(f"{number:.4g}")

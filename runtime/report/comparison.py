@@ -1,9 +1,9 @@
 """A forecast and a measured step in numbers: what every kind of task took.
 
 *In:* a forecast and a measured timeline of the same program.
-*Out:* `Compared` rows.
-*Invariant:* on both sides the kinds of tasks and "waiting" add up to ranks times step: waiting is whatever
-ranks do beside working, be it inside of tasks or between them.
+*Out:* `ComparisonRow` rows.
+*Invariant:* on both sides the kinds of tasks and "waiting" add up to ranks times step: waiting is all time in
+which a rank does not work, inside of tasks or between them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from distgraph.runtime.report.timeline_segments import TASKS, task_time
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One row.
+class ComparisonRow:
+    """One row of the comparison.
 
     Attributes:
         name: kind of task, "waiting" or "step".
         runs: task instances on all ranks; 0 where there is nothing to count.
-        forecast, measured: seconds; of a step, or summed over all ranks for what they do in it.
+        forecast, measured: seconds of a step, or seconds of tasks or waiting summed over all ranks.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Compared:
     measured: float
 
 
-def comparison(forecast: Forecast, measured: MeasuredTimeline) -> tuple[Compared, ...]:
+def comparison(forecast: Forecast, measured: MeasuredTimeline) -> tuple[ComparisonRow, ...]:
     """Seconds at work by kind of task, waiting, and the step.
 
     Args:
@@ -41,23 +41,27 @@ def comparison(forecast: Forecast, measured: MeasuredTimeline) -> tuple[Compared
     """
     step, kinds = measured.median, measured.tasks
     runs: dict[str, int] = defaultdict(int)
-    found: dict[str, float] = defaultdict(float)
+    measured_seconds: dict[str, float] = defaultdict(float)
     for rank in step.ranks.values():
         for run in rank.runs:
             runs[kinds[run.task]] += 1
-            found[kinds[run.task]] += run.end - run.start - rank.waited(run)
-    expected: dict[str, float] = defaultdict(float)
+            measured_seconds[kinds[run.task]] += run.end - run.start - rank.waited(run)
+    forecast_seconds: dict[str, float] = defaultdict(float)
     for ranks in forecast.timeline.columns:
         for interval in forecast.timeline.of_rank(ranks[0]):
             seconds = interval.end - interval.start - task_time(forecast, interval).exposed
-            expected[kinds[interval.task]] += len(ranks) * seconds
+            forecast_seconds[kinds[interval.task]] += len(ranks) * seconds
     count = len(step.ranks)
     waits = (
-        count * forecast.step_seconds - sum(expected.values()),
-        count * step.seconds - sum(found.values()),
+        count * forecast.step_seconds - sum(forecast_seconds.values()),
+        count * step.seconds - sum(measured_seconds.values()),
     )
     return (
-        *(Compared(kind, runs[kind], expected[kind], found[kind]) for kind in TASKS if runs[kind]),
-        Compared("waiting", 0, *waits),
-        Compared("step", 0, forecast.step_seconds, step.seconds),
+        *(
+            ComparisonRow(kind, runs[kind], forecast_seconds[kind], measured_seconds[kind])
+            for kind in TASKS
+            if runs[kind]
+        ),
+        ComparisonRow("waiting", 0, *waits),
+        ComparisonRow("step", 0, forecast.step_seconds, step.seconds),
     )

@@ -26,7 +26,7 @@ from distgraph.runtime.forecast.memory_timeline import occupancy
 from distgraph.runtime.forecast.traffic_matrix import by_machine, exchanged_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.memory_plan import plan_storage
-from distgraph.runtime.report.comparison import Compared, comparison
+from distgraph.runtime.report.comparison import ComparisonRow, comparison
 from distgraph.runtime.report.plots import (
     Figure,
     matrix_figure,
@@ -60,11 +60,11 @@ class Tensor(Protocol):
 
     @property
     def layout(self) -> str:
-        """How it is cut."""
+        """Its sharding."""
 
     @property
     def mesh(self) -> str:
-        """Where it lies."""
+        """The mesh on which it is stored."""
 
     @property
     def nbytes(self) -> int:
@@ -77,15 +77,16 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a forecast is of; a page shows what is given.
+    """The subject of a forecast; the page shows the parts that are given.
 
     Attributes:
         title: of the page.
         build: the program; for communication between ranks and memory over time.
         cluster: for capacities, and the topology beside the communication.
         tensors: rows of the table.
-        beside: name -> another forecast of the same training, or in words why there is none.
-        measured: steps of the same program that were recorded.
+        beside: name -> another forecast of the same training to compare with, or the reason why there is
+            none.
+        measured: recorded steps of the same program.
     """
 
     title: str = "forecast"
@@ -153,7 +154,7 @@ class Page:
         )
 
     def _draw(self, figure: Figure) -> str:
-        """A figure as a div; plotly.js comes with the first one."""
+        """A figure as a div; the first one contains plotly.js."""
         self.drawn += 1
         drawn: str = self.plotly.to_html(
             figure,
@@ -167,7 +168,7 @@ class Page:
 
     def _summary(self) -> str:
         forecasts: dict[str, Forecast | str] = {"this plan": self.forecast, **self.subject.beside}
-        columns = [self._numbers(found) for found in forecasts.values()]
+        columns = [self._numbers(forecast) for forecast in forecasts.values()]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *forecasts))
         body = ""
         for name in columns[0]:
@@ -177,33 +178,33 @@ class Page:
         )
         return f'<section id="summary"><table class="numbers"><tr>{head}</tr>{body}</table>{exact}</section>'
 
-    def _numbers(self, found: Forecast | str) -> dict[str, str]:
-        """What the summary says of one forecast."""
-        if isinstance(found, str):
-            return {"step": html.escape(found)}
-        exposed = max(found.exposed_seconds.values(), default=0.0)
-        sent = [f"{format_bytes(size)} over {link}" for link, size in found.traffic.items()]
-        short = () if self.subject.cluster is None else out_of_memory(found, self.subject.cluster)
+    def _numbers(self, forecast: Forecast | str) -> dict[str, str]:
+        """Rows of the summary for one forecast."""
+        if isinstance(forecast, str):
+            return {"step": html.escape(forecast)}
+        exposed = max(forecast.exposed_seconds.values(), default=0.0)
+        sent = [f"{format_bytes(size)} over {link}" for link, size in forecast.traffic.items()]
+        short = () if self.subject.cluster is None else out_of_memory(forecast, self.subject.cluster)
         fits = html.escape(str(short[0])) if short else "yes"
-        share = exposed / found.step_seconds if found.step_seconds else 0.0
-        rate = found.total_flops / found.step_seconds if found.step_seconds else 0.0
+        share = exposed / forecast.step_seconds if forecast.step_seconds else 0.0
+        rate = forecast.total_flops / forecast.step_seconds if forecast.step_seconds else 0.0
         return {
-            "step": f"<b>{format_si(found.step_seconds, 's')}</b>",
+            "step": f"<b>{format_si(forecast.step_seconds, 's')}</b>",
             "FLOP/s over all ranks": format_si(rate, "FLOP/s"),
-            "bubble": f"{max(0.0, found.bubble):.1%} of the step, mean rank",
+            "bubble": f"{max(0.0, forecast.bubble):.1%} of the step, mean rank",
             "exposed communication": f"{format_si(exposed, 's')} ({share:.1%}) on the rank that waits most",
-            "peak memory of a rank": format_bytes(found.peak_memory),
+            "peak memory of a rank": format_bytes(forecast.peak_memory),
             "does it fit": fits if self.subject.cluster is not None else "not asked",
             "sent in a step": html.escape(", ".join(sent) or "nothing"),
         }
 
     def _timeline(self) -> str:
         figure, note = timeline_figure(self.forecast, self.subject.measured)
-        said = (
+        text = (
             "A row for each group of ranks that do the same: above what it computes, below what it sends. "
             "Drag to zoom, double click to zoom out, hover to see the task. " + note
         )
-        return _section("timeline", "Timeline of the step", said, self._draw(figure))
+        return _section("timeline", "Timeline of the step", text, self._draw(figure))
 
     def _measured(self) -> str:
         measured = self.subject.measured
@@ -218,42 +219,44 @@ class Page:
         heads = ("", "runs", "forecast", "measured", "error of the forecast")
         head = "".join(f"<th>{text}</th>" for text in heads)
         steps, number = len(measured.steps), measured.median.number
-        said = (
+        text = (
             f"Step {number}, the median of {steps} recorded step{'s' * (steps > 1)}. Seconds of tasks are "
             "without waiting for communication, summed over all ranks; for the rest of the step ranks wait."
         )
         body = f'<table class="numbers measured"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        return _section("measured", "Forecast and measured", said, body)
+        return _section("measured", "Forecast and measured", text, body)
 
     def _tasks(self) -> str:
-        found = task_figure(self.forecast)
-        if found is None:
+        figure = task_figure(self.forecast)
+        if figure is None:
             return ""
-        said = "One run of every task on its slowest rank: ops, waiting, messages. " + found[1]
-        return _section("tasks", "Inside the tasks", said, self._draw(found[0]))
+        text = "One run of every task on its slowest rank: ops, waiting, messages. " + figure[1]
+        return _section("tasks", "Inside the tasks", text, self._draw(figure[0]))
 
     def _parts(self) -> str:
-        said = "What the time of every group of ranks goes to."
-        return _section("parts", "Parts of the step", said, self._draw(parts_figure(self.forecast)))
+        text = "What the time of every group of ranks goes to."
+        return _section("parts", "Parts of the step", text, self._draw(parts_figure(self.forecast)))
 
     def _memory(self) -> str:
         forecast, cluster, build = self.forecast, self.subject.cluster, self.subject.build
         capacity = {}
         if cluster is not None:
             capacity = {rank: cluster.devices[forecast.devices[rank]].memory for rank in forecast.memory}
-        said = "What every rank allocates, by category."
+        text = "What every rank allocates, by category."
         drawn = self._draw(peak_figure(forecast, capacity))
         if build is not None:
             ranks = list(forecast.memory)[:_MENU]
             names = {rank: row_name(forecast.ranks[rank]) for rank in ranks}
-            found = []
+            occupancies = []
             for rank in ranks:
                 program = build.program(rank)
                 storage = plan_storage(program, build.schedule)
-                found.append(occupancy(program, storage, forecast.timeline, forecast.workspaces.get(rank)))
-            said += " Below: what of that is in use when; it is allocated all the time."
-            drawn += self._draw(memory_figure(found, names, forecast.step_seconds))
-        return _section("memory", "Memory", said, drawn)
+                occupancies.append(
+                    occupancy(program, storage, forecast.timeline, forecast.workspaces.get(rank))
+                )
+            text += " Below: what of that is in use when; it is allocated all the time."
+            drawn += self._draw(memory_figure(occupancies, names, forecast.step_seconds))
+        return _section("memory", "Memory", text, drawn)
 
     def _communication(self) -> str:
         build, cluster, forecast = self.subject.build, self.subject.cluster, self.forecast
@@ -270,9 +273,9 @@ class Page:
             machines = sorted({device.machine for device in place.values()})
             names = {number: cluster.machines[number].name for number in machines}
             figure = matrix_figure(matrix, names)
-            said = "Bytes of a step between machines; inside of them on the diagonal."
+            text = "Bytes of a step between machines; inside of them on the diagonal."
             if not forecast.exact:
-                said += " Blocks differ in size: those of the first rank of a stage stand for all."
+                text += " Blocks differ in size: those of the first rank of a stage stand for all."
         else:
             order = sorted(build.ranks, key=lambda rank: place[rank].index)
             borders = [
@@ -282,8 +285,8 @@ class Page:
             links = {(a, b): link(place[a].index, place[b].index) or "nothing" for a, b in matrix}
             names = {rank: f"rank {rank} ({place[rank].node})" for rank in order}
             figure = matrix_figure(matrix, names, borders, links)
-            said = "Bytes of a step from rank to rank; dotted lines are borders of machines."
-        return _section("communication", "Communication", said, self._draw(figure))
+            text = "Bytes of a step from rank to rank; dotted lines are borders of machines."
+        return _section("communication", "Communication", text, self._draw(figure))
 
     def _tensors(self) -> str:
         if not self.subject.tensors:
@@ -310,12 +313,12 @@ class Page:
         return _section("cluster", "Cluster", "", f"<pre>{text}</pre>")
 
 
-def _error(row: Compared) -> str:
+def _error(row: ComparisonRow) -> str:
     return f"{row.forecast / row.measured - 1:+.1%}" if row.measured > 0 else ""
 
 
-def _section(name: str, title: str, said: str, body: str) -> str:
-    return f'<section id="{name}"><h2>{title}</h2><p>{html.escape(said)}</p>{body}</section>'
+def _section(name: str, title: str, text: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{title}</h2><p>{html.escape(text)}</p>{body}</section>'
 
 
 _STYLE = """

@@ -31,7 +31,7 @@ from distgraph.runtime.schedule.timeline import Interval
 Figure = dict[str, Any]
 
 MOST_BARS = 12_000
-"""Bars of one figure; browsers stay quick up to about so many."""
+"""Limit on the bars of one figure; browsers stay responsive up to about this number."""
 COLORS = {
     "load": "#7f8c8d", "forward": "#3b7dd8", "backward": "#2a9d6f", "send": "#b07aa1", "recv": "#9c755f",
     "sync": "#e0a030", "optimize": "#8e5bb5", "op": "#5b9bd5", "wait": "#d64545", "host": "#f0b89a",
@@ -129,23 +129,27 @@ def _gantt(segments: Iterable[Segment], names: Mapping[int, str], seconds: float
         kinds[segment.kind].append(segment)
     data = []
     for kind in sorted(kinds, key=list(COLORS).index):
-        found = kinds[kind]
+        bars = kinds[kind]
         thin = kind in ("op", "wait", "host")
         data.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": kind,
-                "base": [s.start / scale for s in found],
-                "x": [s.seconds / scale for s in found],
-                "y": [s.row + _PLACE[s.lane] for s in found],
-                "width": [_HEIGHT[s.lane] * (0.55 if thin else 1.0) for s in found],
+                "base": [s.start / scale for s in bars],
+                "x": [s.seconds / scale for s in bars],
+                "y": [s.row + _PLACE[s.lane] for s in bars],
+                "width": [_HEIGHT[s.lane] * (0.55 if thin else 1.0) for s in bars],
                 "marker": {"color": COLORS[kind], "line": {"width": 0.5, "color": "#ffffff"}},
-                "hovertext": [_said(s) for s in found],
+                "hovertext": [_hover_text(s) for s in bars],
                 "hoverinfo": "text",
             }
         )
-    ticks = {"tickvals": list(names), "ticktext": list(map(_shown, names.values())), "autorange": "reversed"}
+    ticks = {
+        "tickvals": list(names),
+        "ticktext": list(map(_escape_markup, names.values())),
+        "autorange": "reversed",
+    }
     return {
         "data": data,
         "layout": {
@@ -161,8 +165,8 @@ def _gantt(segments: Iterable[Segment], names: Mapping[int, str], seconds: float
     }
 
 
-def _said(segment: Segment) -> str:
-    """What hovering shows."""
+def _hover_text(segment: Segment) -> str:
+    """Text that is shown when hovering over a segment."""
     when = f"{format_si(segment.seconds, 's')} from {format_si(segment.start, 's')}"
     if segment.kind == "idle":
         return f"idle<br>{when}"
@@ -170,17 +174,18 @@ def _said(segment: Segment) -> str:
         "op": segment.op, "collective": segment.op.removeprefix("comm."), "send": "send",
         "wait": "waits for communication", "host": "waits for the host to issue ops",
     }.get(segment.kind, segment.kind)  # fmt: skip
-    scope = f"<br>{_shown(segment.scope)}" if segment.scope else ""
-    return f"<b>{_shown(head)}</b><br>{_shown(segment.task)}, micro-batch {segment.micro}{scope}<br>{when}"
+    scope = f"<br>{_escape_markup(segment.scope)}" if segment.scope else ""
+    task = _escape_markup(segment.task)
+    return f"<b>{_escape_markup(head)}</b><br>{task}, micro-batch {segment.micro}{scope}<br>{when}"
 
 
-def _shown(text: str) -> str:
-    """A text of a user in one of plotly, which takes some tags of HTML for formats."""
+def _escape_markup(text: str) -> str:
+    """Text with HTML tags escaped, which plotly would interpret as formatting."""
     return html.escape(text, quote=False)
 
 
 def parts_figure(forecast: Forecast) -> Figure:
-    """What the time of every group of ranks goes to: computing, waiting inside tasks, idle."""
+    """Breakdown of the step time of every group of ranks: computing, waiting inside tasks, idle."""
     scale, unit = _scale(forecast.step_seconds)
     compute, exposed, busy = forecast.compute_seconds, forecast.exposed_seconds, forecast.timeline.busy()
     columns = forecast.timeline.columns
@@ -213,7 +218,7 @@ def parts_figure(forecast: Forecast) -> Figure:
 
 
 def peak_figure(forecast: Forecast, capacity: Mapping[int, float]) -> Figure:
-    """Allocated bytes by category on every rank that stands for others, with what its device has."""
+    """Allocated bytes by category on every representative rank, with the memory of its device."""
     ranks, (scale, unit) = list(forecast.memory), _size(forecast.peak_memory)
     names = [row_name(forecast.ranks[rank]) for rank in ranks]
     categories = list(next(iter(forecast.memory.values())).categories)
@@ -250,26 +255,26 @@ def peak_figure(forecast: Forecast, capacity: Mapping[int, float]) -> Figure:
 
 
 def _comparable(forecast: Forecast, capacity: Mapping[int, float]) -> bool:
-    """Whether the capacity may share an axis with what is used without squeezing that flat."""
+    """Whether the capacity is small enough to share an axis with the memory in use."""
     return max(capacity.values()) < 20 * max(forecast.peak_memory, 1.0)
 
 
 def memory_figure(occupancies: Sequence[Occupancy], names: Mapping[int, str], seconds: float) -> Figure:
     """Bytes in use over time by category, one rank at a time, chosen from a menu."""
     scale, unit = _scale(seconds)
-    bytes_scale, bytes_unit = _size(max((found.peak for found in occupancies), default=0))
+    bytes_scale, bytes_unit = _size(max((used.peak for used in occupancies), default=0))
     data: list[dict[str, Any]] = []
     owner: list[int] = []
-    for number, found in enumerate(occupancies):
-        times = [time / scale for time in found.times]
-        for category, sizes in found.bytes.items():
+    for number, used in enumerate(occupancies):
+        times = [time / scale for time in used.times]
+        for category, sizes in used.bytes.items():
             owner.append(number)
             data.append(
                 {
                     "type": "scatter",
                     "mode": "lines",
                     "name": category,
-                    "stackgroup": f"rank{found.rank}",
+                    "stackgroup": f"rank{used.rank}",
                     "x": times,
                     "y": [size / bytes_scale for size in sizes],
                     "line": {"shape": "hv", "width": 0.5, "color": _MEMORY_COLORS[category]},
@@ -280,11 +285,11 @@ def memory_figure(occupancies: Sequence[Occupancy], names: Mapping[int, str], se
             )
     buttons = [
         {
-            "label": names[found.rank],
+            "label": names[used.rank],
             "method": "update",
             "args": [{"visible": [number == other for other in owner]}],
         }
-        for number, found in enumerate(occupancies)
+        for number, used in enumerate(occupancies)
     ]
     layout = _layout(380, f"time ({unit})", f"{bytes_unit} in use")
     layout["hovermode"] = "x unified"
@@ -299,23 +304,23 @@ def matrix_figure(
     borders: Sequence[int] = (),
     links: Mapping[tuple[int, int], str] | None = None,
 ) -> Figure:
-    """Who sends how much to whom; rows send, columns receive.
+    """Heat map of the bytes between senders (rows) and receivers (columns).
 
     Args:
         matrix: (sender, receiver) -> bytes in a step.
         names: of senders and receivers, in the order in which they are drawn.
-        borders: places between which a machine ends.
-        links: (sender, receiver) -> narrowest link on the way.
+        borders: positions in this order at which the next machine starts.
+        links: (sender, receiver) -> kind of the narrowest link of the route.
     """
     order, links = list(names), links or {}
-    names = {which: _shown(name) for which, name in names.items()}
+    names = {which: _escape_markup(name) for which, name in names.items()}
     labels = list(names.values())
     scale, unit = _size(max(matrix.values(), default=0.0))
     sizes = [[matrix.get((a, b), 0.0) for b in order] for a in order]
     hover = [
         [
             f"{names[a]} to {names[b]}: {format_bytes(matrix.get((a, b), 0.0))} a step"
-            + (f"<br>over {_shown(links[a, b])}" if (a, b) in links else "")
+            + (f"<br>over {_escape_markup(links[a, b])}" if (a, b) in links else "")
             for b in order
         ]
         for a in order
@@ -334,9 +339,9 @@ def matrix_figure(
     line = {"color": "#555555", "width": 1, "dash": "dot"}
     shapes = []
     for border in borders:
-        at, end = border - 0.5, len(order) - 0.5
-        shapes.append({"type": "line", "x0": at, "x1": at, "y0": -0.5, "y1": end, "line": line})
-        shapes.append({"type": "line", "y0": at, "y1": at, "x0": -0.5, "x1": end, "line": line})
+        start, end = border - 0.5, len(order) - 0.5
+        shapes.append({"type": "line", "x0": start, "x1": start, "y0": -0.5, "y1": end, "line": line})
+        shapes.append({"type": "line", "y0": start, "y1": start, "x0": -0.5, "x1": end, "line": line})
     layout = _layout(min(900, 260 + 22 * len(order)), "receives", "sends")
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
     layout["xaxis"]["type"] = "category"
@@ -355,11 +360,11 @@ def _layout(height: int, x: str, y: str) -> dict[str, Any]:
 
 
 def _scale(seconds: float) -> tuple[float, str]:
-    """Unit in which a span of time is a handy number."""
+    """Scale and unit of an axis for a span of time."""
     return next(((size, unit) for size, unit in _UNITS if seconds >= size), _UNITS[-1])
 
 
 def _size(nbytes: float) -> tuple[float, str]:
-    """The same for a number of bytes."""
+    """Scale and unit of an axis for a number of bytes."""
     units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
     return next(((size, unit) for size, unit in units if nbytes >= size), (1.0, "B"))

@@ -1,4 +1,4 @@
-"""What every row of a timeline shows: tasks, waiting, messages, idle time.
+"""Segments of the rows of a timeline: tasks, waiting, messages, idle time.
 
 *In:* a forecast, best one with spans (`forecast(..., trace=True)`).
 *Out:* `Segment`s, in seconds of the step.
@@ -17,12 +17,12 @@ from distgraph.runtime.forecast.stream_model import Span, TaskTime
 from distgraph.runtime.schedule.timeline import Interval
 
 TASKS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
-_NOTHING = 1e-9  # of the step: shorter gaps are rounding
+_ROUNDING = 1e-9  # of the step: shorter gaps are rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Something that a row shows.
+    """A bar in one row of a timeline.
 
     Attributes:
         row: number of the column of the timeline (a group of ranks that do the same).
@@ -50,7 +50,7 @@ def task_segments(forecast: Forecast, row: int) -> Iterator[Segment]:
     """Tasks of one row and the idle time between them, without a gap."""
     timeline, clock = forecast.timeline, 0.0
     kinds = {task.name: task.kind for task in timeline.graph.tasks}
-    least = _NOTHING * forecast.step_seconds
+    least = _ROUNDING * forecast.step_seconds
     for run in timeline.of_rank(timeline.columns[row][0]):
         if run.start - clock > least:
             yield Segment(row, "compute", "idle", "", -1, clock, run.start - clock)
@@ -61,15 +61,15 @@ def task_segments(forecast: Forecast, row: int) -> Iterator[Segment]:
 
 
 def inner_segments(forecast: Forecast, row: int, *, ops: bool = True) -> Iterator[Segment]:
-    """What goes on inside the tasks of one row: ops (where asked for), waiting, messages."""
+    """Segments inside the tasks of one row: ops (if requested), waiting, messages."""
     for run in forecast.timeline.of_rank(forecast.timeline.columns[row][0]):
         yield from inside(task_time(forecast, run), run, row, ops=ops)
 
 
 def inside(time: TaskTime, run: Interval, row: int, *, ops: bool = True) -> Iterator[Segment]:
-    """The spans of one run of a task, and the gaps of its computing stream: there it waits, for
+    """Segments of one run of a task: its spans, and the gaps of its compute stream, in which it waits for
     communication or for the host."""
-    clock, least = 0.0, _NOTHING * max(time.seconds, 0.0)
+    clock, least = 0.0, _ROUNDING * max(time.seconds, 0.0)
     for span in time.spans:
         if span.stream == "compute":
             if span.start - clock > least:
@@ -77,7 +77,7 @@ def inside(time: TaskTime, run: Interval, row: int, *, ops: bool = True) -> Iter
             clock = span.start + span.seconds
             if not ops:
                 continue
-        yield _of_span(span, run, row)
+        yield _segment_of_span(span, run, row)
     if not time.spans:
         return
     device_done = max(clock, time.compute + time.exposed)  # the host is behind the device only at the end
@@ -88,7 +88,7 @@ def inside(time: TaskTime, run: Interval, row: int, *, ops: bool = True) -> Iter
 
 
 def task_time(forecast: Forecast, run: Interval) -> TaskTime:
-    """The times behind one interval: those of the last micro-batch, or of any other."""
+    """Times of the task of one interval: those with the last micro-batch, or with any other."""
     graph, times = forecast.timeline.graph, forecast.tasks[run.task]
     return times.last if run.micro == graph.micro_batches - 1 else times.body
 
@@ -96,11 +96,12 @@ def task_time(forecast: Forecast, run: Interval) -> TaskTime:
 def measured_segments(
     rank: MeasuredRank, row: int, kinds: Mapping[str, str], seconds: float
 ) -> Iterator[Segment]:
-    """What one rank did in a measured step: tasks with the waiting inside, idle time between them, messages.
+    """Segments of one rank in a measured step: tasks with the waiting inside, idle time between them,
+    messages.
 
     Args:
-        rank: what was taken down.
-        row: where it is shown.
+        rank: the recorded rank.
+        row: row of the timeline.
         kinds: name -> kind of every task.
         seconds: of the step.
     """
@@ -113,23 +114,23 @@ def measured_segments(
     if seconds > clock:
         yield Segment(row, "compute", "idle", "", -1, clock, seconds - clock)
     for message in rank.messages:
-        seen = message.task, message.micro
+        context = message.task, message.micro
         waits = message.end - message.waited
-        yield Segment(row, "compute", "wait", *seen, waits, message.waited)
+        yield Segment(row, "compute", "wait", *context, waits, message.waited)
         kind = "send" if message.kind in ("send", "recv") else "collective"
-        lasted = message.end - message.start
-        yield Segment(row, "communicate", kind, *seen, message.start, lasted, message.kind)
+        duration = message.end - message.start
+        yield Segment(row, "communicate", kind, *context, message.start, duration, message.kind)
 
 
 def count_spans(forecast: Forecast, rows: Iterable[int]) -> int:
-    """How many spans all tasks on some rows have together."""
+    """Number of spans of all tasks of some rows."""
     columns = forecast.timeline.columns
     runs = (run for row in rows for run in forecast.timeline.of_rank(columns[row][0]))
     return sum(len(task_time(forecast, run).spans) for run in runs)
 
 
 def row_name(ranks: tuple[int, ...]) -> str:
-    """Ranks of a column in a few words.
+    """Short name of the ranks of a column.
 
     Example:
         >>> row_name((4,)), row_name((0, 1, 2, 3)), row_name((0, 2))
@@ -147,7 +148,7 @@ def _gap(kind: str, run: Interval, row: int, start: float, end: float) -> Segmen
     return Segment(row, "compute", kind, run.task, run.micro, run.start + start, end - start)
 
 
-def _of_span(span: Span, run: Interval, row: int) -> Segment:
+def _segment_of_span(span: Span, run: Interval, row: int) -> Segment:
     lane = "compute" if span.stream == "compute" else "communicate"
     kind = {"compute": "op", "send": "send"}.get(span.stream, "collective")
     start = run.start + span.start

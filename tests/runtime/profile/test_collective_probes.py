@@ -14,14 +14,14 @@ import pytest
 
 from distgraph.resources import local_cluster
 from distgraph.runtime.profile.collective_probes import (
-    ATTEND,
     KINDS,
+    MESSAGE_WORK,
     Pattern,
-    Taken,
+    RunTime,
     _behind_work,
-    _prepared,
+    _prepare,
+    added_seconds,
     axis_groups,
-    lengthened,
     measure,
     patterns,
 )
@@ -42,7 +42,7 @@ def test_groups_of_every_mesh_axis() -> None:
 def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
     transports = connect(3)
     chosen = [p for p in patterns(3, shared=shared) if p.nbytes <= 4096]
-    assert {p.kind for p in chosen} == {*KINDS, ATTEND}
+    assert {p.kind for p in chosen} == {*KINDS, MESSAGE_WORK}
     assert len({p.name for p in chosen}) == len(chosen)
     assert {(p.kind, p.work > 0) for p in chosen if p.kind in ("all_reduce", "send")} == (
         {("all_reduce", False), ("all_reduce", True), ("send", True)}
@@ -50,7 +50,7 @@ def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
         else {("all_reduce", False), ("send", False)}
     )
 
-    def rank(at: int) -> list[Taken]:
+    def rank(at: int) -> list[RunTime]:
         return [measure(transports[at], pattern, 2, shared) for pattern in chosen]
 
     with ThreadPoolExecutor(3) as pool:
@@ -58,20 +58,20 @@ def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
     for pattern, *taken in zip(chosen, *by_rank, strict=True):
         members = {r for group in pattern.groups for r in group}
         assert all((own.seconds > 0) == (r in members) for r, own in enumerate(taken)), pattern.name
-        works = shared and pattern.kind != ATTEND
+        works = shared and pattern.kind != MESSAGE_WORK
         assert all((own.work > 0) == works for own in taken), pattern.name
 
 
 def test_a_message_behind_work_takes_what_it_adds() -> None:
     """Two ranks a core: the slowest takes 9 s, of which both works take 2 x 3 s; never nothing or less."""
-    found = [Taken(9.0, 2.0), Taken(8.0, 4.0), Taken(0.0, 3.0)]
-    assert lengthened(found, [2.0, 2.0, 2.0]) == 3.0
-    assert lengthened(found, [2.0, 1.0, 2.0]) == 5.0  # the second has a core of its own
-    assert 0 < lengthened(found, [4.0, 4.0, 4.0]) < 1e-5
+    found = [RunTime(9.0, 2.0), RunTime(8.0, 4.0), RunTime(0.0, 3.0)]
+    assert added_seconds(found, [2.0, 2.0, 2.0]) == 3.0
+    assert added_seconds(found, [2.0, 1.0, 2.0]) == 5.0  # the second has a core of its own
+    assert 0 < added_seconds(found, [4.0, 4.0, 4.0]) < 1e-5
     once = _behind_work(partial(time.sleep, 0.02), None, 3, 1, 0.002)
-    assert lengthened([once], [1.0]) >= 0.02
+    assert added_seconds([once], [1.0]) >= 0.02
     there_and_back = _behind_work(partial(time.sleep, 0.02), None, 3, 2, 0.002)
-    assert lengthened([there_and_back], [1.0]) >= 0.01
+    assert added_seconds([there_and_back], [1.0]) >= 0.01
     assert there_and_back.work < once.work
 
 
@@ -81,7 +81,7 @@ def test_what_is_written_before_a_run_is_what_it_sends(kind: str) -> None:
     transports, group = connect(2), (0, 1)
 
     def rank(at: int) -> list[float]:
-        run, sent = _prepared(transports[at], Pattern(kind, (group,), 64), group)
+        run, sent = _prepare(transports[at], Pattern(kind, (group,), 64), group)
         found = []
         for _ in range(2):
             run()

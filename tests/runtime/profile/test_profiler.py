@@ -24,7 +24,7 @@ from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.profile import op_probes as probing
 from distgraph.runtime.profile import profiler as profiling
 from distgraph.runtime.profile.collective_probes import (
-    ATTEND,
+    MESSAGE_WORK,
     axis_groups,
 )
 from distgraph.runtime.profile.cost_fitting import (
@@ -39,7 +39,7 @@ from distgraph.runtime.profile.cost_fitting import (
     fit_tables,
     robust,
 )
-from distgraph.runtime.profile.op_probes import Timed, probes
+from distgraph.runtime.profile.op_probes import PreparedProbe, probes
 from distgraph.runtime.profile.profiler import Request, Store, evaluate, profile
 from distgraph.runtime.profile.resource_writer import Measured, write_measured
 
@@ -268,7 +268,7 @@ def test_links_of_two_kinds_are_told_apart() -> None:
 
 def test_probe_times_every_op_that_costs() -> None:
     probe = next(p for p in probes() if p.name.startswith("perceptron"))
-    timed = Timed(probe, load_cluster("local"))
+    timed = PreparedProbe(probe, load_cluster("local"))
     seconds = timed.run(0.0)
     assert len(seconds) == len(timed.works) > 20
     assert all(s > 0 for s in seconds)
@@ -283,7 +283,7 @@ def test_probe_times_every_op_that_costs() -> None:
 def test_probe_of_micro_batches_meets_the_kernels_that_add() -> None:
     """Every op once, the mean over the micro-batches; gradients of weights are added up as they are made."""
     probe = next(p for p in probes() if p.name == "perceptron/micro")
-    timed = Timed(probe, load_cluster("local"))
+    timed = PreparedProbe(probe, load_cluster("local"))
     seconds = timed.run(0.0)
     ops = [work.op for work in timed.works]
     assert len(set(timed.ops)) == len(seconds) == len(ops)
@@ -301,7 +301,7 @@ def test_long_ops_take_their_cpu_time_and_short_ones_wall_time(
     monkeypatch.setattr(probing, "CLOCKS", clocks)
     monkeypatch.setattr(probing, "_clock_seconds", lambda clock: 0.0)
     probe = next(probe for probe in probes() if probe.name == "perceptron/8x64")
-    seconds = Timed(probe, load_cluster("local")).run()
+    seconds = PreparedProbe(probe, load_cluster("local")).run()
     assert seconds == pytest.approx([taken] * len(seconds))
 
 
@@ -477,13 +477,13 @@ def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: 
 def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer(monkeypatch)
     runs: list[str] = []
-    real = Timed.run
+    real = PreparedProbe.run
 
-    def counted(self: Timed, seconds: float = 0.0) -> list[float]:
+    def counted(self: PreparedProbe, seconds: float = 0.0) -> list[float]:
         runs.append("run")
         return real(self, 0.0)
 
-    monkeypatch.setattr(Timed, "run", counted)
+    monkeypatch.setattr(PreparedProbe, "run", counted)
     request = Request(str(tmp_path / "mine.yaml"), seconds=60.0, repeats=2)
     profile(request)
     assert len(runs) == 2 * len(profiling.probes())
@@ -503,15 +503,15 @@ def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch:
 
 def test_interrupted_profile_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer(monkeypatch)
-    real, count = Timed.run, [0]
+    real, count = PreparedProbe.run, [0]
 
-    def interrupted(self: Timed, seconds: float = 0.0) -> list[float]:
+    def interrupted(self: PreparedProbe, seconds: float = 0.0) -> list[float]:
         count[0] += 1
         if count[0] == 3:
             raise KeyboardInterrupt
         return real(self, 0.0)
 
-    monkeypatch.setattr(Timed, "run", interrupted)
+    monkeypatch.setattr(PreparedProbe, "run", interrupted)
     request = Request(str(tmp_path / "mine.yaml"), repeats=2)
     with pytest.raises(KeyboardInterrupt):
         profile(request)
@@ -584,7 +584,7 @@ def test_what_a_rank_is_busy_with_for_a_message_goes_to_its_device(tmp_path: Pat
     given = Compute(2e-6, 0.5, 0.5, {"f32": MatmulRate(0.5, (10.0, 10.0, 10.0))})
     samples = works_of(given, 20e9, {"f32": 2e11})
     works = {"works": [asdict(work) for work, _ in samples], "runs": [[seconds for _, seconds in samples]]}
-    pattern = {"kind": ATTEND, "groups": [[0, 1]], "nbytes": 1024}
+    pattern = {"kind": MESSAGE_WORK, "groups": [[0, 1]], "nbytes": 1024}
     attended = {"message": pattern, "runs": [[3e-5], [9e-5], [4e-5]]}
     found = evaluate(load_cluster("local"), {"machines[0].devices|all": works, "|attend": attended})
     assert found.compute["machines[0].devices"].compute.message == 4e-5
