@@ -1,4 +1,4 @@
-"""Plans in the terms of other frameworks. See docs/export.md."""
+"""Export of plans to the terms of other frameworks. See docs/export.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def export(plan: Plan, framework: str) -> Export:
 
     Raises:
         GraphError: the framework is unknown, or the plan has no surface.
-        ShardingError: the framework has no way to say what the plan says.
+        ShardingError: the framework cannot express the plan.
     """
     if framework not in EXPORTERS:
         raise GraphError(f"framework {framework!r} is unknown; a plan is exported to {', '.join(EXPORTERS)}")

@@ -1,4 +1,4 @@
-"""What the axes of a mesh are for, as frameworks see them that give a mesh dim one use."""
+"""Roles of mesh axes, for frameworks in which each dim of a mesh has one role."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALONE = ("reshape", "transpose", "cast")  # ops that read a parameter before an
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What the axes of one stage's mesh are for.
+    """Roles of the axes of one stage's mesh.
 
     Attributes:
-        replicate, shard: data axes over which parameters are copied, and split.
+        replicate, shard: data axes over which parameters are replicated, and split.
         model: the axis of `parallelize_module`, None where there is none.
         reshard: whether parameters are split between forward and backward too.
     """
@@ -38,9 +38,9 @@ class Strays:
     """Parameters of a stage that a plan computes split over axes that split the batch elsewhere.
 
     Attributes:
-        names: of them.
-        axes: that they are computed over.
-        share: of the stage's parameters, in numbers held.
+        names: names of the parameters.
+        axes: data axes that split their computation.
+        share: their fraction of the elements of all parameters of the stage.
     """
 
     names: tuple[str, ...]
@@ -55,18 +55,20 @@ class Strays:
 
 
 def strays_of(plan: Plan, number: int) -> Strays:
-    """The strays of a stage; parameters that are only reshaped so do not count."""
-    known, data = surface(plan).tensors, data_axes(plan, number)
-    here = [n for n, t in plan.tensors.items() if t.kind == "param" and t.stage == number and n in known]
-    over = {name: [axis for axis in known[name].used.axes if axis in data] for name in here}
-    names = tuple(name for name in here if over[name] and known[name].reader not in _ALONE)
-    sizes = {name: math.prod(known[name].shape) for name in here}
+    """The strays of a stage, without parameters that are only reshaped or converted in such a layout."""
+    interface, data = surface(plan).tensors, data_axes(plan, number)
+    names_of_stage = [
+        n for n, t in plan.tensors.items() if t.kind == "param" and t.stage == number and n in interface
+    ]
+    axes_of = {name: [axis for axis in interface[name].used.axes if axis in data] for name in names_of_stage}
+    names = tuple(name for name in names_of_stage if axes_of[name] and interface[name].reader not in _ALONE)
+    sizes = {name: math.prod(interface[name].shape) for name in names_of_stage}
     share = sum(sizes[name] for name in names) / max(1, sum(sizes.values()))
-    return Strays(names, tuple(dict.fromkeys(axis for name in names for axis in over[name])), share)
+    return Strays(names, tuple(dict.fromkeys(axis for name in names for axis in axes_of[name])), share)
 
 
 def roles_of(plan: Plan, number: int) -> Roles:
-    """Sort the axes of a stage.
+    """The roles of the axes of a stage.
 
     Raises:
         ShardingError: most of the parameters are computed split over axes that split the batch elsewhere, or
@@ -97,7 +99,7 @@ def mostly_split(plan: Plan, number: int, kind: str, apart: Collection[str] = ()
     Args:
         plan, number: the stage.
         kind: param or state.
-        apart: parameters that do not count, nor their states.
+        apart: parameters that are left out, with their states.
     """
     known, data = surface(plan).tensors, data_axes(plan, number)
     sizes: dict[str, int] = {}

@@ -1,11 +1,11 @@
 """Export to JAX: a PartitionSpec for every parameter, state, input and activation.
 
-A `PartitionSpec` is what a `ShardSpec` is without its partial sums: for each dim the mesh axes that split it,
-major to minor. Parameters, states and inputs are to be given to `jax.jit` as shardings or laid out with
-`jax.device_put`; activations are constraints, `jax.lax.with_sharding_constraint`, named by the module that
-makes them. Which collectives follow is then XLA's choice; partial results and where they are reduced are.
+A `PartitionSpec` is a `ShardSpec` without its partial axes: for each dim the mesh axes that split it, major
+to minor. The specs of parameters, states and inputs are for `jax.jit` or `jax.device_put`; those of
+activations are for `jax.lax.with_sharding_constraint`, named by the module that computes them. XLA then
+chooses the collectives, and where partial results are reduced.
 
-JAX knows no pipeline: each stage becomes a set of specs of its own, on its own mesh.
+JAX has no pipelines: each stage becomes a separate set of specs, on its own mesh.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _even(
     mesh: ProcessMesh,
     uneven: dict[str, list[str]],
 ) -> ShardSpec:
-    """The spec with dims kept whole that do not divide: a JAX array has shards of one size."""
+    """The spec with dims left whole that do not divide evenly: a JAX array has shards of one size."""
     if shape is None or len(shape) != len(spec.dims):
         return spec.without_partial()
     whole = [d for d, size in enumerate(shape) if size % mesh.count(spec.dims[d])]

@@ -1,8 +1,8 @@
-"""What another framework needs to know of a program: what is stored, and what passes between its modules.
+"""The interface of modules that exports need: stored tensors, and activations that cross module borders.
 
-Frameworks name a tensor by its parameter's path and an activation by the module that makes it; a graph names
-values. `surface_of` reads the first from the second: the ops that carry a module's path as their scope are
-that module, what they read from outside enters it, and what others read of theirs leaves it.
+Frameworks name a tensor by the path of its parameter and an activation by the module that computes it; a
+graph names values. `surface_of` derives the first from the second: a module consists of the ops with its path
+as their scope; values that they read from outside enter it, and their results that others read leave it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PART = re.compile(r"@([0-9]{1,9})( again)? in: (.*?) ?out: (.*?)(?: moved: (.*)
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How an input or a parameter is read first.
+    """The first read of an input or a parameter.
 
     Attributes:
         dtype, shape: of the whole tensor; of an input, of one micro-batch.
-        used: layout in which its first reader computes with it; it may be stored otherwise.
+        used: layout in which its first reader uses it; it may be stored in another.
         reader: kind of that op; empty where nothing reads it.
-        operand: number of the tensor among the op's operands.
-        shared: code of several modules reads it: a table that is the matrix of the logits too.
+        operand: position of the tensor among the op's operands.
+        shared: whether several modules read it, such as a table that is also the matrix of the logits.
     """
 
     dtype: str
@@ -68,13 +68,13 @@ class Flow:
 
     Attributes:
         shape: of one micro-batch.
-        spec: how it is stored.
-        used: how the first reader behind the border computes with it.
-        made: how the code that makes it leaves it, before it is stored; None for as stored, or where that
-            code is a module of one matrix, which leaves it so.
-        inherited: of one that enters: it enters the enclosing module too, unchanged.
-        joined: on its way between two modules it passes code of no module, which reads a parameter itself.
-        loose: of one that leaves: its first reader is no module but the code around.
+        spec: layout in which it is stored.
+        used: layout in which the first reader on the other side of the border uses it.
+        made: layout in which its op computes it, before it is stored; None if that is `spec`, or if the op
+            belongs to a module of one matrix.
+        inherited: for an entering activation: it also enters the enclosing module, unchanged.
+        joined: between two modules it passes code that belongs to no module and reads a parameter.
+        loose: for a leaving activation: its first reader is the enclosing code, not a module.
     """
 
     shape: tuple[int, ...]
@@ -97,21 +97,21 @@ class Flow:
         if match is None:
             raise ValueError(text)
         shape, spec, used, made, words = match.groups()
-        known = (words or "").split()
+        present = (words or "").split()
         source = None if made is None else ShardSpec.parse(made)
         specs = ShardSpec.parse(spec), ShardSpec.parse(used), source
-        return cls(_shape(shape), *specs, *(word in known for word in _WORDS))
+        return cls(_shape(shape), *specs, *(word in present for word in _WORDS))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module.
+    """The interface of one module.
 
     Attributes:
         stage: number of the stage that computes its first op.
         enters, leaves: activations, in the order of their first readers.
-        moved: activations that its own code has to lay out anew: how it has them, and is to have them.
-        again: whether it, and not only some module inside, is computed again in the backward part.
+        moved: activations that the code of the module itself has to reshard, with both layouts.
+        again: whether the whole module, not only one inside it, is recomputed in the backward part.
     """
 
     stage: int
@@ -121,8 +121,8 @@ class Part:
     again: bool = False
 
     def __str__(self) -> str:
-        sides = {"in": self.enters, "out": self.leaves, **({"moved": self.moved} if self.moved else {})}
-        texts = (f" {side}: {'; '.join(map(str, flows))}" for side, flows in sides.items())
+        directions = {"in": self.enters, "out": self.leaves, **({"moved": self.moved} if self.moved else {})}
+        texts = (f" {side}: {'; '.join(map(str, flows))}" for side, flows in directions.items())
         return f"@{self.stage}{' again' * self.again}{''.join(texts)}"
 
     @classmethod
@@ -140,19 +140,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """What of a program has a name outside of it.
+    """The interface of a program: tensors and modules by the names that users know.
 
     Attributes:
-        tensors: name of an input or parameter -> how it is read first, in program order; states lie in the
-            shape of their parameter.
-        modules: path -> its borders, in program order; a module stands before those inside it.
+        tensors: name of an input or parameter -> its first read, in program order; states have the shape of
+            their parameter.
+        modules: path -> its interface, in program order; a module comes before those inside it.
     """
 
     tensors: Mapping[str, Read] = field(default_factory=dict)
     modules: Mapping[str, Part] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """The form in a plan file, equal layers in one entry."""
+        """The form in a plan file, with equal layers joined to one entry."""
         return {
             "tensors": fold({name: str(read) for name, read in self.tensors.items()}),
             "modules": fold({path: str(part) for path, part in self.modules.items()}),
@@ -164,7 +164,7 @@ def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
 
     Args:
         graph: every value has a layout.
-        meshes: those of the stages.
+        meshes: the meshes of the stages.
 
     Raises:
         GraphError: a value has no layout.
@@ -197,7 +197,7 @@ def _used(op: Op, operand: int, stored: ShardSpec) -> ShardSpec:
 
 
 class _Borders:
-    """The search for what crosses the borders of modules: value -> flow, for every module."""
+    """Collects the activations that cross the borders of modules: value -> flow, for every module."""
 
     def __init__(self, graph: Graph, meshes: Sequence[ProcessMesh]) -> None:
         self.graph = graph
@@ -225,8 +225,8 @@ class _Borders:
             yield path, Part(stage, enters, leaves, moved, path in again)
 
     def _again(self) -> frozenset[str]:
-        """Outermost modules of which some op is computed again, and nothing that stays inside is kept."""
-        copied, kept = set[str](), set[str]()
+        """Outermost modules that are recomputed: no value inside them is stored for the backward part."""
+        copied, stored = set[str](), set[str]()
         makers = {value.name: op for op in self.forward for value in op.results}
         stands_for: dict[str, str] = {}
         for op in self.graph.ops:
@@ -237,16 +237,16 @@ class _Borders:
                 stands_for |= {a.name: b.name for a, b in zip(op.results, original.results, strict=True)}
                 copied |= set(self._modules(original.scope))
             for name in (v.name for v in op.operands if v.name in makers):
-                inside = self._modules(makers[name].scope)
-                kept |= {path for path in inside if name not in self.leaves.get(path, {})}
-        again = copied - kept
+                modules = self._modules(makers[name].scope)
+                stored |= {path for path in modules if name not in self.leaves.get(path, {})}
+        again = copied - stored
         return frozenset(path for path in again if not again & set(prefixes(path)[:-1]))
 
     def _modules(self, scope: str) -> list[str]:
         return [path for path in prefixes(scope) if path in self.scopes]
 
     def _cross(self, op: Op, operand: int) -> None:
-        """Note one read where it crosses borders, the value followed back through explicit reshards."""
+        """Record one read at every border that it crosses; explicit reshards of the value are skipped."""
         name = self._unmoved(op.operands[operand].name)
         maker = self.graph.producers[name]
         if maker.kind in _HELD or op.kind == "reshard":
@@ -254,33 +254,33 @@ class _Borders:
         stored = self.graph.attrs[name].spec
         value = self.graph.values[name]
         flow = Flow(value.shape, stored, _used(op, operand, stored), self._made(maker, name))
-        inside, outside = self._modules(op.scope), self._modules(maker.scope)
-        for path in inside:
-            if path not in outside:
+        readers, makers = self._modules(op.scope), self._modules(maker.scope)
+        for path in readers:
+            if path not in makers:
                 joined = not maker.scope and self._reads_parameter(maker)
                 inherited = any(name in self.enters.get(around, {}) for around in prefixes(path)[:-1])
                 entered = replace(flow, joined=joined, inherited=inherited)
                 self.enters.setdefault(path, {}).setdefault(name, entered)
-        for path in outside:
-            if path not in inside:
+        for path in makers:
+            if path not in readers:
                 joined = not op.scope and self._reads_parameter(op)
-                loose = all(around in outside for around in inside)
-                left = replace(flow, joined=joined, loose=loose)
-                self.leaves.setdefault(path, {}).setdefault(name, left)
-        self._note_move(op, name, flow, inside, outside)
+                loose = all(around in makers for around in readers)
+                leaving = replace(flow, joined=joined, loose=loose)
+                self.leaves.setdefault(path, {}).setdefault(name, leaving)
+        self._note_move(op, name, flow, readers, makers)
 
-    def _note_move(self, op: Op, name: str, flow: Flow, inside: list[str], outside: list[str]) -> None:
-        """Note a read by a module's own code in another layout than the value reaches it in."""
-        if flow.made is not None and flow.made.partial and outside:
+    def _note_move(self, op: Op, name: str, flow: Flow, readers: list[str], makers: list[str]) -> None:
+        """Record a read by the code of a module itself in another layout than that of the arriving value."""
+        if flow.made is not None and flow.made.partial and makers:
             reduced = Flow(flow.shape, flow.made, flow.spec)
-            self.moved.setdefault(outside[-1], {}).setdefault(name, reduced)
-        if op.scope not in inside:
+            self.moved.setdefault(makers[-1], {}).setdefault(name, reduced)
+        if op.scope not in readers:
             return
         reaches = flow.made or flow.spec
-        if op.scope not in outside:
+        if op.scope not in makers:
             reaches = self.enters[op.scope][name].used
-        elif outside[-1] in self.matrices and outside[-1] != op.scope:
-            reaches = self.leaves[outside[len(inside)]][name].used
+        elif makers[-1] in self.matrices and makers[-1] != op.scope:
+            reaches = self.leaves[makers[len(readers)]][name].used
         if reaches != flow.used:
             self.moved.setdefault(op.scope, {}).setdefault(name, Flow(flow.shape, reaches, flow.used))
 
@@ -303,13 +303,13 @@ class _Borders:
 
 
 def _is_copy(op: Op, original: Op, stands_for: Mapping[str, str]) -> bool:
-    """Whether an op of the backward part is a forward op again, on its operands or copies of them."""
+    """Whether an op of the backward part recomputes a forward op, from its operands or copies of them."""
     names = [stands_for.get(value.name, value.name) for value in op.operands]
     return op.kind == original.kind and names == [value.name for value in original.operands]
 
 
 def prefixes(path: str) -> list[str]:
-    """Modules around a module, itself last.
+    """Paths of the enclosing modules of a module, outermost first, and of the module itself.
 
     Example:
         >>> prefixes("blocks.0.attn")
@@ -320,7 +320,7 @@ def prefixes(path: str) -> list[str]:
 
 
 def in_order(paths: Iterable[str]) -> list[str]:
-    """Paths of folded layers in program order: numbers ascend, names stand as they first appeared.
+    """Paths in program order: layer numbers ascend, and names are in the order of first appearance.
 
     Example:
         >>> in_order(["b.0.norm", "b.1.norm", "b.0.attn", "b.1.attn", "b.1", "head"])
@@ -329,13 +329,13 @@ def in_order(paths: Iterable[str]) -> list[str]:
     first: dict[tuple[str, str], int] = {}
 
     def key(path: str) -> list[tuple[int, int]]:
-        parent, places = "", []
+        parent, positions = "", []
         for name in path.split("."):
             counted = _NUMBER.fullmatch(name) is not None
             number = first.setdefault((parent, "*" if counted else name), len(first))
-            places.append((number, int(name) if counted else 0))
+            positions.append((number, int(name) if counted else 0))
             parent = f"{parent}.{'*' if counted else name}"
-        return places
+        return positions
 
     return sorted(paths, key=key)
 

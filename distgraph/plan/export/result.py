@@ -1,4 +1,4 @@
-"""What an export gives, and what the exporters share."""
+"""The result of an export, and functions that the exporters share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Export:
         framework: "jax", "torch" or "megatron".
         data: the same as JSON: dicts, lists, texts, numbers.
         source: text of a Python module; a plan for Megatron-LM is a shell's list of arguments.
-        notes: what the plan says and the framework, or its usual interface, does not express; each a line.
+        notes: properties of the plan that the framework, or its usual interface, does not express, one each.
     """
 
     framework: str
@@ -51,13 +51,13 @@ class Export:
 
 def surface(plan: Plan) -> Surface:
     """The surface of a plan. Raises GraphError where it has none."""
-    found: Surface | None = plan.surface
-    if found is None:
+    interface: Surface | None = plan.surface
+    if interface is None:
         raise GraphError(
             f"plan of {plan.program.name} has no surface but an export needs shapes and modules; make the "
             "plan from its program again"
         )
-    return found
+    return interface
 
 
 def dims(spec: ShardSpec) -> list[Any]:
@@ -71,7 +71,7 @@ def mesh_data(mesh: ProcessMesh) -> dict[str, Any]:
 
 
 def data_axes(plan: Plan, stage: int) -> tuple[str, ...]:
-    """Axes of a stage's mesh that split the leading dim of what enters the program or the stage's modules."""
+    """Axes of a stage's mesh that split the leading dim of an input of the program or of a module."""
     mesh = plan.stages[stage].mesh
     specs = [t.spec for t in plan.tensors.values() if t.kind == "input" and t.stage == stage]
     specs += [f.spec for p in surface(plan).modules.values() if p.stage == stage for f in p.enters]
@@ -80,7 +80,7 @@ def data_axes(plan: Plan, stage: int) -> tuple[str, ...]:
 
 
 def owner(state: str) -> str:
-    """Parameter of an optimiser's state."""
+    """Name of the parameter of an optimiser's state."""
     return state.rpartition(".")[0]
 
 
@@ -112,6 +112,6 @@ def literal(name: str, items: Iterable[tuple[str, str]], indent: str = "") -> st
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Some names for a note."""
+    """Text of a list of names, with at most `most` of them."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

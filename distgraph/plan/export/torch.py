@@ -1,13 +1,13 @@
 """Export to PyTorch: `parallelize_module` styles, `fully_shard`, pipeline split points, checkpointed modules.
 
-PyTorch gives each dim of a device mesh one use. The axes of a plan's mesh are sorted by theirs:
+In PyTorch each dim of a device mesh has one role. The axes of a plan's mesh are sorted by role:
 
     data axes     split the batch; gradients are summed over them. Those that parameters or states are split
                   over as well become `dp_shard` of `fully_shard` (ZeRO: Rajbhandari et al., 2020, section 5),
                   with `reshard_after_forward` where parameters themselves are; the others `dp_replicate`.
     model axis    splits matrices; a plan may have one, it becomes the mesh of `parallelize_module`.
 
-Layouts of weights and of what crosses the borders of modules give the styles: a matrix split by its outputs
+Layouts of weights and of activations between modules determine the styles: a matrix split by its outputs
 is ColwiseParallel, by its inputs RowwiseParallel (Shoeybi et al., 2019, section 3), a norm of a split
 sequence SequenceParallel (Korthikanti et al., 2022, section 4.2.2). Modules are named as in the plan; a
 matrix that is the right operand of a matmul is taken for an nn.Linear, which holds it transposed.
@@ -45,10 +45,10 @@ NORMS = ("layer_norm", "rms_norm")
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage while it is translated.
+    """State of the translation of one stage.
 
     Attributes:
-        whole: activations [batch, sequence, width] are kept whole along the sequence, whatever the plan says.
+        whole: whether activations [batch, sequence, width] stay whole along the sequence against the plan.
         styles: path -> style.
         left: parameters that no style splits.
     """
@@ -108,22 +108,22 @@ def _schedule(plan: Plan) -> str:
 
 
 def _translate(plan: Plan, number: int) -> _Stage:
-    """One stage; without its splits of the sequence where own code would have to move activations."""
+    """Translates one stage; without splits of the sequence if module code would have to move activations."""
     mesh, roles = plan.stages[number].mesh, roles_of(plan, number)
-    moved = ""
+    first_move = ""
     for whole in (False, True):
         stage = _Stage(plan, number, mesh, roles, whole)
         parts = [(path, part) for path, part in surface(plan).modules.items() if part.stage == number]
         for path, part in parts:
             _style(stage, path, part)
-        found = next((text for path, part in parts if (text := _moved(stage, path, part))), "")
-        if not found:
+        move = next((text for path, part in parts if (text := _moved(stage, path, part))), "")
+        if not move:
             break
-        moved = moved or found
+        first_move = first_move or move
     else:
-        raise ShardingError(f"{moved}; PyTorch moves activations at the borders of modules only")
-    if moved:
-        stage.notes.append(f"activations are kept whole along the sequence, for {moved}")
+        raise ShardingError(f"{first_move}; PyTorch moves activations at the borders of modules only")
+    if first_move:
+        stage.notes.append(f"activations are kept whole along the sequence, for {first_move}")
     strays = strays_of(plan, number)
     if strays.names:
         stage.notes.append(
@@ -137,24 +137,24 @@ def _translate(plan: Plan, number: int) -> _Stage:
 
 
 def _style(stage: _Stage, path: str, part: Part) -> None:
-    """The style of one module, where the model axis has something to do with it."""
+    """Sets the style of one module, if the model axis concerns it."""
     if stage.roles.model is None or not part.enters:
         return
-    held = _held(stage, path)
-    weight = held.get("weight")
+    parameters = _held(stage, path)
+    weight = parameters.get("weight")
     if weight is not None and weight.reader in MATRICES:
         style = _linear(stage, path, part, weight)
-    elif held and any(read.reader in NORMS for read in held.values()):
+    elif parameters and any(read.reader in NORMS for read in parameters.values()):
         style = _norm(stage, path, part)
     else:
-        style = None if held else _gather(stage, path, part)
-        stage.left += [f"{path}.{name}" for name in held if _split(stage, f"{path}.{name}")]
+        style = None if parameters else _gather(stage, path, part)
+        stage.left += [f"{path}.{name}" for name in parameters if _split(stage, f"{path}.{name}")]
     if style is not None:
         stage.styles[path] = style
 
 
 def _moved(stage: _Stage, path: str, part: Part) -> str:
-    """What a module's own code would have to move over the model axis, in words; empty for nothing."""
+    """Text of the first activation that module code would have to move over the model axis; or empty."""
     if stage.roles.model is None or (path in stage.styles and _held(stage, path)):
         return ""
     for flow in part.moved:
@@ -166,11 +166,11 @@ def _moved(stage: _Stage, path: str, part: Part) -> str:
 
 
 def _held(stage: _Stage, path: str) -> dict[str, Read]:
-    """Parameters that a module holds itself."""
-    known = surface(stage.plan).tensors
+    """Parameters of a module itself, without those of modules inside it."""
+    interface = surface(stage.plan).tensors
     return {
         name.rpartition(".")[2]: read
-        for name, read in known.items()
+        for name, read in interface.items()
         if owner(name) == path and stage.plan.tensors[name].kind == "param"
     }
 
@@ -204,13 +204,13 @@ def _linear(stage: _Stage, path: str, part: Part, weight: Read) -> str | None:
             "ColwiseParallel", (arrives, leaves), defaults, " use_local_output=False" if last else ""
         )
     name = "ColwiseParallel" if by_columns else "RowwiseParallel"
-    # a table's rows are looked up by numbers that every rank has
+    # every rank has all the ids that are looked up in a table
     defaults = (REPLICATE if by_columns else "Shard(-1)", "Shard(-1)" if by_columns else REPLICATE)
     return _call(name, (REPLICATE if table else arrives, leaves), defaults)
 
 
 def _norm(stage: _Stage, path: str, part: Part) -> str | None:
-    """Style of a norm: of a split sequence, or none."""
+    """Style of a norm: SequenceParallel where the sequence is split, else None."""
     dim = next(
         (d for d in range(1, len(part.enters[0].shape) - 1) if _on(stage, part.enters[0].used) == d), None
     )
@@ -223,7 +223,7 @@ def _norm(stage: _Stage, path: str, part: Part) -> str | None:
 
 
 def _gather(stage: _Stage, path: str, part: Part) -> str | None:
-    """A module without parameters of its own whose input is to be laid out anew: once, not in each part."""
+    """Style of a module without own parameters that reshards its input once for all modules inside it."""
     before, after = _arrives(stage, path, part), _placement(stage, part.enters[0].used)
     if before == after or after is None or part.enters[0].inherited or len(part.enters) > 1:
         return None
@@ -232,7 +232,7 @@ def _gather(stage: _Stage, path: str, part: Part) -> str | None:
 
 
 def _arrives(stage: _Stage, path: str, part: Part) -> str:
-    """Placement over the model axis in which a module gets its first input in PyTorch."""
+    """Placement over the model axis of the first input of a module in PyTorch."""
     flow, modules = part.enters[0], surface(stage.plan).modules
     around = next((p for p in reversed(prefixes(path)[:-1]) if p in modules), None)
     if flow.inherited and around is not None:
@@ -246,7 +246,7 @@ def _arrives(stage: _Stage, path: str, part: Part) -> str:
 
 
 def _leaves(stage: _Stage, part: Part) -> str:
-    """Placement over the model axis in which a module is to leave its result."""
+    """Placement over the model axis that the result of a module must have."""
     if not part.leaves or part.leaves[0].joined:
         return REPLICATE
     flow = part.leaves[0]
@@ -272,7 +272,7 @@ def _on(stage: _Stage, spec: ShardSpec) -> int | None:
 
 
 def _ends(stage: _Stage, path: str) -> bool:
-    """Whether a module is the last one of the program: what leaves it goes to the loss."""
+    """Whether a module is the last one of the program, whose result is read by the loss."""
     return path == list(surface(stage.plan).modules)[-1]
 
 
@@ -281,22 +281,22 @@ def _last_style(stages: list[_Stage]) -> Iterator[str]:
         yield from (style for path, style in stage.styles.items() if _ends(stage, path))
 
 
-def _call(name: str, given: tuple[str, str], defaults: tuple[str, str], more: str = "") -> str:
+def _call(name: str, layouts: tuple[str, str], defaults: tuple[str, str], options: str = "") -> str:
     words = ("input_layouts", "output_layouts")
-    parts = [f"{w}={g}" for w, g, d in zip(words, given, defaults, strict=True) if g != d]
-    return f"{name}({', '.join([*parts, *more.split()])})"
+    parts = [f"{w}={g}" for w, g, d in zip(words, layouts, defaults, strict=True) if g != d]
+    return f"{name}({', '.join([*parts, *options.split()])})"
 
 
 def _check_left(stage: _Stage) -> None:
-    """Say what has no style, or more than one reader."""
+    """Add notes on parameters without a style and on parameters that several modules read."""
     if stage.roles.model is None:
         return
     for name, tensor in stage.plan.tensors.items():
-        here = tensor.kind == "param" and tensor.stage == stage.number and _split(stage, name)
-        if here and owner(name) not in stage.styles:
+        split_here = tensor.kind == "param" and tensor.stage == stage.number and _split(stage, name)
+        if split_here and owner(name) not in stage.styles:
             stage.left.append(name)
-    known = surface(stage.plan).tensors
-    shared = [name for name in _parameters(stage) if name in known and known[name].shared]
+    interface = surface(stage.plan).tensors
+    shared = [name for name in _parameters(stage) if name in interface and interface[name].shared]
     if shared:
         stage.notes.append(
             f"{listed(shared)} is read by code of several modules: a style lays out its own module only; let "
@@ -365,12 +365,12 @@ def _stage_data(stage: _Stage) -> dict[str, Any]:
     roles = stage.roles
     shape = [stage.mesh.count(roles.replicate), stage.mesh.count(roles.shard)]
     order = [stage.mesh.axes.index(axis) for axis in (*roles.replicate, *roles.shard)]
-    rest = [i for i in range(len(stage.mesh.axes)) if i not in order]
+    other_dims = [i for i in range(len(stage.mesh.axes)) if i not in order]
     shape.append(stage.mesh.size // int(np.prod(shape)))
-    ranks = stage.mesh.ranks.transpose([*order, *rest]).reshape(shape)
-    held = _parameters(stage)
-    own = [path for path, part in surface(stage.plan).modules.items() if part.stage == stage.number]
-    again = [path for path in own if surface(stage.plan).modules[path].again]
+    ranks = stage.mesh.ranks.transpose([*order, *other_dims]).reshape(shape)
+    parameters = _parameters(stage)
+    paths = [path for path, part in surface(stage.plan).modules.items() if part.stage == stage.number]
+    recomputed = [path for path in paths if surface(stage.plan).modules[path].again]
     return {
         "mesh": mesh_data(stage.mesh),
         "ranks": ranks.tolist(),
@@ -378,9 +378,9 @@ def _stage_data(stage: _Stage) -> dict[str, Any]:
         "fully_shard": {"modules": _units(stage), "reshard_after_forward": roles.reshard}
         if roles.replicate or roles.shard
         else None,
-        "checkpoint": again,
-        "parameters": held,
-        "placements": {name: _placements(stage, name) for name in held},
+        "checkpoint": recomputed,
+        "parameters": parameters,
+        "placements": {name: _placements(stage, name) for name in parameters},
         "inputs": {
             name: dims(tensor.spec)
             for name, tensor in stage.plan.tensors.items()
@@ -390,25 +390,25 @@ def _stage_data(stage: _Stage) -> dict[str, Any]:
 
 
 def _parameters(stage: _Stage) -> list[str]:
-    """Parameters that lie on a stage."""
+    """Names of the parameters of a stage."""
     tensors = stage.plan.tensors
     return in_order(n for n, t in tensors.items() if t.kind == "param" and t.stage == stage.number)
 
 
 def _placements(stage: _Stage, name: str) -> list[str]:
-    """DTensor placements of a parameter over the axes of the plan's own mesh, as the plan lays it out."""
+    """DTensor placements of a parameter over the axes of the plan's mesh, for its layout in the plan."""
     spec, read = stage.plan.tensors[name].spec, surface(stage.plan).tensors.get(name)
     transposed = read is not None and read.reader == "matmul" and read.operand == 1 and len(read.shape) == 2
-    found = []
+    placements = []
     for axis in stage.mesh.axes:
         dim = next((d for d, axes in enumerate(spec.dims) if axis in axes), None)
-        place = None if dim is None else 1 - dim if transposed else dim
-        found.append(REPLICATE if place is None else f"Shard({place})")
-    return found
+        position = None if dim is None else 1 - dim if transposed else dim
+        placements.append(REPLICATE if position is None else f"Shard({position})")
+    return placements
 
 
 def _units(stage: _Stage) -> list[str]:
-    """Modules that `fully_shard` treats as a unit: those in a list that hold parameters, the outermost."""
+    """Units of `fully_shard`: the outermost modules that are items of a list and have parameters."""
     names = _parameters(stage)
     units = [next((p for p in prefixes(owner(n)) if p.rpartition(".")[2].isdigit()), None) for n in names]
     return list(dict.fromkeys(unit for unit in units if unit is not None))

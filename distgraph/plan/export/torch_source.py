@@ -72,7 +72,7 @@ def parallelize(model, stage=0, device_type="cuda", mesh=None):
 
 
 def torch_schedules() -> dict[str, str]:
-    """Schedule -> its class in torch.distributed.pipelining, for the schedules that PyTorch has."""
+    """Name of a schedule -> its class in torch.distributed.pipelining, for schedules that PyTorch has."""
     policies = (schedule_policy(name) for name in schedule_names())
     return {p.name: p.export_names["torch"] for p in policies if "torch" in p.export_names}
 
