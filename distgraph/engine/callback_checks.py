@@ -1,4 +1,4 @@
-"""What a callback can know to be wrong before training starts."""
+"""Checks of the arguments of callbacks, before training starts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def check_place(who: str, path: str | Path) -> None:
-    """Check that a file or folder could be made under a path, its folders too.
+    """Check that a file could be created at a path, with its folders.
 
     Raises:
-        RuntimeFault: the path is empty, or what is there already is no folder or takes no new files.
+        RuntimeFault: the path is empty, or its nearest existing parent is no folder or takes no new files.
     """
     fails = "" if str(path) and "\0" not in str(path) else "it is no path"
     if not fails:
         try:
-            held = next(each for each in Path(path).absolute().parents if each.exists())
-            if not held.is_dir():
-                fails = f"{held} is no folder"
-            elif not os.access(held, os.W_OK | os.X_OK):
-                fails = f"{held} takes no new files"
+            folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+            if not folder.is_dir():
+                fails = f"{folder} is no folder"
+            elif not os.access(folder, os.W_OK | os.X_OK):
+                fails = f"{folder} takes no new files"
         except OSError as error:
             fails = str(error.strerror)
     if fails:
@@ -36,20 +36,20 @@ def check_place(who: str, path: str | Path) -> None:
         )
 
 
-def check_count(who: str, name: str, given: Any, least: int) -> None:
+def check_count(who: str, name: str, number: Any, least: int) -> None:
     """Check a number of steps or epochs. Raises RuntimeFault: it is no integer, or below the least."""
-    if not is_integer(given) or given < least:
-        raise RuntimeFault(f"{who}: {name} is {given!r} but must be a number from {least} up")
+    if not is_integer(number) or number < least:
+        raise RuntimeFault(f"{who}: {name} is {number!r} but must be a number from {least} up")
 
 
 def check_monitor(who: str, name: str, engine: Engine) -> None:
     """Check that an epoch measures a number. Raises RuntimeFault: it does not."""
-    known = ["epoch", "loss", *engine.recipe.metrics]
+    measured = ["epoch", "loss", *engine.recipe.metrics]
     if engine.validates:
-        known += [f"valid_{each}" for each in known[1:]]
+        measured += [f"valid_{number}" for number in measured[1:]]
     if engine.recipe.strategy.nonfinite == "skip":
-        known.append("skipped_steps")
-    if name not in known:
+        measured.append("skipped_steps")
+    if name not in measured:
         raise RuntimeFault(
-            f"callback {who} watches {name!r} but an epoch measures {', '.join(known)}; name one of these"
+            f"callback {who} watches {name!r} but an epoch measures {', '.join(measured)}; name one of these"
         )

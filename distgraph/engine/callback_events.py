@@ -1,4 +1,4 @@
-"""Callbacks around training: each is told of its begin, and whatever happens of its end."""
+"""Begin and end of training for callbacks: each gets both events, also when training fails."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 @contextmanager
 def watching(engine: Engine, callbacks: Sequence[Callback], last_epoch: int) -> Iterator[None]:
-    """Training happens inside: each callback is told of its begin, and each that was told of its end.
+    """Context of training: calls `on_train_begin` of each callback, and `on_train_end` of those that began.
 
-    What ended training is raised, or else what the first callback raised at the end; errors of others are
-    notes on it, so that none hides another.
+    Raises the error that ended training, or else the first error of a callback at the end. Errors of other
+    callbacks are added to it as notes, so that none is hidden.
     """
-    told: list[Callback] = []
+    begun: list[Callback] = []
     failure: BaseException | None = None
     try:
         for callback in callbacks:
-            told.append(callback)
+            begun.append(callback)
             callback.on_train_begin(engine, last_epoch)
         yield
     except BaseException as error:
         failure = error
         raise
     finally:
-        _end_training(engine, told, failure)
+        _end_training(engine, begun, failure)
 
 
 def _end_training(engine: Engine, callbacks: Sequence[Callback], failure: BaseException | None) -> None:
@@ -38,11 +38,11 @@ def _end_training(engine: Engine, callbacks: Sequence[Callback], failure: BaseEx
     for callback in callbacks:
         try:
             callback.on_train_end(engine)
-        except Exception as error:  # noqa: BLE001 - the others are told too
-            told = f"{type(callback).__name__}.on_train_end failed too: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - the other callbacks get the event too
+            note = f"{type(callback).__name__}.on_train_end failed too: {type(error).__name__}: {error}"
             first = failure or (errors[0] if errors else None)
             if first is not None:
-                first.add_note(told)
+                first.add_note(note)
             errors.append(error)
     if errors and failure is None:
         raise errors[0]

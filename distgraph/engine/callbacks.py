@@ -1,7 +1,6 @@
-"""Callbacks: what happens between the steps of training.
+"""Callbacks: objects that an engine calls between the steps of training.
 
-Under MPI every process calls them with the same numbers; those that print or write a file of their own do so
-on rank 0.
+Under MPI every process calls them with the same numbers; those that print or write a file do so on rank 0.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ Logs = dict[str, float]
 
 
 class Callback:
-    """What an engine calls while it trains; does nothing by itself.
+    """Base of callbacks: methods that an engine calls while it trains. They do nothing by default.
 
-    Set `engine.should_stop = True` to end training after the present step. In the middle of an epoch that
-    leaves the epoch unfinished, and `fit(..., resume=True)` goes on with it.
+    Set `engine.should_stop = True` to end training after the present step. If that is in the middle of an
+    epoch, the epoch stays unfinished, and `fit(..., resume=True)` continues it.
     """
 
     def on_train_begin(self, engine: Engine, last_epoch: int) -> None:
         """Before the first epoch; training ends before epoch `last_epoch`."""
 
     def on_epoch_begin(self, engine: Engine, epoch: int, batches: int) -> None:
-        """Before an epoch of so many batches."""
+        """Before an epoch of `batches` batches."""
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
         """After step number `step` (from 1), with its loss and metrics."""
@@ -65,7 +64,7 @@ def _monitored(logs: Logs, name: str) -> float:
 
 
 class _Best:
-    """The best value so far of a number that is to fall or to rise."""
+    """The best value so far of a number that is minimised or maximised."""
 
     def __init__(self, who: str, mode: str, min_delta: Any = 0.0) -> None:
         if mode not in ("min", "max"):
@@ -77,7 +76,7 @@ class _Best:
         self.value = math.inf
 
     def improves(self, number: float) -> bool:
-        """Take note of a number; True when it is better than any before by more than `min_delta`."""
+        """Record a number; True when it is better than all before by more than `min_delta`."""
         if self.sign * number < self.value - self.min_delta:
             self.value = self.sign * number
             return True
@@ -90,8 +89,8 @@ class ModelCheckpoint(Callback):
     Parameters and states that are nan or infinite are never saved: that ends training with a NonFiniteError,
     or is warned of under Strategy(nonfinite="warn").
 
-    What would keep it from saving shows before training starts, as far as it can be known: a path that cannot
-    be written, another job that writes there.
+    Obstacles that can be detected early are reported before training starts: a path that cannot be written,
+    or another job that writes there.
 
     Args:
         path: of the checkpoint's directory; `{epoch}` and `{step}` in it are replaced, also with a width as
@@ -208,11 +207,11 @@ class EarlyStopping(Callback):
 
 
 class CSVLogger(Callback):
-    """Writes the numbers of every epoch to a CSV file, as they come. A row is there whole or not at all.
+    """Writes the numbers of every epoch to a CSV file after the epoch. Rows are written atomically.
 
     Args:
         path: of the file; replaced unless `append`.
-        append: go on with a file that is there, which must have a column for every number.
+        append: continue an existing file, which must have a column for every number.
     """
 
     def __init__(self, path: str | Path, append: bool = False) -> None:
@@ -262,10 +261,10 @@ class CSVLogger(Callback):
         try:
             yield
         except (OSError, ValueError, csv.Error) as error:
-            told = getattr(error, "strerror", None) or error
+            message = getattr(error, "strerror", None) or error
             raise RuntimeFault(
-                f"CSVLogger: {shown_path(self.path)} cannot be written: {told}; free some space, or choose "
-                f"another file"
+                f"CSVLogger: {shown_path(self.path)} cannot be written: {message}; free some space, or "
+                f"choose another file"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into an engine: all of it is verified before anything of the engine changes."""
+"""Loading a checkpoint into an engine: the whole checkpoint is verified before the engine changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verify_files(checkpoint: Checkpoint, world: World) -> None:
         RuntimeFault: on every process: names the first file, tensor and bytes that are damaged.
     """
     shares = world.gather(world.run(lambda rank: checkpoint.verify(rank, world.size)))
-    wrong = [each for _, share in sorted(shares.items()) for each in share]
+    wrong = [message for _, share in sorted(shares.items()) for message in share]
     if wrong:
         others = f"; {len(wrong) - 1} more of its parts are damaged" if len(wrong) > 1 else ""
         raise RuntimeFault(f"checkpoint {wrong[0]}{others}; use another checkpoint")
@@ -33,16 +33,16 @@ def verify_files(checkpoint: Checkpoint, world: World) -> None:
 def check_records(
     checkpoint: Checkpoint, records: Mapping[str, Record], states: bool, model: Set[str]
 ) -> None:
-    """Whether a checkpoint has what an engine holds.
+    """Check that a checkpoint has the parameters and states of an engine.
 
     Args:
         checkpoint: to read from.
         records: parameters and states of the engine.
-        states: whether those of the optimiser are read, too.
+        states: whether the states of the optimiser are read, too.
         model: names of the parameters and buffers of the model.
 
     Raises:
-        RuntimeFault: it lacks one, or has one of another shape or dtype.
+        RuntimeFault: one is missing, or has another shape or dtype.
     """
     for name, record in records.items():
         if states or name in model:
@@ -51,7 +51,7 @@ def check_records(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The checkpoint that an engine goes on from; what no program has used yet is still in there.
+    """The checkpoint that an engine continues from; values that no program has used yet are read from it.
 
     Attributes:
         checkpoint: to read from.
@@ -65,20 +65,20 @@ class Loaded:
 
     @property
     def reader(self) -> Reader:
-        """Blocks of it, for `Memory`."""
+        """Reader of its blocks, for `Memory`."""
         return reader_of(self.checkpoint, self.states, self.model)
 
     def unread(self, records: Mapping[str, Record]) -> dict[str, SavedTensor]:
-        """What an engine with these records has not taken from it yet, as whole tensors of rank 0."""
-        mesh, found = ProcessMesh.grid(all=1), {}
+        """Tensors that an engine with these records has not read yet, stored whole on rank 0."""
+        mesh, unread = ProcessMesh.grid(all=1), {}
         for name, entry in self.checkpoint.contents.tensors.items():
             if name not in records and (self.states or name in self.model):
                 attr = DistAttr(mesh, ShardSpec.of([None] * len(entry.shape)))
-                found[name] = SavedTensor(entry.kind, tuple(entry.shape), entry.dtype, attr)
-        return found
+                unread[name] = SavedTensor(entry.kind, tuple(entry.shape), entry.dtype, attr)
+        return unread
 
     def after_saving(self, path: str | Path) -> Loaded:
-        """The same, when something was saved, perhaps over it."""
+        """The checkpoint, reopened if another was saved to the same path."""
         if Path(path).resolve() != self.checkpoint.path.resolve():
             return self
         return Loaded(Checkpoint.open(path), self.states, self.model)
@@ -87,8 +87,11 @@ class Loaded:
 def unread_of(
     loaded: Loaded | None, records: Mapping[str, Record], programs: Iterable[Compiled]
 ) -> dict[str, SavedTensor]:
-    """What is still in the loaded checkpoint only. A training program has taken all that it needs: what it
-    left there, such as states of another optimiser, is no part of the training any more."""
+    """Tensors that are still only in the loaded checkpoint, and must be copied when the engine is saved.
+
+    There are none after a training program was compiled, which reads all tensors of the training: others,
+    such as states of another optimiser, are dropped.
+    """
     if loaded is None or any(program.mode == "train" for program in programs):
         return {}
     return loaded.unread(records)
@@ -97,20 +100,20 @@ def unread_of(
 def blocks_of(
     loaded: Loaded | None, unread: Mapping[str, SavedTensor], block: Callable[[str, int], np.ndarray]
 ) -> Callable[[str, int], np.ndarray]:
-    """(name, rank) -> what a checkpoint gets of it: from the loaded one, or from memory by `block`."""
+    """(name, rank) -> block to save: from the loaded checkpoint if unread, else from memory by `block`."""
     if loaded is None or not unread:
         return block
     return lambda name, rank: loaded.checkpoint.read(name) if name in unread else block(name, rank)
 
 
 def reader_of(checkpoint: Checkpoint, states: bool, model: Set[str]) -> Reader:
-    """Blocks from a checkpoint, for `Memory`; without `states` what is no part of the model starts anew."""
+    """Reader of blocks of a checkpoint; without `states` it returns None for values outside the model."""
 
-    def read(name: str, shape: tuple[int, ...], dtype: str, where: tuple[slice, ...]) -> np.ndarray | None:
+    def read(name: str, shape: tuple[int, ...], dtype: str, index: tuple[slice, ...]) -> np.ndarray | None:
         if not states and name not in model:
             return None
         _check_type(checkpoint, name, shape, dtype)
-        return checkpoint.read(name, where)
+        return checkpoint.read(name, index)
 
     return read
 

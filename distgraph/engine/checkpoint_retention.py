@@ -1,4 +1,4 @@
-"""The checkpoints that one training has written under a path template: which is best, which of them go."""
+"""The checkpoints that one training has written under a path template: best one, and deleting old ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Checkpoints:
     """Checkpoints of one training.
 
     Args:
-        run: of the training and all that it goes on from, as in the index.
+        run: identifier of the training, shared by all runs that resume it, as in the index.
         world: the ranks.
     """
 
@@ -26,11 +26,11 @@ class Checkpoints:
     world: World
 
     def reserve(self, path: str | Path, lock: bool = True) -> None:
-        """Find out now what would keep `Engine.save` from writing there. Collective: every process calls it.
+        """Check that `Engine.save` can write a checkpoint. Collective: every process calls it.
 
         Args:
-            path: of the directory; made, and locked against other jobs, if `lock`.
-            lock: False where it may never be written.
+            path: of the directory; with `lock` it is created, and locked against other jobs.
+            lock: False where perhaps no checkpoint will be written.
 
         Raises:
             RuntimeFault: it cannot be written, or another job writes it.
@@ -42,9 +42,9 @@ class Checkpoints:
         """The best metric of an epoch with a complete checkpoint; None where there is none. Collective.
 
         Args:
-            path: under which they were written.
-            name: of the number.
-            mode: "min" or "max", what better means.
+            path: template under which they were written.
+            name: name of the number.
+            mode: "min" or "max", the direction of improvement.
         """
         best: float | None = None
         if self.world.is_chief:
@@ -55,14 +55,14 @@ class Checkpoints:
         return shared
 
     def retain(self, path: PathTemplate, newest: Path, keep: int, best: str | None, mode: str) -> None:
-        """Delete all but some; what cannot be deleted is told on standard error. Rank 0 does it.
+        """Delete old checkpoints, on rank 0; failures are reported on standard error.
 
         Args:
-            path: with `{epoch}` or `{step}`, under which they were written.
-            newest: stays in any case, whatever clocks say.
-            keep: how many of the last whole ones stay.
-            best: name of a number of an epoch; the one with the best stays, too.
-            mode: "min" or "max", what better means.
+            path: template with `{epoch}` or `{step}` under which they were written.
+            newest: the newest checkpoint, which is never deleted, whatever its time stamp.
+            keep: number of the latest complete checkpoints that are not deleted.
+            best: name of a number of an epoch; the checkpoint with its best value is not deleted either.
+            mode: "min" or "max", the direction of improvement.
         """
         if not self.world.is_chief:
             return
@@ -78,10 +78,10 @@ class Checkpoints:
             for parent in folder.path.parents:
                 if parent == path.root:
                     break
-                files.remove_folder(parent)  # one that the template made; only if it is empty
+                files.remove_folder(parent)  # a folder of the template; only if it is empty
 
     def _written(self, path: PathTemplate) -> list[CheckpointFolder]:
-        """Those of this training: the template gives a folder's name for what its index says."""
+        """Checkpoints of this training: those whose folder the template names for the index in it."""
         if not path.root.is_dir():
             return []
         return [folder for folder in find(path.root, path.depth) if self._is_own(folder, path)]

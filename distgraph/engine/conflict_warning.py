@@ -11,9 +11,9 @@ from distgraph.runtime.execute.process_group import is_chief
 
 
 def warn_conflicts(completed: Graph) -> None:
-    """Warn, on the process that prints, where two annotations compete for an axis and data moves for it.
+    """Warn, on the process that prints, where two annotations compete for an axis so that data is resharded.
 
-    One annotation whose layout reaches an op on two ways is no conflict that a change of annotation resolves;
+    A single annotation whose layout reaches an op on two paths cannot be resolved by another annotation;
     `conflicts` reports it, but there is no warning.
 
     Args:
@@ -34,5 +34,5 @@ def warn_conflicts(completed: Graph) -> None:
 
 
 def _between_annotations(lost: Lost) -> bool:
-    """Whether a claim lost its axis to another annotation."""
+    """Whether a layout preference lost its axis to another annotation."""
     return lost.reason == "taken" and lost.claimed != lost.held

@@ -1,10 +1,10 @@
-"""Data: what a batch consists of, in which order samples come, and loading only the rows that a rank needs.
+"""Data sets, the order of their samples, and batches of which each rank loads only the rows that it needs.
 
 A data set is a tuple of arrays, a dict of arrays, one array, or anything with `__len__` and `__getitem__` (a
-map-style data set). A map-style data set is asked for several samples at once with an array of indices where
-it understands that, else for one after the other; it answers with an array, a tuple or a dict.
+map-style data set). A map-style data set is indexed with an array of indices where it supports that, else
+with one index after the other; it returns an array, a tuple or a dict.
 
-The order is a function of seed and epoch alone: not of the mesh, the number of ranks, or who asks.
+The order is a function of seed and epoch only: it does not depend on the mesh or the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Source(Protocol):
         """Number of samples."""
 
     def load(self, rows: np.ndarray) -> Fields:
-        """Field name -> array whose first dim are these samples."""
+        """Field name -> array with one entry for each of these samples along its first dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class MapSource:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._whole: bool | None = None  # whether it takes an array of indices; found out at the first load
+        self._whole: bool | None = None  # whether it takes an array of indices; None before the first load
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,7 +81,7 @@ class MapSource:
         try:
             fields = _fields(self.dataset[probe])
             return all(a.ndim > 0 and a.shape[0] == 2 for a in fields.values())
-        except Exception:  # noqa: BLE001 - whatever it does not understand: then it is asked one by one
+        except Exception:  # noqa: BLE001 - any error: then samples are indexed one by one
             return False
 
 
@@ -131,9 +131,9 @@ def _arrays(arrays: Fields) -> ArraySource:
         _check_dtype(name, array)
     lengths = {name: int(array.shape[0]) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        names = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise RuntimeFault(
-            f"data fields differ in their number of samples: {shown}; cut them to the same length"
+            f"data fields differ in their number of samples: {names}; cut them to the same length"
         )
     if 0 in lengths.values():
         raise RuntimeFault("data has 0 samples; there is nothing to do")
@@ -148,7 +148,7 @@ def _check_dtype(name: str, array: Any) -> str:
 
 
 def _fields(loaded: Any) -> Fields:
-    """What a map-style data set returned for several rows, as arrays by name."""
+    """The result of a map-style data set for several rows, as arrays by field name."""
     if isinstance(loaded, Mapping):
         return {name: np.asarray(a) for name, a in loaded.items()}
     if isinstance(loaded, (tuple, list)):
@@ -167,9 +167,9 @@ def _stack(samples: Sequence[Fields], rows: np.ndarray) -> Fields:
         for row, sample in zip(rows, samples, strict=True):
             other = sample.get(name)
             if other is None or other.shape != array.shape or other.dtype != array.dtype:
-                found = "missing" if other is None else f"{other.dtype}{other.shape}"
+                actual = "missing" if other is None else f"{other.dtype}{other.shape}"
                 raise RuntimeFault(
-                    f"field {name} of sample {row} is {found} but that of sample {rows[0]} is "
+                    f"field {name} of sample {row} is {actual} but that of sample {rows[0]} is "
                     f"{array.dtype}{array.shape}; "
                     "samples of one batch must agree: pad or crop them"
                 )
@@ -184,8 +184,8 @@ class Batch:
 
     Attributes:
         source: the data set.
-        rows: their numbers, in order.
-        epoch, position: where in training it stands: number of the epoch, samples of the epoch before it.
+        rows: indices of the samples, in order.
+        epoch, position: position in training: number of the epoch, and of samples of the epoch before it.
     """
 
     source: Source
@@ -199,7 +199,7 @@ class Batch:
         return len(self.rows)
 
     def block(self, start: int, stop: int) -> Fields:
-        """Samples start..stop of the batch. Ranks that want the same ones in one process load them once."""
+        """Samples start..stop of the batch. Ranks of one process that need the same ones load them once."""
         with self._lock:
             if (start, stop) not in self._loaded:
                 self._loaded[start, stop] = self.source.load(self.rows[start:stop])
@@ -215,7 +215,7 @@ class Batch:
 
 
 def whole(data: Any) -> Batch:
-    """All samples of a data set as one batch; a Batch as it is."""
+    """All samples of a data set as one batch; a Batch is returned unchanged."""
     if isinstance(data, Batch):
         return data
     source = as_source(data)
@@ -281,15 +281,15 @@ class DataLoader:
 
     @property
     def stop(self) -> int:
-        """Samples of the epoch that are done after the last batch."""
+        """Number of samples of the epoch that are trained on after the last batch."""
         return min(self.start + len(self) * self.batch_size, len(self.source))
 
     def __len__(self) -> int:
-        rest = len(self.source) - self.start
-        return max(0, rest // self.batch_size if self.drop_last else -(-rest // self.batch_size))
+        remaining = len(self.source) - self.start
+        return max(0, remaining // self.batch_size if self.drop_last else -(-remaining // self.batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
         rows = order(len(self.source), self.seed, self.epoch, self.shuffle)
         for number in range(len(self)):
-            begin = self.start + number * self.batch_size
-            yield Batch(self.source, rows[begin : begin + self.batch_size], self.epoch, begin)
+            first = self.start + number * self.batch_size
+            yield Batch(self.source, rows[first : first + self.batch_size], self.epoch, first)

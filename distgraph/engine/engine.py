@@ -58,11 +58,11 @@ class Engine:
         optimizer: see `distgraph.optim`; None for an engine that does not train.
         metrics: functions (output, target) -> mean over the samples; a sequence, or a dict by name.
         strategy: how to distribute, see `Strategy`.
-        cluster: a Cluster, or the path or name of a resource file; prices the collectives. By default they
-            cost what they put on the wire.
-        seed: of initial values, of shuffling and of dropout.
-        plan: what is decided about the training program, or the path of a plan file: see docs/plan.md. It
-            takes the place of what the strategy says about meshes, micro-batches and schedule.
+        cluster: a Cluster, or the path or name of a resource file, which gives the cost of collectives. By
+            default their cost is the number of bytes sent.
+        seed: seed of initial values, of shuffling and of dropout.
+        plan: the decisions about the training program, or the path of a plan file: see docs/plan.md. It
+            replaces the meshes, micro-batches and schedule of the strategy.
 
     Example:
         >>> import numpy as np, distgraph as dg
@@ -106,10 +106,10 @@ class Engine:
 
     @property
     def recipe(self) -> Recipe:
-        """Model, loss, optimiser, metrics and strategy; what a plan decides is taken out of the strategy."""
+        """Model, loss, optimiser, metrics and strategy; the strategy without what a plan decides."""
         return self._session.recipe
 
-    # What the user does
+    # Public interface
 
     def prepare(self, batch: Any) -> PlanView:
         """Trace, plan and compile the training program, without running it or making a parameter.
@@ -326,13 +326,15 @@ class Engine:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Those that this training has written or will write; for `ModelCheckpoint`."""
+        """The checkpoints that this training has written or will write; for `ModelCheckpoint`."""
         return Checkpoints(self._run, self._session.ranks())
 
     @property
     def plan(self) -> PlanView:
-        """What lies where and why, and what crosses the network; `save` writes it as a plan file. Raises
-        RuntimeFault before the first program."""
+        """The layout of every tensor with its reason, and the communication; `save` writes it as a plan file.
+
+        Raises:
+            RuntimeFault: no program has been compiled yet."""
         compiled = self._compiled("plan")
         build, mapping = compiled.build, compiled.mapping
 
@@ -372,7 +374,7 @@ class Engine:
         return found.forecast
 
     def start_recording(self) -> None:
-        """From the next training step on, take down when every task runs on every rank, and when ranks wait.
+        """From the next training step on, record when every task runs on every rank, and when ranks wait.
 
         Ranks begin a recorded step together; GPUs end a task before the next one begins. `callbacks.Timeline`
         does so for some steps of `fit`.
@@ -380,8 +382,7 @@ class Engine:
         self._recording = Recording()
 
     def stop_recording(self) -> MeasuredTimeline:
-        """End the recording; what was taken down, the same on every process, to write to a file or to give to
-        `forecast`.
+        """End the recording and return it, the same on every process, for a file or for `forecast`.
 
         Raises:
             RuntimeFault: there is no recording.
@@ -400,18 +401,18 @@ class Engine:
         """End the ranks' threads. The engine starts them again when it is used again."""
         self._session.close()
 
-    # How it is done
+    # Implementation
 
-    def _compiled(self, wanted: str) -> Compiled:
+    def _compiled(self, purpose: str) -> Compiled:
         """The first program, that of training before others."""
         for mode in ("train", "evaluate", "predict"):
             for compiled in self._session.programs.values():
                 if compiled.mode == mode:
                     return compiled
-        raise RuntimeFault(f"engine has no {wanted} yet; call prepare(batch) or fit first")
+        raise RuntimeFault(f"engine has no {purpose} yet; call prepare(batch) or fit first")
 
     def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Parameters and buffers of the model, where it is a Module, or else those that are known."""
+        """Parameters and buffers of the model if it is a Module, else those of the compiled programs."""
         model = self.recipe.model
         if isinstance(model, Module):
             return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
@@ -447,7 +448,7 @@ class Engine:
             watcher.on_epoch_end(self, epoch, logs)
 
     def _epoch_means(self, loader: DataLoader) -> dict[str, float]:
-        """Means over the samples of an epoch that is done, and how many of its steps were skipped."""
+        """Means over the samples of a finished epoch, and the number of its steps that were skipped."""
         if self.recipe.strategy.nonfinite != "skip":
             return self._means.result()
         steps = -(-loader.stop // loader.batch_size)
@@ -460,23 +461,25 @@ class Engine:
         return {**self._means.result(), "skipped_steps": float(skipped)}
 
     def _check_finite(self, compiled: Compiled, batch: Any, logs: dict[str, float]) -> None:
-        """What the strategy says of a step whose loss or gradients are not finite. Raises NonFiniteError."""
-        found = self._session.nonfinite(compiled)
-        if found is None:
+        """Apply Strategy.nonfinite to a step with nonfinite loss or gradients. Raises NonFiniteError."""
+        nonfinite = self._session.nonfinite(compiled)
+        if nonfinite is None:
             return
         policy, step = self.recipe.strategy.nonfinite, self.step + 1
-        place = f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
-        what = described(found, logs["loss"], f"step {step}{place}")
+        location = (
+            f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
+        )
+        problem = described(nonfinite, logs["loss"], f"step {step}{location}")
         if policy == "raise":
-            raise refuse_step(what)
+            raise refuse_step(problem)
         if policy == "skip":
             self.history.skipped.append(step)
         elif not self._warned:
             self._warned = True
-            warn_step(what)
+            warn_step(problem)
 
     def _scalars(self) -> dict[str, Any]:
-        """Inputs of a step that are single numbers."""
+        """Scalar inputs of a step."""
         key = np.uint64(random_key(self.seed, "step", self.step))
         optimizer, skipped = self.recipe.optimizer, len(self.history.skipped)
         numbers = {} if optimizer is None else optimizer.inputs(self.step, skipped)

@@ -1,4 +1,4 @@
-"""A compiled program at work: one worker a rank, fed with its part of a batch."""
+"""Execution of a compiled program: one worker a rank, with the rank's part of each batch as input."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Feed:
     """One input of a rank.
 
     Attributes:
-        name: of the graph's input.
-        field: of the batch.
-        rows: (start, stop) in the batch, one a micro-batch.
+        name: name of the graph's input.
+        field: field of the batch.
+        rows: (start, stop) in the batch, one for each micro-batch.
         rest: the rank's block of the other dims.
-        shape: of a block, and dtype.
+        shape, dtype: shape and dtype of a block.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Feed:
         return [self._block(batch.block(start, stop), stop - start) for start, stop in self.rows]
 
     def _block(self, fields: Mapping[str, Any], count: int) -> np.ndarray:
-        found = fields.get(self.field)
-        if found is None:
+        values = fields.get(self.field)
+        if values is None:
             raise RuntimeFault(f"batch has no field {self.field}; it has {', '.join(fields)}")
-        block = np.ascontiguousarray(np.asarray(found)[(slice(None), *self.rest)])
+        block = np.ascontiguousarray(np.asarray(values)[(slice(None), *self.rest)])
         if block.shape != (count, *self.shape[1:]) or short(block.dtype) != self.dtype:
             raise RuntimeFault(
                 f"field {self.name} of the batch gives {short(block.dtype)}{list(block.shape)} where the "
@@ -69,9 +69,9 @@ class Compiled:
         fields: name of a graph's input -> field of the batch.
         mapping: device of every rank, where a cluster is given.
         ready: whether every local rank is prepared.
-        workers: of the local ranks that have run it.
-        feeds: what each of them reads of a batch, with the way of every block to its device.
-        numbers: dtype of every input that is a single number.
+        workers: local rank -> worker, for ranks that have run it.
+        feeds: local rank -> its inputs, each with a function for every block that copies it to the device.
+        numbers: dtype of every scalar input.
     """
 
     training: Training
@@ -97,7 +97,7 @@ class Compiled:
 
     @property
     def owners(self) -> dict[str, int]:
-        """Label of an output -> first rank that has it."""
+        """Label of an output -> first rank that stores it."""
         attrs = self.build.lowered.attrs
         return {label: min(attrs[value.name].mesh.members) for label, value in self.build.lowered.outputs}
 
@@ -109,7 +109,7 @@ class Compiled:
         return all(set(attrs[value.name].mesh.members) == ranks for _, value in self.build.lowered.outputs)
 
     def prepare(self, rank: int, device: Device, memory: Memory, control: Transport | None) -> None:
-        """Compile what a rank runs. Collective: every rank of the world calls it, also one without a part.
+        """Compile the program of a rank. Collective: all ranks of the world call it, also those without one.
 
         Args:
             rank: a local rank.
@@ -142,7 +142,7 @@ class Compiled:
         self._devices[rank] = device
 
     def _guard(self, control: Transport | None) -> Guard | None:
-        """What a rank checks before the update of a training step."""
+        """The check that a rank makes before the update of a training step; None outside training."""
         if self.mode != "train":
             return None
         if self._checked is None:
@@ -155,27 +155,31 @@ class Compiled:
     @property
     def updates(self) -> dict[int, int]:
         """Local rank -> how often it has updated parameters and states; -1 in the middle of an update."""
-        return {rank: -1 if each.updating else each.updates for rank, each in self.workers.items()}
+        return {rank: -1 if worker.updating else worker.updates for rank, worker in self.workers.items()}
 
     def nonfinite(self) -> dict[int, dict[str, tuple[int, int]]] | None:
-        """What of the last step was not finite on the local ranks: rank -> name -> (values that are not
-        finite, values in the block). None where all was finite, on every rank."""
+        """Values of the last step that were not finite on the local ranks; None if no rank has any.
+
+        They are rank -> name -> (values that are not finite, values in the block).
+        """
         checks = {rank: worker.check for rank, worker in sorted(self.workers.items())}
         if all(check is None or check.passed for check in checks.values()):
             return None
         return {rank: check.nonfinite for rank, check in checks.items() if check is not None}
 
     def release(self) -> None:
-        """Forget what is tied to the ranks of a world."""
+        """Drop the workers, feeds and devices of the ranks of a world."""
         self.ready = False
-        for each in (self.workers, self.feeds, self._devices):
-            each.clear()
+        for table in (self.workers, self.feeds, self._devices):
+            table.clear()
 
     def step(
         self, rank: int, batch: Batch, scalars: Mapping[str, Any], recorder: Recorder | None = None
     ) -> dict[str, Any]:
-        """Run the program once on a rank, with a recorder where that is to be taken down; outputs that lie on
-        it, on the host."""
+        """Run the program once on a rank, recorded by `recorder` if given.
+
+        Returns the outputs that the rank stores, as host arrays.
+        """
         worker = self.workers.get(rank)
         if worker is None:
             return {}
@@ -199,9 +203,9 @@ class Compiled:
             if not value.shape or rank not in attr.mesh:
                 continue
             bounds = attr.spec.bounds(value.shape, attr.mesh, rank)
-            (start, stop), rest = bounds[0], tuple(slice(a, b) for a, b in bounds[1:])
+            (start, stop), other_dims = bounds[0], tuple(slice(a, b) for a, b in bounds[1:])
             rows = tuple((m * per + start, m * per + stop) for m in range(self.micro_batches))
             shape = tuple(b - a for a, b in bounds)
             name = str(op.attrs["name"])
-            planned[name] = Feed(name, self.fields[name], rows, rest, shape, value.dtype)
+            planned[name] = Feed(name, self.fields[name], rows, other_dims, shape, value.dtype)
         return list(planned.values())

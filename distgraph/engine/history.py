@@ -1,4 +1,4 @@
-"""History: what a training run has measured."""
+"""History: the losses and metrics of a training run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class History:
 
     def __getitem__(self, name: str) -> list[float]:
         """One number an epoch. Raises KeyError for a name that was not measured."""
-        found = [epoch[name] for epoch in self.epochs if name in epoch]
-        if not found and self.epochs:
+        numbers = [epoch[name] for epoch in self.epochs if name in epoch]
+        if not numbers and self.epochs:
             raise KeyError(f"{name!r} was not measured; there is {', '.join(self.epochs[0])}")
-        return found
+        return numbers
 
     def __iter__(self) -> Iterator[dict[str, float]]:
         return iter(self.epochs)
@@ -59,11 +59,11 @@ class Means:
     count: int = 0
 
     def add(self, logs: Mapping[str, float], size: int) -> None:
-        """Take in the means of a batch."""
+        """Add the means of a batch."""
         for name, number in logs.items():
             self.terms.setdefault(name, []).append(number * size)
         self.count += size
 
     def result(self) -> dict[str, float]:
-        """The means."""
+        """Name -> mean over all samples added so far."""
         return {name: math.fsum(terms) / self.count for name, terms in self.terms.items()}

@@ -1,8 +1,8 @@
-"""What a step takes beside its tasks: Python that feeds them, goes from one to the next and collects losses.
+"""Host overhead of a step: the time outside its tasks, in Python that feeds and dispatches them.
 
-*In:* nothing but numbers of micro-batches. *Out:* seconds of a step of a tiny model, less those of its tasks.
-*Invariant:* what is timed is `Engine.run` with the tasks as generated; only a clock is read around each.
-All ranks of a job train the model data parallel, as they measure everything else together.
+*In:* numbers of micro-batches. *Out:* seconds of a step of a tiny model, without those of its tasks.
+*Invariant:* the timed code is `Engine.run` with the generated tasks; only a clock is read around each task.
+All ranks of a job train the model data parallel, since they run all measurements together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEPS: Final = 20
 
 @dataclass(slots=True)
 class Overhead:
-    """Steps of a tiny model in so many micro-batches. See `distgraph.runtime.profile.profiler.HostProbe`."""
+    """Steps of a tiny model in `count` micro-batches. See `distgraph.runtime.profile.profiler.HostProbe`."""
 
     micro_batches: int
     _engine: Engine | None = None
@@ -37,11 +37,11 @@ class Overhead:
 
     @property
     def name(self) -> str:
-        """Unique among all that is measured."""
+        """Name of the measurement, unique among all."""
         return f"host/{self.micro_batches}"
 
     def run(self) -> tuple[int, float]:
-        """How many tasks a step runs on a rank, and its seconds outside them, the median over some steps."""
+        """Number of tasks of a step on a rank, and seconds outside of them: the median over some steps."""
         ranks = ranks_of_job()
         size = self.micro_batches * ranks
         batch = np.zeros((size, 2), np.float32), np.zeros(size, np.int32)
@@ -81,5 +81,5 @@ class Overhead:
 
 
 def overheads() -> tuple[Overhead, ...]:
-    """One for every number of micro-batches, so that what a step costs is told from what a task does."""
+    """A measurement for each number of micro-batches, to separate the cost of a step from that of a task."""
     return tuple(map(Overhead, MICRO_BATCHES))

@@ -1,4 +1,4 @@
-"""Values that are nan or infinite: what is said of a step that has them, and what is not saved."""
+"""Values that are nan or infinite: messages about steps with such values, and checks before saving."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Found = Mapping[int, Mapping[str, tuple[int, int]]]
 """Rank -> name -> (values that are not finite, values in the rank's block)."""
 
 
-def described(found: Found, loss: float, at: str) -> str:
-    """What is not finite, for the begin of a message: the loss, and the first gradient with its ranks.
+def described(found: Found, loss: float, step_text: str) -> str:
+    """Text for messages about values that are not finite: the loss, and the first gradient with its ranks.
 
     Args:
-        found: of all ranks.
-        loss: of the step.
-        at: the step, such as "step 3".
+        found: counts of all ranks, as `Compiled.nonfinite` returns them.
+        loss: loss of the step.
+        step_text: the step, such as "step 3".
     """
-    parts = [] if np.isfinite(loss) else [f"loss is {loss} in {at}"]
+    parts = [] if np.isfinite(loss) else [f"loss is {loss} in {step_text}"]
     every = dict.fromkeys(name for rank in sorted(found) for name in found[rank] if name != "loss")
     names = [name for name in every if name.startswith("gradient of ")] or list(every)
     if names:
@@ -35,36 +35,36 @@ def described(found: Found, loss: float, at: str) -> str:
         ranks = [rank for rank in sorted(found) if first in found[rank]]
         count, size = found[ranks[0]][first]
         on = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        more = f" (and of {others} more)" if others else ""
-        where = "" if parts else f" in {at}"
-        parts.append(f"{first}{more} is not finite{where} in {count} of {size} values on {on}")
+        others_text = f" (and of {others} more)" if others else ""
+        step_phrase = "" if parts else f" in {step_text}"
+        parts.append(f"{first}{others_text} is not finite{step_phrase} in {count} of {size} values on {on}")
     return " and ".join(parts)
 
 
-def refuse_step(what: str) -> NonFiniteError:
+def refuse_step(problem: str) -> NonFiniteError:
     """The error of a step that is not applied."""
     return NonFiniteError(
-        f"{what}; the step was not applied, so parameters and states are those of before it; lower lr, set "
-        f"clip_norm of the optimizer, look for nan in the data, or leave such steps out with "
+        f"{problem}; the step was not applied, so parameters and states are those of before it; lower lr, "
+        f"set clip_norm of the optimizer, look for nan in the data, or leave such steps out with "
         f'Strategy(nonfinite="skip")'
     )
 
 
-def warn_step(what: str) -> None:
-    """Say once, on the process that prints, that a step with such values was applied."""
+def warn_step(problem: str) -> None:
+    """Warn, on the process that prints, that a step with such values was applied."""
     if is_chief():
         warnings.warn(
-            f'{what}; Strategy(nonfinite="warn") trains on with it, and does not say so again',
+            f'{problem}; Strategy(nonfinite="warn") trains on with it, and does not say so again',
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def fault_of(model: Callable[..., Any], memory: Memory) -> Callable[[str, np.ndarray], str]:
-    """The look at values that are to be saved: (name, values of its block) -> what is wrong with them.
+    """The check of values before saving: (name, values of its block) -> text of the fault, or empty.
 
-    Trained parameters and states must be finite. What a model holds without training it, such as a mask, may
-    be infinite. What is not in memory comes from a checkpoint and goes on as it is.
+    Trained parameters and states must be finite. Tensors that a model does not train, such as a mask, may be
+    infinite. Values that are not in memory are copied from a checkpoint unchecked.
     """
     tensors = model.named_tensors() if isinstance(model, Module) else ()
     untrained = {name for name, tensor in tensors if not tensor.trainable}

@@ -1,5 +1,4 @@
-"""Memory of an engine: the blocks of parameters and states that this process holds, whatever program works on
-them."""
+"""Memory of an engine: the blocks of parameters and states of this process, shared by all its programs."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _HOST = Host(None)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One parameter or state: what it is and where it lies."""
+    """Description of one parameter or state: kind, shape, dtype, initialisation and layout."""
 
     kind: str
     shape: tuple[int, ...]
@@ -41,8 +40,8 @@ class Memory:
         seed: of the initial values.
 
     Attributes:
-        devices: of the ranks that are at work; blocks of others are made on the host.
-        damaged: why the blocks are of no use; empty while they are.
+        devices: rank -> device, for running ranks; blocks of other ranks are created on the host.
+        damaged: reason why the blocks are unusable; empty otherwise.
     """
 
     def __init__(self, seed: int) -> None:
@@ -55,25 +54,25 @@ class Memory:
 
     @property
     def layouts(self) -> dict[str, DistAttr]:
-        """Where everything lies."""
+        """Name -> layout of every parameter and state."""
         return {name: record.attr for name, record in self.records.items()}
 
     def adopt(self, graph: Graph) -> None:
-        """Take note of the parameters and states of a completed program.
+        """Add the parameters and states of a completed program.
 
         Raises:
             GraphError: one of them has another shape or dtype than in an earlier program.
         """
         for op in graph.sources("param", "state"):
             name, value, attr = str(op.attrs["name"]), op.result, graph.attrs[op.name]
-            known = self.records.get(name)
-            if known is None:
+            existing = self.records.get(name)
+            if existing is None:
                 init = tuple(op.attrs.get("init", ("zeros",)))
                 attr = DistAttr(attr.mesh, ShardSpec(attr.spec.dims), attr.origin)
                 self.records[name] = Record(op.kind, value.shape, value.dtype, init, attr)
-            elif (known.shape, known.dtype) != (value.shape, value.dtype):
+            elif (existing.shape, existing.dtype) != (value.shape, value.dtype):
                 raise GraphError(
-                    f"{op.kind} {name} is {value.type} but was {known.dtype}{list(known.shape)} in an "
+                    f"{op.kind} {name} is {value.type} but was {existing.dtype}{list(existing.shape)} in an "
                     f"earlier program; "
                     "shapes of parameters must not depend on the batch"
                 )
@@ -86,20 +85,20 @@ class Memory:
             )
 
     def local(self, graph: Graph, rank: int) -> dict[str, Any]:
-        """Value name -> block of this rank on its device, for a program; made or read at first use."""
+        """Value name -> block of this rank on its device, for a program; initialised or read at first use."""
         blocks = self._blocks.setdefault(rank, {})
-        found = {}
+        values = {}
         for op in graph.sources("param", "state"):
             name = str(op.attrs["name"])
             record = self.records[name]
             if rank in record.attr.mesh:
                 if name not in blocks:
                     blocks[name] = self._make(name, record, rank)
-                found[op.name] = blocks[name]
-        return found
+                values[op.name] = blocks[name]
+        return values
 
     def block(self, name: str, rank: int) -> np.ndarray:
-        """Block of a rank that holds one, on the host; made or read at first use."""
+        """Block of a rank that stores one, as a host array; initialised or read at first use."""
         blocks, device = self._blocks.setdefault(rank, {}), self._device(rank)
         with device.working():
             if name not in blocks:
@@ -107,31 +106,31 @@ class Memory:
             return device.to_host(blocks[name])
 
     def reload(self, rank: int, reader: Reader) -> None:
-        """Overwrite what the rank holds already with what a checkpoint has."""
+        """Overwrite the present blocks of a rank with those of a checkpoint."""
         device = self._device(rank)
         for name, block in self._blocks.get(rank, {}).items():
             record = self.records[name]
-            found = self._stored(reader, name, record, rank)
+            stored = self._stored(reader, name, record, rank)
             with device.working():
-                block[...] = self._initial(name, record, rank) if found is None else device.asarray(found)
+                block[...] = self._initial(name, record, rank) if stored is None else device.asarray(stored)
 
     def _device(self, rank: int) -> Device:
         return self.devices.get(rank, _HOST)
 
     def _make(self, name: str, record: Record, rank: int) -> Any:
         if self.reader is not None:
-            found = self._stored(self.reader, name, record, rank)
-            if found is not None:
-                return self._device(rank).asarray(found)
+            stored = self._stored(self.reader, name, record, rank)
+            if stored is not None:
+                return self._device(rank).asarray(stored)
         return self._initial(name, record, rank)
 
     def _stored(self, reader: Reader, name: str, record: Record, rank: int) -> np.ndarray | None:
-        """What a checkpoint has; a master copy that it lacks is that of the parameter there."""
-        where = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
-        found = reader(name, record.shape, record.dtype, where)
-        if found is None and record.init[0] == "like":
-            found = reader(record.init[1], record.shape, self.records[record.init[1]].dtype, where)
-        return None if found is None else found.astype(to_numpy(record.dtype), copy=False)
+        """Block of a checkpoint, or None; a missing master copy is read from its parameter."""
+        index = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+        values = reader(name, record.shape, record.dtype, index)
+        if values is None and record.init[0] == "like":
+            values = reader(record.init[1], record.shape, self.records[record.init[1]].dtype, index)
+        return None if values is None else values.astype(to_numpy(record.dtype), copy=False)
 
     def _initial(self, name: str, record: Record, rank: int) -> Any:
         bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)

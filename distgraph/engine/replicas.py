@@ -1,7 +1,7 @@
-"""Comparison of what several ranks hold alike: a device that computes or stores wrongly is found and named.
+"""Comparison of replicas on several ranks, which finds devices that compute or store wrong values.
 
-Replicated parameters and states are computed by every rank that holds them, from the same numbers in the same
-order, so their bits are equal. Ranks exchange one checksum of 64 bits for each block that has a replica.
+Replicated parameters and states are computed by every rank that stores them, from the same numbers in the
+same order, so their bits are equal. Ranks exchange a checksum of 64 bits for each block that has a replica.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def replicas(records: Mapping[str, Record]) -> dict[str, list[tuple[int, ...]]]:
-    """Name of a parameter or state -> ranks that hold the same block of it, where there are several.
+    """Name of a parameter or state -> groups of several ranks that store the same block of it.
 
     Args:
-        records: of all parameters and states.
+        records: all parameters and states.
     """
-    found: dict[str, list[tuple[int, ...]]] = {}
+    groups_of: dict[str, list[tuple[int, ...]]] = {}
     for name, record in records.items():
         holders: dict[Bounds, list[int]] = {}
         mesh, spec = record.attr.mesh, record.attr.spec
@@ -32,30 +32,30 @@ def replicas(records: Mapping[str, Record]) -> dict[str, list[tuple[int, ...]]]:
             holders.setdefault(tuple(spec.bounds(record.shape, mesh, rank)), []).append(rank)
         groups = [tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1]
         if groups:
-            found[name] = groups
-    return found
+            groups_of[name] = groups
+    return groups_of
 
 
 def different_replicas(memory: Memory, world: World) -> str:
-    """What differs between ranks that hold the same block, in words; empty where nothing does. Collective.
+    """Text of the differences between ranks that store the same block; empty if there are none. Collective.
 
     Args:
-        memory: of the engine.
-        world: the ranks; every one of them tells the others its checksums.
+        memory: memory of the engine.
+        world: the ranks, which exchange their checksums.
     """
-    held = replicas(memory.records)
+    replicated = replicas(memory.records)
 
     def work(rank: int) -> dict[str, int]:
         return {
             name: _checksum(memory.block(name, rank))
-            for name, groups in held.items()
+            for name, groups in replicated.items()
             if any(rank in group for group in groups)
         }
 
     sums = world.gather(world.run(work))
     differ = [
         (name, group)
-        for name, groups in held.items()
+        for name, groups in replicated.items()
         for group in groups
         if len({sums[rank][name] for rank in group}) > 1
     ]
@@ -63,15 +63,15 @@ def different_replicas(memory: Memory, world: World) -> str:
         return ""
     name, group = differ[0]
     names = [f"{memory.records[each].kind} {each}" for each in dict.fromkeys(each for each, _ in differ)]
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    others_text = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
     return (
-        f"copies of {', '.join(names[:_MOST_SHOWN])}{more} differ between ranks: "
+        f"copies of {', '.join(names[:_MOST_SHOWN])}{others_text} differ between ranks: "
         f"{_parties(sums, name, group)}"
     )
 
 
 def _parties(sums: Mapping[int, Mapping[str, int]], name: str, group: tuple[int, ...]) -> str:
-    """Who differs from whom: the few from the many, where there is a majority."""
+    """Text that names the ranks with different checksums, and the majority where there is one."""
     parties: dict[int, list[int]] = {}
     for rank in group:
         parties.setdefault(sums[rank][name], []).append(rank)

@@ -35,15 +35,15 @@ Key = tuple[str, int, tuple[tuple[str, Field], ...]]
 
 @dataclass(slots=True)
 class Session:
-    """Programs by mode and shape; all of them work on the same memory.
+    """Compiled programs by mode and shape; all of them use the same memory.
 
     Attributes:
         recipe: model, loss, optimiser, strategy.
-        cluster: prices collectives; None for bytes on the wire.
+        cluster: gives the cost of collectives; None for the number of bytes sent.
         memory: blocks of parameters and states.
-        plan: of the training program, given or searched.
-        programs: what has been compiled.
-        world: the ranks, once something has run.
+        plan: plan of the training program, given or searched.
+        programs: (mode, batch size, fields) -> compiled program.
+        world: the ranks, once a program has run.
     """
 
     recipe: Recipe
@@ -53,14 +53,14 @@ class Session:
     programs: dict[Key, Compiled] = field(default_factory=dict)
     world: World | None = None
     _reference: Graph | None = None  # the planned training program, completed
-    _layouts: dict[str, DistAttr] = field(default_factory=dict)  # where the plan puts parameters and states
+    _layouts: dict[str, DistAttr] = field(default_factory=dict)  # of parameters and states, by the plan
 
     def __post_init__(self) -> None:
         if self.plan is not None:
             self.recipe = planned(self.recipe, self.plan)
 
     def training(self, mode: str, batch: Batch) -> Training:
-        """What a batch would be given to."""
+        """The request to compile a program for batches like this one."""
         layouts = self.memory.layouts
         if self.plan is not None:
             if not self._layouts:
@@ -82,7 +82,7 @@ class Session:
         fields = batch.fields()
         key = (mode, len(batch), tuple(fields.items()))
         if key not in self.programs:
-            training = self._settled(self.training(mode, batch))
+            training = self._with_plan(self.training(mode, batch))
             build, mapping = compile_program(training, self.cluster, self._reference_of(training))
             self.memory.adopt(build.completed)
             if training.planned:
@@ -91,17 +91,17 @@ class Session:
             self.programs[key] = Compiled(training, build, names, mapping)
         return self.programs[key]
 
-    def _settled(self, training: Training) -> Training:
-        """With the plan that the strategy's mode asks for, searched at first use."""
-        found = settled(training, self.cluster)
-        self.plan, self.recipe = found.plan, found.recipe
-        whole = self._reference is not None and self.plan is not None and training.size < self.plan.batch
-        if found.mode == "train" and not whole and found.plan is not None:
-            check_batch(found.plan, found.size)
-        return found
+    def _with_plan(self, unplanned: Training) -> Training:
+        """The request with the plan that the mode of the strategy requires; searched at first use."""
+        request = settled(unplanned, self.cluster)
+        self.plan, self.recipe = request.plan, request.recipe
+        whole = self._reference is not None and self.plan is not None and unplanned.size < self.plan.batch
+        if request.mode == "train" and not whole and request.plan is not None:
+            check_batch(request.plan, request.size)
+        return request
 
     def _reference_of(self, training: Training) -> Graph | None:
-        """The planned program, for those that follow it."""
+        """The planned training program, whose layouts other programs follow; None without a plan."""
         if training.plan is not None and not training.planned and self._reference is None:
             self._reference = reference_of(training, training.plan)
         return self._reference
@@ -117,18 +117,18 @@ class Session:
         if self.world is None or self.world.size < needed or self.world.ended:
             self.close()
             device = self.recipe.strategy.device
-            array_namespace(device)  # what is missing is told before any rank starts
+            array_namespace(device)  # raises for a missing device before any rank starts
             world = make_world(needed, " and ".join(map(str, meshes)))
             self.memory.devices.update(world.run(lambda rank: take_device(device, world.transport(rank))))
             self.world = world
         return self.world
 
     def close(self) -> None:
-        """End the ranks' threads; what they have compiled is tied to them and goes too. The memory stays."""
+        """End the threads of the ranks and drop their compiled programs. The memory of the engine stays."""
         world, devices = self.world, self.memory.devices
         if world is not None:
             if self.recipe.strategy.device != "cpu":
-                with suppress(RuntimeFault):  # ranks that have failed hold nothing any more
+                with suppress(RuntimeFault):  # failed ranks have released their devices
                     world.run(lambda rank: devices[rank].close())
             world.close()
         self.world = None
@@ -146,17 +146,17 @@ class Session:
 
         Args:
             compiled, batch, scalars: program and inputs.
-            recorders: of local ranks that take down what runs when.
+            recorders: local rank -> recorder of its tasks, for a recorded step.
         """
         world, watchers = self._ready(compiled), recorders or {}
 
         def work(rank: int) -> dict[str, float]:
-            found = compiled.step(rank, batch, scalars, watchers.get(rank))
-            return {label: float(number) for label, number in found.items()}
+            outputs = compiled.step(rank, batch, scalars, watchers.get(rank))
+            return {label: float(number) for label, number in outputs.items()}
 
         before = compiled.updates
         try:
-            found = world.run(work)
+            outputs = world.run(work)
         except BaseException as error:
             if compiled.updates != before:
                 self.memory.damaged = (
@@ -167,12 +167,12 @@ class Session:
         everywhere = one_process or (compiled.everywhere and len(compiled.build.ranks) == world.size)
         numbers: dict[str, float] = {}
         for label, owner in compiled.owners.items():
-            local: Any = found.get(owner, found[world.local[0]]).get(label)
+            local: Any = outputs.get(owner, outputs[world.local[0]]).get(label)
             numbers[label] = local if everywhere else world.share(local, owner)
         return numbers
 
     def verify_replicas(self, step: int) -> None:
-        """Compare what several ranks hold alike, where the strategy says so. Collective.
+        """Compare the replicas of parameters and states, if the strategy requires it. Collective.
 
         Args:
             step: number of the step after which it happens.
@@ -182,23 +182,24 @@ class Session:
         """
         if self.recipe.strategy.verify_replicas is None:
             return
-        found = different_replicas(self.memory, self.ranks())
-        if found:
-            self.memory.damaged = f"after step {step} {found}"
+        difference = different_replicas(self.memory, self.ranks())
+        if difference:
+            self.memory.damaged = f"after step {step} {difference}"
             raise RuntimeFault(
-                f"after step {step} {found}; a device or its memory is faulty: take it out of the job, and "
-                f"load a checkpoint of before"
+                f"after step {step} {difference}; a device or its memory is faulty: take it out of the job, "
+                f"and load a checkpoint of before"
             )
 
     def nonfinite(self, compiled: Compiled) -> Mapping[int, Mapping[str, tuple[int, int]]] | None:
-        """What was not finite in the training step that has just run, on all ranks and known to every
-        process: rank -> name -> (values that are not finite, values in the block). None where all was finite.
+        """Values of the last training step that were not finite, of all ranks, on every process.
+
+        They are rank -> name -> (values that are not finite, values in the block). None where there are none.
         """
-        world, found = self.ranks(), compiled.nonfinite()
-        failed = found is not None
+        world, local = self.ranks(), compiled.nonfinite()
+        failed = local is not None
         if len(compiled.build.ranks) < world.size > len(world.local):  # some process has no part in the step
             failed = world.share(failed, compiled.build.ranks[0])
-        return world.gather(found or {}) if failed else None
+        return world.gather(local or {}) if failed else None
 
     def recorded(
         self,
@@ -208,37 +209,37 @@ class Session:
         recording: Recording,
         number: int,
     ) -> dict[str, float]:
-        """As `numbers`, with what ran when on every rank added to a recording, as step `number`."""
+        """As `numbers`, with the times of all tasks on all ranks added to a recording, as step `number`."""
         local = set(self.ranks().local) & set(compiled.build.ranks)
         recorders = {rank: Recorder() for rank in sorted(local)}
-        found = self.numbers(compiled, batch, scalars, recorders)
+        numbers = self.numbers(compiled, batch, scalars, recorders)
         gather = self.ranks().gather
         recording.add(compiled.build.task_graph, number, gather(contents(recorders, gather)))
-        return found
+        return numbers
 
     def arrays(self, compiled: Compiled, batch: Batch, scalars: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Run a program whose outputs are arrays, and put their blocks together, on every process."""
+        """Run a program whose outputs are arrays, and assemble them from their blocks, on every process."""
         world, graph = self._ready(compiled), compiled.build.lowered
 
         def work(rank: int) -> dict[str, list[np.ndarray]]:
-            found = compiled.step(rank, batch, scalars)
-            listed = {label: got if isinstance(got, list) else [got] for label, got in found.items()}
-            return {label: [block.copy() for block in blocks] for label, blocks in listed.items()}
+            outputs = compiled.step(rank, batch, scalars)
+            lists = {label: got if isinstance(got, list) else [got] for label, got in outputs.items()}
+            return {label: [block.copy() for block in blocks] for label, blocks in lists.items()}
 
-        found = world.gather(world.run(work))
+        blocks_by_rank = world.gather(world.run(work))
         outputs = {}
         for label, value in graph.outputs:
             attr, parts = graph.attrs[value.name], []
             for m in range(compiled.micro_batches):
-                part = np.empty(value.shape, found[attr.mesh.members[0]][label][0].dtype)
+                part = np.empty(value.shape, blocks_by_rank[attr.mesh.members[0]][label][0].dtype)
                 for rank in attr.mesh.members:
-                    part[attr.spec.slices(value.shape, attr.mesh, rank)] = found[rank][label][m]
+                    part[attr.spec.slices(value.shape, attr.mesh, rank)] = blocks_by_rank[rank][label][m]
                 parts.append(part)
             outputs[label] = np.concatenate(parts) if value.shape else np.stack(parts)
         return outputs
 
     def _ready(self, compiled: Compiled) -> World:
-        """The world, with what every local rank runs compiled."""
+        """The world, after compiling the program for every local rank."""
         self.memory.check_whole()
         world = self.ranks()
         if not compiled.ready:

@@ -1,6 +1,6 @@
-"""What a user hands to an engine, checked where it is handed over.
+"""Checks of the arguments of an engine, at the call that gets them.
 
-A mistake is told in words of the call, not found later as an exception in the middle of a library.
+Messages name the argument, so that a mistake does not become an exception inside of a library later.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _OTHERS = ("torch", "flax", "keras", "tensorflow")
 def check_parts(
     model: Any, loss: Any, optimizer: Any, metrics: Any, strategy: Any, cluster: Any, seed: Any, plan: Any
 ) -> None:
-    """The parts of an engine.
+    """Check the arguments of `Engine`.
 
     Raises:
-        GraphError: model, loss, optimizer, metrics, strategy or plan are of another kind, or a class in place
-            of an object.
-        ResourceError: likewise cluster.
+        GraphError: model, loss, optimizer, metrics, strategy or plan have a wrong type, or are a class in
+            place of an object.
+        ResourceError: cluster has a wrong type.
     """
     _check_model(model)
     if loss is not None:
         _check_function("loss", loss, "such as distgraph.nn.CrossEntropy()")
-    for subject, given, wanted, example in (
+    for subject, argument, type_, example in (
         ("optimizer", optimizer, Optimizer, "distgraph.optim.Adam(lr=1e-3)"),
         ("strategy", strategy, Strategy, "distgraph.Strategy(micro_batches=4)"),
     ):
-        if given is not None and not isinstance(given, wanted):
-            raise GraphError(f"{subject} is {_shown(given)} but must be an object such as {example}")
+        if argument is not None and not isinstance(argument, type_):
+            raise GraphError(f"{subject} is {_shown(argument)} but must be an object such as {example}")
     _check_metrics(metrics)
     if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):
         raise ResourceError(
@@ -54,11 +54,11 @@ def check_parts(
 
 
 def check_training(epochs: Any, batch_size: Any, micro_batches: int, callbacks: Any) -> None:
-    """Arguments of `fit`.
+    """Check the arguments of `fit`.
 
     Raises:
-        GraphError: the batch does not divide into micro-batches.
-        RuntimeFault: a number makes no sense, or a callback is none.
+        GraphError: the batch size is no multiple of the number of micro-batches.
+        RuntimeFault: a number is out of range, or a callback has a wrong type.
     """
     if not is_integer(epochs) or epochs < 0:
         raise RuntimeFault(f"epochs is {epochs!r} but must be a number from 0 up")
@@ -80,7 +80,7 @@ def check_training(epochs: Any, batch_size: Any, micro_batches: int, callbacks: 
 
 
 def check_call(subject: str, function: Callable[..., Any], count: int) -> None:
-    """Whether a loss or metric takes the output and the targets. Raises GraphError."""
+    """Check that a loss or metric takes the output and the targets. Raises GraphError otherwise."""
     called = function.forward if isinstance(function, Module) else function
     try:
         signature = inspect.signature(called)
@@ -97,7 +97,7 @@ def check_call(subject: str, function: Callable[..., Any], count: int) -> None:
 
 def _check_model(model: Any) -> None:
     _check_function("model", model, "a distgraph.nn.Module or a function of tensors")
-    homes = {each.__module__.partition(".")[0] for each in type(model).__mro__}
+    homes = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     for other in _OTHERS:
         if other in homes:
             raise GraphError(
@@ -116,18 +116,19 @@ def _check_metrics(metrics: Any) -> None:
         _check_function(f"metrics[{name!r}]", metric, example)
 
 
-def _check_function(subject: str, given: Any, example: str) -> None:
-    if isinstance(given, type):
+def _check_function(subject: str, function: Any, example: str) -> None:
+    if isinstance(function, type):
         raise GraphError(
-            f"{subject} is the class {given.__name__} but must be an object; call it: {given.__name__}()"
+            f"{subject} is the class {function.__name__} but must be an object; call it: "
+            f"{function.__name__}()"
         )
-    if not callable(given):
-        raise GraphError(f"{subject} is {_shown(given)} but must be a function or module, {example}")
+    if not callable(function):
+        raise GraphError(f"{subject} is {_shown(function)} but must be a function or module, {example}")
 
 
-def _shown(given: Any) -> str:
-    if isinstance(given, type):
-        return f"the class {given.__name__}"
-    if given is None or isinstance(given, (str, int, float)):
-        return repr(given)
-    return f"a {type(given).__name__}"
+def _shown(argument: Any) -> str:
+    if isinstance(argument, type):
+        return f"the class {argument.__name__}"
+    if argument is None or isinstance(argument, (str, int, float)):
+        return repr(argument)
+    return f"a {type(argument).__name__}"
