@@ -156,7 +156,7 @@ class Collective:
             `out`, in order, such as ("dim", "group").
         arguments: returns those attributes for one rank; "group" is added by the code generator.
         packed: "operand" or "result" -> the attribute that names a dim. That block is copied into contiguous
-            memory unless the dim is the first one that has more than one element.
+            memory unless all dims before it have length 1.
         result_memory: where the result is written. "new": in newly allocated memory. "operand": in the memory
             of the operand, if nothing else reads it. "replaced": also in that of the parameter it replaces.
     """
