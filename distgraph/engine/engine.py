@@ -303,7 +303,7 @@ class Engine:
             states: whether the optimiser goes on from its states; False starts it anew.
 
         Raises:
-            RuntimeFault: there is no checkpoint, it is damaged, or of another model; or it lacks a state.
+            RuntimeFault: there is no checkpoint, it is damaged, or of another model; or a state is missing.
         """
         enter("engine.load()")
         checkpoint = Checkpoint.open(path)
@@ -358,11 +358,11 @@ class Engine:
             html: also write a report there, one page that needs no network; needs the extra `report`.
             trace: also write a Chrome trace there, for ui.perfetto.dev.
             measured: what `stop_recording` returned, or the path of a file that `callbacks.Timeline` wrote:
-                shown below the forecast in the report, and beside it in the trace.
+                shown below the forecast in the report, and as further rows in the trace.
 
         Raises:
             RuntimeFault: there is no program yet; plotly is not installed; a file cannot be written.
-            ResourceError: there is no cluster, it has too few devices, or lacks a number that a cost needs.
+            ResourceError: there is no cluster, it has too few devices, or gives no number that a cost needs.
         """
         compiled = self._compiled("forecast")
         timeline = beforehand(html, measured)

@@ -40,7 +40,7 @@ class Rule:
         sizes: length of every index; of a sliding one the shortest.
         whole: indices that cannot be split here (`!`).
         located: indices whose start the kernel needs (`@`).
-        composite: indices that appear beside others in some dim.
+        composite: indices that share a dim with other indices in some tensor.
         sliding: indices along which the op reads other positions than it writes (`~`).
     """
 
@@ -282,7 +282,7 @@ def operand_spec(
 
 @lru_cache(maxsize=262144)
 def result_spec(rule: Rule, result: int, layout: OpLayout, reduction: str = "sum") -> ShardSpec:
-    """Layout in which the op leaves result number `result`; split indices that it lacks become partial."""
+    """Layout in which the op writes result number `result`; partial over split indices it does not have."""
     partial = [(axis, "sum") for axis, _ in layout.partial]
     partial += [(axis, reduction) for index in rule.reduced(result) for axis in layout.of(index)]
     return ShardSpec(_dims(rule.results[result], layout), tuple(partial))

@@ -367,7 +367,7 @@ def local_attrs(op: Op, rank: int) -> Attrs:
 
 
 def workspace(kind: str, arrays: Sequence[Any], attrs: Attrs, results: Sequence[Value], *, adds: bool) -> int:
-    """Bytes that the NumPy kernel of an op allocates at most beside operands and results.
+    """Upper bound of the temporary bytes that the NumPy kernel of an op allocates.
 
     Args:
         kind: of the op.

@@ -318,13 +318,13 @@ def _recompute(translation: _Translation) -> None:
         return
     partial_layers = [path for path in recomputed if not any(path in blocks for blocks in translation.blocks)]
     if partial_layers:
-        translation.reasons.append(f"{listed(partial_layers)} are computed again, which are no whole layers")
+        translation.reasons.append(f"{listed(partial_layers)} are recomputed, but are no whole layers")
     counts = [[path in recomputed for path in blocks] for blocks in translation.blocks]
     prefixes = all(flags == sorted(flags, reverse=True) for flags in counts)
     all_layers = all(map(all, counts))
     if not all_layers and (not prefixes or len({sum(flags) for flags in counts}) > 1):
         translation.reasons.append(
-            "layers that are computed again are not as many first ones of every stage: "
+            "recomputed layers must be the same number of first layers of every stage, but are: "
             f"{', '.join(str(sum(flags)) for flags in counts)}"
         )
         return

@@ -195,7 +195,7 @@ def _linear(stage: _Stage, path: str, part: Part, weight: Read) -> str | None:
     if stage.roles.model not in weight.used.axes:
         stage.notes.append(
             f"{path}.weight is stored split over {stage.roles.model} but computed whole by the plan; "
-            f"PyTorch computes it split, as it lies"
+            f"PyTorch computes it split, as it is stored"
         )
     if by_columns and not table:
         last = _ends(stage, path) and leaves == "Shard(-1)"
@@ -348,7 +348,7 @@ def _sizes(roles: Roles, mesh: ProcessMesh) -> tuple[int, int]:
 
 
 def _split_points(plan: Plan) -> list[str]:
-    """The first module of every stage but the first: the outermost that lies on that stage alone."""
+    """The first module of every stage but the first: the outermost that belongs to that stage alone."""
     modules = surface(plan).modules
     points = []
     for number in range(1, len(plan.stages)):
