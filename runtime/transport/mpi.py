@@ -39,7 +39,7 @@ from distgraph.runtime.transport.call_check import (
     different_calls,
 )
 from distgraph.runtime.transport.core_binding import CoreBinding
-from distgraph.runtime.transport.departure import Departures, Need
+from distgraph.runtime.transport.departed_ranks import Departures, Need
 from distgraph.runtime.transport.mpi_collectives import TAG_BITS, Exchange, Steps, octets
 from distgraph.runtime.transport.mpi_failures import JobFailures
 from distgraph.runtime.transport.mpi_operation import Operation, WithStatus

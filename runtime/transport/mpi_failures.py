@@ -14,7 +14,7 @@ from distgraph.runtime.job.deadline import end_mpiexec
 from distgraph.runtime.job.job_files import FAILURE_REPORT_SECONDS, exit_code, observed_failure
 from distgraph.runtime.job.processes import shared_memory
 from distgraph.runtime.transport.call_check import DepartedFault
-from distgraph.runtime.transport.departure import Departures
+from distgraph.runtime.transport.departed_ranks import Departures
 
 _FAILURE, _ACKNOWLEDGE = 0, 1  # tags of the control communicator
 _JOB_LOOK_SECONDS: Final = 0.01

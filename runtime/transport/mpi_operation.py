@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distgraph.runtime.transport.departure import Need
+from distgraph.runtime.transport.departed_ranks import Need
 from distgraph.runtime.transport.mpi_collectives import Steps
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ ALLOWED = {
     },  # the same programs, compiled once for ranks with equal ones
     "runtime/profile/op_probes.py": {"exec", "compile"},  # the same program, with clocks
     "runtime/transport/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
-    "runtime/transport/departure.py": {"pickle.loads"},  # the same
+    "runtime/transport/departed_ranks.py": {"pickle.loads"},  # the same
     "passes/search/solver/search_process.py": {
         "pickle.load",
         "subprocess.Popen",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph
 from distgraph.resources import Cluster, RankMapping, Requirement, map_ranks
-from distgraph.resources.mapping import GIVEN
+from distgraph.resources.rank_mapping import GIVEN
 from distgraph.runtime.forecast.traffic_matrix import exchanged_bytes
 from distgraph.runtime.program.build import ReshardedProgram
 

@@ -14,7 +14,7 @@ its tensor.
 """
 
 from distgraph.runtime.execute.checkpoint.index import FORMAT, INDEX
-from distgraph.runtime.execute.checkpoint.reading import Checkpoint
+from distgraph.runtime.execute.checkpoint.resharding import Checkpoint
 from distgraph.runtime.execute.checkpoint.writing import SavedTensor, owned, reserve, write_checkpoint
 
 __all__ = ["FORMAT", "INDEX", "Checkpoint", "SavedTensor", "owned", "reserve", "write_checkpoint"]

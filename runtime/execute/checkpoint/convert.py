@@ -23,7 +23,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.runtime.execute.checkpoint import files
 from distgraph.runtime.execute.checkpoint.index import Training, plain
-from distgraph.runtime.execute.checkpoint.reading import Checkpoint
+from distgraph.runtime.execute.checkpoint.resharding import Checkpoint
 from distgraph.runtime.execute.checkpoint.shards import write_blocks
 from distgraph.runtime.execute.checkpoint.writing import SavedTensor, write_checkpoint
 from distgraph.runtime.execute.process_group import InProcessWorld
