@@ -2,10 +2,11 @@
 
     python benchmarks/refine_budget.py [--seeds FIRST LAST] [--budget WORK] [--without SECONDS] [--json FILE]
 
-The programs are those of `tests/seeded_programs.py`: training graphs of 30 to 80 ops on 2 x 2 x 2 ranks, each
-laid out in a new process, so that nothing is known from the program before. Printed are the CPU seconds of
-completing and searching under all policies of competing annotations, the work counted against the budget, the
-bytes that all ranks send in a step, and the modelled cost of the layouts (bytes and latency).
+The programs are those of `tests/support/programs/seeded_programs.py`: training graphs of 30 to 80 ops on
+2 x 2 x 2 ranks, each laid out in a new process, so that no cache holds results of the program before. Printed
+are the CPU seconds of completing and searching under all policies of competing annotations, the
+work counted against the budget, the bytes that all ranks send in a step, and the modelled cost of the layouts
+(bytes and latency).
 
 With `--without` every program is searched once more without a budget, for at most as many CPU seconds; the
 ratios of cost and bytes are of the programs whose search ends in that time.
