@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from distgraph.runtime.job.job_files import job_directory, record_failure
-from distgraph.runtime.job.processes import Process
+from distgraph.runtime.job.processes import Process, descendants
+
+RANKS_END_SECONDS: Final = 2.0
 
 
 @contextmanager
@@ -42,10 +47,14 @@ def deadline(seconds: float, message: str) -> Iterator[None]:
 
 
 def end_mpiexec(seconds: float) -> None:
-    """Start a process that ends mpiexec if mpiexec does not end by itself.
+    """Start a process that lets mpiexec see the end of this rank late, and ends mpiexec if it does not end.
 
-    mpiexec waits for every machine of the job, also for machines that it cannot reach any more. Nothing
-    happens where mpiexec runs on another machine, or where another program started this process.
+    mpiexec's proxy kills all ranks of its machine as soon as one of them closes its connection to the proxy
+    (the socket PMI_FD), and sometimes gives the signal as the exit code of the job. So the new process keeps
+    the connection open until all ranks of this machine have ended, or for `RANKS_END_SECONDS`: ranks that end
+    by themselves keep their exit codes. mpiexec waits for every machine of the job, also for machines that it
+    cannot reach any more, so the new process ends mpiexec. Nothing happens where mpiexec runs on another
+    machine, or where another program started this process.
 
     Args:
         seconds: time in which mpiexec may end by itself.
@@ -60,15 +69,30 @@ def end_mpiexec(seconds: float) -> None:
             return
     try:
         os.setsid()
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the proxy reads sockets and pipes to their end
+        connection = int(os.environ.get("PMI_FD", "3"))
+        os.closerange(3, connection)  # the proxy reads sockets and pipes to their end
+        os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        _await_children(proxy.pid, RANKS_END_SECONDS)
+        os.close(connection)
         watch = os.pidfd_open(starter.pid)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not select.select([watch], [], [], seconds)[0]:
                 starter.kill(number)
     finally:
         os._exit(0)
+
+
+def _await_children(parent: int, seconds: float) -> None:
+    """Wait until all children that a process has now have ended, or until the time has passed."""
+    deadline = time.monotonic() + seconds
+    for child in descendants(parent):
+        if child.parent == parent:
+            with contextlib.suppress(OSError):
+                watch = os.pidfd_open(child.pid)
+                select.select([watch], [], [], max(deadline - time.monotonic(), 0))
+                os.close(watch)
 
 
 def _keep_time(guarded: int, done: int, seconds: float, message: str) -> None:

@@ -18,6 +18,7 @@ from distgraph.runtime.transport.departed_ranks import Departures
 
 _FAILURE, _ACKNOWLEDGE = 0, 1  # tags of the control communicator
 _JOB_LOOK_SECONDS: Final = 0.01
+_FOLLOW_SECONDS: Final = 0.5  # in which the failing rank prints its error first
 
 
 class JobFailures:
@@ -72,7 +73,9 @@ class JobFailures:
         sys.stdout.flush()
         sys.stderr.flush()
         deadline = time.monotonic() + FAILURE_REPORT_SECONDS
-        if self._failure is not None:  # another rank was first; it, or the launcher, ends this process
+        if self._failure is not None and self._job is None:  # the failing rank gives mpiexec the exit code
+            self.follow(0, _FOLLOW_SECONDS)
+        if self._failure is not None:  # the launcher ends this process
             self.follow(1, FAILURE_REPORT_SECONDS)
         text = bytearray(f"rank {self._rank} failed: {type(error).__name__}: {error}".encode())
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -119,7 +122,7 @@ class JobFailures:
         """End this process without waiting for other ranks, and remove its shared memory files."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if code and self._job is None:
+        if self._job is None:
             end_mpiexec(FAILURE_REPORT_SECONDS)
         for path in shared_memory():
             with contextlib.suppress(OSError):

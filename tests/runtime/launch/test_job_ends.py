@@ -236,6 +236,19 @@ def test_exit_of_one_rank_ends_plain_mpiexec_with_its_code(tmp_path: Path, wait:
 
 
 @needs_mpi
+def test_exit_code_is_kept_while_a_process_of_the_script_holds_the_output_open(tmp_path: Path) -> None:
+    """mpiexec's proxy then takes the signal, with which it kills the other ranks, for their exit codes."""
+    script = f"""{PREAMBLE}
+import subprocess
+subprocess.Popen(["sleep", "3"], start_new_session=True)
+if rank == 1: sys.exit(4)
+t.barrier()
+"""
+    code, _ = plain(tmp_path, script, 2, DISTGRAPH_TIMEOUT="1000")
+    assert code == 4
+
+
+@needs_mpi
 def test_a_rank_may_reach_the_end_first(tmp_path: Path) -> None:
     """The others go on with each other, and with what it has sent."""
     script = f"""{PREAMBLE}
