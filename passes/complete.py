@@ -30,8 +30,8 @@ from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.decompose import decompose
-from distgraph.passes.defer_cross_mesh_sums import postpone
-from distgraph.passes.defer_partials import Kept, deferred, passing_group
+from distgraph.passes.deferral.defer_cross_mesh_sums import postpone
+from distgraph.passes.deferral.defer_partials import Kept, deferred, passing_group
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.propagate_shardings import Settled, op_layout, propagate, value_spec
 from distgraph.passes.redistribution.tiles import without_unit_axes

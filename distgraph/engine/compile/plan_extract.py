@@ -16,7 +16,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.name_ranges import fold
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.assign_meshes import place
-from distgraph.passes.defer_cross_mesh_sums import spread_over_meshes
+from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as Run
 from distgraph.plan.export import surface_of
