@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Several machines on one: network namespaces behind a switch of limited speed, with shares of the cores.
+
+    with machines(2, rate="400mbit") as network:
+        network.run(4, [sys.executable, "train.py"])     # ranks 0 and 1 on machine m0, 2 and 3 on m1
+
+*Needs:* Linux, root, `ip` and `tc` of iproute2, and the mpiexec of MPICH. `missing()` names what is
+absent. Ranks of one machine share memory; ranks of different machines meet over TCP on 10.77.0.0/24. Every
+machine has a host name of its own, so that distgraph tells them apart. Nothing leaves this computer.
+
+mpiexec starts this file in place of ssh (`-launcher-exec`), with the address of a machine and a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SWITCH, NETWORK = "dgswitch", "10.77.0"
+_CPU_V1, _CPU_V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+_PERIOD = 100_000  # microseconds in which a machine may use its share
+
+
+def missing() -> str:
+    """Why there can be no machines here; empty where there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    absent = [name for name in ("ip", "tc", "unshare", "mpiexec") if shutil.which(name) is None]
+    return f"{', '.join(absent)} not installed" if absent else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Machines that are up: `count` of them, named m0, m1, ..."""
+
+    count: int
+
+    def command(self, ranks: int, argv: Sequence[str], order: Sequence[int] | None = None) -> list[str]:
+        """The mpiexec that runs a command on ranks, which fill the machines one after the other.
+
+        Args:
+            ranks: in all.
+            argv: the command.
+            order: machines in the order in which they are filled.
+
+        Raises:
+            ValueError: ranks do not divide evenly among the machines.
+        """
+        order = range(self.count) if order is None else order
+        if ranks % len(order):
+            raise ValueError(f"{ranks} ranks cannot be shared equally by {len(order)} machines")
+        hosts = ",".join(f"{NETWORK}.{machine + 1}:{ranks // len(order)}" for machine in order)
+        starter = ["-launcher", "ssh", "-launcher-exec", str(Path(__file__).resolve()), "-iface", SWITCH]
+        return ["mpiexec", *starter, "-hosts", hosts, "-n", str(ranks), *argv]
+
+    def run(
+        self, ranks: int, argv: Sequence[str], timeout: float = 600.0, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on ranks and return its output; see `command`."""
+        transports = {"UCX_TLS": "posix,sysv,tcp,self", "UCX_NET_DEVICES": "all"}
+        return subprocess.run(
+            self.command(ranks, argv),
+            env={**transports, **os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=True,
+        )
+
+
+@contextmanager
+def machines(count: int, rate: str | None = None, cpu: Sequence[float] = ()) -> Iterator[Network]:
+    """Machines for the body of a `with` statement.
+
+    Args:
+        count: how many.
+        rate: speed of each machine's link, in each direction, as `tc` writes it, such as "400mbit"; None for
+            links that are not limited.
+        cpu: cores that each machine may use, such as (1.0, 0.5); empty for no limit.
+
+    Raises:
+        RuntimeError: see `missing`; or a command of iproute2 failed.
+    """
+    reason = missing()
+    if reason:
+        raise RuntimeError(f"no machines can be made here: {reason}")
+    _down(count)
+    try:
+        _ip("link", "add", SWITCH, "type", "bridge")
+        _ip("addr", "add", f"{NETWORK}.254/24", "dev", SWITCH)
+        _ip("link", "set", SWITCH, "up")
+        for machine in range(count):
+            _up(machine, rate)
+            if cpu:
+                _limit_cpu(machine, cpu[machine])
+        yield Network(count)
+    finally:
+        _down(count)
+
+
+def _up(machine: int, rate: str | None) -> None:
+    space, outside = f"dgm{machine}", f"dgv{machine}"
+    _ip("netns", "add", space)
+    _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+    _ip("link", "set", outside, "master", SWITCH, "up")
+    _ip("-n", space, "addr", "add", f"{NETWORK}.{machine + 1}/24", "dev", "eth0")
+    _ip("-n", space, "link", "set", "eth0", "up")
+    _ip("-n", space, "link", "set", "lo", "up")
+    if rate is not None:  # into the machine, and out of it
+        shape = ("root", "tbf", "rate", rate, "burst", "256kbit", "latency", "100ms")
+        _run("tc", "qdisc", "add", "dev", outside, *shape)
+        _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+
+def _limit_cpu(machine: int, cores: float) -> None:
+    quota = str(int(_PERIOD * cores))
+    if (_CPU_V1 / "cpu.cfs_quota_us").exists():
+        group = _CPU_V1 / f"dgm{machine}"
+        group.mkdir(exist_ok=True)
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
+        (group / "cpu.cfs_quota_us").write_text(quota)
+    else:
+        group = _CPU_V2 / f"dgm{machine}"
+        group.mkdir(exist_ok=True)
+        (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
+
+
+def _groups(machine: int) -> list[Path]:
+    return [path for path in (_CPU_V1 / f"dgm{machine}", _CPU_V2 / f"dgm{machine}") if path.exists()]
+
+
+def _down(count: int) -> None:
+    """Remove what a former use may have left, and what this one made."""
+    for machine in range(count):
+        _run("ip", "netns", "del", f"dgm{machine}", check=False)
+        _run("ip", "link", "del", f"dgv{machine}", check=False)
+        for group in _groups(machine):
+            with contextlib.suppress(OSError):  # a process may still be in it
+                group.rmdir()
+    _run("ip", "link", "del", SWITCH, check=False)
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str, check: bool = True) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def _enter(argv: Sequence[str]) -> None:
+    """What mpiexec starts in place of ssh: OPTIONS... ADDRESS COMMAND...; does not return."""
+    words = list(argv)
+    while words[0].startswith("-"):
+        words.pop(0)
+    machine = int(words[0].rpartition(".")[2]) - 1
+    for group in _groups(machine):
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    script = f"hostname m{machine}; mount -t tmpfs none /dev/shm; exec {' '.join(words[1:])}"
+    inside = ["ip", "netns", "exec", f"dgm{machine}", "unshare", "--uts", "--ipc", "bash", "-c", script]
+    os.execvp(inside[0], inside)
+
+
+if __name__ == "__main__":
+    _enter(sys.argv[1:])
