@@ -74,9 +74,9 @@ from distgraph import data
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.engine.compile.training_spec import Recipe
-from distgraph.engine.search.candidate import BuiltCandidate
-from distgraph.engine.search.driver import run_search
-from distgraph.engine.search.search_state import SearchState
+from distgraph.engine.search_driver.candidate import BuiltCandidate
+from distgraph.engine.search_driver.run_search import run_search
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import DistGraphError, InfeasibleError
 from distgraph.models import MoEConfig
 from distgraph.models.decoder import Decoder

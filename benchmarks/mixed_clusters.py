@@ -69,16 +69,16 @@ import yaml
 from distgraph import nn, optim
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.training_spec import Recipe
-from distgraph.engine.search.candidate import Candidate, build_candidate
-from distgraph.engine.search.driver import plan_of_search, run_search
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.restrictions import Restriction
-from distgraph.engine.search.search_space import micro_batch_counts, pools_of
-from distgraph.engine.search.search_state import SearchState
-from distgraph.engine.search.uniform_pipelines import uniform_pipelines
+from distgraph.engine.search_driver.candidate import Candidate, build_candidate
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.restrictions import Restriction
+from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.search_space import micro_batch_counts, pools_of
+from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.errors import InfeasibleError
 from distgraph.models import GPT, GPT_PRESETS
-from distgraph.plan.parts import Stage
+from distgraph.plan.components import Stage
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.cluster_builder import build_cluster

@@ -114,11 +114,11 @@ from distgraph import nn, ops, optim
 from distgraph.engine.commands.plan_search import SearchOptions, search
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.training_spec import Recipe
-from distgraph.engine.search.candidate import build_candidate, plan_of
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.restrictions import Restriction
-from distgraph.engine.search.search_space import pools_of
-from distgraph.engine.search.uniform_pipelines import uniform_pipelines
+from distgraph.engine.search_driver.candidate import build_candidate, plan_of
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.restrictions import Restriction
+from distgraph.engine.search_driver.search_space import pools_of
+from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster

@@ -16,7 +16,7 @@ from distgraph.resources.collective_cost import CollectiveCost, Estimate, shared
 from distgraph.resources.compute_cost import ComputeCost
 from distgraph.resources.describe import describe
 from distgraph.resources.load import load_cluster, local_cluster, register_cluster, shipped_clusters
-from distgraph.resources.paddle import load_paddle
+from distgraph.resources.paddle_cluster_json import load_paddle
 from distgraph.resources.rank_mapping import RankMapping, Requirement, map_ranks
 
 __all__ = [

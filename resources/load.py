@@ -13,7 +13,7 @@ from typing import Any
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.cluster_builder import build_cluster
-from distgraph.resources.paddle import load_paddle
+from distgraph.resources.paddle_cluster_json import load_paddle
 from distgraph.resources.schema import check
 from distgraph.resources.yaml_reader import MOST_BYTES, parse_yaml
 from distgraph.serialization.documents import read_text, shown_path

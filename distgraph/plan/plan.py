@@ -20,10 +20,9 @@ from typing import Any, Final
 from xxhash import xxh3_64_hexdigest
 
 from distgraph.errors import GraphError, ShardingError
-from distgraph.ir.name_ranges import fold, spans, unfold
+from distgraph.ir.range_notation import fold, spans, unfold
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.export import Export, Surface, export
-from distgraph.plan.parts import (
+from distgraph.plan.components import (
     KINDS,
     Computed,
     Decision,
@@ -36,7 +35,8 @@ from distgraph.plan.parts import (
     Stage,
     Stored,
 )
-from distgraph.plan.patch import changed
+from distgraph.plan.export import Export, Surface, export
+from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
 from distgraph.plan.schema import FORMAT, VERSION, read_fields
 from distgraph.serialization.atomic_files import write_atomically

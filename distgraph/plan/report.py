@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distgraph.ir.name_ranges import fold, spans, unfold
-from distgraph.plan.parts import Decision, LayerOps
+from distgraph.ir.range_notation import fold, spans, unfold
+from distgraph.plan.components import Decision, LayerOps
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan

@@ -17,9 +17,8 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.name_ranges import MOST_NAMES, parse_spans, spans, unfold
-from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
-from distgraph.plan.parts import (
+from distgraph.ir.range_notation import MOST_NAMES, parse_spans, spans, unfold
+from distgraph.plan.components import (
     KINDS,
     Computed,
     Decision,
@@ -36,6 +35,7 @@ from distgraph.plan.parts import (
     placed_text,
     split_names,
 )
+from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
 from distgraph.plan.schedule_policies import schedule_names
 from distgraph.serialization.documents import Entry, Step, parsed, refuse, shown, validate
 

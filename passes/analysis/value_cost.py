@@ -13,10 +13,10 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import Windows
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.analysis.redistribution_cost import Read, copy_cost, window_cost
+from distgraph.passes.redistribution.cost_lower_bound import received
 from distgraph.passes.redistribution.cross_mesh import choose
 from distgraph.passes.redistribution.layout_equivalence import Change
 from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, Priced, price_bound, priced
-from distgraph.passes.redistribution.step_bound import received
 from distgraph.passes.reshard import fetches
 
 Key = tuple[int, int, tuple[int, ...]]  # kind of a value, layout of the maker, layouts of the readers

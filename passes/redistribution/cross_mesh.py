@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from distgraph.ir.collective_registry import Dims, Step, cached_until_registration, selections
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.passes.redistribution.cost_lower_bound import received
 from distgraph.passes.redistribution.layout_equivalence import Change
 from distgraph.passes.redistribution.planner import (
     BYTE_PRICES,
@@ -33,7 +34,6 @@ from distgraph.passes.redistribution.planner import (
     redistribute,
     wire_price,
 )
-from distgraph.passes.redistribution.step_bound import received
 from distgraph.passes.redistribution.tiles import (
     MachineOf,
     Tile,

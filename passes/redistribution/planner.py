@@ -25,8 +25,8 @@ from distgraph.ir.collective_registry import BlockSizes, Space, Step, cached_unt
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.passes.redistribution.cost_lower_bound import received
 from distgraph.passes.redistribution.layout_equivalence import Change, representative
-from distgraph.passes.redistribution.step_bound import received
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
 __all__ = [

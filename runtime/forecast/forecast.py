@@ -33,7 +33,7 @@ from distgraph.runtime.forecast.stream_model import Streams, TaskTime
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.kernel_workspace import task_workspace
 from distgraph.runtime.program.memory_plan import StoragePlan, planned
-from distgraph.runtime.program.ring_sizes import rank_clocks
+from distgraph.runtime.program.ring_buffer_sizes import rank_clocks
 from distgraph.runtime.schedule.simulate import Timeline, simulate
 from distgraph.runtime.schedule.task import Ring
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distgraph.ir.name_ranges import spans
+from distgraph.ir.range_notation import spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
-from distgraph.runtime.program.ring_sizes import RankClocks, outstanding, rank_clocks, window
+from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
 from distgraph.runtime.program.storage import Place, Slot, Storage, is_started, nbytes
 from distgraph.runtime.schedule.schedule import Schedule
 
@@ -403,7 +403,7 @@ class StoragePlan:
         return replace(self.storage, rings=rings)
 
     def verify(self, storage: Storage, clocks: RankClocks) -> None:
-        """Compare the rings with the posts of all receives; `ring_sizes.py` states what that proves.
+        """Compare the rings with the posts of all receives; `ring_buffer_sizes.py` states what that proves.
 
         Raises:
             RuntimeFault: a buffer is written before the receive of the message sent from it is posted.

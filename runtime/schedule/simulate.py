@@ -42,8 +42,8 @@ from distgraph.runtime.schedule.actor import (
     Send,
     actors,
 )
-from distgraph.runtime.schedule.credits import with_credits
 from distgraph.runtime.schedule.event_graph import order_times
+from distgraph.runtime.schedule.flow_control import with_credits
 from distgraph.runtime.schedule.task import Ring, TaskGraph, phases, topological_order, verify
 from distgraph.runtime.schedule.timeline import SAME_TIME, Interval, Record, Timeline, symbols
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import alpa_search as suite
 from benchmarks.alpa_search import Evaluation, Point
 from benchmarks.support.alpa.recorded_plans import Plan, Stage
-from distgraph.engine.search.driver import run_search
-from distgraph.engine.search.search_state import SearchState
+from distgraph.engine.search_driver.run_search import run_search
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.models import GPTConfig
 from distgraph.resources import Cluster
 

@@ -18,7 +18,7 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_paths import cut
+from distgraph.engine.compile.op_positions import cut
 from distgraph.engine.compile.plan_extract import describe
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.engine.data import whole

@@ -25,6 +25,7 @@ from distgraph.passes.analysis.redistribution_cost import move_cost, multiplicit
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import Refined, _Refiner, refine, refined
 from distgraph.passes.redistribution import cross_mesh, planner
+from distgraph.passes.redistribution.cost_lower_bound import received
 from distgraph.passes.redistribution.planner import (
     Price,
     latency_price,
@@ -34,7 +35,6 @@ from distgraph.passes.redistribution.planner import (
     step_price,
     wire_price,
 )
-from distgraph.passes.redistribution.step_bound import received
 from distgraph.plan.strategy import Strategy
 from distgraph.runtime.program.build import Build, build
 

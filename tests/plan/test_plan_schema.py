@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import distgraph as dg
 from distgraph.errors import GraphError, ShardingError
-from distgraph.ir.name_ranges import fold, parse_spans, spans, unfold
+from distgraph.ir.range_notation import fold, parse_spans, spans, unfold
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.patch import changed, difference
 from distgraph.plan.plan import (
     Computed,
     Decision,
@@ -30,6 +29,7 @@ from distgraph.plan.plan import (
     Stage,
     Stored,
 )
+from distgraph.plan.plan_diff import changed, difference
 
 AXES = st.lists(st.sampled_from(["dp", "tp", "ep"]), unique=True, min_size=1, max_size=2).map(tuple)
 SPECS = st.builds(

@@ -38,7 +38,7 @@ ALLOWED = {
         "pickle.load",
         "subprocess.Popen",
     },  # a child process and its parent
-    "engine/search/worker_pool.py": {"pickle.loads"},  # results of worker processes of this process
+    "engine/search_driver/worker_pool.py": {"pickle.loads"},  # results of worker processes of this process
     "runtime/launch/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
     "runtime/launch/mpi_rank.py": {"runpy.run_path"},  # the user's script
     "engine/commands/script_runner.py": {"runpy.run_path"},  # the user's script
@@ -172,7 +172,7 @@ def test_the_page_names_every_environment_variable() -> None:
 
 
 def test_the_limits_on_the_page_are_those_of_the_readers() -> None:
-    from distgraph.ir import name_ranges, parser
+    from distgraph.ir import parser, range_notation
     from distgraph.plan import schema as plan_schema
     from distgraph.resources import schema, units, yaml_reader
     from distgraph.runtime.execute import measured_timeline
@@ -182,5 +182,5 @@ def test_the_limits_on_the_page_are_those_of_the_readers() -> None:
     assert (yaml_reader.MOST_BYTES, yaml_reader.MOST_ITEMS) == (512 << 10, 200_000)
     assert (documents.MOST_DEPTH, documents.MOST_NUMBER) == (64, 10**40)
     assert (schema.MOST_DEVICES, schema.MOST_DIMS, schema.MOST_LEVELS) == (65_536, 8, 16)
-    assert plan_schema.MOST_RANKS == parser.MOST_RANKS == name_ranges.MOST_NAMES == 1_048_576
+    assert plan_schema.MOST_RANKS == parser.MOST_RANKS == range_notation.MOST_NAMES == 1_048_576
     assert (units.LEAST, units.MOST) == (1e-24, 1e24)

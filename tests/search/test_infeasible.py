@@ -11,9 +11,9 @@ from support.files.clusters import cluster_of
 from support.programs.searched import PROGRAMS, mixed, two_by_two
 from support.search.plan_training import trains_as_one_rank
 
-from distgraph.engine.search import infeasibility
+from distgraph.engine.search_driver import infeasibility
 from distgraph.errors import InfeasibleError
-from distgraph.ir.name_ranges import parse_spans
+from distgraph.ir.range_notation import parse_spans
 from distgraph.resources import Cluster
 
 pytestmark = pytest.mark.timeout(600)  # several searches in one test

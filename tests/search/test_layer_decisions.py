@@ -15,12 +15,12 @@ from support.search.distant_machines import WIDE, far
 
 import distgraph as dg
 from distgraph import nn
-from distgraph.engine.search.candidate import BuiltCandidate, Candidate, build_candidate
-from distgraph.engine.search.driver import plan_of_search, run_search
-from distgraph.engine.search.evaluations import evaluate, evaluation_of
-from distgraph.engine.search.explain.runners_up import Explainer
-from distgraph.engine.search.search_state import SearchState
-from distgraph.ir.name_ranges import parse_spans, unfold
+from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, build_candidate
+from distgraph.engine.search_driver.evaluations import evaluate, evaluation_of
+from distgraph.engine.search_driver.explain.runners_up import Explainer
+from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.ir.range_notation import parse_spans, unfold
 from distgraph.models import GPT, GPTConfig
 from distgraph.plan.plan import Decision, Plan
 from distgraph.resources import Cluster
@@ -250,11 +250,12 @@ def test_programs_of_many_ops_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.best is not None
     best: BuiltCandidate = state.best.built(state.layout_costs)
     monkeypatch.setattr(
-        "distgraph.engine.search.explain.runners_up._MOST_CHANGE_OPS", int(1.5 * len(best.build.lowered.ops))
+        "distgraph.engine.search_driver.explain.runners_up._MOST_CHANGE_OPS",
+        int(1.5 * len(best.build.lowered.ops)),
     )
     told = []
     for together in (1, 3):
-        monkeypatch.setattr("distgraph.engine.search.evaluations.Evaluations.processes", together)
+        monkeypatch.setattr("distgraph.engine.search_driver.evaluations.Evaluations.processes", together)
         state.evaluations.best = evaluation_of(best, other_layouts=True)
         explainer = Explainer(state.layout_costs, state.evaluations, lambda: False)
         assert all(isinstance(found, str) for found in explainer.run())

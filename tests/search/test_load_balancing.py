@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from distgraph.engine.search.load_balancing import Member, divide_batch
+from distgraph.engine.search_driver.load_balancing import Member, divide_batch
 from distgraph.errors import InfeasibleError
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from support.programs.searched import CHAIN, SECONDS, two_by_two
 
-from distgraph.engine.search.candidate import Candidate, StageChoice
-from distgraph.engine.search.evaluations import Evaluation
-from distgraph.engine.search.local_search import local_search
-from distgraph.engine.search.search_space import Shape
-from distgraph.engine.search.search_state import SearchState
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.local_search import local_search
+from distgraph.engine.search_driver.search_space import Shape
+from distgraph.engine.search_driver.search_state import SearchState
 
 TWO = Shape((("dp", 2),))
 

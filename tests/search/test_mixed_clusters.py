@@ -12,10 +12,10 @@ from support.search.candidates import candidates
 from support.search.plan_training import trains_as_one_rank
 
 from distgraph import nn
-from distgraph.engine.search.candidate import build_candidate
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.load_balancing import rebalanced
-from distgraph.engine.search.search_space import (
+from distgraph.engine.search_driver.candidate import build_candidate
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.load_balancing import rebalanced
+from distgraph.engine.search_driver.search_space import (
     Shape,
     micro_batch_counts,
     pools_of,

@@ -23,7 +23,7 @@ from distgraph.engine.commands.interrupt import Interrupt, remembered
 from distgraph.engine.commands.plan_search import Progress, SearchOptions, Step, search, settled
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.data import whole
-from distgraph.engine.search import layout_costs
+from distgraph.engine.search_driver import layout_costs
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, RuntimeFault, ShardingError
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.plan.plan import Plan

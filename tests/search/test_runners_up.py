@@ -9,12 +9,12 @@ import pytest
 from support.programs.searched import PROGRAMS, Net, Program, two_by_two
 
 import distgraph as dg
-from distgraph.engine.search.candidate import plan_of
-from distgraph.engine.search.driver import plan_of_search, run_search
-from distgraph.engine.search.evaluations import Evaluation
-from distgraph.engine.search.search_state import SearchState
+from distgraph.engine.search_driver.candidate import plan_of
+from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import GraphError
-from distgraph.ir.name_ranges import unfold
+from distgraph.ir.range_notation import unfold
 from distgraph.plan.plan import Plan
 
 pytestmark = pytest.mark.timeout(600)  # a search and a dozen programs in one test

@@ -11,26 +11,26 @@ import pytest
 from support.files.clusters import cluster_of
 from support.programs.searched import CHAIN, PROGRAMS, SECONDS, mixed, slow, two_by_two
 
-from distgraph.engine.search import layout_costs as layout_costs_module
-from distgraph.engine.search.candidate import Candidate, StageChoice, build_candidate, layout_identity
-from distgraph.engine.search.driver import run_search
-from distgraph.engine.search.evaluations import evaluate
-from distgraph.engine.search.explain.decisions import with_problems
-from distgraph.engine.search.given_meshes import double_recursion
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.local_search import local_search_moves
-from distgraph.engine.search.micro_batch_search import best_count, counts_to_try
-from distgraph.engine.search.restrictions import Restriction
-from distgraph.engine.search.search_space import (
+from distgraph.engine.search_driver import layout_costs as layout_costs_module
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice, build_candidate, layout_identity
+from distgraph.engine.search_driver.evaluations import evaluate
+from distgraph.engine.search_driver.explain.decisions import with_problems
+from distgraph.engine.search_driver.fixed_mesh_search import double_recursion
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.local_search import local_search_moves
+from distgraph.engine.search_driver.micro_batch_search import best_count, counts_to_try
+from distgraph.engine.search_driver.restrictions import Restriction
+from distgraph.engine.search_driver.run_search import run_search
+from distgraph.engine.search_driver.search_space import (
     Shape,
     adjacent_counts,
     micro_batch_counts,
     pools_of,
     submeshes_of,
 )
-from distgraph.engine.search.search_state import SearchState
-from distgraph.engine.search.stage_search import best_pipeline, undominated, variant_table
-from distgraph.engine.search.uniform_pipelines import best_uniform, uniform_pipelines
+from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.stage_search import best_pipeline, undominated, variant_table
+from distgraph.engine.search_driver.uniform_pipelines import best_uniform, uniform_pipelines
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
 from distgraph.passes.search.solver.problem import Problem, Solution

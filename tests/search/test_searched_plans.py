@@ -19,7 +19,7 @@ from support.search.plan_training import trains_as_one_rank
 
 import distgraph as dg
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.errors import InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.passes.search.intra_op import solution_cache as solved

@@ -13,7 +13,7 @@ import pytest
 from support.programs.searched import PROGRAMS, two_by_two
 
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.search.worker_pool import available_processes, parallel_map
+from distgraph.engine.search_driver.worker_pool import available_processes, parallel_map
 from distgraph.errors import GraphError, InfeasibleError
 
 HERE = os.getpid()

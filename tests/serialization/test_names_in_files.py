@@ -23,8 +23,8 @@ from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.training_spec import metric_names
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.name_ranges import fold, unfold
 from distgraph.ir.parser import parse_graph, print_graph
+from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.plan.export.result import header, quoted
 from distgraph.plan.plan import Plan

@@ -15,10 +15,10 @@ from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.plan_apply import planned
 from distgraph.engine.compile.plan_extract import estimate, extract
 from distgraph.engine.compile.program_forecast import forecast_training
-from distgraph.engine.search.driver import plan_of_search, run_search
-from distgraph.engine.search.evaluations import Evaluation
-from distgraph.engine.search.search_state import SearchState
-from distgraph.engine.search.worker_pool import available_processes
+from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.plan.plan import Found, Plan

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_paths import Positions, cut, decomposed, is_named
+from distgraph.engine.compile.op_positions import OpPositions, cut, decomposed, is_named
 from distgraph.engine.compile.training_spec import Recipe
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph, Op
@@ -64,7 +64,7 @@ def apply(training: Training, plan: Plan) -> tuple[Graph, Graph]:
         ShardingError: an annotation of the model says otherwise than the plan.
     """
     serial = _traced(training, plan)
-    positions = Positions(serial, cut(serial, [layer.first for layer in plan.layers]))
+    positions = OpPositions(serial, cut(serial, [layer.first for layer in plan.layers]))
     whole = decomposed(serial, _fused(plan, positions))
     graph, homes = _placed(whole, plan, positions)
     completed = _assemble(graph, homes, plan, positions)
@@ -136,7 +136,7 @@ def _inputs(program: Program) -> str:
     return ", ".join(f"{name} {text}" for name, text in program.inputs.items())
 
 
-def _fused(plan: Plan, positions: Positions) -> list[str]:
+def _fused(plan: Plan, positions: OpPositions) -> list[str]:
     """Names of the ops that are replaced by simpler ones."""
     found = list(plan.rest.decomposed)
     for number, layer in enumerate(plan.ops):
@@ -144,7 +144,7 @@ def _fused(plan: Plan, positions: Positions) -> list[str]:
     return found
 
 
-def _name(plan: Plan, positions: Positions, layer: int, position: str) -> str:
+def _name(plan: Plan, positions: OpPositions, layer: int, position: str) -> str:
     name = positions.name(layer, position)
     if name is None:
         raise GraphError(
@@ -153,7 +153,7 @@ def _name(plan: Plan, positions: Positions, layer: int, position: str) -> str:
     return name
 
 
-def _placed(whole: Graph, plan: Plan, positions: Positions) -> tuple[Graph, dict[str, ProcessMesh]]:
+def _placed(whole: Graph, plan: Plan, positions: OpPositions) -> tuple[Graph, dict[str, ProcessMesh]]:
     """The graph with every op on its mesh, sources cloned and sums across meshes postponed; the meshes."""
     meshes = [stage.mesh for stage in plan.stages]
     of_layer = [plan.stage_of(number) for number in range(len(plan.layers))]
@@ -179,7 +179,7 @@ def _placed(whole: Graph, plan: Plan, positions: Positions) -> tuple[Graph, dict
     return spread_over_meshes(whole, homes)
 
 
-def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positions: Positions) -> Graph:
+def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positions: OpPositions) -> Graph:
     """Every op and value with its layout."""
     origin = Origin("search", f"plan of {plan.program.name}")
     meshes = [stage.mesh for stage in plan.stages]

@@ -9,20 +9,20 @@ from functools import cached_property
 
 from distgraph.engine.compile.compile_request import Training
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_paths import Positions, decomposed, is_named
+from distgraph.engine.compile.op_positions import OpPositions, decomposed, is_named
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.name_ranges import fold
 from distgraph.ir.op_registry import lookup
+from distgraph.ir.range_notation import fold
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as Run
+from distgraph.plan.components import KINDS
 from distgraph.plan.export import surface_of
-from distgraph.plan.parts import KINDS
-from distgraph.plan.patch import layer_line, rest_line
 from distgraph.plan.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
+from distgraph.plan.plan_diff import layer_line, rest_line
 from distgraph.resources import Cluster, RankMapping
 from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.program.build import Build
@@ -99,7 +99,7 @@ def describe(
             homes[op.name] = _mesh(completed.producers[op.name])
     stages = _stages(layers, homes, completed, devices)
     _, after = spread_over_meshes(whole, homes)
-    describer = _Describer(Positions(serial, layers), stages, homes, after, completed)
+    describer = _Describer(OpPositions(serial, layers), stages, homes, after, completed)
     ops, rest = describer.ops(whole, broken)
     return Plan(
         program=program,
@@ -182,7 +182,7 @@ class _Describer:
         completed: the completed graph.
     """
 
-    positions: Positions
+    positions: OpPositions
     stages: tuple[Stage, ...]
     before: Mapping[str, ProcessMesh]
     after: Mapping[str, ProcessMesh]

@@ -15,8 +15,8 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.name_ranges import fold
 from distgraph.ir.op_registry import operand_layout, result_layout
+from distgraph.ir.range_notation import fold
 from distgraph.ir.sharding_spec import ShardSpec
 
 MATRICES = ("matmul", "embedding")  # kinds of ops that are a module of one matrix, or table, in frameworks

@@ -16,7 +16,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.passes.partition import RankProgram
 from distgraph.runtime.execute import worker
 from distgraph.runtime.execute.buffer_check import checksum
-from distgraph.runtime.program import memory_plan, ring_sizes
+from distgraph.runtime.program import memory_plan, ring_buffer_sizes
 from distgraph.runtime.program.memory_packing import Block
 from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
 from distgraph.runtime.program.storage import Storage
@@ -77,7 +77,7 @@ def test_scratch_memory_that_is_reused_while_it_is_alive(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
 def test_ring_that_is_one_buffer_too_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ring_sizes.window
+    right = ring_buffer_sizes.window
     monkeypatch.setattr(memory_plan, "window", lambda starts, ends: max(1, right(starts, ends) - 1))
     monkeypatch.setattr(StoragePlan, "_send_depths", lambda *_: (1, 1))
     monkeypatch.setattr(StoragePlan, "verify", lambda *_: None)  # it finds some of this before the run

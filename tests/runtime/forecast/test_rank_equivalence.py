@@ -13,7 +13,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.runtime.forecast.forecast import Forecast, forecast
 from distgraph.runtime.forecast.rank_equivalence import RankClasses
 from distgraph.runtime.program.build import Build
-from distgraph.runtime.program.ring_sizes import _window_in_any_order, window
+from distgraph.runtime.program.ring_buffer_sizes import _window_in_any_order, window
 
 grid = ProcessMesh.grid
 WEIGHTS = [None, "tp"]

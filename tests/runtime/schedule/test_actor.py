@@ -24,7 +24,7 @@ from distgraph.runtime.schedule.actor import (
     Send,
     actors,
 )
-from distgraph.runtime.schedule.credits import with_credits
+from distgraph.runtime.schedule.flow_control import with_credits
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, barriers, phases, pipeline, verify
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.paths import DATA
 from support.search.dense_costs import DenseCosts
 
-from distgraph.engine.search.stage_search import CostsWithBorders
+from distgraph.engine.search_driver.stage_search import CostsWithBorders
 from distgraph.errors import GraphError, InfeasibleError, ResourceError
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_candidates import StageCandidates

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations, product
 
-from distgraph.engine.search.candidate import Candidate, StageChoice
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.search_space import (
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.search_space import (
     Shape,
     shapes_of,
     submeshes_of,

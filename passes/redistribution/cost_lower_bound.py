@@ -1,4 +1,4 @@
-"""A lower bound of what a change of layout costs, found without looking for its collectives.
+"""A lower bound of the cost of a change of layout, computed without planning its collectives.
 
 Each rank of the target holds a block at the end. What of it the rank did not hold before, it received; where
 the source is partial, all of it, for no element is final on any rank. Whatever the steps are, the busiest

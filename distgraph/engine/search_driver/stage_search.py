@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.engine.search.candidate import Candidate, StageChoice
-from distgraph.engine.search.layout_costs import LayoutCosts, Variant
-from distgraph.engine.search.load_balancing import shared_shapes
-from distgraph.engine.search.search_space import Shape, shapes_of
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
+from distgraph.engine.search_driver.load_balancing import shared_shapes
+from distgraph.engine.search_driver.search_space import Shape, shapes_of
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
     IntervalCosts,

@@ -1,4 +1,4 @@
-"""Compact text of number ranges (`0-3, 7`) and of the names of repeated layers (`blocks.{0..95}.weight`)."""
+"""Range notation: `0-3, 7` for numbers, `blocks.{0..95}.weight` for the names of repeated layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Paddle's cluster JSON (`paddle.distributed.auto_parallel` Cluster.build_from_file).
+"""Reads clusters that are described in the JSON format of PaddlePaddle's automatic parallelism.
 
-The format: {"machines": [{"hostname", "addr", "port", "devices": [...], "links": [...]}], "alpha_latency":
+The format is that of `Cluster.build_from_file` in `paddle.distributed.auto_parallel`:
+{"machines": [{"hostname", "addr", "port", "devices": [...], "links": [...]}], "alpha_latency":
 {...}}. A device has global_id, local_id, type (GPU, XPU, DCU, NPU, CPU, NIC), model, memory (GB), and
 sp_gflops, dp_gflops, hp_gflops (GFLOP/s); a link has source_global_id, target_global_id, type (NVL, PHB, NET,
 ...), bandwidth (GB/s) and latency (us). Numbers may be text. A bandwidth, latency or gflops of 0 is Paddle's

@@ -1,9 +1,8 @@
-"""Where an op of a training graph stands among its layers: how a plan names it.
+"""Positions of ops: a plan names an op by its layer and its position among the ops of that layer.
 
-A plan names an op by its layer and its position there, forward, backward and optimiser ops counted together;
-an op that belongs to no layer by its own name. An op that stands for a part of a fused one ("y.3" after
-`decompose` of "y") has the position of that with the same ending ("12.3"); one that makes another result than
-the first of it has that result's ("12:1").
+Forward, backward and optimiser ops of a layer are counted together. An op that belongs to no layer is named
+by the name of its value. When `decompose` replaces the fused op "y" at position "12", the simpler op "y.3"
+has the position "12.3". The second result of an op at position "12" has the position "12:1".
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from distgraph.passes.decompose import decompose
 from distgraph.passes.search.layering.layer_sequence import REST, Layer, layering
 
 
-class Positions:
+class OpPositions:
     """Names and positions of the ops of a serial graph.
 
     Args:

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from distgraph.engine.compile.plan_extract import mesh_of
-from distgraph.engine.search.candidate import BuiltCandidate, Candidate, plan_of, with_stages
-from distgraph.engine.search.explain.decisions import RunnerUp
-from distgraph.engine.search.given_meshes import with_recomputation
-from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, plan_of, with_stages
+from distgraph.engine.search_driver.explain.decisions import RunnerUp
+from distgraph.engine.search_driver.fixed_mesh_search import with_recomputation
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.name_ranges import spans
+from distgraph.ir.range_notation import spans
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-from distgraph.plan.patch import difference
 from distgraph.plan.plan import Decision, Plan
+from distgraph.plan.plan_diff import difference
 
 _RECOMPUTED = "computed again in the backward part"
 _NOT_FORECAST = "no other choice was forecast: some are, while there is time"

@@ -11,14 +11,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distgraph.engine.search.candidate import Candidate, StageChoice, layout_identity
-from distgraph.engine.search.evaluations import Evaluation, evaluation_of, without_program
-from distgraph.engine.search.given_meshes import data_parallel, double_recursion, sharding_propagation
-from distgraph.engine.search.pipeline_search import best_count
-from distgraph.engine.search.restrictions import RESTRICTION_NAMES, Restriction
-from distgraph.engine.search.search_space import Shape
-from distgraph.engine.search.search_state import Event, SearchState
-from distgraph.engine.search.uniform_pipelines import best_uniform
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice, layout_identity
+from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of, without_program
+from distgraph.engine.search_driver.fixed_mesh_search import (
+    data_parallel,
+    double_recursion,
+    sharding_propagation,
+)
+from distgraph.engine.search_driver.pipeline_search import best_count
+from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
+from distgraph.engine.search_driver.search_space import Shape
+from distgraph.engine.search_driver.search_state import Event, SearchState
+from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.errors import DistGraphError
 
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")

@@ -24,27 +24,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from distgraph.engine.search.baselines import (
+from distgraph.engine.search_driver.baselines import (
     evaluate_data_parallel,
     evaluate_double_recursion,
     evaluate_sharding_propagation,
     evaluate_single_devices,
     evaluate_uniform_and_recursive,
 )
-from distgraph.engine.search.evaluations import evaluation_of
-from distgraph.engine.search.explain.decisions import decisions
-from distgraph.engine.search.given_meshes import (
+from distgraph.engine.search_driver.evaluations import evaluation_of
+from distgraph.engine.search_driver.explain.decisions import decisions
+from distgraph.engine.search_driver.fixed_mesh_search import (
     annotated_meshes,
     best_on_given_meshes,
     completed_annotations,
     given_mesh_trials,
 )
-from distgraph.engine.search.infeasibility import evaluate_nearest, infeasible_message
-from distgraph.engine.search.local_search import local_search
-from distgraph.engine.search.lower_bound import least_seconds
-from distgraph.engine.search.micro_batch_search import evaluate_single_pools, search_micro_batch_counts
-from distgraph.engine.search.search_space import micro_batch_counts
-from distgraph.engine.search.search_state import FORECASTS, Event, SearchState
+from distgraph.engine.search_driver.infeasibility import evaluate_nearest, infeasible_message
+from distgraph.engine.search_driver.local_search import local_search
+from distgraph.engine.search_driver.lower_bound import least_seconds
+from distgraph.engine.search_driver.micro_batch_search import evaluate_single_pools, search_micro_batch_counts
+from distgraph.engine.search_driver.search_space import micro_batch_counts
+from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.plan.plan import Found, Plan
 

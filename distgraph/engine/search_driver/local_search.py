@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from distgraph.engine.search.candidate import Candidate, StageChoice
-from distgraph.engine.search.evaluations import Evaluation
-from distgraph.engine.search.load_balancing import rebalanced
-from distgraph.engine.search.search_state import Event, SearchState
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.load_balancing import rebalanced
+from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.plan.schedule_policies import searched_schedules
 
 _MOST_OPS = 12_000

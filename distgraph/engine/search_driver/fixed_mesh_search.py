@@ -1,4 +1,4 @@
-"""Searches on meshes that are given: those of annotations, or one of all devices.
+"""Searches of layouts only, on fixed meshes: the meshes that annotations name, or one mesh of all devices.
 
 *In:* layout costs, a number of micro-batches. *Out:* programs with their forecasts. *Invariant:* annotations
 stay, and every op runs where they and `place` put it.
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distgraph.engine.compile.program_forecast import plain
-from distgraph.engine.search.candidate import BuiltCandidate, build_program, with_layouts
-from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts, solve_problem
+from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
+from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts, solve_problem
 from distgraph.errors import DistGraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh

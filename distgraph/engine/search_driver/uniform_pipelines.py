@@ -13,11 +13,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.engine.search.candidate import Candidate, StageChoice
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.restrictions import RESTRICTION_NAMES, Restriction
-from distgraph.engine.search.search_space import Shape, shapes_of
-from distgraph.engine.search.stage_search import CostsWithBorders, ExcludedShapes, transfer_seconds
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
+from distgraph.engine.search_driver.search_space import Shape, shapes_of
+from distgraph.engine.search_driver.stage_search import CostsWithBorders, ExcludedShapes, transfer_seconds
 from distgraph.passes.search.inter_op.schedule_costs import makespan
 from distgraph.passes.search.inter_op.stage_costs import Config, ProfileCosts
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place

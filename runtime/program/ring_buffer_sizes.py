@@ -1,4 +1,4 @@
-"""Ring sizes: the number of buffers of a value that exists once per micro-batch.
+"""Ring buffer sizes: how many buffers a rank allocates for a value that exists once per micro-batch.
 
 *In:* the clocks of the schedule. *Out:* numbers of buffers.
 *Invariant:* the data of micro-batch m are not overwritten while a task still reads them, and no rank waits

@@ -10,16 +10,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from distgraph.engine.search.candidate import Candidate
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.search_space import (
+from distgraph.engine.search_driver.candidate import Candidate
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.search_space import (
     FEW_COUNTS,
     Shape,
     adjacent_counts,
     micro_batch_counts,
     submeshes_of,
 )
-from distgraph.engine.search.stage_search import (
+from distgraph.engine.search_driver.stage_search import (
     VariantTable,
     best_pipeline,
     may_fit,

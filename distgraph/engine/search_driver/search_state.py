@@ -1,6 +1,7 @@
 """The state of a search: its problem, its costs, its pipelines, its evaluations.
 
-*In:* a program, a cluster, limits. *Out:* the state that the phases of `driver.run_search` read and extend.
+*In:* a program, a cluster, limits. *Out:* the state that the phases of `run_search.run_search` read and
+extend.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.search.evaluations import Evaluation, Evaluations, Evaluator, Forecaster
-from distgraph.engine.search.explain.runners_up import Explainer
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.pipeline_search import PipelineSearch
-from distgraph.engine.search.search_space import pools_of
+from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations, Evaluator, Forecaster
+from distgraph.engine.search_driver.explain.runners_up import Explainer
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.pipeline_search import PipelineSearch
+from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.resources import Cluster
 
 FORECASTS = 4

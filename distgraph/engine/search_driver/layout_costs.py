@@ -25,10 +25,10 @@ from typing import TypeVar
 import numpy as np
 
 from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.op_paths import cut
-from distgraph.engine.search.restrictions import Restriction, restricted
-from distgraph.engine.search.search_space import Shape, devices_for
-from distgraph.engine.search.worker_pool import parallel_map
+from distgraph.engine.compile.op_positions import cut
+from distgraph.engine.search_driver.restrictions import Restriction, restricted
+from distgraph.engine.search_driver.search_space import Shape, devices_for
+from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from distgraph.engine.search.candidate import Candidate
-from distgraph.engine.search.pipeline_search import SLOWER, best_count, best_estimate
-from distgraph.engine.search.search_space import FEW_COUNTS, micro_batch_counts
-from distgraph.engine.search.search_state import FORECASTS, Event, SearchState
-from distgraph.engine.search.stage_search import may_fit
+from distgraph.engine.search_driver.candidate import Candidate
+from distgraph.engine.search_driver.pipeline_search import SLOWER, best_count, best_estimate
+from distgraph.engine.search_driver.search_space import FEW_COUNTS, micro_batch_counts
+from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
+from distgraph.engine.search_driver.stage_search import may_fit
 
 _ROUNDS = 4
 """Micro-batches a stage of the longest pipeline, from which the search begins: its stages then stand still

@@ -1,4 +1,7 @@
-"""The parts of a plan, each with its form in a plan file (docs/plan.md)."""
+"""The components of a plan: program, stages, layers, stored tensors, computed ops, decisions, the search.
+
+Each component knows its form in a plan file (docs/plan.md).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
-from distgraph.ir.name_ranges import spans
+from distgraph.ir.range_notation import spans
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.serialization.documents import Record
 

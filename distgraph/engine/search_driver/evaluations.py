@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from distgraph.engine.search.candidate import BuiltCandidate, Candidate, build_candidate
-from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, build_candidate
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.resources.units import format_bytes
 
 _FORK_SECONDS = 0.2

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from distgraph.engine.search.candidate import BuiltCandidate, plan_of
-from distgraph.engine.search.evaluations import Evaluation, Evaluations, evaluation_of
-from distgraph.engine.search.explain.decisions import (
+from distgraph.engine.search_driver.candidate import BuiltCandidate, plan_of
+from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations, evaluation_of
+from distgraph.engine.search_driver.explain.decisions import (
     ParameterStorage,
     RunnerUp,
     parameter_storages,
@@ -24,7 +24,7 @@ from distgraph.engine.search.explain.decisions import (
     with_reasons,
     with_runner_up,
 )
-from distgraph.engine.search.explain.layer_decisions import (
+from distgraph.engine.search_driver.explain.layer_decisions import (
     Change,
     Changed,
     changed,
@@ -33,7 +33,7 @@ from distgraph.engine.search.explain.layer_decisions import (
     profiles_of,
     with_change,
 )
-from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.plan.plan import Decision, Plan
 
 _MOST_PARAMETERS, _MOST_PARAMETER_OPS = 12, 15_000

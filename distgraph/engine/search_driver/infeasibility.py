@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 
-from distgraph.engine.search.candidate import BuiltCandidate, Candidate
-from distgraph.engine.search.layout_costs import LayoutCosts
-from distgraph.engine.search.search_space import micro_batch_counts
-from distgraph.engine.search.search_state import FORECASTS, Event, SearchState
-from distgraph.engine.search.stage_search import VariantTable, best_pipeline, variant_table
+from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.search_space import micro_batch_counts
+from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
+from distgraph.engine.search_driver.stage_search import VariantTable, best_pipeline, variant_table
 from distgraph.errors import InfeasibleError
-from distgraph.ir.name_ranges import spans
+from distgraph.ir.range_notation import spans
 from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.forecast.memory_forecast import Shortage

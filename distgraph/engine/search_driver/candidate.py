@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_extract import describe, estimate
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
-from distgraph.engine.search.layout_costs import LayeredGraph, LayoutCosts
-from distgraph.engine.search.restrictions import Restriction
-from distgraph.engine.search.search_space import Shape
+from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts
+from distgraph.engine.search_driver.restrictions import Restriction
+from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh

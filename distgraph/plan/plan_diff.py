@@ -1,4 +1,6 @@
-"""A plan with the runner-up of a decision in place of the choice: the lines in which the two differ.
+"""Differences of two plans as lines of text, and the application of such lines to a plan.
+
+A plan file states for every decision the lines in which the plan with the runner-up differs from the plan:
 
 blocks.{0..3}.up.weight   [_, _]                           how a tensor lies; with @1, on which stage
 layers 0-3 op 12          matmul {m:dp} -> [dp, _]         how op 12 of the ops of these layers is computed
@@ -17,9 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distgraph.errors import GraphError, ShardingError
-from distgraph.ir.name_ranges import fold, parse_spans, spans, unfold
+from distgraph.ir.range_notation import fold, parse_spans, spans, unfold
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.plan.parts import Computed, LayerOps, Rest, Stage, Stored
+from distgraph.plan.components import Computed, LayerOps, Rest, Stage, Stored
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan

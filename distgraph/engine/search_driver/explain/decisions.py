@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distgraph.engine.compile.plan_extract import lines_of
-from distgraph.engine.search.candidate import BuiltCandidate, with_layouts
-from distgraph.engine.search.evaluations import Evaluation
-from distgraph.engine.search.given_meshes import formulate_on_mesh
-from distgraph.engine.search.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.candidate import BuiltCandidate, with_layouts
+from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.fixed_mesh_search import formulate_on_mesh
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.name_ranges import fold
+from distgraph.ir.range_notation import fold
 from distgraph.passes.search.intra_op.alternatives import Neighbourhoods
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
