@@ -14,6 +14,7 @@ pure and cached on (text, shapes), so that repeated layers cost nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,6 +158,17 @@ def bind(
     return make_rule(text, operands, results, known, flags["!"], flags["@"], flags["~"])
 
 
+def term_of(shape: Shape, prefix: str = "i") -> tuple[Term, dict[str, int]]:
+    """A term with an index for every dim, and the sizes of the indices.
+
+    Example:
+        >>> term_of((4, 8))
+        ((('i0',), ('i1',)), {'i0': 4, 'i1': 8})
+    """
+    indices = tuple(f"{prefix}{dim}" for dim in range(len(shape)))
+    return tuple((index,) for index in indices), dict(zip(indices, shape, strict=True))
+
+
 def make_rule(
     text: str,
     operands: tuple[Term, ...],
@@ -177,6 +189,73 @@ def make_rule(
     composite = frozenset(i for dim in every if len(dim) > 1 for i in dim)
     flags = frozenset(whole), frozenset(located)
     return Rule(text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding))
+
+
+@lru_cache(maxsize=65536)
+def reshape_rule(before: Shape, after: Shape) -> Rule:
+    """Common indices of two shapes of equal size, found from the major side.
+
+    The greatest common divisor of the remaining lengths of both sides is an index of both. Where it is 1, the
+    dims up to the next one at which the products of both sides are equal have no common index and stay whole.
+
+    Example:
+        >>> rule = reshape_rule((8, 6), (2, 4, 6))
+        >>> rule.operands, rule.results
+        (((('i0', 'i1'), ('i2',)),), ((('i0',), ('i1',), ('i2',)),))
+    """
+    left: list[list[str]] = [[] for _ in before]
+    right: list[list[str]] = [[] for _ in after]
+    sizes: dict[str, int] = {}
+    if math.prod(before):
+        _factor(before, after, left, right, sizes)
+    operand = tuple(tuple(dim) for dim in left)
+    result = tuple(tuple(dim) for dim in right)
+    whole = {index for index in sizes if index.startswith("w")}
+    return make_rule("reshape", (operand,), (result,), sizes, whole)
+
+
+def _factor(
+    before: Shape, after: Shape, left: list[list[str]], right: list[list[str]], sizes: dict[str, int]
+) -> None:
+    i = j = 0
+    open_left, open_right = (before[0] if before else 1), (after[0] if after else 1)
+    while i < len(before) or j < len(after):
+        if i < len(before) and open_left == 1:
+            i += 1
+            open_left = before[i] if i < len(before) else 1
+            continue
+        if j < len(after) and open_right == 1:
+            j += 1
+            open_right = after[j] if j < len(after) else 1
+            continue
+        common = math.gcd(open_left, open_right)
+        if common > 1:
+            name = f"i{len(sizes)}"
+            sizes[name] = common
+            left[i].append(name)
+            right[j].append(name)
+            open_left, open_right = open_left // common, open_right // common
+            continue
+        # coprime lengths: whole up to the dim at which the products are equal
+        product_left, product_right = open_left, open_right
+        _whole(left[i], open_left, sizes)
+        _whole(right[j], open_right, sizes)
+        while product_left != product_right:
+            if product_left < product_right:
+                i += 1
+                product_left *= before[i]
+                _whole(left[i], before[i], sizes)
+            else:
+                j += 1
+                product_right *= after[j]
+                _whole(right[j], after[j], sizes)
+        open_left = open_right = 1
+
+
+def _whole(dim: list[str], size: int, sizes: dict[str, int]) -> None:
+    name = f"w{len(sizes)}"
+    sizes[name] = size
+    dim.append(name)
 
 
 def _parse_tensor(text: str, flags: dict[str, set[str]]) -> list[tuple[str, ...]]:

@@ -120,7 +120,8 @@ class OpDef:
         infer: result shapes and dtypes; by default shapes from the rule and the promoted dtype of the
             operands.
         gradient: gradients of the operands from those of the results; None = not differentiable.
-        flops: floating point operations of the whole op; default one an element of the first result.
+        flops: floating point operations of the whole op; a number is that for each element of the largest
+            operand or result. Default one an element of the first result.
         linear: groups of operands in which the op is jointly linear: a group may be partial(sum) together,
             the other operands must not be, and the results are then partial too. A function of (number of
             operands, attrs) where they differ from op to op; read it through `linear_groups(op)`.
@@ -151,7 +152,7 @@ class OpDef:
     kernel: Kernel
     infer: Infer | None = None
     gradient: Gradient | None = None
-    flops: Callable[[Op, Rule], int] | None = None
+    flops: float | Callable[[Op, Rule], int] | None = None
     linear: Groups | Callable[[int, Attrs], Groups] = ()
     reduction: str = "sum"
     reads: Reads | None = None
@@ -341,8 +342,12 @@ def _completed(op: Op) -> OpLayout:
 
 def flops(op: Op) -> int:
     """Floating point operations of the whole (global) op."""
-    declared = lookup(op.kind)
-    return declared.flops(op, rule_of(op)) if declared.flops else op.results[0].size
+    declared = lookup(op.kind).flops
+    if declared is None:
+        return op.results[0].size
+    if callable(declared):
+        return declared(op, rule_of(op))
+    return int(declared * max(v.size for v in op.operands + op.results))
 
 
 def local_attrs(op: Op, rank: int) -> Attrs:

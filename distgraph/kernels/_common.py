@@ -75,6 +75,11 @@ def store(xp: Namespace, result: Array, out: Array | None, dtype: Any = None) ->
     return out
 
 
+def store_all(xp: Namespace, results: Sequence[Array], out: Any) -> tuple[Array, ...]:
+    """`store` for each of several results; ``out`` as in `outputs`."""
+    return tuple(store(xp, r, o) for r, o in zip(results, outputs(out, len(results)), strict=True))
+
+
 def empty(xp: Namespace, out: Array | None, shape: Sequence[int], dtype: Any) -> Array:
     """``out`` where it can be computed in directly, else a new array; pair it with `store`."""
     if out is not None and out.dtype == dtype:

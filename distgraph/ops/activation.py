@@ -14,7 +14,7 @@ from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
 from distgraph.kernels import activation as kernels
 from distgraph.kernels import workspace
-from distgraph.ops.normalization import per_element, require_float
+from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
@@ -56,7 +56,7 @@ def _activation(name: str, kernel: Any, *, of_result: bool, flops: int, numpy: s
         kernel,
         infer=_infer,
         gradient=gradient,
-        flops=per_element(flops),
+        flops=flops,
         inplace=(0,),
         ufunc=numpy,
         workspace=None if numpy or name == "relu" else workspace.contiguous,
@@ -69,7 +69,7 @@ def _gradient_op(name: str, kernel: Any, flops: int) -> None:
         elementwise,
         kernel,
         infer=_infer,
-        flops=per_element(flops),
+        flops=flops,
         linear=((1,),),
         inplace=(0, 1),
         workspace=workspace.contiguous,
@@ -98,7 +98,7 @@ define(
     kernels.erf,
     infer=_infer,
     gradient=_erf_gradient,
-    flops=per_element(12),
+    flops=12,
     inplace=(0,),
     workspace=workspace.contiguous,
 )

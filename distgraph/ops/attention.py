@@ -15,6 +15,7 @@ from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.kernels import attention as kernels
 from distgraph.kernels import workspace
+from distgraph.kernels._common import store_all
 from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, emit
 
@@ -97,12 +98,7 @@ def _grad_kernel(
     # the mask hides the keys after `near_k` from every query of this rank
     dk, dv = xp.zeros_like(k), xp.zeros_like(v)
     dk[:, :, :keys], dv[:, :, :keys] = near_k, near_v
-    if out is None:
-        return dq, dk, dv
-    for target, result in zip(out, (dq, dk, dv), strict=True):
-        if target is not None:
-            target[...] = result
-    return tuple(r if t is None else t for t, r in zip(out, (dq, dk, dv), strict=True))
+    return store_all(xp, (dq, dk, dv), out)
 
 
 def _pairs(shapes: Shapes, attrs: Attrs) -> int:

@@ -10,6 +10,7 @@ from distgraph.ir.dtypes import short
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
 from distgraph.ir.op_registry import Attrs, Shape, Shapes, define, flops
+from distgraph.kernels._common import store_all
 from distgraph.ops.contraction import as_tensors
 from distgraph.ops.reference_interpreter import interpret
 from distgraph.tracing.tensor import Tensor
@@ -39,11 +40,7 @@ def _kernel(xp: Any, *arrays: Any, out: Any = None, condition: Graph, body: Grap
         raise GraphError(f"while_loop ran {MAX_TURNS} turns without its condition turning false")
     if out is None:
         return tuple(x.copy() if any(x is a for a in arrays) else x for x in state)
-    targets = out if isinstance(out, (tuple, list)) else (out,)
-    for target, x in zip(targets, state, strict=True):
-        if target is not None:
-            target[...] = x
-    return tuple(x if t is None else t for t, x in zip(targets, state, strict=True))
+    return store_all(xp, state, out if isinstance(out, (tuple, list)) else (out,))
 
 
 def _infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:

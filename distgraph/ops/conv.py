@@ -20,6 +20,7 @@ from distgraph.ir.index_rule import Rule, bind
 from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
 from distgraph.kernels import conv as kernels
 from distgraph.kernels import pooling, workspace
+from distgraph.kernels._common import store
 from distgraph.ops.contraction import as_tensors
 from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, emit_one
@@ -332,10 +333,7 @@ def _max_pool_grad(xp: Any, x: Any, y: Any, dy: Any, out: Any = None, kept: Any 
         return pooling.max_pool_grad(xp, x, y, dy, out=out, **attrs)
     index = (slice(None), slice(None), *(slice(a, b) for a, b in kept))
     block = pooling.max_pool_grad(xp, x, y, dy, **attrs)[index]
-    if out is None:
-        return xp.ascontiguousarray(block)
-    out[...] = block
-    return out
+    return xp.ascontiguousarray(block) if out is None else store(xp, block, out)
 
 
 def _kept_shape(x: Shape, y: Shape, dy: Shape, attrs: Attrs) -> Shape:

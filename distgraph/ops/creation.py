@@ -9,17 +9,14 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import short, to_numpy
-from distgraph.ir.graph import SOURCES, Op, Value
-from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.graph import SOURCES, Value
+from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
+from distgraph.kernels._common import store
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
-
-
-def _no_flops(op: Op, rule: Rule) -> int:
-    return 0
 
 
 def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
@@ -44,17 +41,16 @@ for _kind in SOURCES:
         _kind,
         "-> ...",
         _no_kernel,
-        flops=_no_flops,
+        flops=0,
         localize=_localize_constant if _kind == "constant" else None,
         cost="launch",
     )
 
 
 def _declared_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    shape = attrs["shape"]
-    term = tuple((f"i{d}",) for d in range(len(shape)))
+    term, sizes = term_of(attrs["shape"])
     located = {f"i{attrs['dim']}"} if "dim" in attrs else set()
-    return make_rule("declared", (), (term,), {f"i{d}": n for d, n in enumerate(shape)}, located=located)
+    return make_rule("declared", (), (term,), sizes, located=located)
 
 
 def _localize_shape(attrs: Attrs, local: Local) -> Attrs:
@@ -74,7 +70,7 @@ define(
     _full_kernel,
     infer=_infer_declared,
     gradient=lambda c: [],
-    flops=_no_flops,
+    flops=0,
     localize=_localize_shape,
 )
 
@@ -86,10 +82,7 @@ def _localize_iota(attrs: Attrs, local: Local) -> Attrs:
 def _iota_kernel(xp: Any, out: Any = None, *, shape: Shape, dim: int, dtype: str, start: int = 0) -> Any:
     line = xp.arange(start, start + shape[dim]).astype(to_numpy(dtype))
     wide = xp.broadcast_to(line.reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
-    if out is None:
-        return xp.ascontiguousarray(wide)
-    out[...] = wide
-    return out
+    return xp.ascontiguousarray(wide) if out is None else store(xp, wide, out)
 
 
 define(
@@ -98,7 +91,7 @@ define(
     _iota_kernel,
     infer=_infer_declared,
     gradient=lambda c: [],
-    flops=_no_flops,
+    flops=0,
     localize=_localize_iota,
 )
 
@@ -107,10 +100,10 @@ define(
 
 
 def _block_rule(shapes: Shapes, sizes: Shape, *, update: bool) -> Rule:
-    shape = shapes[0]
-    term = tuple((f"i{d}",) if sizes[d] == n else () for d, n in enumerate(shape))
+    every, lengths = term_of(shapes[0])
+    term = tuple(i if sizes[d] == n else () for d, (i, n) in enumerate(zip(every, shapes[0], strict=True)))
     operands = (term, term, ((),)) if update else (term, ((),))
-    return make_rule("block", operands, (term,), {f"i{d}": n for d, n in enumerate(shape)})
+    return make_rule("block", operands, (term,), lengths)
 
 
 def _check_block(x: Value, sizes: Shape, starts: Value) -> None:
@@ -173,7 +166,7 @@ define(
     _dynamic_slice_kernel,
     infer=_infer_dynamic_slice,
     gradient=_dynamic_slice_gradient,
-    flops=_no_flops,
+    flops=0,
     linear=((0,),),
     localize=lambda attrs, local: {"sizes": local.result_shapes[0]},
     view=True,
@@ -184,7 +177,7 @@ define(
     _dynamic_update_kernel,
     infer=_infer_dynamic_update,
     gradient=_dynamic_update_gradient,
-    flops=_no_flops,
+    flops=0,
     linear=((0, 1),),
     inplace=(0,),
 )

@@ -19,6 +19,7 @@ from distgraph.ir.op_registry import (
     elementwise,
     ufunc,
 )
+from distgraph.kernels._common import store
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor, emit_one
 
@@ -254,10 +255,7 @@ define(
 
 
 def _cast_kernel(xp: Any, x: Any, out: Any = None, *, dtype: str) -> Any:
-    if out is None:
-        return x.astype(to_numpy(dtype))
-    out[...] = x
-    return out
+    return x.astype(to_numpy(dtype)) if out is None else store(xp, x, out)
 
 
 def _cast_gradient(c: GradientContext) -> Grads:

@@ -6,19 +6,28 @@ rank has and zeros for all others, so the result is partial (sum). No table is e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.dtypes import is_float, short, to_numpy
-from distgraph.ir.graph import Op, Value
-from distgraph.ir.index_rule import Rule, make_rule
-from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
+from distgraph.ir.graph import Value
+from distgraph.ir.index_rule import Rule, make_rule, term_of
+from distgraph.ir.op_registry import (
+    Attrs,
+    GradientContext,
+    Kernel,
+    Local,
+    RuleFunction,
+    Shape,
+    Shapes,
+    define,
+)
 from distgraph.kernels import embedding as rows
 from distgraph.kernels import loss, workspace
-from distgraph.kernels._common import widening
+from distgraph.kernels._common import store, widening
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor, emit_one
 
@@ -39,14 +48,29 @@ def check_positions(xp: Any, ids: Any, length: int) -> None:
         )
 
 
-def _no_flops(op: Op, rule: Rule) -> int:
-    return 0
+def _located(size: str = "") -> Callable[[Attrs, Local], Attrs]:
+    """Attributes of a rank that holds a part of the dim that positions refer to: `offset`, where it starts.
+
+    Args:
+        size: attribute that is the length of the dim, where the result has it; it becomes that of the part.
+            Empty where an operand has the dim: the attribute `length` becomes that of the whole dim.
+    """
+
+    def localize(attrs: Attrs, local: Local) -> Attrs:
+        (index,) = local.rule.located
+        if local.rule.sizes[index] == 1:
+            return attrs
+        start, stop = local.bounds(index)
+        lengths = {size: stop - start} if size else {"length": local.rule.sizes[index]}
+        return {**attrs, "offset": start, **lengths}
+
+    return localize
 
 
-def _letters(prefix: str, shape: Shape) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]]:
-    return tuple((f"{prefix}{d}",) for d in range(len(shape))), {
-        f"{prefix}{d}": n for d, n in enumerate(shape)
-    }
+def _define_lookup(name: str, rule: RuleFunction, kernel: Kernel, size: str = "", **fields: Any) -> None:
+    """Declare a look-up by position, linear in operand 0; for `size` see `_located`."""
+    declared = {"flops": 0, "linear": ((0,),), "localize": _located(size), "cost": "lookup"}
+    define(name, rule, kernel, **{**declared, **fields})
 
 
 # rows of a dim by position
@@ -54,8 +78,8 @@ def _letters(prefix: str, shape: Shape) -> tuple[tuple[tuple[str, ...], ...], di
 
 def _take_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     dim = attrs.get("dim", 0)
-    term, sizes = _letters("i", shapes[0])
-    positions, more = _letters("k", shapes[1])
+    term, sizes = term_of(shapes[0])
+    positions, more = term_of(shapes[1], "k")
     result = (*term[:dim], *positions, *term[dim + 1 :])
     return make_rule("take", (term, positions), (result,), sizes | more, located={f"i{dim}"})
 
@@ -67,14 +91,6 @@ def _infer_take(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
     if not table.shape:
         raise GraphError(f"operand 0 is {table.type}: a table needs at least one dim")
     return [((*table.shape[:dim], *ids.shape, *table.shape[dim + 1 :]), table.dtype)]
-
-
-def _localize_take(attrs: Attrs, local: Local) -> Attrs:
-    dim = attrs.get("dim", 0)
-    if local.rule.sizes[f"i{dim}"] == 1:
-        return attrs
-    start, _ = local.bounds(f"i{dim}")
-    return {**attrs, "offset": start, "length": local.rule.sizes[f"i{dim}"]}
 
 
 def _embedding_kernel(
@@ -93,10 +109,7 @@ def _take_kernel(
         return rows_found
     dims = tuple(range(dim, dim + ids.ndim))
     result = xp.moveaxis(rows_found, tuple(range(ids.ndim)), dims)
-    if out is None:
-        return result
-    out[...] = result
-    return out
+    return store(xp, result, out)
 
 
 def _take_gradient(c: GradientContext) -> Grads:
@@ -112,35 +125,27 @@ def _take_gradient(c: GradientContext) -> Grads:
     return [gathered, None]
 
 
-define(
+_define_lookup(
     "take",
     _take_rule,
     _take_kernel,
     infer=_infer_take,
     gradient=_take_gradient,
-    flops=_no_flops,
-    linear=((0,),),
-    localize=_localize_take,
-    cost="lookup",
     workspace=workspace.take,
 )
-define(
+_define_lookup(
     "embedding",
     _take_rule,
     _embedding_kernel,
     infer=_infer_take,
     gradient=_take_gradient,
-    flops=_no_flops,
-    linear=((0,),),
-    localize=_localize_take,
-    cost="lookup",
     workspace=workspace.embedding,
 )
 
 
 def _embedding_grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    positions, sizes = _letters("k", shapes[1])
-    rest, more = _letters("i", shapes[0][len(shapes[1]) :])
+    positions, sizes = term_of(shapes[1], "k")
+    rest, more = term_of(shapes[0][len(shapes[1]) :])
     result = (("v",), *rest)
     return make_rule(
         "embedding_grad",
@@ -156,29 +161,20 @@ def _infer_embedding_grad(operands: Sequence[Value], attrs: Attrs) -> list[tuple
     return [((attrs["rows"], *grad.shape[len(ids.shape) :]), grad.dtype)]
 
 
-def _localize_embedding_grad(attrs: Attrs, local: Local) -> Attrs:
-    if local.rule.sizes["v"] == 1:
-        return attrs
-    start, stop = local.bounds("v")
-    return {"rows": stop - start, "offset": start}
-
-
-define(
+_define_lookup(
     "embedding_grad",
     _embedding_grad_rule,
     rows.embedding_grad,
+    size="rows",
     infer=_infer_embedding_grad,
     gradient=lambda c: [emit_one("embedding", c.grad, c.operands[1]), None],
     flops=lambda op, rule: op.operands[0].size,
-    linear=((0,),),
-    localize=_localize_embedding_grad,
-    cost="lookup",
 )
 
 
 def _scatter_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters("i", shapes[0])
-    positions, more = _letters("k", shapes[1])
+    term, sizes = term_of(shapes[0])
+    positions, more = term_of(shapes[1], "k")
     updates = (*positions, *term[1:])
     # the positions stay whole: if they were split, the sum would contain the operand once for every rank
     return make_rule(
@@ -205,7 +201,7 @@ def _scatter_kernel(
     return rows.scatter_add(xp, x, ids, updates, offset=offset, out=out)
 
 
-define(
+_define_lookup(
     "scatter_add",
     _scatter_rule,
     _scatter_kernel,
@@ -213,8 +209,6 @@ define(
     gradient=lambda c: [c.grad, None, emit_one("take", c.grad, c.operands[1], dim=0)],
     flops=lambda op, rule: op.operands[2].size,
     linear=((0, 2),),
-    localize=_localize_take,
-    cost="lookup",
 )
 
 
@@ -222,7 +216,7 @@ define(
 
 
 def _pick_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters("i", shapes[0])
+    term, sizes = term_of(shapes[0])
     return make_rule("pick", (term, term[:-1]), (term[:-1],), sizes, located={f"i{len(term) - 1}"})
 
 
@@ -234,13 +228,6 @@ def _infer_pick(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
     return [(labels.shape, x.dtype)]
 
 
-def _localize_pick(attrs: Attrs, local: Local) -> Attrs:
-    index = f"i{len(local.rule.operands[0]) - 1}"
-    if local.rule.sizes[index] == 1:
-        return attrs
-    return {**attrs, "offset": local.bounds(index)[0], "length": local.rule.sizes[index]}
-
-
 @widening
 def _pick_kernel(
     xp: Any, x: Any, labels: Any, out: Any = None, *, offset: int = 0, length: int | None = None
@@ -249,44 +236,30 @@ def _pick_kernel(
     return loss.pick(xp, x, labels, offset=offset, out=out)
 
 
-define(
+_define_lookup(
     "pick",
     _pick_rule,
     _pick_kernel,
     infer=_infer_pick,
     gradient=lambda c: [emit_one("pick_grad", c.grad, c.operands[1], size=c.operands[0].shape[-1]), None],
-    flops=_no_flops,
-    linear=((0,),),
-    localize=_localize_pick,
-    cost="lookup",
     workspace=workspace.pick,
 )
 
 
 def _pick_grad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters("i", shapes[0])
+    term, sizes = term_of(shapes[0])
     return make_rule(
         "pick_grad", (term, term), ((*term, ("v",)),), sizes | {"v": attrs["size"]}, located={"v"}
     )
 
 
-def _localize_pick_grad(attrs: Attrs, local: Local) -> Attrs:
-    if local.rule.sizes["v"] == 1:
-        return attrs
-    start, stop = local.bounds("v")
-    return {"size": stop - start, "offset": start}
-
-
-define(
+_define_lookup(
     "pick_grad",
     _pick_grad_rule,
     loss.pick_grad,
+    size="size",
     infer=lambda operands, attrs: [((*operands[0].shape, attrs["size"]), operands[0].dtype)],
     gradient=lambda c: [emit_one("pick", c.grad, c.operands[1]), None],
-    flops=_no_flops,
-    linear=((0,),),
-    localize=_localize_pick_grad,
-    cost="lookup",
     workspace=workspace.pick_grad,
 )
 
@@ -296,7 +269,7 @@ define(
 
 def _along_terms(shape: Shape, dim: int, length: int, other: int) -> tuple[Any, Any, dict[str, int]]:
     """Terms of the table (index v at `dim`) and of the positions (index k at `dim`), and index sizes."""
-    term, sizes = _letters("i", shape)
+    term, sizes = term_of(shape)
     table = tuple(("v",) if d == dim else i for d, i in enumerate(term))
     positions = tuple(("k",) if d == dim else i for d, i in enumerate(term))
     del sizes[f"i{dim}"]
@@ -339,13 +312,7 @@ def _take_along_kernel(
     return result
 
 
-def _localize_along(attrs: Attrs, local: Local) -> Attrs:
-    if local.rule.sizes["v"] == 1:
-        return attrs
-    return {**attrs, "offset": local.bounds("v")[0], "length": local.rule.sizes["v"]}
-
-
-define(
+_define_lookup(
     "take_along",
     _take_along_rule,
     _take_along_kernel,
@@ -356,10 +323,6 @@ define(
         ),
         None,
     ],
-    flops=_no_flops,
-    linear=((0,),),
-    localize=_localize_along,
-    cost="lookup",
     workspace=workspace.take_along,
 )
 
@@ -394,29 +357,16 @@ def _put_along_kernel(
         )
         index[dim] = xp.where(inside, local, 0)
         xp.add.at(total, tuple(index), xp.where(inside, x, x.dtype.type(0)).astype(sum_dtype))
-    if out is None:
-        return total.astype(x.dtype, copy=False)
-    out[...] = total
-    return out
+    return store(xp, total, out, x.dtype)
 
 
-def _localize_put_along(attrs: Attrs, local: Local) -> Attrs:
-    if local.rule.sizes["v"] == 1:
-        return attrs
-    start, stop = local.bounds("v")
-    return {**attrs, "size": stop - start, "offset": start}
-
-
-define(
+_define_lookup(
     "put_along",
     _put_along_rule,
     _put_along_kernel,
+    size="size",
     infer=_infer_put_along,
     gradient=lambda c: [emit_one("take_along", c.grad, c.operands[1], dim=c.attrs["dim"]), None],
-    flops=_no_flops,
-    linear=((0,),),
-    localize=_localize_put_along,
-    cost="lookup",
     workspace=workspace.put_along,
 )
 
@@ -425,7 +375,7 @@ define(
 
 
 def _one_hot_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters("i", shapes[0])
+    term, sizes = term_of(shapes[0])
     return make_rule("one_hot", (term,), ((*term, ("v",)),), sizes | {"v": attrs["classes"]}, located={"v"})
 
 
@@ -447,17 +397,7 @@ def _one_hot_kernel(
     if length is not None:
         check_positions(xp, ids, length)
     hit = ids[..., None] == xp.arange(offset, offset + classes)
-    if out is None:
-        return hit.astype(to_numpy(dtype))
-    out[...] = hit
-    return out
-
-
-def _localize_one_hot(attrs: Attrs, local: Local) -> Attrs:
-    if local.rule.sizes["v"] == 1:
-        return attrs
-    start, stop = local.bounds("v")
-    return {**attrs, "classes": stop - start, "offset": start}
+    return store(xp, hit, out, to_numpy(dtype))
 
 
 define(
@@ -466,8 +406,8 @@ define(
     _one_hot_kernel,
     infer=_infer_one_hot,
     gradient=lambda c: [None],
-    flops=_no_flops,
-    localize=_localize_one_hot,
+    flops=0,
+    localize=_located("classes"),
     workspace=workspace.one_hot,
 )
 

@@ -15,7 +15,7 @@ from distgraph.ir.graph import Value
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define
 from distgraph.kernels import loss as kernels
 from distgraph.kernels import workspace
-from distgraph.ops.normalization import expand, narrowed, per_element, require_float, squeeze, total, widened
+from distgraph.ops.normalization import expand, narrowed, require_float, squeeze, total, widened
 from distgraph.tracing.tensor import Tensor, emit, emit_one
 
 Grads = Sequence[Tensor | None]
@@ -68,7 +68,7 @@ define(
     kernels.cross_entropy,
     infer=_infer_loss,
     gradient=_loss_gradient,
-    flops=per_element(4),
+    flops=4,
     decompose=_split_loss,
     workspace=workspace.contiguous,
 )
@@ -77,7 +77,7 @@ define(
     "... v!, ..., ..., ... -> ... v!",
     kernels.cross_entropy_grad,
     infer=lambda operands, attrs: [(operands[0].shape, operands[0].dtype)],
-    flops=per_element(3),
+    flops=3,
     linear=((3,),),
     decompose=_split_loss_grad,
     inplace=(0,),

@@ -11,8 +11,8 @@ from typing import Any
 
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float
-from distgraph.ir.graph import Op, Value
-from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.graph import Value
+from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, Shapes, define
 from distgraph.kernels import norm as kernels
 from distgraph.kernels import softmax as softmax_kernels
@@ -27,15 +27,6 @@ def require_float(value: Value) -> str:
     if not is_float(value.dtype):
         raise GraphError(f"%{value.name} is {value.type} but must be floating; cast it first with .astype")
     return value.dtype
-
-
-def per_element(count: float) -> Callable[[Op, Rule], int]:
-    """FLOP count of an op with `count` operations for each element of its largest operand or result."""
-
-    def flops(op: Op, rule: Rule) -> int:
-        return int(count * max(v.size for v in op.operands + op.results))
-
-    return flops
 
 
 def widened(x: Tensor) -> Tensor:
@@ -64,13 +55,9 @@ def squeeze(x: Tensor) -> Tensor:
 
 
 def _along_axis(shapes: Shapes, attrs: Attrs) -> Rule:
-    shape = shapes[0]
-    letters = tuple(f"i{d}" for d in range(len(shape)))
-    term = tuple((letter,) for letter in letters)
-    whole = {letters[attrs["axis"]]}
-    return make_rule(
-        "i.. k! -> i.. k!", (term,) * len(shapes), (term,), dict(zip(letters, shape, strict=True)), whole
-    )
+    term, sizes = term_of(shapes[0])
+    whole = set(term[attrs["axis"]])
+    return make_rule("i.. k! -> i.. k!", (term,) * len(shapes), (term,), sizes, whole)
 
 
 def _infer_along_axis(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -124,7 +111,7 @@ def _define_softmax(name: str, forward: Any, backward: Any) -> None:
         getattr(softmax_kernels, name),
         infer=_infer_along_axis,
         gradient=_gradient_from_result(f"{name}_grad"),
-        flops=per_element(5),
+        flops=5,
         decompose=forward,
         inplace=(0,),
         workspace=workspace.contiguous if name == "softmax" else workspace.logarithmic_softmax,
@@ -134,7 +121,7 @@ def _define_softmax(name: str, forward: Any, backward: Any) -> None:
         _along_axis,
         getattr(softmax_kernels, f"{name}_grad"),
         infer=_infer_along_axis,
-        flops=per_element(4),
+        flops=4,
         linear=((1,),),
         decompose=backward,
         inplace=(0, 1),
@@ -224,7 +211,7 @@ define(
     kernels.layer_norm,
     infer=_infer_rows(2, 2),
     gradient=_layer_norm_gradient,
-    flops=per_element(8),
+    flops=8,
     decompose=_split_layer_norm,
     inplace=(0,),
     workspace=workspace.contiguous,
@@ -234,7 +221,7 @@ define(
     "... k!, ... k!, k!, ..., ... -> ... k!, k!, k!",
     kernels.layer_norm_grad,
     infer=_infer_rows_grad,
-    flops=per_element(14),
+    flops=14,
     linear=((0,),),
     decompose=_split_layer_norm_grad,
     inplace=(0, 1),
@@ -275,7 +262,7 @@ define(
     kernels.rms_norm,
     infer=_infer_rows(1, 1),
     gradient=_rms_norm_gradient,
-    flops=per_element(5),
+    flops=5,
     decompose=_split_rms_norm,
     inplace=(0,),
     workspace=workspace.contiguous,
@@ -285,7 +272,7 @@ define(
     "... k!, ... k!, k!, ... -> ... k!, k!",
     kernels.rms_norm_grad,
     infer=lambda operands, attrs: _infer_rows_grad(operands, attrs)[:2],
-    flops=per_element(10),
+    flops=10,
     linear=((0,),),
     decompose=_split_rms_norm_grad,
     inplace=(0, 1),

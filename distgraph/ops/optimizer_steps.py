@@ -15,7 +15,7 @@ from distgraph.ir.index_rule import Rule
 from distgraph.ir.op_registry import Attrs, Shape, Shapes, broadcast_rule, define
 from distgraph.kernels import optimizer as kernels
 from distgraph.kernels import workspace
-from distgraph.ops.normalization import per_element, require_float
+from distgraph.ops.normalization import require_float
 
 
 def _rule(results: int) -> Callable[[Shapes, Attrs], Rule]:
@@ -49,7 +49,7 @@ define(
     _rule(3),
     kernels.adam,
     infer=_infer(("parameter", "gradient", "first moment", "second moment"), (0, 2, 3)),
-    flops=per_element(14),
+    flops=14,
     inplace=(0, 2, 3),
     workspace=workspace.contiguous,
 )
@@ -58,7 +58,7 @@ define(
     _rule(2),
     kernels.momentum,
     infer=_infer(("parameter", "gradient", "velocity"), (0, 2)),
-    flops=per_element(6),
+    flops=6,
     inplace=(0, 2),
     workspace=workspace.contiguous,
 )

@@ -16,12 +16,12 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Value
-from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define, elementwise
 from distgraph.kernels import random as kernels
 from distgraph.kernels import workspace
-from distgraph.kernels._common import widening
-from distgraph.ops.normalization import per_element, require_float
+from distgraph.kernels._common import store, widening
+from distgraph.ops.normalization import require_float
 from distgraph.tracing.tensor import Tensor, current_trace, emit_one
 
 KEY = "key"
@@ -66,10 +66,7 @@ def _random_kernel(
         return draw(xp, key, local_shape=local, out=out, **options)
     moved = (local[batch_dim], *(n for d, n in enumerate(local) if d != batch_dim))
     result = xp.moveaxis(draw(xp, key, local_shape=moved, **options), 0, batch_dim)
-    if out is None:
-        return xp.ascontiguousarray(result)
-    out[...] = result
-    return out
+    return xp.ascontiguousarray(result) if out is None else store(xp, result, out)
 
 
 @widening
@@ -94,10 +91,7 @@ def _dropout_kernel(
         xp, xp.ascontiguousarray(moved), key, rate=rate, shape=whole, starts=begin, salt=salt
     )
     result = xp.moveaxis(result, 0, batch_dim)
-    if out is None:
-        return xp.ascontiguousarray(result)
-    out[...] = result
-    return out
+    return xp.ascontiguousarray(result) if out is None else store(xp, result, out)
 
 
 def _local_block(attrs: Attrs, local: Local) -> Attrs:
@@ -109,9 +103,8 @@ def _local_mask(attrs: Attrs, local: Local) -> Attrs:
 
 
 def _random_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    shape = attrs["shape"]
-    term = tuple((f"i{d}",) for d in range(len(shape)))
-    return make_rule("random", ((),), (term,), {f"i{d}": n for d, n in enumerate(shape)})
+    term, sizes = term_of(attrs["shape"])
+    return make_rule("random", ((),), (term,), sizes)
 
 
 def _check_batch_dim(attrs: Attrs, ndim: int) -> None:
@@ -149,7 +142,7 @@ for _name, _flops, _bytes in (("random_uniform", 6, 20), ("random_normal", 20, 2
         _random_rule,
         partial(_random_kernel, getattr(kernels, _name)),
         infer=_infer_random,
-        flops=per_element(_flops),
+        flops=_flops,
         localize=_local_block,
         micro=True,
         workspace=partial(workspace.random, bytes_each=_bytes),
@@ -161,7 +154,7 @@ define(
     _dropout_kernel,
     infer=_infer_dropout,
     gradient=_dropout_gradient,
-    flops=per_element(7),
+    flops=7,
     linear=((0,),),
     localize=_local_mask,
     inplace=(0,),

@@ -10,10 +10,11 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float, to_numpy
-from distgraph.ir.graph import Op, Value
-from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.graph import Value
+from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, Shapes, define
 from distgraph.kernels import workspace
+from distgraph.kernels._common import is_half, store
 from distgraph.ops.contraction import as_tensors, reshape_to
 from distgraph.tracing.tensor import Tensor, emit_one
 
@@ -43,12 +44,9 @@ def _reduced_shape(shape: Shape, attrs: Attrs) -> Shape:
 
 
 def _reduce_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    shape, dims = shapes[0], attrs["dims"]
-    letters = tuple((f"i{d}",) for d in range(len(shape)))
-    result = tuple(
-        () if d in dims else i for d, i in enumerate(letters) if attrs["keepdims"] or d not in dims
-    )
-    return make_rule("reduce", (letters,), (result,), {f"i{d}": n for d, n in enumerate(shape)})
+    (term, sizes), dims = term_of(shapes[0]), attrs["dims"]
+    result = tuple(() if d in dims else i for d, i in enumerate(term) if attrs["keepdims"] or d not in dims)
+    return make_rule("reduce", (term,), (result,), sizes)
 
 
 def _sum_dtype(dtype: str) -> str:
@@ -69,20 +67,11 @@ def _infer_bool(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
     return [(_reduced_shape(operands[0].shape, attrs), "bool")]
 
 
-def _is_half(x: Any) -> bool:
-    half: bool = x.dtype.itemsize == 2 and (x.dtype.kind == "f" or x.dtype.name == "bfloat16")
-    return half
-
-
 def _total_kernel(name: str) -> Any:
     def kernel(xp: Any, x: Any, out: Any = None, *, dims: tuple[int, ...], keepdims: bool) -> Any:
         reduce = getattr(xp, name)
-        if _is_half(x):  # accumulate in f32, round once
-            wide = reduce(x, axis=dims, keepdims=keepdims, dtype=xp.float32)
-            if out is None:
-                return wide.astype(x.dtype)
-            out[...] = wide
-            return out
+        if is_half(x.dtype):  # accumulate in f32, round once
+            return store(xp, reduce(x, axis=dims, keepdims=keepdims, dtype=xp.float32), out, x.dtype)
         return reduce(x, axis=dims, keepdims=keepdims, out=out)
 
     return kernel
@@ -109,10 +98,7 @@ def _extreme_kernel(name: str, neutral: Any) -> Any:
         else:  # ranks at the end of an uneven split may have an empty block
             shape = _reduced_shape(x.shape, {"dims": dims, "keepdims": keepdims})
             result = xp.full(shape, neutral(x.dtype), dtype=x.dtype)
-        if out is None:
-            return result
-        out[...] = result
-        return out
+        return store(xp, result, out)
 
     return kernel
 
@@ -122,10 +108,6 @@ def _logic_kernel(name: str) -> Any:
         return getattr(xp, name)(x, axis=dims, keepdims=keepdims, out=out)
 
     return kernel
-
-
-def _operand_size(op: Op, rule: Rule) -> int:
-    return op.operands[0].size
 
 
 def spread(x: Tensor, like: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -177,7 +159,7 @@ def _reduction(
         kernel,
         infer=infer,
         gradient=gradient,
-        flops=_operand_size,
+        flops=1,
         reduction=reduction,
         linear=((0,),) if linear else (),
     )
@@ -193,21 +175,15 @@ _reduction("reduce_all", _logic_kernel("all"), _infer_bool, None, "min")
 
 def along_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     """Index rule of ops whose operands and results all have one shape; `dim` must be whole."""
-    shape = shapes[0]
-    term = tuple((f"i{d}",) for d in range(len(shape)))
-    sizes = {f"i{d}": n for d, n in enumerate(shape)}
+    term, sizes = term_of(shapes[0])
     return make_rule("along", (term,) * len(shapes), (term,), sizes, whole={f"i{attrs['dim']}"})
 
 
 def _cumulative_kernel(name: str) -> Any:
     def kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
         cumulate = getattr(xp, name)
-        if _is_half(x):
-            wide = cumulate(x.astype(xp.float32), axis=dim)
-            if out is None:
-                return wide.astype(x.dtype)
-            out[...] = wide
-            return out
+        if is_half(x.dtype):
+            return store(xp, cumulate(x.astype(xp.float32), axis=dim), out, x.dtype)
         return cumulate(x, axis=dim, out=out)
 
     return kernel

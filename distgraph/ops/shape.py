@@ -11,94 +11,40 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
-from distgraph.ir.index_rule import Rule, Term, make_rule
-from distgraph.ir.op_registry import Attrs, GradientContext, Groups, Local, Shape, Shapes, define
+from distgraph.ir.index_rule import Rule, make_rule, reshape_rule, term_of
+from distgraph.ir.op_registry import (
+    Attrs,
+    GradientContext,
+    Groups,
+    Kernel,
+    Local,
+    RuleFunction,
+    Shape,
+    Shapes,
+    define,
+)
 from distgraph.ops.contraction import as_tensors, reshape_to
 from distgraph.tracing.tensor import Tensor, emit_one
 
 Grads = Sequence[Tensor | None]
 
 
-def _nothing(op: Op, rule: Rule) -> int:
-    return 0
-
-
 def _local_result(attrs: Attrs, local: Local) -> Attrs:
     return {**attrs, "shape": local.result_shapes[0]}
 
 
-def _letters(shape: Shape) -> tuple[Term, dict[str, int]]:
-    return tuple((f"i{d}",) for d in range(len(shape))), {f"i{d}": n for d, n in enumerate(shape)}
+def _define_move(name: str, rule: RuleFunction, kernel: Kernel, **fields: Any) -> None:
+    """Declare an op that only moves elements; linear in operand 0 unless declared otherwise."""
+    define(name, rule, kernel, **{"flops": 0, "linear": ((0,),), **fields})
+
+
+def _sliding_rule(kind: str, shape: Shape, sliding: set[str]) -> Rule:
+    """Rule of an op of one operand whose result has the same dims, some of which slide."""
+    term, sizes = term_of(shape)
+    return make_rule(kind, (term,), (term,), sizes, sliding=sliding)
 
 
 # reshape
-
-
-@lru_cache(maxsize=65536)
-def reshape_rule(before: Shape, after: Shape) -> Rule:
-    """Common indices of two shapes of equal size, found from the major side.
-
-    The greatest common divisor of the remaining lengths of both sides is an index of both. Where it is 1, the
-    dims up to the next one at which the products of both sides are equal have no common index and stay whole.
-
-    Example:
-        >>> rule = reshape_rule((8, 6), (2, 4, 6))
-        >>> rule.operands, rule.results
-        (((('i0', 'i1'), ('i2',)),), ((('i0',), ('i1',), ('i2',)),))
-    """
-    left: list[list[str]] = [[] for _ in before]
-    right: list[list[str]] = [[] for _ in after]
-    sizes: dict[str, int] = {}
-    if math.prod(before):
-        _factor(before, after, left, right, sizes)
-    operand = tuple(tuple(dim) for dim in left)
-    result = tuple(tuple(dim) for dim in right)
-    whole = {index for index in sizes if index.startswith("w")}
-    return make_rule("reshape", (operand,), (result,), sizes, whole)
-
-
-def _factor(
-    before: Shape, after: Shape, left: list[list[str]], right: list[list[str]], sizes: dict[str, int]
-) -> None:
-    i = j = 0
-    open_left, open_right = (before[0] if before else 1), (after[0] if after else 1)
-    while i < len(before) or j < len(after):
-        if i < len(before) and open_left == 1:
-            i += 1
-            open_left = before[i] if i < len(before) else 1
-            continue
-        if j < len(after) and open_right == 1:
-            j += 1
-            open_right = after[j] if j < len(after) else 1
-            continue
-        common = math.gcd(open_left, open_right)
-        if common > 1:
-            name = f"i{len(sizes)}"
-            sizes[name] = common
-            left[i].append(name)
-            right[j].append(name)
-            open_left, open_right = open_left // common, open_right // common
-            continue
-        # coprime lengths: whole up to the dim at which the products are equal
-        product_left, product_right = open_left, open_right
-        _whole(left[i], open_left, sizes)
-        _whole(right[j], open_right, sizes)
-        while product_left != product_right:
-            if product_left < product_right:
-                i += 1
-                product_left *= before[i]
-                _whole(left[i], before[i], sizes)
-            else:
-                j += 1
-                product_right *= after[j]
-                _whole(right[j], after[j], sizes)
-        open_left = open_right = 1
-
-
-def _whole(dim: list[str], size: int, sizes: dict[str, int]) -> None:
-    name = f"w{len(sizes)}"
-    sizes[name] = size
-    dim.append(name)
 
 
 def _reshape_rule(shapes: Shapes, attrs: Attrs) -> Rule:
@@ -118,14 +64,12 @@ def _reshape_kernel(xp: Any, x: Any, out: Any = None, *, shape: Shape) -> Any:
     return x.reshape(shape)
 
 
-define(
+_define_move(
     "reshape",
     _reshape_rule,
     _reshape_kernel,
     infer=_infer_reshape,
     gradient=lambda c: [emit_one("reshape", c.grad, shape=c.operands[0].shape)],
-    flops=_nothing,
-    linear=((0,),),
     localize=_local_result,
     view=True,
 )
@@ -135,7 +79,7 @@ define(
 
 
 def _transpose_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters(shapes[0])
+    term, sizes = term_of(shapes[0])
     return make_rule("transpose", (term,), (tuple(term[d] for d in attrs["order"]),), sizes)
 
 
@@ -156,21 +100,19 @@ def _transpose_gradient(c: GradientContext) -> Grads:
     return [emit_one("transpose", c.grad, order=tuple(int(d) for d in np.argsort(c.attrs["order"])))]
 
 
-define(
+_define_move(
     "transpose",
     _transpose_rule,
     _transpose_kernel,
     infer=_infer_transpose,
     gradient=_transpose_gradient,
-    flops=_nothing,
-    linear=((0,),),
     view=True,
 )
 
 
 def _broadcast_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     operand_shape, shape = shapes[0], tuple(attrs["shape"])
-    term, sizes = _letters(shape)
+    term, sizes = term_of(shape)
     skip = len(shape) - len(operand_shape)
     operand = tuple(term[skip + d] if n == shape[skip + d] else () for d, n in enumerate(operand_shape))
     return make_rule("broadcast_to", (operand,), (term,), sizes)
@@ -198,14 +140,12 @@ def _broadcast_gradient(c: GradientContext) -> Grads:
     return [reshape_to(summed, x.shape)]
 
 
-define(
+_define_move(
     "broadcast_to",
     _broadcast_rule,
     _broadcast_kernel,
     infer=_infer_broadcast,
     gradient=_broadcast_gradient,
-    flops=_nothing,
-    linear=((0,),),
     localize=_local_result,
     view=True,
 )
@@ -221,7 +161,7 @@ def _cut(shape: Shape, attrs: Attrs) -> tuple[bool, ...]:
 
 
 def _slice_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters(shapes[0])
+    term, sizes = term_of(shapes[0])
     parts = zip(attrs["starts"], attrs["stops"], attrs["strides"], sizes, strict=True)
     made = {index: -(-(stop - start) // stride) for start, stop, stride, index in parts}
     sliding = {index for cut, (index,) in zip(_cut(shapes[0], attrs), term, strict=True) if cut}
@@ -268,14 +208,12 @@ def _localize_slice(attrs: Attrs, local: Local) -> Attrs:
     return {**attrs, "starts": starts, "stops": stops}
 
 
-define(
+_define_move(
     "slice",
     _slice_rule,
     _slice_kernel,
     infer=_infer_slice,
     gradient=_slice_gradient,
-    flops=_nothing,
-    linear=((0,),),
     reads=_reads_slice,
     localize=_localize_slice,
     view=True,
@@ -283,10 +221,8 @@ define(
 
 
 def _pad_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters(shapes[0])
-    parts = zip(attrs["low"], attrs["high"], attrs["interior"], sizes, strict=True)
-    sliding = {index for *sides, index in parts if any(sides)}
-    return make_rule("pad", (term,), (term,), sizes, sliding=sliding)
+    parts = zip(attrs["low"], attrs["high"], attrs["interior"], strict=True)
+    return _sliding_rule("pad", shapes[0], {f"i{d}" for d, sides in enumerate(parts) if any(sides)})
 
 
 def _reads_pad(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
@@ -347,13 +283,12 @@ def _linear_pad(count: int, attrs: Attrs) -> Groups:
     return ((0,),) if attrs["value"] == 0 else ()
 
 
-define(
+_define_move(
     "pad",
     _pad_rule,
     _pad_kernel,
     infer=_infer_pad,
     gradient=_pad_gradient,
-    flops=_nothing,
     linear=_linear_pad,
     reads=_reads_pad,
     localize=_localize_pad,
@@ -370,7 +305,7 @@ def _together(count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _concat_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters(shapes[0])
+    term, sizes = term_of(shapes[0])
     joined = f"i{attrs['dim']}"
     sizes[joined] = min(shape[attrs["dim"]] for shape in shapes)
     return make_rule("concat", (term,) * len(shapes), (term,), sizes, sliding={joined})
@@ -411,21 +346,19 @@ def _concat_gradient(c: GradientContext) -> Grads:
     return grads
 
 
-define(
+_define_move(
     "concat",
     _concat_rule,
     _concat_kernel,
     infer=_infer_concat,
     gradient=_concat_gradient,
-    flops=_nothing,
     linear=lambda count, attrs: _together(count),
     reads=_reads_concat,
 )
 
 
 def _flip_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters(shapes[0])
-    return make_rule("flip", (term,), (term,), sizes, sliding={f"i{d}" for d in attrs["dims"]})
+    return _sliding_rule("flip", shapes[0], {f"i{d}" for d in attrs["dims"]})
 
 
 def _reads_flip(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
@@ -437,21 +370,18 @@ def _flip_kernel(xp: Any, x: Any, out: Any = None, *, dims: tuple[int, ...]) -> 
     return xp.flip(x, dims)
 
 
-define(
+_define_move(
     "flip",
     _flip_rule,
     _flip_kernel,
     gradient=lambda c: [emit_one("flip", c.grad, dims=c.attrs["dims"])],
-    flops=_nothing,
-    linear=((0,),),
     reads=_reads_flip,
     view=True,
 )
 
 
 def _roll_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    term, sizes = _letters(shapes[0])
-    return make_rule("roll", (term,), (term,), sizes, sliding={f"i{attrs['dim']}"})
+    return _sliding_rule("roll", shapes[0], {f"i{attrs['dim']}"})
 
 
 def _reads_roll(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
@@ -472,14 +402,12 @@ def _roll_kernel(xp: Any, x: Any, out: Any = None, *, shift: int, dim: int) -> A
     return out
 
 
-define(
+_define_move(
     "roll",
     _roll_rule,
     _roll_kernel,
     infer=lambda operands, attrs: [(operands[0].shape, operands[0].dtype)],
     gradient=lambda c: [emit_one("roll", c.grad, shift=-c.attrs["shift"], dim=c.attrs["dim"])],
-    flops=_nothing,
-    linear=((0,),),
     reads=_reads_roll,
     localize=_localize_roll,
 )

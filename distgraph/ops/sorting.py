@@ -10,9 +10,10 @@ import numpy as np
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Op, Value
-from distgraph.ir.index_rule import Rule, make_rule
+from distgraph.ir.index_rule import Rule, make_rule, term_of
 from distgraph.ir.op_registry import Attrs, GradientContext, Shape, Shapes, define
 from distgraph.kernels import workspace
+from distgraph.kernels._common import store, store_all
 from distgraph.ops.contraction import as_tensors, reshape_to
 from distgraph.ops.reduction import along_rule, dims_of
 from distgraph.tracing.tensor import Tensor, emit, emit_one
@@ -21,10 +22,9 @@ Grads = Sequence[Tensor | None]
 
 
 def _arg_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    shape, dim = shapes[0], attrs["dim"]
-    term = tuple((f"i{d}",) for d in range(len(shape)))
-    result = tuple(i for d, i in enumerate(term) if d != dim)
-    return make_rule("arg", (term,), (result,), {f"i{d}": n for d, n in enumerate(shape)}, whole={f"i{dim}"})
+    term, sizes = term_of(shapes[0])
+    result = tuple(i for d, i in enumerate(term) if d != attrs["dim"])
+    return make_rule("arg", (term,), (result,), sizes, whole={f"i{attrs['dim']}"})
 
 
 def _infer_arg(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -36,11 +36,7 @@ def _infer_arg(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str
 
 def _arg_kernel(name: str) -> Any:
     def kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
-        result = getattr(xp, name)(x, axis=dim)
-        if out is None:
-            return result
-        out[...] = result
-        return out
+        return store(xp, getattr(xp, name)(x, axis=dim), out)
 
     return kernel
 
@@ -66,10 +62,6 @@ def _arg_decompose(reduction: str) -> Any:
     return decompose
 
 
-def _operand_size(op: Op, rule: Rule) -> int:
-    return op.operands[0].size
-
-
 for _name in ("argmax", "argmin"):
     define(
         _name,
@@ -77,7 +69,7 @@ for _name in ("argmax", "argmin"):
         _arg_kernel(_name),
         infer=_infer_arg,
         gradient=lambda c: [None],
-        flops=_operand_size,
+        flops=1,
         decompose=_arg_decompose(f"reduce_{_name[3:]}"),
         workspace=workspace.argument,
     )
@@ -97,13 +89,11 @@ def _sort_kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
 
 
 def _argsort_kernel(xp: Any, x: Any, out: Any = None, *, dim: int) -> Any:
-    order = (
-        xp.argsort(x, axis=dim, kind="stable") if xp is np else xp.argsort(x, axis=dim)
-    )  # cupy's is stable
-    if out is None:
-        return order
-    out[...] = order
-    return out
+    return store(xp, _stable_order(xp, x, dim), out)
+
+
+def _stable_order(xp: Any, x: Any, dim: int) -> Any:
+    return xp.argsort(x, axis=dim, kind="stable") if xp is np else xp.argsort(x, axis=dim)  # CuPy's is stable
 
 
 def _sort_gradient(c: GradientContext) -> Grads:
@@ -125,11 +115,9 @@ define(
 
 
 def _top_k_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    shape = shapes[0]
-    term = tuple((f"i{d}",) for d in range(len(shape)))
+    term, sizes = term_of(shapes[0])
     result = (*term[:-1], ())
-    sizes = {f"i{d}": n for d, n in enumerate(shape)}
-    return make_rule("top_k", (term,), (result, result), sizes, whole={f"i{len(shape) - 1}"})
+    return make_rule("top_k", (term,), (result, result), sizes, whole=set(term[-1]))
 
 
 def _infer_top_k(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -144,17 +132,8 @@ def _top_k_kernel(xp: Any, x: Any, out: Any = None, *, k: int) -> Any:
     """Largest first; of equal ones the first position wins."""
     wide = x.astype(xp.float32) if x.dtype.itemsize == 2 and x.dtype.kind not in "iu" else x
     key = ~wide if wide.dtype.kind in "iub" else -wide
-    order = xp.argsort(key, axis=-1, kind="stable") if xp is np else xp.argsort(key, axis=-1)
-    indices = order[..., :k]
-    values = xp.take_along_axis(x, indices, axis=-1)
-    if out is None:
-        return values, indices
-    results = []
-    for target, result in zip(out, (values, indices), strict=True):
-        if target is not None:
-            target[...] = result
-        results.append(result if target is None else target)
-    return tuple(results)
+    indices = _stable_order(xp, key, -1)[..., :k]
+    return store_all(xp, (xp.take_along_axis(x, indices, axis=-1), indices), out)
 
 
 def _top_k_gradient(c: GradientContext) -> Grads:
@@ -170,7 +149,7 @@ define(
     _top_k_kernel,
     infer=_infer_top_k,
     gradient=_top_k_gradient,
-    flops=_operand_size,
+    flops=1,
     workspace=workspace.top_k,
 )
 

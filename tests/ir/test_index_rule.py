@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distgraph.errors import GraphError
-from distgraph.ir.index_rule import OpLayout, bind, choices, operand_spec, representable, result_spec
+from distgraph.ir.index_rule import (
+    OpLayout,
+    bind,
+    choices,
+    operand_spec,
+    representable,
+    reshape_rule,
+    result_spec,
+)
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.ops.contraction import parse_einsum
-from distgraph.ops.shape import reshape_rule
 
 MESH = ProcessMesh.grid(x=2, y=3)
 
