@@ -67,13 +67,13 @@ def no_numba() -> Iterator[None]:
     """As if Numba were not installed."""
     kept = sys.modules.get("numba")
     sys.modules["numba"] = None  # type: ignore[assignment]
-    _jit.fused.cache_clear()
+    _jit.has_numba.cache_clear()
     yield
     if kept is None:
         del sys.modules["numba"]
     else:
         sys.modules["numba"] = kept
-    _jit.fused.cache_clear()
+    _jit.has_numba.cache_clear()
 
 
 def once(call: Call) -> float:

@@ -19,7 +19,9 @@ from distgraph.kernels._common import (
     store,
     widen,
 )
-from distgraph.kernels._jit import fused
+from distgraph.kernels._jit import has_numba, jit
+from distgraph.kernels._math import exp32
+from distgraph.kernels._row_loops import row_max
 from distgraph.kernels.matmul import blas_ready, multiply_into
 
 _CACHE_SCORES = 1 << 17
@@ -94,12 +96,57 @@ def _hidden(xp: Namespace, rows: int, seen: int, first: int) -> Array | None:
     return xp.arange(seen) > xp.arange(rows)[:, None] + first
 
 
-def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, loops: Any) -> Array:
+@jit
+def _softmax_rows(scores: Any, scale: Any, first: Any, limit: Any, lse: Any) -> None:
+    """scores[a, i] := softmax(scale * scores[a, i, :first + i + 1]), 0 beyond; lse[a, i] its logsumexp.
+
+    ``limit`` bounds the columns; a row with no column is 0 with lse = -infinity. float32.
+    """
+    for a in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            row, count = scores[a, i], min(limit, first + i + 1)
+            row[max(count, 0) :] = np.float32(0.0)
+            if count <= 0:
+                lse[a, i] = np.float32(-np.inf)
+                continue
+            seen = row[:count]
+            m = row_max(seen) * scale
+            total = np.float32(0.0)
+            for j in range(count):
+                e = exp32(seen[j] * scale - m)
+                seen[j] = e
+                total += e
+            share = np.float32(1.0) / total
+            for j in range(count):
+                seen[j] *= share
+            lse[a, i] = m + np.log(total)
+
+
+@jit
+def _softmax_grad_rows(
+    scores: Any, dp: Any, scale: Any, first: Any, limit: Any, lse: Any, delta: Any
+) -> None:
+    """scores := p = exp(scale * scores - lse); dp := p * (dp - delta) * scale, both 0 where masked.
+    float32."""
+    for a in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            row, grad, count = scores[a, i], dp[a, i], max(min(limit, first + i + 1), 0)
+            row[count:] = np.float32(0.0)
+            grad[count:] = np.float32(0.0)
+            shift, d = lse[a, i], delta[a, i]
+            seen, change = row[:count], grad[:count]
+            for j in range(count):
+                seen[j] = exp32(seen[j] * scale - shift)
+            for j in range(count):
+                change[j] = seen[j] * (change[j] - d) * scale
+
+
+def _softmax_tile(xp: Namespace, scores: Array, scale: float, first: int, compiled: bool) -> Array:
     """Turn raw scores [..., rows, seen] into probabilities in place; return logsumexp [..., rows]."""
     rows, seen = scores.shape[-2:]
-    if loops is not None:
+    if compiled:
         lse = np.empty((scores.size // (rows * seen), rows), scores.dtype)
-        loops.attention_rows(scores.reshape(-1, rows, seen), np.float32(scale), first, seen, lse)
+        _softmax_rows(scores.reshape(-1, rows, seen), np.float32(scale), first, seen, lse)
         return lse.reshape(scores.shape[:-1])
     scores *= scale
     hidden = _hidden(xp, rows, seen, first)
@@ -158,7 +205,7 @@ def attention(
         blas_ready(k).swapaxes(-1, -2)[:, :, None],
         blas_ready(v)[:, :, None],
     )
-    loops = _loops(xp, q, keys)
+    compiled = _compiled(xp, q, keys)
     grouped_o, grouped_lse = _grouped(o, groups), _grouped(lse, groups)
     budget = _CACHE_SCORES if xp is np else _DEVICE_SCORES
     for n, g, i, seen, first in _tiles(sizes, causal, budget):
@@ -166,28 +213,28 @@ def attention(
             grouped_o[n, g, :, i], grouped_lse[n, g, :, i] = 0, -np.inf
             continue
         scores = xp.matmul(q[n, g, :, i], k[n, g, :, :, :seen])
-        grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, loops)
+        grouped_lse[n, g, :, i] = _softmax_tile(xp, scores, factor, first, compiled)
         multiply_into(xp, scores, v[n, g, :, :seen], grouped_o[n, g, :, i])
         del scores  # before those of the next tile are made
     return store(xp, o, out_o), store(xp, lse, out_lse)
 
 
-def _loops(xp: Namespace, q: Array, keys: int) -> Any:
-    """Compiled loops where they pay: float32 on NumPy and enough scores."""
+def _compiled(xp: Namespace, q: Array, keys: int) -> bool:
+    """Whether the compiled loops pay: float32 on NumPy and enough scores."""
     large = xp is np and q.dtype == np.float32 and (q.size // q.shape[-1]) * keys >= FUSED_MIN_SIZE
-    return fused("_numba_rows") if large else None
+    return large and has_numba()
 
 
 def _grad_tile(
-    xp: Namespace, p: Array, dp: Array, numbers: tuple[float, int, Any], lse: Array, delta: Array
+    xp: Namespace, p: Array, dp: Array, numbers: tuple[float, int, bool], lse: Array, delta: Array
 ) -> None:
     """Turn raw scores into probabilities and ``dp`` into the gradient of the raw scores, both in place."""
-    scale, first, loops = numbers
+    scale, first, compiled = numbers
     rows, seen = p.shape[-2:]
-    if loops is not None:
+    if compiled:
         shape = (-1, rows, seen)
         flat_lse, flat_delta = (np.ascontiguousarray(a).reshape(-1, rows) for a in (lse, delta))
-        loops.attention_grad_rows(
+        _softmax_grad_rows(
             p.reshape(shape), dp.reshape(shape), np.float32(scale), first, seen, flat_lse, flat_delta
         )
         return
@@ -261,7 +308,7 @@ def _attention_grad(
         return store(xp, dq, outs[0]), store(xp, dk, outs[1]), store(xp, dv, outs[2])
     q, do, k, v = blas_ready(q), blas_ready(do), blas_ready(k), blas_ready(v)
     q, do, o, lse = (_grouped(x, groups) for x in (q, do, o, lse))
-    loops, grouped_dq = _loops(xp, q, keys), _grouped(dq, groups)
+    compiled, grouped_dq = _compiled(xp, q, keys), _grouped(dq, groups)
     budget = (_CACHE_SCORES if xp is np else _DEVICE_SCORES) // 2
     for n, g, i, seen, first in _tiles(sizes, causal, budget):
         if seen == 0:
@@ -272,7 +319,7 @@ def _attention_grad(
         p = xp.matmul(queries, near[0].swapaxes(-1, -2))
         ds = xp.matmul(change, near[1].swapaxes(-1, -2))
         delta = xp.einsum("...d,...d->...", change, o[n, g, :, i])
-        _grad_tile(xp, p, ds, (factor, first, loops), lse[n, g, :, i], delta)
+        _grad_tile(xp, p, ds, (factor, first, compiled), lse[n, g, :, i], delta)
         dv[n, g, :seen] += _over_heads(xp, p, change)
         dk[n, g, :seen] += _over_heads(xp, ds, queries)
         multiply_into(xp, ds, near[0], grouped_dq[n, g, :, i])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, store
-from distgraph.kernels._jit import fused_for
+from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, store
+from distgraph.kernels._jit import jit, pays
 
 
 def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: Array | None = None) -> Array:
@@ -40,22 +41,27 @@ def embedding(xp: Namespace, table: Array, ids: Array, *, offset: int = 0, out: 
     return store(xp, y, out)
 
 
+@jit
+def _add_rows_loop(table: Any, positions: Any, updates: Any) -> None:
+    """table[positions[i]] += updates[i], in order; positions outside the table are skipped."""
+    for i in range(positions.size):
+        at = positions[i]
+        if 0 <= at < table.shape[0]:
+            row, change = table[at], updates[i]
+            for j in range(row.size):
+                row[j] += change[j]
+
+
 def _add_rows(xp: Namespace, table: Array, at: Array, updates: Array) -> None:
     """table[at[i]] += updates[i] for positions inside the table; ``table`` [rows, width], ``updates`` [n,
     width].
 
     In order of i on NumPy with Numba; sorted by row on plain NumPy; in any order (atomics) on CuPy.
     """
-    if (
-        xp is np
-        and updates.size >= FUSED_MIN_SIZE
-        and table.dtype == updates.dtype
-        and table.flags.c_contiguous
-    ):
-        loops = fused_for("_numba_elementwise", xp, updates, np.float32, np.float64)
-        if loops is not None:
-            loops.add_rows(table, np.ascontiguousarray(at), np.ascontiguousarray(updates))
-            return
+    fits = xp is np and table.dtype == updates.dtype and table.flags.c_contiguous
+    if fits and pays(xp, updates, np.float32, np.float64):
+        _add_rows_loop(table, np.ascontiguousarray(at), np.ascontiguousarray(updates))
+        return
     inside = (at >= 0) & (at < table.shape[0])
     at, updates = at[inside], updates[inside]
     if at.size == 0:

@@ -8,7 +8,9 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, outputs, rows, store
-from distgraph.kernels._jit import fused_for
+from distgraph.kernels._jit import jit, pays
+from distgraph.kernels._math import exp32
+from distgraph.kernels._row_loops import copy_row, row_max, sum_of_exp
 
 _BLOCK = 1 << 15
 """Elements of a block of rows in plain NumPy: 128 KiB a temporary in float32."""
@@ -77,6 +79,34 @@ def _logsumexp(xp: Namespace, x: Array) -> Array:
     return (m + xp.log(xp.exp(x - m).sum(axis=-1, keepdims=True)))[..., 0]
 
 
+@jit
+def _cross_entropy_loop(logits: Any, labels: Any, offset: Any, loss: Any, lse: Any) -> None:
+    """lse = logsumexp(row); loss = lse - row[label - offset], or lse where the label is elsewhere."""
+    width = logits.shape[1]
+    for i in range(logits.shape[0]):
+        row = logits[i]
+        m = row_max(row)
+        total = m + np.log(sum_of_exp(row, m))
+        lse[i] = total
+        label = np.int64(labels[i]) - offset
+        loss[i] = total - row[label] if 0 <= label < width else total
+
+
+@jit
+def _cross_entropy_grad_loop(logits: Any, labels: Any, offset: Any, lse: Any, dloss: Any, dx: Any) -> None:
+    """dx = (exp(logits - lse) - onehot(label - offset)) * dloss, by row; float32."""
+    width = logits.shape[1]
+    scratch = np.empty(width, logits.dtype)
+    for i in range(logits.shape[0]):
+        row, shift, factor = logits[i], lse[i], dloss[i]
+        for j in range(width):
+            scratch[j] = exp32(row[j] - shift) * factor
+        label = np.int64(labels[i]) - offset
+        if 0 <= label < width:
+            scratch[label] -= factor
+        copy_row(scratch, dx[i])
+
+
 @computed_in_f32(0, 0)
 def cross_entropy(
     xp: Namespace,
@@ -110,15 +140,14 @@ def cross_entropy(
     if size == 0:  # the last shard of an uneven split may hold no class
         nothing = xp.full(labels.shape, -np.inf, logits.dtype)
         return store(xp, nothing, out_loss), store(xp, nothing.copy(), out_lse)
-    loops = fused_for("_numba_rows", xp, logits, np.float32)
-    if loops is None:
+    if not pays(xp, logits, np.float32):
         lse = _logsumexp(xp, logits)
         loss = lse - pick(xp, logits, labels, offset=offset)
         return store(xp, loss, out_loss), store(xp, lse, out_lse)
     loss = empty(xp, out_loss, labels.shape, logits.dtype)
     lse = empty(xp, out_lse, labels.shape, logits.dtype)
     flat_labels = np.ascontiguousarray(labels).reshape(-1)
-    loops.cross_entropy(rows(logits), flat_labels, offset, loss.reshape(-1), lse.reshape(-1))
+    _cross_entropy_loop(rows(logits), flat_labels, offset, loss.reshape(-1), lse.reshape(-1))
     return store(xp, loss, out_loss), store(xp, lse, out_lse)
 
 
@@ -139,8 +168,8 @@ def cross_entropy_grad(
         logits: [..., n], the classes from ``offset``.
         labels, lse, dloss: [...]; lse over all classes, also those of other shards.
     """
-    loops = fused_for("_numba_rows", xp, logits, np.float32)
-    if loops is None or lse.dtype != logits.dtype or dloss.dtype != logits.dtype:
+    uniform = lse.dtype == dloss.dtype == logits.dtype
+    if not uniform or not pays(xp, logits, np.float32):
         dx = empty(xp, out, logits.shape, logits.dtype)
         xp.subtract(logits, lse[..., None], out=dx)
         xp.exp(dx, out=dx)
@@ -153,5 +182,5 @@ def cross_entropy_grad(
         return store(xp, dx, out)
     dx = empty(xp, out, logits.shape, logits.dtype)
     labels, lse, dloss = (np.ascontiguousarray(a).reshape(-1) for a in (labels, lse, dloss))
-    loops.cross_entropy_grad(rows(logits), labels, offset, lse, dloss, dx.reshape(-1, dx.shape[-1]))
+    _cross_entropy_grad_loop(rows(logits), labels, offset, lse, dloss, dx.reshape(-1, dx.shape[-1]))
     return store(xp, dx, out)

@@ -18,8 +18,9 @@ from distgraph.kernels._common import (
     outputs,
     store,
 )
-from distgraph.kernels._cupy_elementwise import elementwise
-from distgraph.kernels._jit import fused_for
+from distgraph.kernels._cupy_elementwise import CudaKernel
+from distgraph.kernels._elementwise import LOOP_BLOCK, copy
+from distgraph.kernels._jit import jit, pays
 
 
 def _unshared(inputs: tuple[Array, ...], outs: tuple[Array | None, ...]) -> tuple[Array, ...]:
@@ -66,6 +67,57 @@ def _scalar(xp: Namespace, value: Any) -> Any:
     return value if xp is not np and isinstance(value, xp.ndarray) else float(value)
 
 
+@jit
+def _adam_loop(
+    p: Any, g: Any, m: Any, v: Any, coefficients: Any, new: Any, new_p: Any, new_m: Any, new_v: Any
+) -> None:
+    """One step of Adam; ``new`` says for p, m, v whether the output is another array than the input.
+
+    ``coefficients``: beta1, beta2, 1 - beta1, 1 - beta2, step size, 1 / sqrt(1 - beta2^t), eps, coupled and
+    decoupled decay, in the dtype of the arrays.
+    """
+    b1, b2, c1, c2 = coefficients[0], coefficients[1], coefficients[2], coefficients[3]
+    size, root, eps, coupled, keep = (
+        coefficients[4],
+        coefficients[5],
+        coefficients[6],
+        coefficients[7],
+        coefficients[8],
+    )
+    for start in range(0, p.size, LOOP_BLOCK):
+        stop = min(start + LOOP_BLOCK, p.size)
+        grad, q, r, s = g[start:stop], new_p[start:stop], new_m[start:stop], new_v[start:stop]
+        if new[0]:
+            copy(p[start:stop], q)
+        if new[1]:
+            copy(m[start:stop], r)
+        if new[2]:
+            copy(v[start:stop], s)
+        for j in range(stop - start):
+            d = grad[j] + coupled * q[j]
+            first = b1 * r[j] + c1 * d
+            second = b2 * s[j] + c2 * d * d
+            r[j] = first
+            s[j] = second
+            q[j] = keep * q[j] - size * first / (np.sqrt(second) * root + eps)
+
+
+_ADAM_CUDA = CudaKernel(
+    "adam",
+    "T p, T g, T m, T v, T b1, T b2, T size, T root, T eps, T coupled, T keep",
+    "T new_p, T new_m, T new_v",
+    """
+T d = g + coupled * p;
+T a = b1 * m + (T(1) - b1) * d;
+T b = b2 * v + (T(1) - b2) * d * d;
+T q = keep * p - size * a / (sqrt(b) * root + eps);
+new_m = a;
+new_v = b;
+new_p = q;
+""",
+)
+
+
 @computed_in_f32(0, 2, 3)
 @_of_vectors(4)
 def adam(
@@ -108,17 +160,16 @@ def adam(
     if xp is not np:
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
         scalars = (xp.asarray(s, dtype=dtype) for s in (beta1, beta2, size, root, eps, coupled, keep))
-        elementwise("adam")(p, g, m, v, *scalars, *results)
+        _ADAM_CUDA(p, g, m, v, *scalars, *results)
     else:
         p, m, v, g = _unshared((p, m, v, g), outs)
         results = tuple(empty(xp, o, p.shape, a.dtype) for o, a in zip(outs, (p, m, v), strict=True))
         uniform = all(a.dtype == dtype for a in (g, m, v))
-        loops = fused_for("_numba_elementwise", xp, p, np.float32, np.float64) if uniform else None
-        if loops is not None:
+        if uniform and pays(xp, p, np.float32, np.float64):
             numbers = (beta1, beta2, 1 - beta1, 1 - beta2, size, root, eps, coupled, keep)
             new = tuple(_is_new(a, r) for a, r in zip((p, m, v), results, strict=True))
-            vectors = (flat(a) for a in (p, g, m, v))
-            loops.adam(*vectors, np.array(numbers, dtype), new, *(r.reshape(-1) for r in results))
+            flat_results = [r.reshape(-1) for r in results]
+            _adam_loop(flat(p), flat(g), flat(m), flat(v), np.array(numbers, dtype), new, *flat_results)
         else:
             _adam_passes((p, g, m, v), (beta1, beta2, size, root, eps, coupled, keep), results)
     return tuple(store(xp, r, o) for r, o in zip(results, outs, strict=True))
@@ -143,6 +194,32 @@ def _adam_passes(state: tuple[Array, ...], numbers: tuple[float, ...], results: 
     change *= size
     np.multiply(p, keep, out=new_p)
     new_p -= change
+
+
+@jit
+def _momentum_loop(
+    p: Any, g: Any, buf: Any, coefficients: Any, nesterov: bool, new: Any, new_p: Any, new_buf: Any
+) -> None:
+    """One step of SGD with momentum; ``coefficients``: lr, momentum, weight decay."""
+    lr, mu, decay = coefficients[0], coefficients[1], coefficients[2]
+    for start in range(0, p.size, LOOP_BLOCK):
+        stop = min(start + LOOP_BLOCK, p.size)
+        grad, q, r = g[start:stop], new_p[start:stop], new_buf[start:stop]
+        if new[0]:
+            copy(p[start:stop], q)
+        if new[1]:
+            copy(buf[start:stop], r)
+        if nesterov:
+            for j in range(stop - start):
+                d = grad[j] + decay * q[j]
+                b = mu * r[j] + d
+                r[j] = b
+                q[j] = q[j] - lr * (d + mu * b)
+        else:
+            for j in range(stop - start):
+                b = mu * r[j] + (grad[j] + decay * q[j])
+                r[j] = b
+                q[j] = q[j] - lr * b
 
 
 @computed_in_f32(0, 2)
@@ -174,12 +251,11 @@ def momentum(
     lr = _scalar(xp, lr)
     if xp is np:
         p, buf, g = _unshared((p, buf, g), outs)
-    loops = fused_for("_numba_elementwise", xp, p, np.float32, np.float64)
-    if loops is not None and g.dtype == p.dtype == buf.dtype:
+    if g.dtype == p.dtype == buf.dtype and pays(xp, p, np.float32, np.float64):
         results = tuple(empty(xp, o, p.shape, p.dtype) for o in outs)
         new = tuple(_is_new(a, r) for a, r in zip((p, buf), results, strict=True))
         numbers = np.array((lr, momentum, weight_decay), p.dtype)
-        loops.momentum(flat(p), flat(g), flat(buf), numbers, nesterov, new, *(r.reshape(-1) for r in results))
+        _momentum_loop(flat(p), flat(g), flat(buf), numbers, nesterov, new, *(r.reshape(-1) for r in results))
         return store(xp, results[0], outs[0]), store(xp, results[1], outs[1])
     d = g + weight_decay * p if weight_decay else g
     velocity = momentum * buf + d

@@ -22,11 +22,15 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.kernels._common import FUSED_MIN_SIZE, Array, Namespace, computed_in_f32, empty, flat, store
-from distgraph.kernels._cupy_elementwise import elementwise
-from distgraph.kernels._jit import fused
+from distgraph.kernels._cupy_elementwise import CudaKernel
+from distgraph.kernels._elementwise import LOOP_BLOCK, copy
+from distgraph.kernels._jit import has_numba, inlined, jit, pays
 
 _WORD = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LOOP_GOLDEN = np.uint64(_GOLDEN)
+_LOOP_MIX_1, _LOOP_MIX_2 = np.uint64(_MIX_1), np.uint64(_MIX_2)
+_S30, _S27, _S31, _S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
 
 
 def _mix(z: int) -> int:
@@ -94,17 +98,50 @@ def _runs(
     return offsets.reshape(-1), run
 
 
+@inlined
+def _hash(z: Any) -> Any:
+    z = (z ^ (z >> _S30)) * _LOOP_MIX_1
+    z = (z ^ (z >> _S27)) * _LOOP_MIX_2
+    return z ^ (z >> _S31)
+
+
+@jit
+def _random_bits_loop(key: Any, offsets: Any, run: Any, bits: Any) -> None:
+    """bits[i * run + j] = hash(key, offsets[i] + j), all uint64."""
+    for i in range(offsets.size):
+        part = bits[i * run : (i + 1) * run]
+        state = key + offsets[i] * _LOOP_GOLDEN
+        for j in range(part.size):
+            part[j] = _hash(state + np.uint64(j) * _LOOP_GOLDEN)
+
+
+_CUDA_HASH = """
+__device__ unsigned long long distgraph_hash(unsigned long long z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+    return z ^ (z >> 31);
+}
+"""
+_CUDA_STATE = "key + (offsets[i / run] + (unsigned long long)(i % run)) * 0x9E3779B97F4A7C15ULL"
+_RANDOM_BITS_CUDA = CudaKernel(
+    "random_bits",
+    "uint64 key, raw uint64 offsets, int64 run",
+    "uint64 bits",
+    f"bits = distgraph_hash({_CUDA_STATE});",
+    _CUDA_HASH,
+)
+
+
 def _words(xp: Namespace, key: int, offsets: Array, run: int) -> Array:
     """uint64 [runs * run] hashes."""
     size = int(offsets.size) * run
     if xp is not np:
         if size == 0:
             return xp.empty(0, np.uint64)
-        return elementwise("random_bits")(np.uint64(key), offsets, run, size=size)
-    loops = fused("_numba_elementwise") if size >= FUSED_MIN_SIZE else None
-    if loops is not None:
+        return _RANDOM_BITS_CUDA(np.uint64(key), offsets, run, size=size)
+    if size >= FUSED_MIN_SIZE and has_numba():
         words = np.empty(size, np.uint64)
-        loops.random_bits(np.uint64(key), offsets, run, words)
+        _random_bits_loop(np.uint64(key), offsets, run, words)
         return words
     inner = np.arange(run, dtype=np.uint64)
     return _hash_in_place((offsets[:, None] + inner).reshape(-1), key)
@@ -210,6 +247,30 @@ def random_normal(
     return store(xp, special.ndtri(uniform, out=uniform), out, np.dtype(dtype if out is None else out.dtype))
 
 
+@jit
+def _dropout_loop(x: Any, key: Any, offsets: Any, run: Any, threshold: Any, scale: Any, y: Any) -> None:
+    """y = x * scale where the upper half of hash(key, global index) reaches ``threshold``, else 0."""
+    scratch = np.empty(min(LOOP_BLOCK, run), x.dtype)
+    for i in range(offsets.size):
+        for start in range(i * run, (i + 1) * run, LOOP_BLOCK):
+            stop = min(start + LOOP_BLOCK, (i + 1) * run)
+            part = x[start:stop]
+            state = key + (offsets[i] + np.uint64(start - i * run)) * _LOOP_GOLDEN
+            for j in range(part.size):
+                high = _hash(state + np.uint64(j) * _LOOP_GOLDEN) >> _S32
+                scratch[j] = part[j] * scale if high >= threshold else x.dtype.type(0.0)
+            copy(scratch[: part.size], y[start:stop])
+
+
+_DROPOUT_CUDA = CudaKernel(
+    "dropout",
+    "T x, uint64 key, raw uint64 offsets, int64 run, uint64 threshold, T scale",
+    "T y",
+    f"y = (distgraph_hash({_CUDA_STATE}) >> 32) >= threshold ? x * scale : T(0);",
+    _CUDA_HASH,
+)
+
+
 @computed_in_f32(0)
 def dropout(
     xp: Namespace,
@@ -245,17 +306,11 @@ def dropout(
     if xp is not np:
         if x.size:
             contiguous = xp.ascontiguousarray(x).reshape(-1)
-            elementwise("dropout")(
-                contiguous, np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1)
-            )
+            numbers = (np.uint64(word), offsets, run, np.uint64(threshold), scale)
+            _DROPOUT_CUDA(contiguous, *numbers, y.reshape(-1))
         return store(xp, y, out)
-    loops = (
-        fused("_numba_elementwise")
-        if x.size >= FUSED_MIN_SIZE and x.dtype in (np.float32, np.float64)
-        else None
-    )
-    if loops is not None:
-        loops.dropout(flat(x), np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1))
+    if pays(xp, x, np.float32, np.float64):
+        _dropout_loop(flat(x), np.uint64(word), offsets, run, np.uint64(threshold), scale, y.reshape(-1))
         return store(xp, y, out)
     keep = (_words(xp, word, offsets, run) >= np.uint64(threshold << 32)).reshape(x.shape)
     return store(xp, np.where(keep, x * scale, x.dtype.type(0)), out)

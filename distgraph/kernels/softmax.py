@@ -2,27 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, rows, store
-from distgraph.kernels._jit import fused_for
+from distgraph.kernels._jit import jit, pays
+from distgraph.kernels._math import exp32
+from distgraph.kernels._row_loops import copy_row, exp_sum, row_max, scale_row, sum_of_exp
 
 
 def _fused_rows(
-    name: str, xp: Namespace, operands: tuple[Array, ...], out: Array | None, axis: int, *dtypes: Any
+    loop: Callable[..., None],
+    xp: Namespace,
+    operands: tuple[Array, ...],
+    out: Array | None,
+    axis: int,
+    *dtypes: Any,
 ) -> Any:
-    """Run the compiled loop ``name`` over the last dim, or return None where it does not apply."""
+    """Run the compiled ``loop`` over the last dim, or return None where it does not apply."""
     first = operands[0]
     if axis not in (-1, first.ndim - 1):
         return None
-    loops = fused_for("_numba_rows", xp, first, *dtypes)
-    if loops is None or any(a.dtype != first.dtype for a in operands):
+    if any(a.dtype != first.dtype for a in operands) or not pays(xp, first, *dtypes):
         return None
     y = empty(xp, out, first.shape, first.dtype)
-    getattr(loops, name)(*(rows(a) for a in operands), y.reshape(-1, first.shape[-1]))
+    loop(*(rows(a) for a in operands), y.reshape(-1, first.shape[-1]))
     return store(xp, y, out)
+
+
+@jit
+def _softmax_loop(x: Any, y: Any) -> None:
+    """y = exp(x - max) / sum, by row; float32."""
+    scratch = np.empty(x.shape[1], x.dtype)
+    for i in range(x.shape[0]):
+        total = exp_sum(x[i], row_max(x[i]), scratch)
+        scale_row(scratch, np.float32(1.0) / total, y[i])
+
+
+@jit
+def _softmax_grad_loop(y: Any, dy: Any, dx: Any) -> None:
+    """dx = y * (dy - sum(y * dy)), by row."""
+    scratch = np.empty(y.shape[1], y.dtype)
+    for i in range(y.shape[0]):
+        row, grad = y[i], dy[i]
+        total = y.dtype.type(0.0)
+        for j in range(row.size):
+            total += row[j] * grad[j]
+        for j in range(row.size):
+            scratch[j] = row[j] * (grad[j] - total)
+        copy_row(scratch, dx[i])
+
+
+@jit
+def _log_softmax_loop(x: Any, y: Any) -> None:
+    """y = x - logsumexp(x), by row; float32."""
+    for i in range(x.shape[0]):
+        row, result = x[i], y[i]
+        m = row_max(row)
+        shift = m + np.log(sum_of_exp(row, m))
+        for j in range(row.size):
+            result[j] = row[j] - shift
+
+
+@jit
+def _log_softmax_grad_loop(y: Any, dy: Any, dx: Any) -> None:
+    """dx = dy - exp(y) * sum(dy), by row; float32."""
+    scratch = np.empty(y.shape[1], y.dtype)
+    for i in range(y.shape[0]):
+        row, grad = y[i], dy[i]
+        total = np.float32(0.0)
+        for j in range(row.size):
+            total += grad[j]
+        for j in range(row.size):
+            scratch[j] = grad[j] - exp32(row[j]) * total
+        copy_row(scratch, dx[i])
 
 
 @computed_in_f32(0)
@@ -33,7 +88,7 @@ def softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = None
         x: any shape.
         axis: the dim that sums to one.
     """
-    done = _fused_rows("softmax", xp, (x,), out, axis, np.float32)
+    done = _fused_rows(_softmax_loop, xp, (x,), out, axis, np.float32)
     if done is not None:
         return done
     y = empty(xp, out, x.shape, x.dtype)
@@ -46,7 +101,7 @@ def softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = None
 @computed_in_f32(0)
 def softmax_grad(xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Array | None = None) -> Array:
     """dx = y * (dy - sum(y * dy)) along ``axis``, with y the result of `softmax`."""
-    done = _fused_rows("softmax_grad", xp, (y, dy), out, axis, np.float32, np.float64)
+    done = _fused_rows(_softmax_grad_loop, xp, (y, dy), out, axis, np.float32, np.float64)
     if done is not None:
         return done
     total = (y * dy).sum(axis=axis, keepdims=True)
@@ -58,7 +113,7 @@ def softmax_grad(xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Arr
 @computed_in_f32(0)
 def log_softmax(xp: Namespace, x: Array, *, axis: int = -1, out: Array | None = None) -> Array:
     """y = x - m - log(sum(exp(x - m))) along ``axis``, with m the maximum."""
-    done = _fused_rows("log_softmax", xp, (x,), out, axis, np.float32)
+    done = _fused_rows(_log_softmax_loop, xp, (x,), out, axis, np.float32)
     if done is not None:
         return done
     m = x.max(axis=axis, keepdims=True)
@@ -73,7 +128,7 @@ def log_softmax_grad(
     xp: Namespace, y: Array, dy: Array, *, axis: int = -1, out: Array | None = None
 ) -> Array:
     """dx = dy - exp(y) * sum(dy) along ``axis``, with y the result of `log_softmax`."""
-    done = _fused_rows("log_softmax_grad", xp, (y, dy), out, axis, np.float32)
+    done = _fused_rows(_log_softmax_grad_loop, xp, (y, dy), out, axis, np.float32)
     if done is not None:
         return done
     total = dy.sum(axis=axis, keepdims=True)

@@ -27,9 +27,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setitem(sys.modules, "numba", None)
     else:
         pytest.importorskip("numba")
-    _jit.fused.cache_clear()
+    _jit.has_numba.cache_clear()
     yield request.param
-    _jit.fused.cache_clear()
+    _jit.has_numba.cache_clear()
 
 
 def splitmix64(state: int, count: int) -> list[int]:

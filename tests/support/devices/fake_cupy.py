@@ -22,7 +22,7 @@ import scipy.special
 from support.devices import collective_cases as cases
 from support.devices import fake_device
 
-from distgraph.kernels._cupy_elementwise import elementwise
+from distgraph.kernels._cupy_elementwise import compiled
 from distgraph.runtime.transport import nccl as nccl_transport
 
 DTYPES = {
@@ -186,7 +186,7 @@ def install(patch: pytest.MonkeyPatch, devices: int) -> fake_device.Hardware:
     }.items():
         patch.setitem(sys.modules, name, module)
     patch.setattr(nccl_transport, "_load_cupy", lambda: (cupy, nccl))
-    elementwise.cache_clear()  # kernels belong to the CuPy that compiled them
+    compiled.cache_clear()  # kernels belong to the CuPy that compiled them
     return hardware
 
 
