@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,80 +71,73 @@ def _infer_bool(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, st
     return [(_shape(operands), "bool")]
 
 
-def _unary(
-    name: str, gradient: Any = None, *, numpy: str = "", linear: bool = False, integers: bool = False
-) -> None:
-    define(
-        name,
-        elementwise,
-        ufunc(numpy or name),
-        infer=_infer if integers else _infer_float,
-        gradient=gradient,
-        linear=((0,),) if linear else (),
-        inplace=(0,),
-        ufunc=numpy or name,
-    )
+def _function(kind: str, arity: int) -> Callable[..., Tensor]:
+    """The function that emits an elementwise op."""
+
+    def function(*operands: Any) -> Tensor:
+        if len(operands) != arity:
+            raise GraphError(
+                f"{kind} takes {arity} operand{'s' if arity > 1 else ''} but got {len(operands)}"
+            )
+        return emit_one(kind, *operands)
+
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = f"Elementwise {kind.replace('_', ' ')}; see the NumPy function of that name."
+    return function
 
 
-def _compare(name: str) -> None:
-    define(name, elementwise, ufunc(name), infer=_infer_bool, ufunc=name)
+def _ufunc(name: str, gradient: Any = None, *, arity: int, **fields: Any) -> Callable[..., Tensor]:
+    """Declare the op of a NumPy ufunc and return its function; `fields` as of `OpDef`."""
+    declared = {"infer": _infer, "inplace": tuple(range(arity)), **fields}
+    define(name, elementwise, ufunc(name), gradient=gradient, ufunc=name, **declared)
+    return _function(name, arity)
 
 
-def _binary(name: str, gradient: Any, *, linear: Any = (), infer: Any = _infer) -> None:
-    define(
-        name,
-        elementwise,
-        ufunc(name),
-        infer=infer,
-        gradient=gradient,
-        linear=linear,
-        inplace=(0, 1),
-        ufunc=name,
-    )
+_unary = partial(_ufunc, arity=1, infer=_infer_float)
+_binary = partial(_ufunc, arity=2)
+_test = partial(_ufunc, infer=_infer_bool, inplace=())
+
+
+def _needed(c: GradientContext, *gradients: Callable[[], Tensor]) -> Grads:
+    """The gradients of the operands that need one, each in the shape and dtype of its operand."""
+    parts = zip(gradients, c.operands, c.needs, strict=True)
+    return [unbroadcast(gradient(), x) if need else None for gradient, x, need in parts]
 
 
 def _add(c: GradientContext) -> Grads:
-    return [unbroadcast(c.grad, x) if need else None for x, need in zip(c.operands, c.needs, strict=True)]
+    return _needed(c, lambda: c.grad, lambda: c.grad)
 
 
 def _subtract(c: GradientContext) -> Grads:
-    x, y = c.operands
-    return [unbroadcast(c.grad, x) if c.needs[0] else None, unbroadcast(-c.grad, y) if c.needs[1] else None]
+    return _needed(c, lambda: c.grad, lambda: -c.grad)
 
 
 def _multiply(c: GradientContext) -> Grads:
     x, y = c.operands
-    return [
-        unbroadcast(c.grad * y, x) if c.needs[0] else None,
-        unbroadcast(c.grad * x, y) if c.needs[1] else None,
-    ]
+    return _needed(c, lambda: c.grad * y, lambda: c.grad * x)
 
 
 def _divide(c: GradientContext) -> Grads:
-    x, y = c.operands
-    return [
-        unbroadcast(c.grad / y, x) if c.needs[0] else None,
-        unbroadcast(-c.grad * c.results[0] / y, y) if c.needs[1] else None,
-    ]
+    y = c.operands[1]
+    return _needed(c, lambda: c.grad / y, lambda: -c.grad * c.results[0] / y)
 
 
 def _power(c: GradientContext) -> Grads:
     x, y = c.operands
-    (z,) = c.results
-    return [
-        unbroadcast(c.grad * y * emit_one("power", x, y - 1), x) if c.needs[0] else None,
-        unbroadcast(c.grad * z * emit_one("log", x), y) if c.needs[1] else None,
-    ]
+    return _needed(
+        c,
+        lambda: c.grad * y * emit_one("power", x, y - 1),
+        lambda: c.grad * c.results[0] * emit_one("log", x),
+    )
 
 
 def _extreme(kind: str) -> Any:
     def gradient(c: GradientContext) -> Grads:
         x, y = c.operands
         first = emit_one(kind, x, y)  # ties go to the left operand, as in the kernel of where
-        return [
-            unbroadcast(emit_one("where", first, c.grad, 0), x) if c.needs[0] else None,
-            unbroadcast(emit_one("where", first, 0, c.grad), y) if c.needs[1] else None,
-        ]
+        return _needed(
+            c, lambda: emit_one("where", first, c.grad, 0), lambda: emit_one("where", first, 0, c.grad)
+        )
 
     return gradient
 
@@ -151,62 +145,70 @@ def _extreme(kind: str) -> Any:
 def _arctan2(c: GradientContext) -> Grads:
     y, x = c.operands
     square = emit_one("square", x) + emit_one("square", y)
-    return [
-        unbroadcast(c.grad * x / square, y) if c.needs[0] else None,
-        unbroadcast(-c.grad * y / square, x) if c.needs[1] else None,
-    ]
+    return _needed(c, lambda: c.grad * x / square, lambda: -c.grad * y / square)
 
 
 def _hypot(c: GradientContext) -> Grads:
-    return [
-        unbroadcast(c.grad * x / c.results[0], x) if need else None
-        for x, need in zip(c.operands, c.needs, strict=True)
-    ]
+    x, y = c.operands
+    return _needed(c, lambda: c.grad * x / c.results[0], lambda: c.grad * y / c.results[0])
 
 
-_binary("add", _add, linear=((0, 1),))
-_binary("subtract", _subtract, linear=((0, 1),))
-_binary("multiply", _multiply, linear=((0,), (1,)))
-_binary("divide", _divide, linear=((0,),), infer=_infer_float)
-_binary("power", _power)
-_binary("maximum", _extreme("greater_equal"))
-_binary("minimum", _extreme("less_equal"))
-_binary("arctan2", _arctan2, infer=_infer_float)
-_binary("hypot", _hypot, infer=_infer_float)
-_binary("floor_divide", None)
-_binary("remainder", None)
-for _name in ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift"):
-    _binary(_name, None)
-for _name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"):
-    _compare(_name)
-for _name in ("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite", "isinf"):
-    _compare(_name)
+add = _binary("add", _add, linear=((0, 1),))
+subtract = _binary("subtract", _subtract, linear=((0, 1),))
+multiply = _binary("multiply", _multiply, linear=((0,), (1,)))
+divide = _binary("divide", _divide, linear=((0,),), infer=_infer_float)
+power = _binary("power", _power)
+maximum = _binary("maximum", _extreme("greater_equal"))
+minimum = _binary("minimum", _extreme("less_equal"))
+arctan2 = _binary("arctan2", _arctan2, infer=_infer_float)
+hypot = _binary("hypot", _hypot, infer=_infer_float)
+floor_divide = _binary("floor_divide")
+remainder = _binary("remainder")
+bitwise_and = _binary("bitwise_and")
+bitwise_or = _binary("bitwise_or")
+bitwise_xor = _binary("bitwise_xor")
+left_shift = _binary("left_shift")
+right_shift = _binary("right_shift")
 
-_unary("negative", lambda c: [-c.grad], linear=True, integers=True)
-_unary("absolute", lambda c: [c.grad * emit_one("sign", c.operands[0])], integers=True)
-_unary("sign", lambda c: [None], integers=True)
-_unary("exp", lambda c: [c.grad * c.results[0]])
-_unary("log", lambda c: [c.grad / c.operands[0]])
-_unary("log1p", lambda c: [c.grad / (c.operands[0] + 1)])
-_unary("expm1", lambda c: [c.grad * (c.results[0] + 1)])
-_unary("sqrt", lambda c: [c.grad * 0.5 / c.results[0]])
-_unary("square", lambda c: [c.grad * c.operands[0] * 2], integers=True)
-_unary("reciprocal", lambda c: [-c.grad * c.results[0] * c.results[0]])
-_unary("sin", lambda c: [c.grad * emit_one("cos", c.operands[0])])
-_unary("cos", lambda c: [-c.grad * emit_one("sin", c.operands[0])])
-_unary("tan", lambda c: [c.grad * (emit_one("square", c.results[0]) + 1)])
-_unary("arcsin", lambda c: [c.grad * emit_one("rsqrt", 1 - emit_one("square", c.operands[0]))])
-_unary("arccos", lambda c: [-c.grad * emit_one("rsqrt", 1 - emit_one("square", c.operands[0]))])
-_unary("arctan", lambda c: [c.grad / (emit_one("square", c.operands[0]) + 1)])
-_unary("sinh", lambda c: [c.grad * emit_one("cosh", c.operands[0])])
-_unary("cosh", lambda c: [c.grad * emit_one("sinh", c.operands[0])])
-_unary("log2", lambda c: [c.grad / (c.operands[0] * math.log(2))])
-_unary("log10", lambda c: [c.grad / (c.operands[0] * math.log(10))])
-_unary("trunc", lambda c: [None])
-_unary("floor", lambda c: [None])
-_unary("ceil", lambda c: [None])
-_unary("rint", lambda c: [None])
-_unary("bitwise_not", integers=True)
+equal = _test("equal", arity=2)
+not_equal = _test("not_equal", arity=2)
+less = _test("less", arity=2)
+less_equal = _test("less_equal", arity=2)
+greater = _test("greater", arity=2)
+greater_equal = _test("greater_equal", arity=2)
+logical_and = _test("logical_and", arity=2)
+logical_or = _test("logical_or", arity=2)
+logical_xor = _test("logical_xor", arity=2)
+logical_not = _test("logical_not", arity=1)
+isnan = _test("isnan", arity=1)
+isfinite = _test("isfinite", arity=1)
+isinf = _test("isinf", arity=1)
+
+negative = _unary("negative", lambda c: [-c.grad], linear=((0,),), infer=_infer)
+absolute = _unary("absolute", lambda c: [c.grad * emit_one("sign", c.operands[0])], infer=_infer)
+sign = _unary("sign", lambda c: [None], infer=_infer)
+exp = _unary("exp", lambda c: [c.grad * c.results[0]])
+log = _unary("log", lambda c: [c.grad / c.operands[0]])
+log1p = _unary("log1p", lambda c: [c.grad / (c.operands[0] + 1)])
+expm1 = _unary("expm1", lambda c: [c.grad * (c.results[0] + 1)])
+sqrt = _unary("sqrt", lambda c: [c.grad * 0.5 / c.results[0]])
+square = _unary("square", lambda c: [c.grad * c.operands[0] * 2], infer=_infer)
+reciprocal = _unary("reciprocal", lambda c: [-c.grad * c.results[0] * c.results[0]])
+sin = _unary("sin", lambda c: [c.grad * emit_one("cos", c.operands[0])])
+cos = _unary("cos", lambda c: [-c.grad * emit_one("sin", c.operands[0])])
+tan = _unary("tan", lambda c: [c.grad * (emit_one("square", c.results[0]) + 1)])
+arcsin = _unary("arcsin", lambda c: [c.grad * emit_one("rsqrt", 1 - emit_one("square", c.operands[0]))])
+arccos = _unary("arccos", lambda c: [-c.grad * emit_one("rsqrt", 1 - emit_one("square", c.operands[0]))])
+arctan = _unary("arctan", lambda c: [c.grad / (emit_one("square", c.operands[0]) + 1)])
+sinh = _unary("sinh", lambda c: [c.grad * emit_one("cosh", c.operands[0])])
+cosh = _unary("cosh", lambda c: [c.grad * emit_one("sinh", c.operands[0])])
+log2 = _unary("log2", lambda c: [c.grad / (c.operands[0] * math.log(2))])
+log10 = _unary("log10", lambda c: [c.grad / (c.operands[0] * math.log(10))])
+trunc = _unary("trunc", lambda c: [None])
+floor = _unary("floor", lambda c: [None])
+ceil = _unary("ceil", lambda c: [None])
+rint = _unary("rint", lambda c: [None])
+bitwise_not = _unary("bitwise_not", infer=_infer)
 
 
 def _rsqrt_kernel(xp: Any, x: Any, out: Any = None) -> Any:
@@ -222,6 +224,7 @@ define(
     gradient=lambda c: [c.grad * -0.5 * c.results[0] * c.results[0] * c.results[0]],
     inplace=(0,),
 )
+rsqrt = _function("rsqrt", 1)
 
 
 def _identity_kernel(xp: Any, x: Any, out: Any = None) -> Any:
@@ -237,21 +240,19 @@ define(
     view=True,
     infer=_infer,
 )
-
-
-def _stop_gradient(c: GradientContext) -> Grads:
-    return [None]
+identity = _function("identity", 1)
 
 
 define(
     "stop_gradient",
     elementwise,
     _identity_kernel,
-    gradient=_stop_gradient,
+    gradient=lambda c: [None],
     linear=((0,),),
     view=True,
     infer=_infer,
 )
+stop_gradient = _function("stop_gradient", 1)
 
 
 def _cast_kernel(xp: Any, x: Any, out: Any = None, *, dtype: str) -> Any:
@@ -297,80 +298,6 @@ def _where(c: GradientContext) -> Grads:
 
 
 define("where", elementwise, _where_kernel, infer=_infer_where, gradient=_where, linear=((1, 2),))
-
-
-def _function(kind: str, arity: int) -> Callable[..., Tensor]:
-    def function(*operands: Any) -> Tensor:
-        if len(operands) != arity:
-            raise GraphError(
-                f"{kind} takes {arity} operand{'s' if arity > 1 else ''} but got {len(operands)}"
-            )
-        return emit_one(kind, *operands)
-
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = f"Elementwise {kind.replace('_', ' ')}; see the NumPy function of that name."
-    return function
-
-
-absolute = _function("absolute", 1)
-arccos = _function("arccos", 1)
-arcsin = _function("arcsin", 1)
-arctan = _function("arctan", 1)
-bitwise_not = _function("bitwise_not", 1)
-ceil = _function("ceil", 1)
-cos = _function("cos", 1)
-cosh = _function("cosh", 1)
-exp = _function("exp", 1)
-expm1 = _function("expm1", 1)
-floor = _function("floor", 1)
-identity = _function("identity", 1)
-isfinite = _function("isfinite", 1)
-isinf = _function("isinf", 1)
-isnan = _function("isnan", 1)
-log = _function("log", 1)
-log10 = _function("log10", 1)
-log1p = _function("log1p", 1)
-log2 = _function("log2", 1)
-logical_not = _function("logical_not", 1)
-negative = _function("negative", 1)
-reciprocal = _function("reciprocal", 1)
-rint = _function("rint", 1)
-rsqrt = _function("rsqrt", 1)
-sign = _function("sign", 1)
-sin = _function("sin", 1)
-sinh = _function("sinh", 1)
-sqrt = _function("sqrt", 1)
-square = _function("square", 1)
-stop_gradient = _function("stop_gradient", 1)
-tan = _function("tan", 1)
-trunc = _function("trunc", 1)
-
-add = _function("add", 2)
-arctan2 = _function("arctan2", 2)
-bitwise_and = _function("bitwise_and", 2)
-bitwise_or = _function("bitwise_or", 2)
-bitwise_xor = _function("bitwise_xor", 2)
-divide = _function("divide", 2)
-equal = _function("equal", 2)
-floor_divide = _function("floor_divide", 2)
-greater = _function("greater", 2)
-greater_equal = _function("greater_equal", 2)
-hypot = _function("hypot", 2)
-left_shift = _function("left_shift", 2)
-less = _function("less", 2)
-less_equal = _function("less_equal", 2)
-logical_and = _function("logical_and", 2)
-logical_or = _function("logical_or", 2)
-logical_xor = _function("logical_xor", 2)
-maximum = _function("maximum", 2)
-minimum = _function("minimum", 2)
-multiply = _function("multiply", 2)
-not_equal = _function("not_equal", 2)
-power = _function("power", 2)
-remainder = _function("remainder", 2)
-right_shift = _function("right_shift", 2)
-subtract = _function("subtract", 2)
-
 where = _function("where", 3)
 
 
