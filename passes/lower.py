@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from distgraph.ir.collective_registry import Step
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
@@ -21,7 +22,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.cross_mesh import transfer
-from distgraph.passes.redistribution.planner import Price, Step, redistribute, wire_price
+from distgraph.passes.redistribution.planner import Price, redistribute, wire_price
 
 
 def lower(graph: Graph, price: Price = wire_price) -> Graph:

@@ -355,16 +355,3 @@ def shard_states(mesh: ProcessMesh, axis: str) -> StateSpec:
         return DistAttr(state_mesh, ShardSpec(dims), Origin("user", where))
 
     return spec
-
-
-__all__ = [
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "Optimizer",
-    "StateSpec",
-    "clip_by_global_norm",
-    "matrices_only",
-    "shard_states",
-]

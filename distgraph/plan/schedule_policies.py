@@ -36,19 +36,6 @@ from typing import Protocol
 
 from distgraph.errors import GraphError
 
-__all__ = [
-    "GPIPE",
-    "ONE_F_ONE_B",
-    "Action",
-    "SchedulePolicy",
-    "StageTask",
-    "Table",
-    "register_schedule",
-    "schedule_names",
-    "schedule_policy",
-    "searched_schedules",
-]
-
 
 class StageTask(Protocol):
     """What credits depend on: the kind of a task ("forward", "recv", ...) and its stage, 0 for the first."""

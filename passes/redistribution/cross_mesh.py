@@ -41,23 +41,11 @@ from distgraph.passes.redistribution.tiles import (
     busiest,
     crossing_tiles,
     exchange_tiles,
-    link_bytes,
     moved,
     needs,
     renumbered,
     volume,
 )
-
-__all__ = [
-    "Choice",
-    "Tile",
-    "Transfer",
-    "choose",
-    "exchange_tiles",
-    "link_bytes",
-    "transfer",
-    "transfer_cost",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,21 +29,6 @@ from distgraph.passes.redistribution.cost_lower_bound import received
 from distgraph.passes.redistribution.layout_equivalence import Change, representative
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
-__all__ = [
-    "BYTE_PRICES",
-    "Price",
-    "Priced",
-    "Step",
-    "latency_price",
-    "price_bound",
-    "priced",
-    "redistribute",
-    "redistribute_cost",
-    "step_bytes",
-    "step_price",
-    "wire_price",
-]
-
 Price = Callable[[str, float, int, ProcessMesh, tuple[str, ...]], float]
 Cost = tuple[float, float, int]
 

@@ -13,8 +13,6 @@ from distgraph.errors import GraphError
 from distgraph.plan.schedule_policies import Action, SchedulePolicy
 from distgraph.runtime.schedule.task import Task, TaskGraph
 
-__all__ = ["ActionTable"]
-
 _COMPUTE_KINDS = ("forward", "backward")
 
 

@@ -23,21 +23,6 @@ from dataclasses import dataclass, field
 from distgraph.errors import RuntimeFault
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph
 
-__all__ = [
-    "Actor",
-    "BufferFreed",
-    "DataReady",
-    "DeviceFree",
-    "Event",
-    "Finished",
-    "Instruction",
-    "Release",
-    "Request",
-    "Run",
-    "Send",
-    "actors",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DataReady:

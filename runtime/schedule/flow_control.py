@@ -11,8 +11,6 @@ from dataclasses import replace
 from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.task import TaskGraph, barriers, phases
 
-__all__ = ["with_credits"]
-
 
 def with_credits(graph: TaskGraph, policy: str | SchedulePolicy) -> TaskGraph:
     """The graph with the policy's credits as the limit of every edge that has no limit of its own.

@@ -34,8 +34,6 @@ from distgraph.runtime.schedule.simulate import Timeline, simulate, symbols
 from distgraph.runtime.schedule.steady_state import unit_timeline
 from distgraph.runtime.schedule.task import UPDATES, TaskGraph
 
-__all__ = ["Column", "Schedule", "Step", "check", "parse", "schedule"]
-
 _HEADER = re.compile(r"(?P<policy>\S+) n=(?P<columns>\d+) m=(?P<micro>\d+)")
 _LEGEND = re.compile(r"(?P<ranks>\d+(?:,\d+)*):(?P<names>(?: [A-Z][a-z]*=\S+)*)")
 _CELL = re.compile(r"(?P<symbol>[A-Z][a-z]*)(?P<micro>\d+)")

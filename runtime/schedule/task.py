@@ -17,19 +17,6 @@ import networkx as nx
 
 from distgraph.errors import GraphError
 
-__all__ = [
-    "KINDS",
-    "Edge",
-    "Ring",
-    "Task",
-    "TaskGraph",
-    "barriers",
-    "phases",
-    "pipeline",
-    "topological_order",
-    "verify",
-]
-
 KINDS = ("load", "forward", "backward", "send", "recv", "sync", "optimize")
 
 UPDATES = "optimize"

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from distgraph.runtime.schedule.task import Task, TaskGraph
 
-__all__ = ["Interval", "Record", "Timeline", "symbols"]
-
 SAME_TIME = 1e-12  # relative; sums of the same durations in another order differ by a few ulp
 _LETTERS = {
     "load": "L",

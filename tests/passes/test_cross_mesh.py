@@ -15,8 +15,8 @@ from support.redistribution.simulate_steps import check_layout, every_spec, move
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
-from distgraph.passes.redistribution.cross_mesh import link_bytes, transfer, transfer_cost
-from distgraph.passes.redistribution.tiles import Need, assign, exchange_tiles
+from distgraph.passes.redistribution.cross_mesh import transfer, transfer_cost
+from distgraph.passes.redistribution.tiles import Need, assign, exchange_tiles, link_bytes
 
 parse = ShardSpec.parse
 

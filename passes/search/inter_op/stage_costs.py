@@ -32,16 +32,6 @@ from distgraph.errors import GraphError
 from distgraph.passes.search.inter_op.interval_sums import IntervalSums, Numbers, Runs, maxima
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 
-__all__ = [
-    "Config",
-    "IntervalCosts",
-    "ProfileCosts",
-    "RestrictedCosts",
-    "StageCosts",
-    "every_stage",
-    "stage_numbers",
-]
-
 Floats = NDArray[np.float64]
 
 _ROUNDING = 1e-12  # of the memory: differences of prefix sums are not exact

@@ -42,8 +42,6 @@ from distgraph.passes.search.inter_op.stage_dp import Devices, StageAssignment, 
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
 from distgraph.plan.schedule_policies import SchedulePolicy
 
-__all__ = ["Stage", "StageProblem", "Stages", "find_stages"]
-
 Floats = NDArray[np.float64]
 
 _EQUAL = 1e-12  # relative difference below which two times are one

@@ -21,8 +21,6 @@ from itertools import combinations, pairwise
 
 from distgraph.errors import ResourceError
 
-__all__ = ["Pool", "SubMesh", "chains", "place", "pool_sizes", "spanning", "submeshes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pool:

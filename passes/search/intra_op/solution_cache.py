@@ -40,8 +40,6 @@ from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import Entry as FileEntry
 from distgraph.serialization.documents import Record, dumps, parsed, read_json, validate
 
-__all__ = ["Cache", "VARIABLE", "cache_directory", "digest", "solve_cached"]
-
 VARIABLE = "DISTGRAPH_CACHE"
 SOLVER = 2
 """Version of the solver: entries of another one are not found. Raise it where answers get better."""

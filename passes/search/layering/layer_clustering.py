@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Read", "balanced_cuts"]
-
 Floats = npt.NDArray[np.float64]
 Read = tuple[int, tuple[int, ...], float]
 """A value: position of the op that makes it, positions of those that read it (ascending), its bytes."""

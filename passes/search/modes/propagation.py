@@ -42,8 +42,6 @@ from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.strategies import Strategies, local_bytes, strategies_of
 
-__all__ = ["laid_out", "propagate", "spread"]
-
 
 def propagate(
     graph: Graph,

@@ -43,8 +43,6 @@ from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.modes.propagation import laid_out, spread
 
-__all__ = ["Cut", "cut_costs", "prime_factors", "prime_mesh", "recursive"]
-
 ONCE = 0.25
 """Weight of what is summed once a step, beside what is sent for every micro-batch."""
 

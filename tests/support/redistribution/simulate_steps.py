@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from distgraph.ir.collective_registry import Step
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
-from distgraph.passes.redistribution.planner import Step
 from distgraph.passes.redistribution.tiles import Tile, exchange_tiles
 
 Blocks = dict[int, np.ndarray]
