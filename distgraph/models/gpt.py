@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distgraph.errors import GraphError
 from distgraph.models.decoder import Block, CausalAttention, Decoder, FeedForward
-from distgraph.nn import LayerNorm
+from distgraph.nn import LayerNorm, Module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,29 @@ GPT_PRESETS["175B"] = GPTConfig(
 )
 
 
+def feed_forward(c: GPTConfig) -> Module:
+    """The feed-forward part of a block."""
+    return FeedForward(c.hidden, c.mlp_factor * c.hidden, c.dropout, c.dtype)
+
+
+def decoder_parts(c: GPTConfig, mlps: Sequence[Module]) -> dict[str, Any]:
+    """Arguments of `Decoder` for a GPT with these feed-forward parts, one a block."""
+    blocks = [
+        Block(
+            LayerNorm(c.hidden, dtype=c.dtype),
+            CausalAttention(
+                c.hidden, c.heads, packed=c.packed, fused=c.fused, dropout=c.dropout, dtype=c.dtype
+            ),
+            LayerNorm(c.hidden, dtype=c.dtype),
+            mlp,
+        )
+        for mlp in mlps
+    ]
+    sizes = {"vocabulary": c.vocabulary, "width": c.hidden, "positions": c.sequence}
+    head = {"norm": LayerNorm(c.hidden, dtype=c.dtype), "tied": c.tied, "head_bias": c.head_bias}
+    return {"blocks": blocks, **sizes, **head, "dropout": c.dropout, "dtype": c.dtype}
+
+
 class GPT(Decoder):
     """A decoder over tokens.
 
@@ -80,35 +103,11 @@ class GPT(Decoder):
         174604259328
     """
 
-    def __init__(self, config: GPTConfig) -> None:
-        c, self.config = config, config
-        blocks = [
-            Block(
-                LayerNorm(c.hidden, dtype=c.dtype),
-                CausalAttention(
-                    c.hidden, c.heads, packed=c.packed, fused=c.fused, dropout=c.dropout, dtype=c.dtype
-                ),
-                LayerNorm(c.hidden, dtype=c.dtype),
-                FeedForward(c.hidden, c.mlp_factor * c.hidden, c.dropout, c.dtype),
-            )
-            for _ in range(c.layers)
-        ]
-        super().__init__(
-            blocks,
-            LayerNorm(c.hidden, dtype=c.dtype),
-            vocabulary=c.vocabulary,
-            width=c.hidden,
-            positions=c.sequence,
-            tied=c.tied,
-            head_bias=c.head_bias,
-            dropout=c.dropout,
-            dtype=c.dtype,
-        )
+    presets = GPT_PRESETS
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> GPT:
-        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
-        return cls(replace(find(GPT_PRESETS, name, "GPT"), **changes))
+    def __init__(self, config: GPTConfig) -> None:
+        self.config = config
+        super().__init__(**decoder_parts(config, [feed_forward(config) for _ in range(config.layers)]))
 
     @classmethod
     def megatron(cls, hidden: int, layers: int, heads: int, sequence: int = 2048, **changes: Any) -> GPT:
@@ -125,10 +124,3 @@ class GPT(Decoder):
             dtype="f16",
         )
         return cls(replace(config, **changes))
-
-
-def find(presets: dict[str, Any], name: str, family: str) -> Any:
-    """A preset by name. Raises GraphError, with the names of all presets, for an unknown one."""
-    if name not in presets:
-        raise GraphError(f"preset {name!r} of {family} does not exist; there are {', '.join(presets)}")
-    return presets[name]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.models.decoder import Block, CausalAttention, Decoder, FeedForward
-from distgraph.models.gpt import find
+from distgraph.models.decoder import Decoder
+from distgraph.models.gpt import GPTConfig, decoder_parts, feed_forward
 from distgraph.models.megatron_layout import Placed
-from distgraph.nn import LayerNorm, MoE
+from distgraph.nn import MoE
 from distgraph.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(GPTConfig):
     """Shape of a mixture of experts.
 
     Attributes:
@@ -23,28 +23,19 @@ class MoEConfig:
         group: tokens that share the capacity of the experts: some whole sequences, or equal parts of one.
         capacity_factor: an expert takes 2 * factor * group / experts tokens of a group.
         auxiliary: weight of the loss that keeps experts equally busy, a mean over the blocks with some.
-        hidden, layers, heads, vocabulary, sequence, mlp_factor: as in `GPTConfig`.
-        tied, head_bias, packed, fused, dropout, dtype: as in `GPTConfig`.
         expert_bias: whether experts have biases.
+
+    The other fields are those of `GPTConfig`.
     """
 
-    hidden: int
-    layers: int
     experts: int
     heads: int = 16
     vocabulary: int = 32000
-    sequence: int = 1024
     mlp_factor: int = 8
     group: int = 2048
     capacity_factor: float = 1.0
     auxiliary: float = 0.01
     expert_bias: bool = False
-    tied: bool = False
-    head_bias: bool = False
-    packed: bool = False
-    fused: bool = True
-    dropout: float = 0.0
-    dtype: str = "f32"
 
 
 _ALPA: dict[str, Any] = {
@@ -117,33 +108,14 @@ class GShardMoE(Decoder):
         (8, 768, 6144)
     """
 
-    def __init__(self, config: MoEConfig) -> None:
-        c, self.config = config, config
-        super().__init__(
-            [self._block(c, number) for number in range(c.layers)],
-            LayerNorm(c.hidden, dtype=c.dtype),
-            vocabulary=c.vocabulary,
-            width=c.hidden,
-            positions=c.sequence,
-            tied=c.tied,
-            head_bias=c.head_bias,
-            dropout=c.dropout,
-            dtype=c.dtype,
-        )
+    presets = MOE_PRESETS
 
-    @staticmethod
-    def _block(c: MoEConfig, number: int) -> Block:
-        dense = not number % 2
-        return Block(
-            LayerNorm(c.hidden, dtype=c.dtype),
-            CausalAttention(
-                c.hidden, c.heads, packed=c.packed, fused=c.fused, dropout=c.dropout, dtype=c.dtype
-            ),
-            LayerNorm(c.hidden, dtype=c.dtype),
-            FeedForward(c.hidden, c.mlp_factor * c.hidden, c.dropout, c.dtype)
-            if dense
-            else GroupedExperts(c),
-        )
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+        mlps = [
+            GroupedExperts(config) if number % 2 else feed_forward(config) for number in range(config.layers)
+        ]
+        super().__init__(**decoder_parts(config, mlps))
 
     def loss(self, logits: Any, labels: Any) -> Tensor:
         """Cross-entropy as in `Decoder`, plus the weighted auxiliary losses of the latest call."""
@@ -152,8 +124,3 @@ class GShardMoE(Decoder):
         for auxiliary_loss in auxiliary_losses:
             total = total + auxiliary_loss * (self.config.auxiliary / len(auxiliary_losses))
         return total
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> GShardMoE:
-        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
-        return cls(replace(find(MOE_PRESETS, name, "GShardMoE"), **changes))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distgraph import ops
 from distgraph.models.decoder import NORMAL, Block, CausalAttention, Decoder
-from distgraph.models.gpt import find
 from distgraph.models.megatron_layout import Placed
 from distgraph.nn import Linear, RMSNorm
 from distgraph.tracing.tensor import Tensor
@@ -73,6 +72,8 @@ class Llama(Decoder):
         8030261248
     """
 
+    presets = LLAMA_PRESETS
+
     def __init__(self, config: LlamaConfig) -> None:
         c, self.config = config, config
         blocks = [
@@ -103,8 +104,3 @@ class Llama(Decoder):
             dropout=c.dropout,
             dtype=c.dtype,
         )
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Llama:
-        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
-        return cls(replace(find(LLAMA_PRESETS, name, "Llama"), **changes))

@@ -10,11 +10,11 @@ the sequence (Korthikanti et al., 2022, section 4.2.2). Experts are split over t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
-from distgraph.errors import ShardingError
+from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.nn import Module, Parameter
 from distgraph.tracing.annotations import on, reshard, shard_tensor
@@ -125,12 +125,23 @@ class Stack(Placed):
         layout, end: layouts of the first and of the last stage.
         recompute: whether each block is recomputed in the backward part.
         tail: names of the attributes that belong to the last stage; other parameters belong to the first.
+        presets: configs of published models by name.
     """
 
     blocks: Sequence[Placed]
     end: Layout = SERIAL
     recompute: bool = False
     tail: tuple[str, ...] = ()
+    presets: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
+        if name not in cls.presets:
+            known = ", ".join(cls.presets)
+            raise GraphError(f"preset {name!r} of {cls.__name__} does not exist; there are {known}")
+        build: Callable[[Any], Self] = cls
+        return build(replace(cls.presets[name], **changes))
 
     def through(self, x: Any) -> Any:
         """`x` after all blocks, each computed on its mesh."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.models.gpt import find
 from distgraph.models.megatron_layout import Placed, Stack
 from distgraph.nn import BatchNorm2d, Conv2d, Linear, MaxPool2d
 from distgraph.tracing.annotations import on
@@ -95,6 +94,7 @@ class WideResNet(Stack):
     """
 
     tail = ("head",)
+    presets = WIDE_RESNET_PRESETS
 
     def __init__(self, config: WideResNetConfig) -> None:
         c, self.config = config, config
@@ -131,8 +131,3 @@ class WideResNet(Stack):
         """Mean cross-entropy of the logits [n, classes] and labels [n]."""
         with on(self.end.mesh):
             return ops.mean(ops.cross_entropy(logits, self.end.batch(labels)))
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> WideResNet:
-        """A published model, some fields of its config changed. Raises GraphError for an unknown name."""
-        return cls(replace(find(WIDE_RESNET_PRESETS, name, "WideResNet"), **changes))
