@@ -206,7 +206,7 @@ def layouts(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     """The layouts of everything on one mesh of 8 x 8."""
     from distgraph.ir.mesh import ProcessMesh
     from distgraph.models import Llama
-    from distgraph.passes.search.intra_op.cost_model import Prices
+    from distgraph.passes.search.intra_op.cost_model import CostModel
     from distgraph.passes.search.intra_op.formulate import formulate
     from distgraph.passes.search.intra_op.solution_cache import solve_cached
     from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
@@ -221,7 +221,7 @@ def layouts(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     devices = tuple(range(case.devices))
     rows = layering(graph, cluster_layers(graph))
     lines.append(f"{time.process_time() - cpu:8.1f} CPU s  layers")
-    found = formulate(graph, ProcessMesh.grid(dp=8, tp=8), Prices(cluster, devices), rows)
+    found = formulate(graph, ProcessMesh.grid(dp=8, tp=8), CostModel(cluster, devices), rows)
     lines.append(f"{time.process_time() - cpu:8.1f} CPU s  problem of {len(found.problem.costs)} nodes")
     solution = solve_cached(found.problem, seconds=limit, gap=1e-3)
     found.decode(solution.choice)

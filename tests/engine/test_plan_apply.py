@@ -28,7 +28,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.complete import complete
 from distgraph.passes.search.intra_op.apply_layouts import assign
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.formulate import formulate
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.solver import solve
@@ -158,7 +158,7 @@ def test_a_searched_program_is_made_from_its_plan(sizes: dict[str, int]) -> None
     found = layering(serial, cluster_layers(serial))
     first = ProcessMesh.grid(**sizes)
     meshes = (first, ProcessMesh.grid(first.size, **sizes))
-    formulation = formulate(serial, first, Prices(machines(8)), found)
+    formulation = formulate(serial, first, CostModel(machines(8)), found)
     choice = solve(formulation.problem, seconds=1.0, gap=0.01).choice
     assert choice is not None
     half = len(found.layers) // 2

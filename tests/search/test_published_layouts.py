@@ -79,7 +79,7 @@ def test_algorithms_of_a_batched_product(n0: int, n1: int) -> None:
         ("RRR", "RRS01", "RS01R", ("x", "y"), all_reduce(size, n0 * n1)),
     ]
     strategies = strategies_of(op, mesh)
-    known = set(zip(strategies.made[0], *strategies.needed, strict=True))
+    known = set(zip(strategies.result_specs[0], *strategies.operand_specs, strict=True))
     for result, left, right, summed, expected in published:
         made = ShardSpec(spec(result).dims, tuple((axis, "sum") for axis in summed))
         assert (made, spec(left), spec(right)) in known, f"{result} = {left} {right}"

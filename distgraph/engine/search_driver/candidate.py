@@ -213,7 +213,7 @@ def build_program(
     placements: Mapping[str, ProcessMesh] | None = None,
 ) -> BuiltCandidate:
     """Build and forecast a completed graph."""
-    price = layout_costs.prices(devices).price
+    price = layout_costs.cost_model(devices).price
     passes = strategy_pipeline(layout_costs.training.recipe.strategy)
     micro_batches = completed.micro_batches
     built = build(completed, micro_batches=micro_batches, policy=schedule, price=price, passes=passes)

@@ -113,8 +113,8 @@ def formulate_on_mesh(layout_costs: LayoutCosts, layered: LayeredGraph, mesh: Pr
     """The problem of laying everything out on one mesh; annotations on others do not count."""
     graph = layered.graph
     on_mesh = {name: attr for name, attr in graph.attrs.items() if attr.mesh == mesh}
-    prices = layout_costs.prices(tuple(range(len(layout_costs.cluster.devices))))
-    return formulate(replace(graph, attrs=on_mesh), mesh, prices, layered.layering)
+    cost_model = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices))))
+    return formulate(replace(graph, attrs=on_mesh), mesh, cost_model, layered.layering)
 
 
 def with_recomputation(
@@ -142,7 +142,7 @@ def _solved(
     solution = solve_problem(formulation.problem)
     if memory_share:
         memory = min(layout_costs.cluster.devices[rank].memory for rank in mesh.members)
-        formulation = formulation.priced(memory_multiplier=memory_share * solution.objective / memory)
+        formulation = formulation.with_memory(memory_multiplier=memory_share * solution.objective / memory)
         solution = solve_problem(formulation.problem)
     if solution.choice is None:
         raise ShardingError(
@@ -159,7 +159,7 @@ def double_recursion(
     layered = layout_costs.layered_graph(micro_batches)
     count = len(layout_costs.cluster.devices)
     meshes = annotated_meshes(layered.graph, layout_costs.cluster) or (ProcessMesh.grid(dp=count),)
-    price = layout_costs.prices(tuple(range(count))).price
+    price = layout_costs.cost_model(tuple(range(count))).price
     mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "double recursion")
@@ -179,7 +179,7 @@ def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> Built
             f"sharding_propagation; annotate with dg.shard_tensor, or search in mode auto"
         )
     mesh = _only(meshes, "sharding_propagation")
-    price = layout_costs.prices(tuple(range(len(layout_costs.cluster.devices)))).price
+    price = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices)))).price
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     layouts = propagate(layered.graph, mesh, price)
     return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "sharding propagation")

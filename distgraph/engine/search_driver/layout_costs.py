@@ -33,10 +33,10 @@ from distgraph.errors import InfeasibleError
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.formulate import Formulation, Profile, formulate
 from distgraph.passes.search.intra_op.solution_cache import solve_cached
-from distgraph.passes.search.intra_op.warm_start import Ints, transferred, twins
+from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops, transfer_choice
 from distgraph.passes.search.layering.layer_folding import Fold, fold
 from distgraph.passes.search.layering.layer_sequence import Layer, Layering, cluster_layers, layering
 from distgraph.passes.search.solver.problem import Problem, Solution
@@ -191,7 +191,7 @@ class LayoutCosts:
     processes: int = 1
     _firsts: list[str] | None = None
     _traces: dict[tuple[int, tuple[int, ...]], LayeredGraph] = field(default_factory=dict)
-    _prices: dict[tuple[int, ...], Prices] = field(default_factory=dict)
+    _cost_models: dict[tuple[int, ...], CostModel] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
     _corresponding_ops: dict[object, Ints | None] = field(default_factory=dict)
     _solutions: Solutions = field(default_factory=lambda: Solutions({}, {}, {}))
@@ -252,11 +252,11 @@ class LayoutCosts:
         """Costs of single messages between any devices."""
         return shared_cost(self.cluster)
 
-    def prices(self, devices: tuple[int, ...]) -> Prices:
+    def cost_model(self, devices: tuple[int, ...]) -> CostModel:
         """Costs of layouts for ranks on some devices."""
-        if devices not in self._prices:
-            self._prices[devices] = Prices(self.cluster, devices)
-        return self._prices[devices]
+        if devices not in self._cost_models:
+            self._cost_models[devices] = CostModel(self.cluster, devices)
+        return self._cost_models[devices]
 
     def reference_devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
         """The devices that a stage of this size would have, were it alone: costs are solved for those."""
@@ -278,7 +278,7 @@ class LayoutCosts:
         key = layered.graph.micro_batches, layered.recompute, devices, shape
         if key not in self._formulations:
             self._formulations[key] = formulate(
-                layered.graph, shape.mesh(), self.prices(devices), layered.layering, folded=layered.fold
+                layered.graph, shape.mesh(), self.cost_model(devices), layered.layering, folded=layered.fold
             )
         return self._formulations[key]
 
@@ -296,7 +296,7 @@ class LayoutCosts:
             InfeasibleError: none was found, as after Ctrl-C.
         """
         key = layered.graph.micro_batches, layered.recompute, devices, shape, multiplier, restriction
-        formulation = self.formulation(layered, devices, shape).priced(
+        formulation = self.formulation(layered, devices, shape).with_memory(
             memory_multiplier=multiplier, live_micro_batches=1
         )
         if key not in self._solutions.choices:
@@ -339,7 +339,7 @@ class LayoutCosts:
             target = self.formulation(layered, devices, shape)
             again = self.carried_over(source, choice, target, layered, plain)
             if again is not None:
-                return target.priced(memory_multiplier=multiplier, live_micro_batches=1), again
+                return target.with_memory(memory_multiplier=multiplier, live_micro_batches=1), again
         formulation, choice, _ = self.solve(layered, devices, shape, multiplier, restriction)
         return formulation, choice
 
@@ -488,6 +488,6 @@ class LayoutCosts:
         """A choice for the source, of `other`, as one for the target; None where their options differ."""
         key = layered, other
         if key not in self._corresponding_ops:
-            self._corresponding_ops[key] = twins(layered.fold, other.fold)
-        twin = self._corresponding_ops[key]
-        return None if twin is None else transferred(source, choice, target, twin)
+            self._corresponding_ops[key] = corresponding_ops(layered.fold, other.fold)
+        corresponding = self._corresponding_ops[key]
+        return None if corresponding is None else transfer_choice(source, choice, target, corresponding)

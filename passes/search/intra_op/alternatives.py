@@ -1,7 +1,7 @@
-"""What one decision costs, and what else could have been decided.
+"""The alternatives of one decision: what the chosen option costs, and how much more every other would cost.
 
-*In:* a problem, a choice, one node. *Out:* `Decision`: the terms of what was chosen, and of every other
-option how much more a step would cost. *Invariant:* every figure is the objective of a choice that exists.
+*In:* a problem, a choice, one node. *Out:* `Decision`: the cost terms of the chosen option, and for every
+option the increase of the objective. *Invariant:* every figure is a difference of objectives of two choices.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Decision:
         compute: seconds of its ops.
         communication: seconds of the changes of layout to and from its neighbours, and of its own copies.
         neighbours: label -> seconds of the changes of layout between the two, where there are any.
-        nbytes: bytes that it holds for the whole step.
-        fixed: of every option, objective minus that of the choice when nothing else changes.
-        followed: the same when the neighbours then take their best options, one after the other.
+        nbytes: bytes that it occupies for the whole step.
+        fixed: for every option, the increase of the objective if no other node changes.
+        followed: for every option, the increase of the objective if the neighbours then take their best
+            options, one after the other.
     """
 
     label: str
@@ -51,7 +52,7 @@ class Decision:
 
 
 class Neighbourhoods:
-    """Edges of a problem by node; makes the figures of `Decision`."""
+    """The edges of a problem by node; computes the figures of `Decision`."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -67,21 +68,24 @@ class Neighbourhoods:
         return change
 
     def followed(self, choice: Sequence[int], node: int) -> Floats:
-        """The same when its neighbours then take their best options, one after the other."""
+        """Change of the objective [options] when the neighbours then take their best options in turn."""
         change = self.fixed(choice, node)
         options = np.arange(len(change))
-        taken: dict[int, NDArray[np.intp]] = {node: options}
-        for other in dict.fromkeys(at for at, _ in self.edges[node]):
+        changed: dict[int, NDArray[np.intp]] = {node: options}  # node -> its option under each option of node
+        for other in dict.fromkeys(neighbour for neighbour, _ in self.edges[node]):
             total = np.tile(self.problem.costs[other], (len(options), 1))
-            for at, costs in self.edges[other]:
-                total += costs[:, taken[at]].T if at in taken else costs[:, choice[at]]
-            taken[other] = total.argmin(axis=1)
+            for neighbour, costs in self.edges[other]:
+                if neighbour in changed:
+                    total += costs[:, changed[neighbour]].T
+                else:
+                    total += costs[:, choice[neighbour]]
+            changed[other] = total.argmin(axis=1)
             change = change + total.min(axis=1) - total[:, choice[other]]
         change[choice[node]] = 0.0
         return change
 
     def _cost(self, choice: Sequence[int], node: int) -> Floats:
-        """What the objective has of a node [options] while its neighbours stay."""
+        """The terms of the objective that depend on a node [options], with its neighbours as chosen."""
         total = self.problem.costs[node].copy()
         for other, costs in self.edges[node]:
             total += costs[:, choice[other]]

@@ -1,4 +1,4 @@
-"""What a choice means: a layout for every op and value, and what that costs by layer."""
+"""The result of a choice: `Layouts` of every op and value, and a `Profile` of their costs by layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Layouts:
-    """How everything lies on one mesh.
+    """The layouts of all ops and values on one mesh.
 
     Attributes:
         ops: op name -> how it is computed; sources too.
@@ -29,17 +29,17 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of one choice by layer, so that those of a run of layers are differences of prefix sums.
+    """Costs of one choice by layer; the cost of consecutive layers is a difference of prefix sums.
 
-    Every array is [layers + 1]; the last entry, number -1, is what belongs to no layer.
+    Every array is [layers + 1]; the last entry, index -1, holds what belongs to no layer.
 
     Attributes:
         forward, backward: seconds of one micro-batch, changes of layout inside the layer included.
-        step: seconds of what is done once a step: gradient synchronisation, optimiser, loading.
+        step: seconds of what runs once a step: gradient synchronisation, optimiser, loading.
         border: seconds per micro-batch of changes of layout between the layer and later ones, both ways.
         fixed: bytes held for the whole step: parameters, gradients, states, constants, inputs of one step.
-        activations: bytes kept from the forward for the backward part, for one micro-batch in flight.
-        temporary: bytes of the largest scratch memory at any one time.
+        activations: bytes that the forward part stores for the backward part, for one micro-batch in flight.
+        temporary: peak bytes of scratch memory.
     """
 
     forward: Floats
@@ -51,11 +51,11 @@ class Profile:
     temporary: Floats
 
     def seconds(self, micro_batches: int) -> float:
-        """Of a step, were all layers on one mesh and nothing overlapped."""
+        """Seconds of a step if all layers ran on one mesh and nothing overlapped."""
         per_micro = float((self.forward + self.backward + self.border).sum())
         return micro_batches * per_micro + float(self.step.sum())
 
     def nbytes(self, live_micro_batches: int) -> float:
-        """Bytes at the peak, were all layers on one mesh."""
-        held = float(self.fixed.sum()) + live_micro_batches * float(self.activations.sum())
-        return held + float(self.temporary.max(initial=0.0))
+        """Peak bytes if all layers ran on one mesh."""
+        persistent = float(self.fixed.sum()) + live_micro_batches * float(self.activations.sum())
+        return persistent + float(self.temporary.max(initial=0.0))

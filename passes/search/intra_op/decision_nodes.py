@@ -1,21 +1,22 @@
-"""What is decided: how every op is computed, and how values are stored that several ops share.
+"""Decision nodes: how every op is computed, and how every value is stored that several ops share.
 
 *In:* a `Fold` and a mesh. *Out:* a `Node` for every folded op that computes, and one for every folded value
-that is stored apart from how it is made and read. *Invariant:* under the options of all nodes together,
-everything that `reshard` would do is determined.
+whose storage layout is a decision of its own. *Invariant:* an option for every node determines everything
+that `reshard` inserts.
 
-A value is made in layout P, stored in S, and read in layouts R1, R2, ...; `reshard` moves it P -> S once, and
-S -> R once for every different R. So a value that one op reads is an edge between two ops; one with several
-readers, one that is kept, pinned or comes from outside has a node of its own, with
+An op produces a value in layout P, the value is stored in layout S, and ops read it in layouts R1, R2, ...;
+`reshard` moves it P -> S once, and S -> R once for every different R. A value with one reader is therefore an
+edge between two ops. A value has a node of its own if it has several readers, lives longer than its task, is
+annotated or is a source. Its options are
 
-    options  S           of all layouts in which it is made or read, or those of its annotation
-             S and C     stored in S, with one copy in C that several readers share
+    S           every layout in which the value is produced or read, or the annotated one
+    S and C     stored in S, with one copy in C that several readers share
 
-Copies are offered where they can pay: of parameters, coarser than S (stored in parts, gathered once for all
-readers, as in ZeRO-3); of what is pinned, any; of what three ops or more read, those that neither contain S
-nor are contained in it. All other copies are dominated: what is gained by S and C together with C containing
-S, is gained by storing C. Readers that share a second copy are charged for each; `Formulation.profile`
-charges once.
+Copies are options only where they can lower the cost. A parameter may have a copy that is coarser than S: it
+is stored in parts and gathered once for all readers, as in ZeRO-3. An annotated value may have any copy. A
+value with three or more readers may have a copy that neither contains S nor is contained in it. All other
+copies are dominated: if C contains S, then storing C alone costs no more than S and C together. Readers that
+share a second copy are charged for each; `Formulation.profile` charges once.
 """
 
 from __future__ import annotations
@@ -34,30 +35,35 @@ from distgraph.passes.search.layering.layer_folding import Fold, FoldedValue
 from distgraph.passes.search.layering.liveness import Lifetimes
 
 Stored = tuple[ShardSpec, ShardSpec | None]
-_MOST_OPTIONS = 64  # of a value, copies included; beyond, only copies of parameters and pinned values
+_MOST_OPTIONS = 64  # of a value, copies included; beyond, only parameters and annotated values have copies
 
 
 @dataclass(frozen=True, eq=False)
 class OpNode:
-    """How a folded op is computed."""
+    """The decision how a folded op is computed; `number` is its index in `Fold.ops`."""
 
     number: int
     strategies: Strategies
 
     def texts(self, mesh: ProcessMesh) -> tuple[str, ...]:
-        """Every option for people."""
+        """Every option as text."""
         return tuple(map(str, self.strategies.layouts(mesh)))
 
 
 @dataclass(frozen=True, eq=False)
 class ValueNode:
-    """How a folded value is stored: (layout, layout of a shared copy or None) for every option."""
+    """The decision how a folded value is stored.
+
+    Attributes:
+        number: index of the value in `Fold.values`.
+        options: (layout, layout of a shared copy or None) of every option.
+    """
 
     number: int
     options: tuple[Stored, ...]
 
     def texts(self) -> tuple[str, ...]:
-        """Every option for people."""
+        """Every option as text."""
         return tuple(str(spec) if copy is None else f"{spec} and {copy}" for spec, copy in self.options)
 
 
@@ -70,8 +76,8 @@ class Nodes:
 
     Attributes:
         all: the nodes.
-        of_op, of_value: folded op or value -> its node; those without one are missing.
-        pinned: folded value -> its annotation on this mesh.
+        of_op, of_value: index of a folded op or value -> index of its node; absent where it has none.
+        pinned: index of a folded value -> its annotation on this mesh.
     """
 
     all: tuple[Node, ...]
@@ -84,26 +90,26 @@ def nodes_of(fold: Fold, mesh: ProcessMesh, lifetimes: Lifetimes) -> Nodes:
     """Nodes of ops and values on a mesh.
 
     Raises:
-        ShardingError: annotations that do not fit the mesh or each other.
+        ShardingError: annotations do not fit the mesh, or contradict each other.
     """
-    pinned = _pins(fold, mesh)
-    found: list[Node] = []
+    pinned = _annotations(fold, mesh)
+    nodes: list[Node] = []
     of_op: dict[int, int] = {}
     of_value: dict[int, int] = {}
     for number, op in enumerate(fold.ops):
         if op.op.kind not in SOURCES:
-            of_op[number] = len(found)
+            of_op[number] = len(nodes)
             attr = pinned.get(op.results[0])
-            found.append(OpNode(number, _strategies(op.op, mesh, attr)))
+            nodes.append(OpNode(number, _strategies(op.op, mesh, attr)))
     for number, value in enumerate(fold.values):
         if _has_node(fold, number, value, lifetimes, pinned):
-            of_value[number] = len(found)
-            found.append(ValueNode(number, _options(fold, number, mesh, found, of_op, pinned)))
-    return Nodes(tuple(found), of_op, of_value, pinned)
+            of_value[number] = len(nodes)
+            nodes.append(ValueNode(number, _options(fold, number, mesh, nodes, of_op, pinned)))
+    return Nodes(tuple(nodes), of_op, of_value, pinned)
 
 
 def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None) -> Strategies:
-    """Those of the rule; of a change of layout that the user wrote, just that."""
+    """The strategies that the op's rule allows; a `reshard` that the user wrote has one strategy."""
     if op.kind != "reshard" or attr is None:
         return strategies_of(op, mesh)
     spec = without_unit_axes(attr.spec, mesh)
@@ -114,9 +120,9 @@ def _strategies(op: Op, mesh: ProcessMesh, attr: DistAttr | None) -> Strategies:
     return Strategies(((axes, ()),), ((spec,),), ((spec,),))
 
 
-def _pins(fold: Fold, mesh: ProcessMesh) -> dict[int, DistAttr]:
-    """Annotations by folded value. Raises ShardingError where they contradict the mesh or each other."""
-    found: dict[int, DistAttr] = {}
+def _annotations(fold: Fold, mesh: ProcessMesh) -> dict[int, DistAttr]:
+    """Annotations by folded value. Raises ShardingError if they contradict the mesh or each other."""
+    annotations: dict[int, DistAttr] = {}
     sizes: dict[str, tuple[int, str]] = {}
     for number, value in enumerate(fold.values):
         attr = value.pinned
@@ -124,33 +130,34 @@ def _pins(fold: Fold, mesh: ProcessMesh) -> dict[int, DistAttr]:
             continue
         spec = without_unit_axes(attr.spec, attr.mesh)
         for axis in spec.axes:
-            size, here = attr.mesh.axis_size(axis), f"%{value.value.name} ({attr.origin.where})"
-            known, there = sizes.setdefault(axis, (size, here))
-            if known != size:
+            size, place = attr.mesh.axis_size(axis), f"%{value.value.name} ({attr.origin.where})"
+            other_size, other_place = sizes.setdefault(axis, (size, place))
+            if other_size != size:
                 raise ShardingError(
-                    f"{here}: splits over {axis}={size} but {there} over {axis}={known}; annotations of ops "
-                    f"that run on one mesh need one size of every axis"
+                    f"{place}: splits over {axis}={size} but {other_place} over {axis}={other_size}; "
+                    f"annotations of ops that run on one mesh need one size of every axis"
                 )
             if mesh.sizes.get(axis) != size:
                 raise ShardingError(
-                    f"{here}: splits over {axis}={size} but is to be laid out on {mesh}; search a mesh with "
+                    f"{place}: splits over {axis}={size} but is to be laid out on {mesh}; search a mesh with "
                     f"{axis}={size} or take the annotation out"
                 )
-        found[number] = DistAttr(mesh, spec, attr.origin)
-    return found
+        annotations[number] = DistAttr(mesh, spec, attr.origin)
+    return annotations
 
 
 def _has_node(
     fold: Fold, number: int, value: FoldedValue, lifetimes: Lifetimes, pinned: dict[int, DistAttr]
 ) -> bool:
-    made = fold.ops[value.producer]
-    if made.op.kind in SOURCES:
+    """Whether the storage layout of a value is a decision of its own."""
+    producer = fold.ops[value.producer]
+    if producer.op.kind in SOURCES:
         return value.value.shape != ()
     if number in pinned or value.leaves or len(value.readers) > 1:
         return True
     if value.replaces >= 0:
         return bool(value.readers)
-    return lifetimes.of[number].kind in ("held", "fixed") and made.op.kind != "accumulate"
+    return lifetimes.of[number].kind in ("activation", "fixed") and producer.op.kind != "accumulate"
 
 
 def _options(
@@ -161,55 +168,60 @@ def _options(
     of_op: dict[int, int],
     pinned: dict[int, DistAttr],
 ) -> tuple[Stored, ...]:
+    """The options of a value's storage: see the module docstring."""
     value = fold.values[number]
     op = fold.ops[value.producer].op
     source = op.kind in SOURCES
-    made = strategies_of(op, mesh).made[0] if source else _of(nodes, of_op, value.producer).made[value.result]
-    wanted: dict[ShardSpec, set[int]] = {}
+    if source:
+        produced = strategies_of(op, mesh).result_specs[0]
+    else:
+        produced = _strategies_of_node(nodes, of_op, value.producer).result_specs[value.result]
+    readers_of: dict[ShardSpec, set[int]] = {}  # layout -> folded ops that may read the value in it
     for reader, positions in value.counts:
-        strategies = _of(nodes, of_op, reader)
-        for spec in dict.fromkeys(spec for position in positions for spec in strategies.needed[position]):
-            wanted.setdefault(spec, set()).add(reader)
+        specs = _strategies_of_node(nodes, of_op, reader).operand_specs
+        for spec in dict.fromkeys(spec for position in positions for spec in specs[position]):
+            readers_of.setdefault(spec, set()).add(reader)
     single: list[ShardSpec]
     if number in pinned:
         single = [pinned[number].spec]
     elif source:
-        single = list(made)
+        single = list(produced)
     else:
-        final = value.leaves or value.replaces >= 0
-        whole = [spec.without_partial() for spec in made]
+        never_partial = value.leaves or value.replaces >= 0
+        reduced = [spec.without_partial() for spec in produced]
         single = [
             spec
-            for spec in dict.fromkeys((*made, *whole, *wanted))
-            if not spec.partial or (spec in wanted and not final)
+            for spec in dict.fromkeys((*produced, *reduced, *readers_of))
+            if not spec.partial or (spec in readers_of and not never_partial)
         ]
-    several = [spec for spec, readers in wanted.items() if len(readers) > 1 and not spec.partial]
-    copied = _copies(single, several, number in pinned, op.kind == "param", len(value.readers))
+    shared = [spec for spec, readers in readers_of.items() if len(readers) > 1 and not spec.partial]
+    copied = _with_copies(single, shared, number in pinned, op.kind == "param", len(value.readers))
     return (*((spec, None) for spec in single), *copied)
 
 
-def _of(nodes: list[Node], of_op: dict[int, int], op: int) -> Strategies:
+def _strategies_of_node(nodes: list[Node], of_op: dict[int, int], op: int) -> Strategies:
     node = nodes[of_op[op]]
     assert isinstance(node, OpNode)
     return node.strategies
 
 
-def _copies(
-    single: list[ShardSpec], several: list[ShardSpec], pinned: bool, parameter: bool, readers: int
+def _with_copies(
+    single: list[ShardSpec], shared: list[ShardSpec], pinned: bool, parameter: bool, readers: int
 ) -> list[Stored]:
+    """The options with a copy, by the kind of the value; `shared` are layouts that several ops may read."""
     if pinned:
-        return [(spec, copy) for spec in single for copy in several if copy != spec]
+        return [(spec, copy) for spec in single for copy in shared if copy != spec]
     if parameter:
-        return [(spec, copy) for spec in single for copy in several if copy != spec and contains(copy, spec)]
+        return [(spec, copy) for spec in single for copy in shared if copy != spec and contains(copy, spec)]
     if readers < 3:
         return []
-    found = [
+    pairs: list[Stored] = [
         (spec, copy)
         for spec in single
-        for copy in several
+        for copy in shared
         if not spec.partial and not contains(copy, spec) and not contains(spec, copy)
     ]
-    return list(found) if len(single) + len(found) <= _MOST_OPTIONS else []
+    return pairs if len(single) + len(pairs) <= _MOST_OPTIONS else []
 
 
 @lru_cache(maxsize=1 << 16)

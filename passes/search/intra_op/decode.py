@@ -1,7 +1,7 @@
-"""From a choice to layouts of every op and value, and back.
+"""Conversion between a choice (an option for every node) and the layouts of every op and value.
 
-*In:* a folded graph, its nodes, an option for each. *Out:* `Layouts` of the whole graph. *Invariant:* members
-of a folded op are computed alike, so that equal layers have equal layouts.
+*In:* a folded graph, its nodes, an option for each. *Out:* `Layouts` of the whole graph. *Invariant:* all
+members of a folded op have the same layout, so that equal layers have equal layouts.
 """
 
 from __future__ import annotations
@@ -18,93 +18,95 @@ from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.decision_nodes import Nodes, OpNode, ValueNode
 from distgraph.passes.search.layering.layer_folding import Fold, FoldedValue
 
-_FOUND = Origin("search", "least time of a step")
+_ORIGIN = Origin("search", "least time of a step")
 
 
-class Reading:
-    """How values lie under one choice: made, stored, read."""
+class ValueSpecs:
+    """The layouts in which values are produced, stored and read under one choice."""
 
     def __init__(self, fold: Fold, nodes: Nodes, choice: Sequence[int]) -> None:
         self.fold, self.nodes, self.choice = fold, nodes, choice
 
-    def made(self, value: FoldedValue) -> ShardSpec | None:
-        """Layout in which a value is made; None of what comes from outside."""
-        node = self.nodes.of_op.get(value.producer)
-        if node is None:
+    def produced(self, value: FoldedValue) -> ShardSpec | None:
+        """The layout in which its op produces a value; None for a source."""
+        index = self.nodes.of_op.get(value.producer)
+        if index is None:
             return None
-        found = self.nodes.all[node]
-        assert isinstance(found, OpNode)
-        return found.strategies.made[value.result][self.choice[node]]
+        node = self.nodes.all[index]
+        assert isinstance(node, OpNode)
+        return node.strategies.result_specs[value.result][self.choice[index]]
 
-    def needed(self, op: int, position: int) -> ShardSpec:
-        """Layout in which a folded op reads an operand."""
-        node = self.nodes.of_op[op]
-        found = self.nodes.all[node]
-        assert isinstance(found, OpNode)
-        return found.strategies.needed[position][self.choice[node]]
+    def read(self, op: int, position: int) -> ShardSpec:
+        """The layout in which a folded op reads an operand."""
+        index = self.nodes.of_op[op]
+        node = self.nodes.all[index]
+        assert isinstance(node, OpNode)
+        return node.strategies.operand_specs[position][self.choice[index]]
 
     def stored(self, number: int) -> ShardSpec:
-        """Layout in which a folded value is stored.
+        """The layout in which a folded value is stored.
 
-        One that a single op reads lies as it is read, so that what has to be sent leaves early; the new value
-        of a parameter lies as the parameter.
+        A value with one reader is stored in the layout in which it is read, so that its collective starts
+        early. The new value of a parameter is stored in the layout of the parameter.
         """
-        node = self.nodes.of_value.get(number)
+        index = self.nodes.of_value.get(number)
         value = self.fold.values[number]
-        if node is not None:
-            found = self.nodes.all[node]
-            assert isinstance(found, ValueNode)
-            return found.options[self.choice[node]][0]
+        if index is not None:
+            node = self.nodes.all[index]
+            assert isinstance(node, ValueNode)
+            return node.options[self.choice[index]][0]
         if value.replaces >= 0:
             return self.stored(value.replaces)
-        made = self.made(value)
-        if made is None:
+        produced = self.produced(value)
+        if produced is None:
             return ShardSpec.replicated(len(value.value.shape))
-        needed = {self.needed(op, position) for op, positions in value.counts for position in positions}
-        return needed.pop() if len(needed) == 1 else made
+        specs = {self.read(op, position) for op, positions in value.counts for position in positions}
+        return specs.pop() if len(specs) == 1 else produced
 
 
-def decoded(fold: Fold, nodes: Nodes, mesh: ProcessMesh, choice: Sequence[int]) -> Layouts:
+def decode_choice(fold: Fold, nodes: Nodes, mesh: ProcessMesh, choice: Sequence[int]) -> Layouts:
     """Layouts of every op and value under a choice."""
-    reading = Reading(fold, nodes, choice)
+    specs = ValueSpecs(fold, nodes, choice)
     values: dict[str, DistAttr] = {}
     for number, value in enumerate(fold.values):
-        attr = nodes.pinned.get(number, DistAttr(mesh, reading.stored(number), _FOUND))
+        attr = nodes.pinned.get(number, DistAttr(mesh, specs.stored(number), _ORIGIN))
         values.update(dict.fromkeys(value.members, attr))
     ops: dict[str, OpLayout] = {}
     for number, op in enumerate(fold.ops):
-        node = nodes.of_op.get(number)
-        if node is None or op.op.kind == "reshard":
+        index = nodes.of_op.get(number)
+        if index is None or op.op.kind == "reshard":
             layout = follow(op.op, values[op.op.name])
         else:
-            found = nodes.all[node]
-            assert isinstance(found, OpNode)
-            layout = found.strategies.layout(mesh, choice[node])
+            node = nodes.all[index]
+            assert isinstance(node, OpNode)
+            layout = node.strategies.layout(mesh, choice[index])
         ops.update(dict.fromkeys(op.members, layout))
     return Layouts(ops, values)
 
 
-def encoded(fold: Fold, nodes: Nodes, mesh: ProcessMesh, layouts: Layouts) -> tuple[int, ...]:
-    """The choice of some layouts, where equal layers lie alike; copies are made where readers share them.
+def encode_layouts(fold: Fold, nodes: Nodes, mesh: ProcessMesh, layouts: Layouts) -> tuple[int, ...]:
+    """The choice that decodes to given layouts, in which equal layers have equal layouts.
+
+    An option with a copy is chosen where several readers share the copy.
 
     Raises:
-        ShardingError: an op or value lies in no way that a node offers.
+        ShardingError: the layout of an op or value is not among the options of its node.
     """
     choice = [0] * len(nodes.all)
     for number, node in enumerate(nodes.all):
         if isinstance(node, OpNode):
             op = fold.ops[node.number]
-            layout = _without_idle(layouts.ops[op.op.name], mesh)
+            layout = _layout_key(layouts.ops[op.op.name], mesh)
             options = {_key(*option): i for i, option in enumerate(node.strategies.options)}
             if len(options) > 1 and layout not in options:
                 raise ShardingError(
                     f"{op.op}: {layouts.ops[op.op.name]} is not among its strategies on {mesh}"
                 )
             choice[number] = options.get(layout, 0)
-    reading = Reading(fold, nodes, choice)
+    specs = ValueSpecs(fold, nodes, choice)
     for number, node in enumerate(nodes.all):
         if isinstance(node, ValueNode):
-            choice[number] = _option(fold, node, reading, layouts, mesh)
+            choice[number] = _storage_option(fold, node, specs, layouts, mesh)
     return tuple(choice)
 
 
@@ -114,26 +116,29 @@ def _key(
     return tuple(sorted(axes)), tuple(sorted(partial))
 
 
-def _without_idle(layout: OpLayout, mesh: ProcessMesh) -> tuple[object, object]:
-    """What of a layout matters: axes of more than one rank, in one order."""
+def _layout_key(layout: OpLayout, mesh: ProcessMesh) -> tuple[object, object]:
+    """A key that is equal for equivalent layouts: axes of one rank are left out, and the order is fixed."""
     axes = [(index, tuple(a for a in split if mesh.axis_size(a) > 1)) for index, split in layout.axes]
     partial = [(axis, group) for axis, group in layout.partial if mesh.axis_size(axis) > 1]
     return _key(tuple((index, split) for index, split in axes if split), tuple(partial))
 
 
-def _option(fold: Fold, node: ValueNode, reading: Reading, layouts: Layouts, mesh: ProcessMesh) -> int:
+def _storage_option(
+    fold: Fold, node: ValueNode, specs: ValueSpecs, layouts: Layouts, mesh: ProcessMesh
+) -> int:
+    """The option that stores a value in its layout, with the copy that most readers share, if any."""
     value = fold.values[node.number]
     spec = without_unit_axes(layouts.values[value.value.name].spec, mesh)
-    readers = [reading.needed(op, position) for op, positions in value.counts for position in positions]
-    found = [i for i, (stored, _) in enumerate(node.options) if stored == spec]
-    if not found:
+    read_specs = [specs.read(op, position) for op, positions in value.counts for position in positions]
+    options = [i for i, (stored, _) in enumerate(node.options) if stored == spec]
+    if not options:
         raise ShardingError(
             f"%{value.value.name}: {spec} is not among the layouts in which it may be stored on {mesh}"
         )
 
-    def shared(option: int) -> int:
+    def readers_of_copy(option: int) -> int:
         copy = node.options[option][1]
-        return 0 if copy is None else readers.count(copy)
+        return 0 if copy is None else read_specs.count(copy)
 
-    best = max(found, key=lambda option: (shared(option), -option))
-    return best if shared(best) > 1 else found[0]
+    best = max(options, key=lambda option: (readers_of_copy(option), -option))
+    return best if readers_of_copy(best) > 1 else options[0]

@@ -1,34 +1,37 @@
-r"""From a train graph and a mesh to the intra-operator problem, and back from a choice to layouts.
+r"""Formulates the intra-operator problem of a train graph on one mesh, and decodes a choice to layouts.
 
-*In:* a serial train graph, a mesh whose ranks lie on devices (`Prices`), which layers are equal. *Out:* a
-`Formulation`: the problem, and what its choices mean. *Invariant:* every choice without a forbidden cost
-decodes to layouts that `complete`d graphs may have; the objective is at least the seconds of a step of all
-ops and all changes of layout, one after the other, and exactly that where no two readers share a copy that
-has no node.
+*In:* a serial train graph, a mesh, the seconds on its devices (`CostModel`), and which layers are equal.
+*Out:* a `Formulation`: the problem, and the layouts that its choices stand for. *Invariant:* every choice
+without a forbidden cost decodes to legal layouts. The objective is at least the time of a step in which all
+ops and changes of layout run one after the other, and equal to it where no two readers share a copy that has
+no node.
 
-Nodes are ops with all layouts of their rules, and values that are stored apart (see `nodes`). With m the
-micro-batches for what runs once each and 1 for the rest, n the equal layers on top of each other,
+Nodes are ops, with all layouts of their rules, and values whose storage is a decision of its own (see
+`decision_nodes`). With n the number of equal layers, m the number of micro-batches for everything that runs
+once for each and 1 otherwise, lambda the memory multiplier, l the layout of an op with results in P(l) and
+operands in R(l), S and C the layouts of a value and its copy, and t(A -> B) the seconds of a change of
+layout,
 
-    c(op, l)        = n m seconds(op, l)
-    c(value, S, C)  = n m move(S -> C) + n lam bytes(S, C)          bytes of what is fixed or held
-    c(op - value)   = n m move(made(l) -> S)                        where the op makes it
-    c(value - op)   = n m sum over different R of move(S -> R)      where it reads it; 0 where R is C
-    c(op - op)      = n m move(made(l) -> needed(l'))               of a value that only one op reads
-    c(op - param)   = n   move(made(l) -> S)                        of the new value of a parameter
+    c(op; l)             = n m seconds(op, l)
+    c(value; S, C)       = n m t(S -> C) + n lambda bytes(S, C)     persistent bytes only
+    c(op, value)         = n m t(P(l) -> S)                         the op produces the value
+    c(value, op)         = n m sum over different R(l) of t(S -> R) the op reads the value; 0 where R is C
+    c(op, op')           = n m t(P(l) -> R(l'))                     a value with one reader
+    c(op, parameter)     = n   t(P(l) -> S)                         the new value of a parameter
 
-Gradients end the micro-batch part through `accumulate`, which is linear: where it takes pending sums they are
-reduced behind it, once a step. ZeRO is S finer than what the ops read, partial results with reduce_scatter
-are S split over the axis of the sum: nothing is written for either.
+Gradients leave the micro-batch part through `accumulate`, which is linear: a partial operand stays partial
+and is reduced once a step. ZeRO needs no code of its own: it is an S that is finer than the layouts in which
+ops read the parameter. A reduce_scatter is an S that is split over the axis of the partial sum.
 
-To these the price of memory adds what reading holds: a copy of a parameter stays for the step, one of an
-activation that both parts read stays for the backward part (R of the backward reader, where the forward part
-may want it: a bound). The limit does not see copies without a node; `profile` counts all of them.
+The memory multiplier also counts copies that have no node: a copy of a parameter lasts for the step, and a
+copy of an activation that both parts read lasts until the backward part (counted where the forward part may
+read the same layout, an upper bound). The memory limit does not include copies without a node; `profile`
+counts all copies.
 
-Memory over time is that of the runtime (see `lifetimes`); what is held counts once for every live
-micro-batch.
+Lifetimes are those of the runtime (see `liveness`); activations count once for every live micro-batch.
 
-Source: Zheng et al., Alpa (OSDI 2022), section 4; the store apart from production and use, and the rest of
-the step inside the problem, are ours.
+Source: Zheng et al., Alpa (OSDI 2022), section 4. Storage layouts that differ from those of producer and
+readers, and the whole step in one problem, are not in that paper.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.search.intra_op.alternatives import Decision, Neighbourhoods
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts, Profile
-from distgraph.passes.search.intra_op.cost_model import Prices
-from distgraph.passes.search.intra_op.cost_terms import Assembly, Terms
+from distgraph.passes.search.intra_op.cost_model import CostModel
+from distgraph.passes.search.intra_op.cost_terms import TermBuilder, Terms
 from distgraph.passes.search.intra_op.decision_nodes import Node, Nodes, OpNode, nodes_of
-from distgraph.passes.search.intra_op.decode import decoded, encoded
-from distgraph.passes.search.intra_op.layer_costs import Account
+from distgraph.passes.search.intra_op.decode import decode_choice, encode_layouts
+from distgraph.passes.search.intra_op.layer_costs import LayerCosts
 from distgraph.passes.search.layering.layer_folding import Fold, fold
 from distgraph.passes.search.layering.layer_sequence import Layering
 from distgraph.passes.search.layering.liveness import Lifetimes
@@ -57,84 +60,84 @@ __all__ = ["Decision", "Formulation", "Layouts", "Profile", "formulate"]
 
 @dataclass(frozen=True, eq=False)
 class Formulation:
-    """The problem of one mesh, and what its choices mean.
+    """The problem of one mesh, and the layouts that its choices stand for.
 
     Attributes:
-        graph, mesh: what was formulated.
-        prices: seconds.
-        fold, nodes, lifetimes, assembly: what the problem is made of; its node i is `nodes.all[i]`.
-        memory_limit, memory_multiplier, live_micro_batches: as given.
+        graph, mesh: the arguments of `formulate`.
+        cost_model: seconds of ops and changes of layout.
+        fold, nodes, lifetimes, term_builder: what the problem is computed from; its node i is `nodes.all[i]`.
+        memory_limit, memory_multiplier, live_micro_batches: the arguments of `formulate`.
     """
 
     graph: Graph
     mesh: ProcessMesh
-    prices: Prices = field(repr=False)
+    cost_model: CostModel = field(repr=False)
     fold: Fold = field(repr=False)
     nodes: Nodes = field(repr=False)
     lifetimes: Lifetimes = field(repr=False)
-    assembly: Assembly = field(repr=False)
+    term_builder: TermBuilder = field(repr=False)
     memory_limit: float | None = None
     memory_multiplier: float = 0.0
     live_micro_batches: int = 1
 
     @cached_property
     def problem(self) -> Problem:
-        """What `intra.solve` takes; costs in seconds of a step, plus `memory_multiplier` a byte.
+        """The problem for `solver.solve`; costs in seconds of a step, plus `memory_multiplier` a byte.
 
-        Made when first asked for: the profile of a choice needs far fewer prices.
+        It is computed on first use: the profile of a choice needs far fewer costs.
         """
-        limit, price, live = self.memory_limit, self.memory_multiplier, self.live_micro_batches
-        return _problem(self.fold, self.nodes, self.parts, limit, price, live)
+        limit, multiplier, live = self.memory_limit, self.memory_multiplier, self.live_micro_batches
+        return _problem(self.fold, self.nodes, self.cost_terms, limit, multiplier, live)
 
     @property
-    def parts(self) -> Terms:
+    def cost_terms(self) -> Terms:
         """The terms of the problem before they are added up."""
-        return self.assembly.terms
+        return self.term_builder.terms
 
     def decode(self, choice: Sequence[int]) -> Layouts:
         """Layouts of every op and value under a choice [nodes]."""
-        return decoded(self.fold, self.nodes, self.mesh, choice)
+        return decode_choice(self.fold, self.nodes, self.mesh, choice)
 
     def encode(self, layouts: Layouts) -> tuple[int, ...]:
-        """The choice that decodes to some layouts, such as a completed graph's.
+        """The choice that decodes to given layouts, such as those of a completed graph.
 
         Raises:
-            ShardingError: they are not among the options, as layouts of decomposed ops are not.
+            ShardingError: a layout is not among the options; those of decomposed ops never are.
         """
-        return encoded(self.fold, self.nodes, self.mesh, layouts)
+        return encode_layouts(self.fold, self.nodes, self.mesh, layouts)
 
     def profile(self, choice: Sequence[int]) -> Profile:
         """Costs by layer under a choice."""
-        account = Account(self.fold, self.nodes, self.lifetimes, self.mesh, self.prices, choice)
-        return account.profile()
+        costs = LayerCosts(self.fold, self.nodes, self.lifetimes, self.mesh, self.cost_model, choice)
+        return costs.profile()
 
     def terms(self, choice: Sequence[int], node: int) -> Decision:
-        """What one node costs under a choice, and what its other options would."""
-        around, found = Neighbourhoods(self.problem), self.nodes.all[node]
-        at = choice[node]
+        """The costs of one node under a choice, and the costs of its other options."""
+        neighbourhoods, decided, terms = Neighbourhoods(self.problem), self.nodes.all[node], self.cost_terms
+        option = choice[node]
         seconds: dict[str, float] = {}
-        for other, costs in around.edges[node]:
-            label, cost = self.problem.label(other), float(costs[at, choice[other]])
+        for other, costs in neighbourhoods.edges[node]:
+            label, cost = self.problem.label(other), float(costs[option, choice[other]])
             if cost:
                 seconds[label] = seconds.get(label, 0.0) + cost
-        held = self.parts.fixed[node] + self.live_micro_batches * self.parts.held[node]
+        nbytes = terms.fixed[node] + self.live_micro_batches * terms.activations[node]
         return Decision(
             self.problem.label(node),
-            at,
-            found.texts(self.mesh) if isinstance(found, OpNode) else found.texts(),
-            float(self.parts.compute[node][at]),
-            float(self.parts.copying[node][at]) + sum(seconds.values()),
+            option,
+            decided.texts(self.mesh) if isinstance(decided, OpNode) else decided.texts(),
+            float(terms.compute[node][option]),
+            float(terms.copying[node][option]) + sum(seconds.values()),
             seconds,
-            float(held[at]),
-            around.fixed(choice, node),
-            around.followed(choice, node),
+            float(nbytes[option]),
+            neighbourhoods.fixed(choice, node),
+            neighbourhoods.followed(choice, node),
         )
 
     def node_of(self, name: str) -> int:
-        """The node of a value's storage, else of the op that makes it.
+        """The node of a value's storage, else of the op that produces it.
 
         Raises:
-            GraphError: nothing of this name is decided.
+            GraphError: no node belongs to a value of this name.
         """
         value = self.fold.place.get(name.removeprefix("%"))
         if value is not None:
@@ -144,14 +147,14 @@ class Formulation:
                 return node
         raise GraphError(f"graph @{self.graph.name}: nothing is decided about %{name.removeprefix('%')}")
 
-    def priced(
+    def with_memory(
         self,
         *,
         memory_limit: float | None = None,
         memory_multiplier: float = 0.0,
         live_micro_batches: int = 1,
     ) -> Formulation:
-        """The same with another limit on memory and another price of it; costs nothing but additions."""
+        """This formulation with another memory limit and multiplier; the cost terms are reused."""
         return replace(
             self,
             memory_limit=memory_limit,
@@ -163,7 +166,7 @@ class Formulation:
 def formulate(
     graph: Graph,
     mesh: ProcessMesh,
-    prices: Prices,
+    cost_model: CostModel,
     layering: Layering | None = None,
     *,
     memory_limit: float | None = None,
@@ -175,17 +178,17 @@ def formulate(
 
     Args:
         graph: a serial train graph of one micro-batch; annotations are constraints.
-        mesh: where all of it is to run; axes of one rank split nothing.
-        prices: seconds; also knows the device of every rank.
-        layering: layers, equal ones of which get equal layouts; None to decide every op apart.
+        mesh: the mesh that computes the whole graph; axes of one rank split nothing.
+        cost_model: seconds of ops and changes of layout on the devices of the ranks.
+        layering: the layers; equal layers get equal layouts. None decides every op separately.
         memory_limit: bytes that a rank may use; None for no limit.
-        memory_multiplier: seconds that a byte costs which is held for the whole step.
-        live_micro_batches: micro-batches whose activations are held at the same time.
-        folded: of this graph and layering, where it is known.
+        memory_multiplier: seconds that a byte costs if it is occupied for the whole step.
+        live_micro_batches: micro-batches whose activations are in memory at the same time.
+        folded: the fold of this graph and layering, if the caller has it.
 
     Raises:
-        ShardingError: annotations that do not fit the mesh or each other.
-        ResourceError: a number that a price needs is not in the resource file.
+        ShardingError: annotations do not fit the mesh, or contradict each other.
+        ResourceError: the resource file lacks a number that a cost needs.
     """
     folded = fold(graph, layering) if folded is None else folded
     lifetimes = Lifetimes(folded)
@@ -193,11 +196,11 @@ def formulate(
     return Formulation(
         graph,
         mesh,
-        prices,
+        cost_model,
         folded,
         nodes,
         lifetimes,
-        Assembly(folded, nodes, lifetimes, mesh, prices),
+        TermBuilder(folded, nodes, lifetimes, mesh, cost_model),
         memory_limit,
         memory_multiplier,
         live_micro_batches,
@@ -209,14 +212,14 @@ def _problem(
     nodes: Nodes,
     terms: Terms,
     limit: float | None,
-    price: float,
+    multiplier: float,
     live: int,
 ) -> Problem:
     """Add up the terms."""
     costs = tuple(
-        compute + copying + price * (fixed + live * held)
-        for compute, copying, fixed, held in zip(
-            terms.compute, terms.copying, terms.fixed, terms.held, strict=True
+        compute + copying + multiplier * (fixed + live * activations)
+        for compute, copying, fixed, activations in zip(
+            terms.compute, terms.copying, terms.fixed, terms.activations, strict=True
         )
     )
     uses: tuple[tuple[Use, ...], ...] = ()
@@ -224,18 +227,19 @@ def _problem(
         uses = tuple(_uses(terms, node, live, len(folded.graph.ops) + 1) for node in range(len(costs)))
     labels = tuple(_label(folded, node) for node in nodes.all)
     edge_costs = dict(terms.edges)
-    for copies, each in ((terms.fixed_copies, price), (terms.held_copies, price * live)):
-        for edge, nbytes in copies.items() if price else ():
-            edge_costs[edge] = edge_costs[edge] + each * nbytes
+    for copies, factor in ((terms.fixed_copies, multiplier), (terms.activation_copies, multiplier * live)):
+        for edge, nbytes in copies.items() if multiplier else ():
+            edge_costs[edge] = edge_costs[edge] + factor * nbytes
     return Problem(
         folded.graph.name, costs, tuple(edge_costs), tuple(edge_costs.values()), uses, limit, labels
     )
 
 
 def _uses(terms: Terms, node: int, live: int, end: int) -> tuple[Use, ...]:
-    whole = terms.fixed[node] + live * terms.held[node]
-    found = [Use(0, end, whole)] if whole.any() else []
-    return (*found, *(Use(start, stop, amounts) for start, stop, amounts in terms.temporary[node]))
+    """The memory uses of a node: its persistent bytes for the whole step, then its temporary values."""
+    persistent = terms.fixed[node] + live * terms.activations[node]
+    uses = [Use(0, end, persistent)] if persistent.any() else []
+    return (*uses, *(Use(start, stop, amounts) for start, stop, amounts in terms.temporary[node]))
 
 
 def _label(folded: Fold, node: Node) -> str:

@@ -1,8 +1,8 @@
-"""What a choice costs by layer: seconds of every part of a step, bytes held and scratch memory.
+"""Costs of a choice by layer: seconds of every part of a step, bytes of persistent and scratch memory.
 
-*In:* a formulation's parts and an option for each node. *Out:* `Profile`. *Invariant:* layouts that several
-ops read are made once, as `reshard` does; the sums over layers are the objective of the problem, or less
-where ops share a copy that has no node.
+*In:* a folded graph, its nodes, an option for each node. *Out:* `Profile`. *Invariant:* a layout that several
+ops read is made once, as `reshard` does. The sum over layers is the objective of the problem, or less where
+ops share a copy that has no node.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.redistribution.planner import block_volume
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.cost_terms import seconds_of
 from distgraph.passes.search.intra_op.decision_nodes import Nodes, OpNode
-from distgraph.passes.search.intra_op.decode import Reading
+from distgraph.passes.search.intra_op.decode import ValueSpecs
 from distgraph.passes.search.layering.layer_folding import (
     BACKWARD,
     FORWARD,
@@ -38,8 +38,8 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Arrays by layer; the last entry is that of no layer."""
+class _LayerTotals:
+    """Arrays by layer; the last entry is for ops that belong to no layer."""
 
     forward: Floats
     backward: Floats
@@ -50,12 +50,12 @@ class _Tally:
     temporary: Floats
 
     @staticmethod
-    def of(layers: int) -> _Tally:
-        return _Tally(*(np.zeros(layers + 1) for _ in range(7)))
+    def zero(layers: int) -> _LayerTotals:
+        return _LayerTotals(*(np.zeros(layers + 1) for _ in range(7)))
 
 
-class Account:
-    """Adds up one choice."""
+class LayerCosts:
+    """Adds up the costs of one choice by layer."""
 
     def __init__(
         self,
@@ -63,142 +63,168 @@ class Account:
         nodes: Nodes,
         lifetimes: Lifetimes,
         mesh: ProcessMesh,
-        prices: Prices,
+        cost_model: CostModel,
         choice: Sequence[int],
     ) -> None:
-        self.fold, self.nodes, self.lifetimes, self.mesh, self.prices = fold, nodes, lifetimes, mesh, prices
+        self.fold, self.nodes, self.lifetimes = fold, nodes, lifetimes
+        self.mesh, self.cost_model = mesh, cost_model
         self.choice = choice
-        self.reading = Reading(fold, nodes, choice)
-        self.tally = _Tally.of(fold.layers)
-        self.scratch = np.zeros(len(fold.graph.ops) + 2)  # changes over time
+        self.specs = ValueSpecs(fold, nodes, choice)
+        self.totals = _LayerTotals.zero(fold.layers)
+        self.scratch = np.zeros(len(fold.graph.ops) + 2)  # changes of the bytes in use, by time
 
     def profile(self) -> Profile:
-        """All of it."""
+        """The costs of all ops, values and changes of layout."""
         for number, op in enumerate(self.fold.ops):
-            node = self.nodes.of_op.get(number)
-            if node is not None:
-                found = self.nodes.all[node]
-                assert isinstance(found, OpNode)
-                one = seconds_of(self.lifetimes, self.prices, op, found.strategies, self.mesh)
-                self._add(self._part(op), op.layers, one[self.choice[node]])
+            index = self.nodes.of_op.get(number)
+            if index is not None:
+                node = self.nodes.all[index]
+                assert isinstance(node, OpNode)
+                seconds = seconds_of(self.lifetimes, self.cost_model, op, node.strategies, self.mesh)
+                self._add(self._part(op), op.layers, seconds[self.choice[index]])
         for number, value in enumerate(self.fold.values):
-            self._move(number, value)
-            self._hold(number, value)
+            self._add_changes(number, value)
+            self._add_bytes(number, value)
         used = np.cumsum(self.scratch)
         for op in self.fold.ops:
-            np.maximum.at(self.tally.temporary, op.layers, used[op.time])
-        t = self.tally
+            np.maximum.at(self.totals.temporary, op.layers, used[op.time])
+        t = self.totals
         return Profile(t.forward, t.backward, t.step, t.border, t.fixed, t.activations, t.temporary)
 
     def _part(self, op: FoldedOp) -> Floats:
+        """The seconds by layer of the part of the step that an op runs in."""
         if op.part == FORWARD:
-            return self.tally.forward
-        return self.tally.backward if op.part == BACKWARD else self.tally.step
+            return self.totals.forward
+        return self.totals.backward if op.part == BACKWARD else self.totals.step
 
     @staticmethod
-    def _add(where: Floats, layers: Ints, amount: float) -> None:
+    def _add(totals: Floats, layers: Ints, amount: float) -> None:
         if amount:
-            np.add.at(where, layers, amount)
+            np.add.at(totals, layers, amount)
 
     # seconds
 
     def _seconds(self, value: FoldedValue, source: ShardSpec, target: ShardSpec) -> float:
         if source == target:
             return 0.0
-        return self.prices.move_seconds(value.value.shape, value.value.dtype, self.mesh, source, target)
+        return self.cost_model.change_seconds_of(
+            value.value.shape, value.value.dtype, self.mesh, source, target
+        )
 
-    def _move(self, number: int, value: FoldedValue) -> None:
-        made, stored = self.reading.made(value), self.reading.stored(number)
-        alone = number not in self.nodes.of_value and value.replaces < 0
+    def _add_changes(self, number: int, value: FoldedValue) -> None:
+        """Seconds of the changes of layout from the producer to storage, and from storage to the readers."""
+        produced, stored = self.specs.produced(value), self.specs.stored(number)
+        no_node = number not in self.nodes.of_value and value.replaces < 0
         for pattern in value.patterns:
-            if made is not None and value.replaces < 0:
-                self._make(value, pattern, self._seconds(value, made, stored), alone)
-            done = {stored}
+            if produced is not None and value.replaces < 0:
+                self._add_change_to_storage(value, pattern, self._seconds(value, produced, stored), no_node)
+            available = {stored}
             for place, (reader, positions) in enumerate(pattern.readers):
-                for needed in [self.reading.needed(reader, position) for position in positions]:
-                    if needed not in done:
-                        done.add(needed)
-                        seconds = self._seconds(value, stored, needed)
-                        self._cross(value, pattern.made, pattern.read[place], self.fold.ops[reader], seconds)
+                for spec in [self.specs.read(reader, position) for position in positions]:
+                    if spec not in available:
+                        available.add(spec)
+                        layers = pattern.producer_layers, pattern.reader_layers[place]
+                        seconds = self._seconds(value, stored, spec)
+                        self._add_change_to_reader(value, *layers, self.fold.ops[reader], seconds)
         if value.replaces >= 0:
-            self._replace(number, value, made, stored)
+            self._add_update(number, value, produced, stored)
 
-    def _make(self, value: FoldedValue, pattern: Pattern, seconds: float, alone: bool) -> None:
+    def _add_change_to_storage(
+        self, value: FoldedValue, pattern: Pattern, seconds: float, no_node: bool
+    ) -> None:
+        """The change from the produced layout; without a storage node it happens on the way to the reader."""
         producer = self.fold.ops[value.producer]
-        if alone and len(pattern.readers) == 1:
+        if no_node and len(pattern.readers) == 1:
             reader = self.fold.ops[pattern.readers[0][0]]
-            self._cross(value, pattern.made, pattern.read[0], reader, seconds)
+            layers = pattern.producer_layers, pattern.reader_layers[0]
+            self._add_change_to_reader(value, *layers, reader, seconds)
             return
-        part = self._part(producer) if value.per_micro else self.tally.step
-        self._add(part, pattern.made, seconds)
+        part = self._part(producer) if value.per_micro else self.totals.step
+        self._add(part, pattern.producer_layers, seconds)
 
-    def _cross(self, value: FoldedValue, made: Ints, read: Ints, reader: FoldedOp, seconds: float) -> None:
-        """A move on the way to a reader: at the border where that is in another layer."""
+    def _add_change_to_reader(
+        self, value: FoldedValue, producers: Ints, readers: Ints, reader: FoldedOp, seconds: float
+    ) -> None:
+        """A change of layout before a read; it counts at the border where the reader is in another layer.
+
+        Args:
+            value: it.
+            producers, readers: the layers of the producer and of the reader, for every member.
+            reader: the folded op that reads.
+            seconds: of the change of one member.
+        """
         if not value.per_micro:
-            self._add(self.tally.step, read, seconds)
+            self._add(self.totals.step, readers, seconds)
             return
-        apart = (made != read) & (made >= 0) & (read >= 0)
-        self._add(self.tally.border, np.minimum(made, read)[apart], seconds)
-        self._add(self._part(reader), read[~apart], seconds)
+        crosses = (producers != readers) & (producers >= 0) & (readers >= 0)
+        self._add(self.totals.border, np.minimum(producers, readers)[crosses], seconds)
+        self._add(self._part(reader), readers[~crosses], seconds)
 
-    def _replace(self, number: int, value: FoldedValue, made: ShardSpec | None, stored: ShardSpec) -> None:
-        """The new value of a parameter, to where the old one lies."""
-        source = stored if number in self.nodes.of_value else made
+    def _add_update(
+        self, number: int, value: FoldedValue, produced: ShardSpec | None, stored: ShardSpec
+    ) -> None:
+        """The changes that bring the new value of a parameter to the layout of the parameter."""
+        source = stored if number in self.nodes.of_value else produced
         if source is None:
             return
         layers = self.fold.ops[value.producer].layers
-        self._add(self.tally.step, layers, self._seconds(value, source, self.reading.stored(value.replaces)))
-        if number in self.nodes.of_value and made is not None:
-            self._add(self.tally.step, layers, self._seconds(value, made, stored))
+        self._add(self.totals.step, layers, self._seconds(value, source, self.specs.stored(value.replaces)))
+        if number in self.nodes.of_value and produced is not None:
+            self._add(self.totals.step, layers, self._seconds(value, produced, stored))
 
     # bytes
 
     def _bytes(self, value: FoldedValue, spec: ShardSpec) -> float:
         if self.mesh.weights:
-            return float(self.prices.nbytes(value.value, (spec,), self.mesh)[0])
+            return float(self.cost_model.nbytes(value.value, (spec,), self.mesh)[0])
         return float(itemsize(value.value.dtype) * block_volume(value.value.shape, self.mesh, spec))
 
-    def _hold(self, number: int, value: FoldedValue) -> None:
+    def _add_bytes(self, number: int, value: FoldedValue) -> None:
+        """Bytes of a value in its storage layout, and of its copies."""
         lifetime, producer = self.lifetimes.of[number], self.fold.ops[value.producer]
         if lifetime.kind == "none":
             return
-        made = self.reading.made(value)
+        produced = self.specs.produced(value)
         summed = producer.op.kind == "accumulate"
-        home = made if summed and made is not None else self.reading.stored(number)
-        nbytes = self._bytes(value, home)
+        storage = produced if summed and produced is not None else self.specs.stored(number)
+        nbytes = self._bytes(value, storage)
         if lifetime.kind == "temporary":
-            self._scratch(lifetime.start, lifetime.stop, nbytes)
+            self._add_scratch(lifetime.start, lifetime.stop, nbytes)
         else:
-            where = self.tally.fixed if lifetime.kind == "fixed" else self.tally.activations
-            times = self.fold.graph.micro_batches if producer.op.kind == "input" else 1
-            self._add(where, producer.layers, times * nbytes)
-        self._hold_copies(number, value, home)
+            totals = self.totals.fixed if lifetime.kind == "fixed" else self.totals.activations
+            copies = self.fold.graph.micro_batches if producer.op.kind == "input" else 1
+            self._add(totals, producer.layers, copies * nbytes)
+        self._add_copy_bytes(value, storage)
 
-    def _hold_copies(self, number: int, value: FoldedValue, home: ShardSpec) -> None:
-        """Other layouts in which a value is read: kept where both parts of the step need them."""
+    def _add_copy_bytes(self, value: FoldedValue, storage: ShardSpec) -> None:
+        """Bytes of the other layouts in which a value is read.
+
+        A copy that the forward and the backward part read lasts from one to the other; any other copy is
+        scratch memory.
+        """
         readers: dict[ShardSpec, list[FoldedOp]] = {}
         for reader, positions in value.counts:
             for position in positions:
-                readers.setdefault(self.reading.needed(reader, position), []).append(self.fold.ops[reader])
+                readers.setdefault(self.specs.read(reader, position), []).append(self.fold.ops[reader])
         producer = self.fold.ops[value.producer]
         for spec, ops in readers.items():
-            if spec == home:
+            if spec == storage:
                 continue
             nbytes = self._bytes(value, spec)
-            if nbytes == self._bytes(value, home) and home.partial:
-                continue  # a sum is taken in place
-            if not self._seconds(value, home, spec):
-                continue  # a part of what is there is a view of it
+            if nbytes == self._bytes(value, storage) and storage.partial:
+                continue  # the reduction is computed in place
+            if not self._seconds(value, storage, spec):
+                continue  # a slice is a view
             parts = {op.part for op in ops}
-            summed = producer.op.kind == "accumulate"  # its copy is made behind the last sum, for the update
+            summed = producer.op.kind == "accumulate"  # the final sum is copied once, for the update
             if summed or (not value.per_micro and parts & {FORWARD, BACKWARD}):
-                self._add(self.tally.fixed, producer.layers, nbytes)
+                self._add(self.totals.fixed, producer.layers, nbytes)
             elif value.per_micro and producer.part == FORWARD and BACKWARD in parts and FORWARD in parts:
-                self._add(self.tally.activations, producer.layers, nbytes)
+                self._add(self.totals.activations, producer.layers, nbytes)
             elif producer.op.kind not in SOURCES:
                 times = [op.time for op in ops]
-                self._scratch(min(times), max(times) + 1, nbytes)
+                self._add_scratch(min(times), max(times) + 1, nbytes)
 
-    def _scratch(self, start: int, stop: int, nbytes: float) -> None:
+    def _add_scratch(self, start: int, stop: int, nbytes: float) -> None:
         self.scratch[start] += nbytes
         self.scratch[stop] -= nbytes

@@ -1,16 +1,16 @@
-"""Cheapest changes of layout between all pairs of layouts of a tensor at once, for many sizes at once.
+"""Least costs of changes of layout between all pairs of layouts of a tensor, for many sizes at once.
 
-*In:* the shape of a tensor and a mesh. *Out:* `Routes`: a graph of single steps whose shortest paths are
-those that `redistribute` finds. *Invariant:* the same steps, bytes and goal-directed pruning as there.
+*In:* the shape of a tensor and a mesh. *Out:* `StepGraph`: a graph of single steps whose shortest paths are
+those that `redistribution.planner` finds. *Invariant:* steps, bytes and pruning by goal are the planner's.
 
-What a step sends is a fraction of the tensor that depends on the layouts only, as long as blocks divide
-evenly: one `Routes` serves all shapes of a kind (`representatives`), and prices come in later, as one number
-a kind of step and fraction. With d(s, t) the least seconds from layout s to layout t, and E(t) the steps on
-the way to t (`route_steps`),
+The fraction of the tensor that a step sends depends on the layouts only, as long as blocks divide evenly. One
+`StepGraph` therefore serves all shapes of a class (`representatives`), and seconds are applied later, one
+number for each kind of step and fraction. With d(s, t) the least seconds from layout s to layout t, and E(t)
+the steps that may lead to t (`redistribution_steps`),
 
     d(t, t) = 0,     d(s, t) = min over steps (s -> r) in E(t) of seconds(s -> r) + d(r, t),
 
-iterated over all s, t and sizes together (Bellman-Ford); a path has few steps, and so has the iteration.
+iterated over all s, t and sizes together (Bellman-Ford); paths are short, and so is the iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from distgraph.ir.collective_registry import cached_until_registration
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.search.intra_op.redistribution_steps import Layouts, copies_of, permutes, steps
+from distgraph.passes.search.intra_op.redistribution_steps import LayoutTable, goal_copies, permutes, steps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -36,57 +36,61 @@ StepSeconds = Callable[[str, Axes, Floats], Floats]
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
-    """Single steps between layouts, one copy of the layouts for every goal and set of axes in use.
+class StepGraph:
+    """Single steps between layouts, with one copy of all layouts for every goal and set of axes in use.
+
+    A vertex of the graph is a layout in one of the copies.
 
     Attributes:
-        states: layouts; number: their positions.
-        kinds: (kind, axes, fractions) of steps: what a rank sends, in bytes a byte of the tensor.
-        start, stop: copies at the ends of every step, sorted by start.
-        price: of every step the position of its kind and fraction, one kind after the other.
-        first: position of the first step of every copy that has one; busy: these copies.
-        goals: copies that are goals.
-        where: for every pair of layouts the copy of the first in the graph of the second; with dims of one
-            size exchanged, one graph serves several.
-        copies: their number.
+        states: the layouts.
+        index_of: layout -> its index in `states`.
+        kinds: (kind, axes, fractions) of steps; a fraction is the bytes that a rank sends per byte of tensor.
+        start, stop: vertices at the ends of every step, sorted by start.
+        cost_index: for every step the index of its kind and fraction, counted over all kinds.
+        first_step: for every vertex in `with_steps` the index of its first step.
+        with_steps: the vertices from which steps start.
+        goals: the vertices that are goals.
+        vertex_of: [states, states] the vertex of the first layout in the copy whose goal is the second.
+            Copies that differ only by an exchange of dims of equal size are one copy.
+        vertices: number of vertices.
     """
 
     states: tuple[ShardSpec, ...]
-    number: dict[ShardSpec, int]
+    index_of: dict[ShardSpec, int]
     kinds: tuple[tuple[str, Axes, Floats], ...]
     start: Ints
     stop: Ints
-    price: Ints
-    first: Ints
-    busy: Ints
+    cost_index: Ints
+    first_step: Ints
+    with_steps: Ints
     goals: Ints
-    where: Ints
-    copies: int
+    vertex_of: Ints
+    vertices: int
 
-    def seconds(self, nbytes: Floats, of_step: StepSeconds) -> Floats:
-        """Least seconds [sizes, states, states] from the second index to the third.
+    def seconds(self, nbytes: Floats, step_seconds: StepSeconds) -> Floats:
+        """Least seconds [sizes, states, states] from the layout of the second index to that of the third.
 
         Args:
-            nbytes: sizes of the whole tensor.
-            of_step: (kind, axes, bytes that a rank sends [sizes, steps]) -> seconds of each.
+            nbytes: bytes of the whole tensor, one for each size.
+            step_seconds: (kind, axes, bytes that a rank sends [sizes, steps]) -> seconds of each step.
         """
-        best = np.full((len(nbytes), self.copies), np.inf)
+        best = np.full((len(nbytes), self.vertices), np.inf)
         best[:, self.goals] = 0.0
-        prices = [of_step(kind, axes, nbytes[:, None] * each) for kind, axes, each in self.kinds]
-        costs = np.concatenate([best[:, :0], *prices], axis=1)[:, self.price]
-        while self.busy.size:
-            through = np.minimum.reduceat(costs + best[:, self.stop], self.first, axis=1)
-            better = np.minimum(best[:, self.busy], through)
-            if np.array_equal(better, best[:, self.busy]):
+        by_kind = [step_seconds(kind, axes, nbytes[:, None] * part) for kind, axes, part in self.kinds]
+        costs = np.concatenate([best[:, :0], *by_kind], axis=1)[:, self.cost_index]
+        while self.with_steps.size:
+            through = np.minimum.reduceat(costs + best[:, self.stop], self.first_step, axis=1)
+            better = np.minimum(best[:, self.with_steps], through)
+            if np.array_equal(better, best[:, self.with_steps]):
                 break
-            best[:, self.busy] = better
-        found: Floats = best[:, self.where]
-        return found
+            best[:, self.with_steps] = better
+        pairs: Floats = best[:, self.vertex_of]
+        return pairs
 
 
 @lru_cache(maxsize=1 << 16)
 def representative(size: int, mesh: ProcessMesh) -> int:
-    """The least size that every layout cuts like this one; `size` itself where some block is shorter.
+    """The least size of a dim that every layout splits in the same way; `size` itself if a block is shorter.
 
     Example:
         >>> mesh = ProcessMesh.grid(x=8, y=8)
@@ -101,10 +105,10 @@ def representative(size: int, mesh: ProcessMesh) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def representatives(shape: tuple[int, ...], mesh: ProcessMesh) -> tuple[int, ...]:
-    """Sizes for which `routes` are those of a shape.
+    """The sizes of the representative shape, whose `step_graph` serves a shape.
 
-    Beside a dim with shorter blocks a way may lead over empty blocks, so that only dims which the whole mesh
-    divides stand for others; elsewhere a way over empty blocks is left out, were it a little cheaper.
+    If a dim has shorter blocks, a path may lead over layouts with empty blocks; then only dims that the whole
+    mesh divides have a representative. Otherwise such paths are left out, even if one is slightly cheaper.
     """
     if all(_is_even(size, mesh) for size in shape):
         return tuple(representative(size, mesh) for size in shape)
@@ -112,47 +116,47 @@ def representatives(shape: tuple[int, ...], mesh: ProcessMesh) -> tuple[int, ...
 
 
 def _is_even(size: int, mesh: ProcessMesh) -> bool:
-    """Whether a dim divides by every number of parts that it may be cut in."""
+    """Whether every number of parts that a dim may be split into divides its size."""
     return all(size % count == 0 for count in _counts(mesh) if count <= size)
 
 
 @lru_cache(maxsize=1024)
 def _counts(mesh: ProcessMesh) -> frozenset[int]:
-    """Numbers of parts that axes of a mesh make."""
+    """The numbers of parts into which subsets of the axes of a mesh split a dim."""
     sizes = [n for n in mesh.shape if n > 1]
-    sets = (some for k in range(1, len(sizes) + 1) for some in itertools.combinations(sizes, k))
-    return frozenset(math.prod(some) for some in sets)
+    subsets = (subset for k in range(1, len(sizes) + 1) for subset in itertools.combinations(sizes, k))
+    return frozenset(math.prod(subset) for subset in subsets)
 
 
 @cached_until_registration(maxsize=1024)
-def routes(sizes: tuple[int, ...], mesh: ProcessMesh) -> Routes:
-    """Steps between all layouts of a tensor with sums pending.
+def step_graph(sizes: tuple[int, ...], mesh: ProcessMesh) -> StepGraph:
+    """Steps between all layouts of a tensor, those with partial sums included.
 
     Args:
         sizes: see `representatives`.
         mesh: only its axes and their sizes count.
     """
-    layouts = Layouts(sizes, mesh, even=all(_is_even(size, mesh) for size in sizes))
-    copies, count = copies_of(layouts), len(layouts.states)
+    layouts = LayoutTable(sizes, mesh, even=all(_is_even(size, mesh) for size in sizes))
+    copies, count = goal_copies(layouts), len(layouts.states)
     parts = steps(layouts, copies), permutes(layouts, copies)
     copy, source, target = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("copy", "source", "target")
     )
-    prices = sum(len(fractions) for _, _, fractions in parts[0].kinds)
-    price = np.concatenate([parts[0].price, parts[1].price + prices])
+    costs = sum(len(fractions) for _, _, fractions in parts[0].kinds)
+    cost_index = np.concatenate([parts[0].cost_index, parts[1].cost_index + costs])
     start, stop = copy * count + source, copy * count + target
     order = np.argsort(start, kind="stable")
-    busy, first = np.unique(start[order], return_index=True)
-    return Routes(
+    with_steps, first_step = np.unique(start[order], return_index=True)
+    return StepGraph(
         layouts.states,
         {state: i for i, state in enumerate(layouts.states)},
         parts[0].kinds + parts[1].kinds,
         start[order],
         stop[order],
-        price[order],
-        first,
-        busy,
+        cost_index[order],
+        first_step,
+        with_steps,
         np.arange(len(copies.goal)) * count + copies.goal,
-        copies.where,
+        copies.vertex_of,
         len(copies.goal) * count,
     )

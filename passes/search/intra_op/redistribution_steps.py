@@ -1,11 +1,12 @@
-"""Single steps between all layouts of a tensor on the way to every goal at once, as arrays.
+"""Single steps between all layouts of a tensor, for all goals at once, as arrays.
 
 *In:* a shape and a mesh. *Out:* `Steps` in copies of the layouts, one copy for every goal and set of axes in
-use. *Invariant:* the steps of `Space.steps` for that goal, the bytes of `step_bytes`.
+use. *Invariant:* the steps of a copy are those of `Space.steps` for its goal, with the bytes of `step_bytes`.
 
-What `Space.steps` gives where every dim takes all axes, to a goal that leaves nothing out, is remembered
-for a number of dims and names of axes; what a shape or a goal rules out is masked. Permutes depend on the
-goal in more ways: they are found among pairs of layouts. Sets of axes are bits, orders of axes are numbers.
+The steps of `Space.steps` for dims that every axis divides and a goal that excludes no step are cached by the
+number of dims and the names of the axes. Steps that a shape or a goal excludes are masked. Permutes depend on
+the goal in more ways and are enumerated as pairs of layouts. A set of axes is a bit mask, an order of axes is
+an index in a table of all orders.
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
-    """Layouts with a number of dims on some axes, and all steps but permutes if all blocks are even.
+class _StepTable:
+    """All layouts with a number of dims on given axes, and all steps but permutes for even blocks.
 
     Attributes:
-        states: every layout with sums pending.
-        orders: every order of some of the axes, none first; bits: the axes of each.
-        begins: [orders, orders] whether the second begins with the first.
-        common: [orders, orders] the longest order that both begin with.
-        permutes: [orders, orders, orders] whether a permute leads a dim that the first splits to the second
-            on the way to the third: to this one, or with axes behind it that a gather takes off again, in
-            the present order if there are the same, else in that of the mesh.
-        dims: [states, dims] the order that splits a dim; pending: [states] axes with sums pending.
-        kinds: (kind, axes) of steps, without axes where nothing is sent.
-        steps: [5, steps] layouts before and after, kind, axes that move, dim at whose end they arrive or 0.
+        states: every layout, those with partial sums included. orders: every order of some of the axes, the
+        empty order first. bits: [orders] the axes of each order. begins: [orders, orders] whether the second
+        order begins with the first. common: [orders, orders] index of the longest order with which both
+        begin. permutes: [orders, orders, orders] whether a permute may take a dim that is split by the first
+        order to
+            the second, if the goal splits it by the third. The second is the third, or the third followed by
+            axes that a later all_gather removes: in their present order if the first has the same axes, else
+            in the order of the mesh.
+        dims: [states, dims] index of the order that splits a dim.
+        partial: [states] axes over which a layout is partial.
+        kinds: (kind, axes) of steps; no axes where nothing is sent.
+        steps: [5, steps] the layouts before and after, the kind, the axes that move, and the dim that they
+            split afterwards (0 if none).
     """
 
     states: tuple[ShardSpec, ...]
@@ -54,28 +58,28 @@ class _Table:
     common: Ints
     permutes: Flags
     dims: Ints
-    pending: Ints
+    partial: Ints
     kinds: tuple[tuple[str, Axes], ...]
     steps: Ints
 
 
 @cached_until_registration(maxsize=256)
-def _table(ndim: int, axes: Axes) -> _Table:
+def _step_table(ndim: int, axes: Axes) -> _StepTable:
     states, orders = tuple(_states(ndim, axes)), ((), *selections(axes))
     number = {order: i for i, order in enumerate(orders)}
     bits = np.array([_bits(order, axes) for order in orders])
     begins = np.array([[b[: len(a)] == a for b in orders] for a in orders])
     ordered = np.array([[_in_order(b[len(a) :], axes) for b in orders] for a in orders])
-    stays = begins.T[:, None] & (bits[:, None] == bits)[:, :, None]  # [before, after, goal]
-    same = np.eye(len(orders), dtype=np.bool_)[:, :, None]
-    kinds, steps = _whole(states, axes)
-    return _Table(
+    same_axes = begins.T[:, None] & (bits[:, None] == bits)[:, :, None]  # [before, after, goal]
+    unchanged = np.eye(len(orders), dtype=np.bool_)[:, :, None]
+    kinds, steps = _all_steps(states, axes)
+    return _StepTable(
         states,
         orders,
         bits,
         begins,
-        np.array([[number[_common(a, b)] for b in orders] for a in orders]),
-        np.where(stays, same, (begins & ordered).T),
+        np.array([[number[_common_start(a, b)] for b in orders] for a in orders]),
+        np.where(same_axes, unchanged, (begins & ordered).T),
         np.array([number[dim] for state in states for dim in state.dims], np.intp).reshape(len(states), ndim),
         np.array([_bits((axis for axis, _ in state.partial), axes) for state in states]),
         kinds,
@@ -83,29 +87,29 @@ def _table(ndim: int, axes: Axes) -> _Table:
     )
 
 
-def _in_order(some: Axes, axes: Axes) -> bool:
-    return some == tuple(axis for axis in axes if axis in some)
+def _in_order(subset: Axes, axes: Axes) -> bool:
+    return subset == tuple(axis for axis in axes if axis in subset)
 
 
-def _common(a: Axes, b: Axes) -> Axes:
+def _common_start(a: Axes, b: Axes) -> Axes:
     return next(a[:n] for n in range(len(a), -1, -1) if a[:n] == b[:n])
 
 
-def _bits(some: Iterable[str], axes: Axes) -> int:
-    return sum(1 << axes.index(axis) for axis in some)
+def _bits(subset: Iterable[str], axes: Axes) -> int:
+    return sum(1 << axes.index(axis) for axis in subset)
 
 
 def _states(ndim: int, axes: Axes) -> Iterator[ShardSpec]:
-    """Every layout: each axis on a dim, pending or unused; all orders of the axes of a dim."""
-    for places in itertools.product(range(ndim + 2), repeat=len(axes)):
-        split = [tuple(a for a, p in zip(axes, places, strict=True) if p == dim) for dim in range(ndim)]
-        partial = tuple((a, "sum") for a, p in zip(axes, places, strict=True) if p == ndim + 1)
+    """Every layout: each axis splits a dim, is partial or is unused; the axes of a dim come in all orders."""
+    for roles in itertools.product(range(ndim + 2), repeat=len(axes)):
+        split = [tuple(a for a, role in zip(axes, roles, strict=True) if role == dim) for dim in range(ndim)]
+        partial = tuple((a, "sum") for a, role in zip(axes, roles, strict=True) if role == ndim + 1)
         for dims in itertools.product(*(itertools.permutations(d) for d in split)):
             yield ShardSpec(tuple(dims), partial)
 
 
-def _whole(states: tuple[ShardSpec, ...], axes: Axes) -> tuple[tuple[tuple[str, Axes], ...], Ints]:
-    """Kinds and steps of a table: `Space.steps` where every dim takes all axes, the goal has all partial."""
+def _all_steps(states: tuple[ShardSpec, ...], axes: Axes) -> tuple[tuple[tuple[str, Axes], ...], Ints]:
+    """Kinds and steps of a table: `Space.steps` for dims that all axes divide and a goal partial over all."""
     ndim, number = len(states[0].dims), {state: i for i, state in enumerate(states)}
     goal = ShardSpec(((),) * ndim, tuple((axis, "sum") for axis in axes))
     mesh = ProcessMesh.grid(**dict.fromkeys(axes, 2) or {"none": 1})
@@ -125,37 +129,47 @@ def _whole(states: tuple[ShardSpec, ...], axes: Axes) -> tuple[tuple[tuple[str, 
     return tuple(kinds), np.array(steps, dtype=np.intp).reshape(-1, 5).T
 
 
-class Layouts:
-    """The layouts of a shape.
+class LayoutTable:
+    """The layouts of one shape on one mesh, as arrays.
 
     Args:
-        even: whether all dims divide by all counts of parts that are no larger. Then no dim has more parts
-            than positions: sizes that are cut alike differ beyond.
+        sizes: of the dims.
+        mesh: the mesh.
+        even: whether every dim is divisible by all numbers of parts up to its size. Then layouts that split a
+            dim into more parts than it has elements are left out, because shapes with one representative
+            differ in those.
 
     Attributes:
+        table: steps of all layouts with this number of dims.
         states: the layouts.
-        chosen: their numbers in the table.
-        dims: [states, dims] order that splits a dim; split: its axes.
-        pending: [states] axes with sums pending; placed: axes on dims; used: both.
-        length: [states, dims] of the longest block; volume: [states] its elements; elements: of the tensor.
+        chosen: [states] their indices in the table.
+        dims: [states, dims] index of the order that splits a dim.
+        split: [states, dims] the axes that split a dim.
+        partial: [states] the axes over which a layout is partial.
+        placed: [states] the axes that split some dim.
+        used: [states] `placed` and `partial` together.
+        length: [states, dims] length of the longest block.
+        volume: [states] elements of the longest block.
+        elements: elements of the tensor.
         count: [sets of axes] product of their sizes.
-        nests: [dims, orders, orders] whether one order begins with the other and blocks lie in the other's.
-        stuck: [states, states] whether a dim keeps some axes and the blocks of either do not nest in those
-            over these.
+        nests: [dims, orders, orders] whether one order begins with the other, and each block of the longer
+            order is inside a block of the shorter one.
+        stuck: [states, states] whether two layouts share the first axes of a dim, but blocks of either are
+            not inside the blocks over these shared axes.
     """
 
     def __init__(self, sizes: tuple[int, ...], mesh: ProcessMesh, *, even: bool) -> None:
         axes = tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1)
-        self.table = table = _table(len(sizes), axes)
+        self.table = table = _step_table(len(sizes), axes)
         self.axes, self.sizes = axes, np.array(sizes, dtype=np.intp)
-        self.count = np.array([mesh.count(_names(some, axes)) for some in range(1 << len(axes))])
-        short = np.any(self.count[table.bits[table.dims]] > np.maximum(1, self.sizes), axis=1)
-        self.chosen = np.flatnonzero(~(short & even))
+        self.count = np.array([mesh.count(_names(bits, axes)) for bits in range(1 << len(axes))])
+        empty_blocks = np.any(self.count[table.bits[table.dims]] > np.maximum(1, self.sizes), axis=1)
+        self.chosen = np.flatnonzero(~(empty_blocks & even))
         self.states = tuple(table.states[i] for i in self.chosen)
-        self.dims, self.pending = table.dims[self.chosen], table.pending[self.chosen]
+        self.dims, self.partial = table.dims[self.chosen], table.partial[self.chosen]
         self.split = table.bits[self.dims]
         self.placed = np.bitwise_or.reduce(self.split, axis=1)
-        self.used = self.placed | self.pending
+        self.used = self.placed | self.partial
         self.length = -(-self.sizes // self.count[self.split])
         self.elements = max(1, math.prod(sizes))
         self.volume = np.prod(self.length, axis=1, dtype=np.float64)
@@ -164,18 +178,18 @@ class Layouts:
 
     def _nests(self, size: int, mesh: ProcessMesh) -> Flags:
         space = Space((size,), mesh, self.axes, ShardSpec(((),)), wide=True)
-        found = self.table.begins.copy()
-        for short, long in np.argwhere(found):
-            found[short, long] = space.nests(0, self.table.orders[long], len(self.table.orders[short]))
-        either: Flags = found | found.T
+        nested = self.table.begins.copy()
+        for short, long in np.argwhere(nested):
+            nested[short, long] = space.nests(0, self.table.orders[long], len(self.table.orders[short]))
+        either: Flags = nested | nested.T
         return either
 
     def _stuck(self) -> Flags:
-        kept = self.table.common[self.dims[:, None], self.dims]
+        shared = self.table.common[self.dims[:, None], self.dims]
         dims = np.arange(len(self.sizes))
-        nest = self.nests[dims, kept, self.dims[:, None]] & self.nests[dims, kept, self.dims]
-        found: Flags = ~np.all(nest, axis=2)
-        return found
+        nested = self.nests[dims, shared, self.dims[:, None]] & self.nests[dims, shared, self.dims]
+        stuck: Flags = ~np.all(nested, axis=2)
+        return stuck
 
 
 def _names(bits: int, axes: Axes) -> Axes:
@@ -183,46 +197,52 @@ def _names(bits: int, axes: Axes) -> Axes:
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """The copies of the layouts: goal, axes in use and whether detours count, one of each a copy.
+class GoalCopies:
+    """The copies of the layouts, one for every goal, set of axes in use and flag whether detours count.
 
     Attributes:
-        goal, working, wide: [copies].
-        where: [states, states] see `Routes`.
+        goal: [copies] index of the goal.
+        working: [copies] the axes in use.
+        wide: [copies] whether detours count.
+        vertex_of: [states, states] see `StepGraph`.
     """
 
     goal: Ints
     working: Ints
     wide: Flags
-    where: Ints
+    vertex_of: Ints
 
 
-def copies_of(layouts: Layouts) -> Copies:
-    """The copies that pairs of layouts need; those of goals that differ in an exchange of dims of one size
-    alone are one. `redistribute` looks at detours where a dim does not divide over the axes at both ends."""
+def goal_copies(layouts: LayoutTable) -> GoalCopies:
+    """The copies that all pairs of layouts need.
+
+    Goals that differ only by an exchange of dims of equal size share a copy. Detours count, as in the
+    planner, where the axes of a dim at both ends together do not divide its size.
+    """
     states = np.arange(len(layouts.states))
-    alike = _alike(layouts)
+    exchanged = _with_sorted_goal(layouts)
     working = layouts.used[:, None] | layouts.used
     both = layouts.split[:, None] | layouts.split
     wide = np.any(layouts.sizes % layouts.count[both], axis=2)
     shape = len(states), len(layouts.count), 2
-    key = np.ravel_multi_index((np.broadcast_to(alike[states, states], wide.shape), working, wide * 1), shape)
-    found, copy = np.unique(key.ravel(), return_inverse=True)
-    goal, working, wide = np.unravel_index(found, shape)
-    return Copies(goal, working, wide == 1, copy.reshape(key.shape) * len(states) + alike)
+    goals = np.broadcast_to(exchanged[states, states], wide.shape)
+    key = np.ravel_multi_index((goals, working, wide * 1), shape)
+    keys, copy = np.unique(key.ravel(), return_inverse=True)
+    goal, working, wide = np.unravel_index(keys, shape)
+    return GoalCopies(goal, working, wide == 1, copy.reshape(key.shape) * len(states) + exchanged)
 
 
-def _alike(layouts: Layouts) -> Ints:
-    """[states, goals] a layout once dims of one size change places, so that those of the goal are sorted."""
+def _with_sorted_goal(layouts: LayoutTable) -> Ints:
+    """[states, goals] index of a layout after the exchange of equal dims that sorts the dims of the goal."""
     count, ndim = layouts.dims.shape
     order = np.lexsort((layouts.dims, np.broadcast_to(layouts.sizes, (count, ndim))), axis=1)
     exchanged = np.empty_like(order)
     exchanged[:, np.argsort(layouts.sizes, kind="stable")] = order
     radix = len(layouts.table.orders) ** np.arange(ndim)
-    codes = (layouts.dims @ radix << len(layouts.axes)) | layouts.pending
-    wanted = (layouts.dims[:, exchanged] @ radix << len(layouts.axes)) | layouts.pending[:, None]
+    codes = (layouts.dims @ radix << len(layouts.axes)) | layouts.partial
+    after_exchange = (layouts.dims[:, exchanged] @ radix << len(layouts.axes)) | layouts.partial[:, None]
     position = np.argsort(codes)
-    return position[np.searchsorted(codes, wanted, sorter=position)]
+    return position[np.searchsorted(codes, after_exchange, sorter=position)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,101 +250,112 @@ class Steps:
     """Steps in copies of the layouts.
 
     Attributes:
-        copy: of every step; source, target: the layouts before and after.
-        price: position of its kind and fraction; kinds: see `Routes`.
+        copy: [steps] the copy in which a step is.
+        source, target: [steps] the layouts before and after.
+        cost_index: [steps] see `StepGraph`.
+        kinds: see `StepGraph`.
     """
 
     copy: Ints
     source: Ints
     target: Ints
-    price: Ints
+    cost_index: Ints
     kinds: tuple[tuple[str, Axes, Floats], ...]
 
 
-def steps(layouts: Layouts, copies: Copies) -> Steps:
+def steps(layouts: LayoutTable, copies: GoalCopies) -> Steps:
     """All steps but permutes."""
     table = layouts.table
     number = np.full(len(table.states), -1)
     number[layouts.chosen] = np.arange(len(layouts.chosen))
     source, target = number[table.steps[:2]]
     dims = np.arange(len(layouts.sizes))
-    nest = np.all(layouts.nests[dims, layouts.dims[source], layouts.dims[target]], axis=1)
-    kept = np.flatnonzero(nest & (source >= 0) & (target >= 0))
-    source, target, kind, axes, dim = source[kept], target[kept], *table.steps[2:, kept]
+    nested = np.all(layouts.nests[dims, layouts.dims[source], layouts.dims[target]], axis=1)
+    legal = np.flatnonzero(nested & (source >= 0) & (target >= 0))
+    source, target, kind, axes, dim = source[legal], target[legal], *table.steps[2:, legal]
     name = np.array([kind for kind, _ in table.kinds] or [""])[kind]
     used = layouts.used[source] | layouts.used[target]
-    taken = (used & ~copies.working[:, None] == 0) & (source != copies.goal[:, None])
-    taken &= (name != "mask") | (axes & ~layouts.pending[copies.goal, None] == 0)
-    arrive = np.flatnonzero(np.isin(name, ("all_to_all", "reduce_scatter", "slice")))
-    taken[:, arrive] &= _worth(layouts, copies, *(each[arrive] for each in (source, name, axes, dim)))
-    copy, step = np.nonzero(taken)
-    kinds, price = _priced(table.kinds, kind, _shares(layouts, source, target, name, axes, dim))
-    return Steps(copy, source[step], target[step], price[step], kinds)
+    included = (used & ~copies.working[:, None] == 0) & (source != copies.goal[:, None])
+    included &= (name != "mask") | (axes & ~layouts.partial[copies.goal, None] == 0)
+    splitting = np.flatnonzero(np.isin(name, ("all_to_all", "reduce_scatter", "slice")))
+    included[:, splitting] &= _leads_to_goal(
+        layouts, copies, *(array[splitting] for array in (source, name, axes, dim))
+    )
+    copy, step = np.nonzero(included)
+    fractions = _sent_fractions(layouts, source, target, name, axes, dim)
+    kinds, cost_index = _cost_kinds(table.kinds, kind, fractions)
+    return Steps(copy, source[step], target[step], cost_index[step], kinds)
 
 
-def _worth(layouts: Layouts, copies: Copies, source: Ints, name: Names, axes: Ints, dim: Ints) -> Flags:
-    """[copies, steps] whether axes arrive on a dim on the way to a goal: `Space.leads_to` of all_to_all,
-    `worth_scattering` and `worth_slicing`."""
-    anywhere, there = layouts.placed[copies.goal, None], layouts.split[copies.goal][:, dim]
-    here, aim = layouts.dims[source, dim], layouts.dims[copies.goal][:, dim]
-    leads = axes & there != 0
-    strays = (here != 0) & ~layouts.table.begins[here, aim]
-    scatters = leads | (axes & anywhere == 0)
-    slices = (axes & ~there == 0) | (strays & (axes & ~anywhere == 0))
-    found: Flags = copies.wide[:, None] | np.select(
+def _leads_to_goal(
+    layouts: LayoutTable, copies: GoalCopies, source: Ints, name: Names, axes: Ints, dim: Ints
+) -> Flags:
+    """[copies, steps] whether a step that splits a dim over further axes may lead to the goal.
+
+    The rules are `Space.leads_to` for an all_to_all, `worth_scattering` and `worth_slicing`.
+    """
+    goal_axes, goal_split = layouts.placed[copies.goal, None], layouts.split[copies.goal][:, dim]
+    order, goal_order = layouts.dims[source, dim], layouts.dims[copies.goal][:, dim]
+    leads = axes & goal_split != 0
+    off_path = (order != 0) & ~layouts.table.begins[order, goal_order]
+    scatters = leads | (axes & goal_axes == 0)
+    slices = (axes & ~goal_split == 0) | (off_path & (axes & ~goal_axes == 0))
+    may_lead: Flags = copies.wide[:, None] | np.select(
         [name == "all_to_all", name == "reduce_scatter"], [leads, scatters], slices
     )
-    return found
+    return may_lead
 
 
-def _shares(layouts: Layouts, source: Ints, target: Ints, name: Names, axes: Ints, dim: Ints) -> Floats:
-    """Bytes that a rank sends in every step, a byte of the tensor (`step_bytes`)."""
+def _sent_fractions(
+    layouts: LayoutTable, source: Ints, target: Ints, name: Names, axes: Ints, dim: Ints
+) -> Floats:
+    """[steps] bytes that a rank sends, per byte of the tensor (`step_bytes`)."""
     before, after, group = layouts.volume[source], layouts.volume[target], layouts.count[axes]
-    arrives = np.arange(len(layouts.sizes)) == dim[:, None]
+    is_split_dim = np.arange(len(layouts.sizes)) == dim[:, None]
     piece = np.prod(
-        np.where(arrives, layouts.length[target], layouts.length[source]), axis=1, dtype=np.float64
+        np.where(is_split_dim, layouts.length[target], layouts.length[source]), axis=1, dtype=np.float64
     )
     sent = np.zeros(len(name))
     for kind in dict.fromkeys(name.tolist()):
-        some = name == kind
-        sizes = BlockSizes(before[some], after[some], piece[some], group[some])
-        sent[some] = COLLECTIVES[kind].sent(sizes)
+        of_kind = name == kind
+        sizes = BlockSizes(before[of_kind], after[of_kind], piece[of_kind], group[of_kind])
+        sent[of_kind] = COLLECTIVES[kind].sent(sizes)
     return sent / layouts.elements
 
 
-def permutes(layouts: Layouts, copies: Copies) -> Steps:
-    """Exchanges to the dims of the goal or to these with more axes, see `distgraph.ir.collectives`."""
+def permutes(layouts: LayoutTable, copies: GoalCopies) -> Steps:
+    """Permutes to the dims of the goal, or to these split over more axes (see `distgraph.ir.collectives`)."""
     table, dims, goal = layouts.table, layouts.dims, copies.goal
     refined = np.all(table.begins[dims[goal][:, None], dims], axis=2)
     refined &= (layouts.used & ~copies.working[:, None] == 0) & (layouts.placed[goal, None] != 0)
     copy, target = np.nonzero(refined)
-    aim = goal[copy]
-    even = layouts.count[layouts.placed[target, None]] == layouts.count[layouts.placed]
-    straight = np.all(dims[target] == dims[aim], axis=1)
-    taken = even | (straight[:, None] & layouts.stuck[aim])
-    taken &= layouts.used & ~copies.working[copy, None] == 0
-    taken &= layouts.pending == layouts.pending[target, None]
+    goal_of = goal[copy]
+    same_count = layouts.count[layouts.placed[target, None]] == layouts.count[layouts.placed]
+    reaches_goal = np.all(dims[target] == dims[goal_of], axis=1)
+    included = same_count | (reaches_goal[:, None] & layouts.stuck[goal_of])
+    included &= layouts.used & ~copies.working[copy, None] == 0
+    included &= layouts.partial == layouts.partial[target, None]
     for dim in range(dims.shape[1]):
-        taken &= table.permutes[dims[:, dim], dims[target, None, dim], dims[aim, None, dim]]
+        included &= table.permutes[dims[:, dim], dims[target, None, dim], dims[goal_of, None, dim]]
     states = np.arange(len(dims))
-    taken &= (states != aim[:, None]) & (states != target[:, None])
-    row, source = np.nonzero(taken)
-    copy, target = copy[row], target[row]
+    included &= (states != goal_of[:, None]) & (states != target[:, None])
+    pair, source = np.nonzero(included)
+    copy, target = copy[pair], target[pair]
     moved = np.where(dims[source] != dims[target], layouts.split[source] | layouts.split[target], 0)
     axes = np.bitwise_or.reduce(moved, axis=1)
     before, after = layouts.volume[source], layouts.volume[target]
     sent = COLLECTIVES["permute"].sent(BlockSizes(before, after, after, layouts.count[axes]))
-    names = [("permute", _names(some, layouts.axes)) for some in range(len(layouts.count))]
-    kinds, price = _priced(names, axes, sent / layouts.elements)
-    return Steps(copy, source, target, price, kinds)
+    names = [("permute", _names(bits, layouts.axes)) for bits in range(len(layouts.count))]
+    kinds, cost_index = _cost_kinds(names, axes, sent / layouts.elements)
+    return Steps(copy, source, target, cost_index, kinds)
 
 
-def _priced(
-    names: Sequence[tuple[str, Axes]], kind: Ints, share: Floats
+def _cost_kinds(
+    names: Sequence[tuple[str, Axes]], kind: Ints, fraction: Floats
 ) -> tuple[tuple[tuple[str, Axes, Floats], ...], Ints]:
-    """Kinds with their fractions, and the position of that of every step."""
-    shares, which = np.unique(share, return_inverse=True)
-    found, price = np.unique(kind * len(shares) + which, return_inverse=True)
-    each, which = np.divmod(found, max(1, len(shares)))
-    kinds = tuple((*names[number], shares[which[each == number]]) for number in np.unique(each))
-    return kinds, price
+    """The different fractions of each kind of step, and for every step the index of its kind and fraction."""
+    fractions, inverse = np.unique(fraction, return_inverse=True)
+    pairs, cost_index = np.unique(kind * len(fractions) + inverse, return_inverse=True)
+    kind_of, index = np.divmod(pairs, max(1, len(fractions)))
+    kinds = tuple((*names[number], fractions[index[kind_of == number]]) for number in np.unique(kind_of))
+    return kinds, cost_index

@@ -1,19 +1,19 @@
-"""Solved problems on disk, so that what was searched once is found at once.
+"""The solution cache: solutions of intra-operator problems on disk, so that no problem is solved twice.
 
 The name of an entry is the SHA-256 of the problem (costs, edges, uses and limit as 64-bit numbers; not names
-and labels) and of the version of the solver. An entry answers a question whose gap it reaches or that asks
-for no more time than was spent on it; for others it is where the search starts.
+and labels) and of the version of the solver. A solution in the cache is returned if it reaches the requested
+gap, or if at least the requested time was spent on it. Otherwise the solver starts from it.
 
-An entry is trusted as far as it can be checked. It has a checksum over all of it and its name. Its choice is
-held against the constraints, its cost is computed anew, and its bound is refused where changing one node of
-the choice costs less than it. That nothing fits is believed where the least use of every node shows it, and
-solved again otherwise. What fails is ignored with a warning. So a damaged, stale or forged entry gives no
-illegal plan; at worst one that takes longer than the best.
+An entry is verified before use. A checksum covers its content and its name. The choice is tested against the
+constraints, its cost is recomputed, and the bound is refused if a change of one node of the choice gives a
+cost below it. "Infeasible" is accepted only if the least use of every node proves it; otherwise the problem
+is solved again. An entry that fails is ignored with a warning. A damaged, stale or forged entry therefore
+never leads to an illegal plan, at worst to a plan that is slower than the best.
 
-The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`); with `DISTGRAPH_CACHE=folder`
-it is `folder/distgraph-solved`, and `DISTGRAPH_CACHE=off` does without. It may be deleted at any time. Of
-more than 64 MiB of entries, what was not used for longest goes, and nothing that has another name; how much
-there is, a process looks when it first writes and again for every MiB of its own.
+The folder is `distgraph/solved` in `$XDG_CACHE_HOME` (by default `~/.cache`). With `DISTGRAPH_CACHE=folder`
+it is `folder/distgraph-solved`; `DISTGRAPH_CACHE=off` disables the cache. The folder may be deleted at any
+time. When its entries exceed 64 MiB, those that were not used for longest are deleted; files with other names
+never are. A process measures the folder when it first writes to it, and again after every MiB that it writes.
 """
 
 from __future__ import annotations
@@ -42,55 +42,53 @@ from distgraph.serialization.documents import Record, dumps, parsed, read_json, 
 
 VARIABLE = "DISTGRAPH_CACHE"
 SOLVER = 2
-"""Version of the solver: entries of another one are not found. Raise it where answers get better."""
+"""Version of the solver, part of every name. Raise it when the solver gives better solutions."""
 
 _LIMIT = 64 << 20
-_LOOKS = 64  # at the folder, while a process writes as much as the limit: there are many small files in it
-_ROUNDING = 1e-9  # of an objective, between the sum that was kept and that of the problem
-_BELOW = (
-    1e-6  # of a bound, by which a choice must be below it to show that it is none: bounds are rounded too
-)
-_MOVES = 20  # single changes of a choice, the best ones, that are held against the memory limit
+_MEASUREMENTS = 64  # of the folder, while a process writes as many bytes as the limit: files are small
+_ROUNDING = 1e-9  # relative difference between the objective in an entry and the recomputed one
+_BELOW = 1e-6  # a choice must be below a bound by this fraction to disprove it: bounds are rounded too
+_MOVES = 20  # single changes of a choice, the best ones, that are tested against the memory limit
 _FOLDER: Final = "distgraph-solved"
-_OWN: Final = re.compile(
+_ENTRY_NAME: Final = re.compile(
     r"[0-9a-f]{64}\.json|\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp"
-)  # entries, and drafts of them
+)  # entries, and temporary files of entries that are being written
 _written: dict[Path, int] = {}
-"""Bytes that this process has written to a folder since it looked at all that is there."""
+"""Bytes that this process has written to a folder since it last measured the folder."""
 
 
 def solve_cached(
     problem: Problem, *, seconds: float = 60.0, gap: float = 0.0, cache: Cache | None = None
 ) -> Solution:
-    """As `intra.solve`, from the disk where the problem was solved before.
+    """`solver.solve` with a cache: a problem that was solved before is read from disk.
 
     Args:
-        problem: what to solve.
+        problem: the problem.
         seconds: wall-clock limit.
         gap: stop when (objective - bound) / |objective| is at most this.
-        cache: where to look; by default that of `cache_directory`.
+        cache: the cache; by default that in `cache_directory`.
 
     Raises:
-        GraphError: an argument makes no sense.
+        GraphError: an argument is out of range.
     """
     cache = Cache(cache_directory()) if cache is None else cache
     name = digest(problem)
-    known = cache.get(name, problem)
-    if known is not None and known.answers(seconds, gap):
-        return known.solution
-    start = None if known is None else known.solution.choice
+    entry = cache.get(name, problem)
+    if entry is not None and entry.suffices(seconds, gap):
+        return entry.solution
+    start = None if entry is None else entry.solution.choice
     began = time.perf_counter()
-    found = solve(problem, seconds=seconds, gap=gap, start=start)
-    spent = time.perf_counter() - began  # less than asked for where it was interrupted
-    cache.put(name, found, min(seconds, spent))
-    return found
+    solution = solve(problem, seconds=seconds, gap=gap, start=start)
+    spent = time.perf_counter() - began  # less than the limit if it was interrupted
+    cache.put(name, solution, min(seconds, spent))
+    return solution
 
 
 def cache_directory() -> Path | None:
-    """Where solved problems are kept; None where they are not."""
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return None if given.lower() in ("", "0", "off", "no", "none") else Path(given) / _FOLDER
+    """The folder of the cache; None if the cache is off."""
+    setting = os.environ.get(VARIABLE)
+    if setting is not None:
+        return None if setting.lower() in ("", "0", "off", "no", "none") else Path(setting) / _FOLDER
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         base = Path(home) if home else Path.home() / ".cache"
@@ -100,13 +98,13 @@ def cache_directory() -> Path | None:
 
 
 def digest(problem: Problem) -> str:
-    """Name of a problem: equal for equal ones, whatever they and their nodes are called."""
-    found = hashlib.sha256(f"distgraph solver {SOLVER} limit {problem.limit!r}\n".encode())
+    """Name of a problem; equal problems have equal names, whatever their labels are."""
+    hashed = hashlib.sha256(f"distgraph solver {SOLVER} limit {problem.limit!r}\n".encode())
 
     def add(array: Any, kind: str) -> None:
         data = np.ascontiguousarray(array, dtype=kind)
-        found.update(f"{data.shape}".encode())
-        found.update(data.tobytes())
+        hashed.update(f"{data.shape}".encode())
+        hashed.update(data.tobytes())
 
     add([len(costs) for costs in problem.costs], "<i8")
     for costs in problem.costs:
@@ -118,40 +116,40 @@ def digest(problem: Problem) -> str:
         add(np.array([(use.start, use.stop) for use in uses], dtype=np.int64).reshape(-1, 2), "<i8")
         for use in uses:
             add(use.amounts, "<f8")
-    return found.hexdigest()
+    return hashed.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution and the seconds that the search for it took, at most those that it was given."""
+    """A solution, and the seconds that the solver took for it, at most its time limit."""
 
     solution: Solution
     seconds: float
 
-    def answers(self, seconds: float, gap: float) -> bool:
-        """Whether a search that stops at this gap or after so many seconds would find no more."""
+    def suffices(self, seconds: float, gap: float) -> bool:
+        """Whether solving again with this gap and time limit would give no better solution."""
         proved = self.solution.status in ("optimal", "infeasible")
         return proved or self.solution.gap <= gap or self.seconds >= seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Solutions by the name of their problem.
+    """Solutions on disk by the name of their problem.
 
     Attributes:
-        directory: of the entries; None for a cache that keeps nothing.
-        limit: bytes that it may hold.
+        directory: the folder of the entries; None for a cache that stores nothing.
+        limit: bytes of all entries.
     """
 
     directory: Path | None
     limit: int = _LIMIT
 
     def get(self, name: str, problem: Problem) -> Entry | None:
-        """What is known of a problem.
+        """The entry of a problem, verified; None if there is none.
 
         Args:
             name: `digest` of the problem.
-            problem: checks the choice.
+            problem: the problem, against which the entry is verified.
         """
         if self.directory is None:
             return None
@@ -159,16 +157,16 @@ class Cache:
         if not _is_regular(path):
             return None
         try:
-            found = _checked(_read(path, name), problem, str(path))
+            entry = _verified(_read(path, name), problem, str(path))
         except GraphError as error:
             warnings.warn(f"{error}; the problem is solved anew", RuntimeWarning, stacklevel=2)
             return None
-        with contextlib.suppress(OSError):  # a folder that others fill
-            path.touch()  # used last
-        return found
+        with contextlib.suppress(OSError):  # the folder may belong to another user
+            path.touch()  # its time of last use
+        return entry
 
     def put(self, name: str, solution: Solution, seconds: float) -> None:
-        """Keep what a search of so many seconds found; where the disk does not take it, a warning."""
+        """Store the solution that the solver gave after `seconds`; warn if it cannot be written."""
         if self.directory is None or solution.status == "unknown":
             return
         path = self.directory / f"{name}.json"
@@ -177,7 +175,7 @@ class Cache:
             text = _text_of(name, solution, seconds)
             write_atomically(path, text, RuntimeFault, durable=False, follow=False)
             written = _written.get(self.directory, self.limit) + len(text)
-            if _LOOKS * written >= self.limit:
+            if _MEASUREMENTS * written >= self.limit:
                 self._shrink()
                 written = 0
             _written[self.directory] = written
@@ -185,17 +183,17 @@ class Cache:
             warnings.warn(f"cache {self.directory}: {error}; set {VARIABLE}", RuntimeWarning, stacklevel=2)
 
     def _shrink(self) -> None:
-        """Drop entries, longest unused first, until the limit is kept."""
+        """Delete entries, the longest unused first, until their bytes are within the limit."""
         assert self.directory is not None
         entries = []
         for path in self.directory.iterdir():
-            if not _OWN.fullmatch(path.name):
+            if not _ENTRY_NAME.fullmatch(path.name):
                 continue
             try:
-                found = path.lstat()
-            except FileNotFoundError:  # another process was faster
+                status = path.lstat()
+            except FileNotFoundError:  # another process has deleted it
                 continue
-            entries.append((found.st_mtime_ns, found.st_size, path))
+            entries.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if total <= self.limit:
@@ -212,10 +210,10 @@ def _is_regular(path: Path) -> bool:
 
 
 def _number_of(text: str) -> float:
-    found = float(text)
-    if math.isnan(found):
+    number = float(text)
+    if math.isnan(number):
         raise ValueError(text)
-    return found
+    return number
 
 
 def _strategies(text: str) -> tuple[int, ...]:
@@ -230,7 +228,7 @@ Choice = Annotated[tuple[int, ...], PlainValidator(parsed(_strategies, "numbers 
 
 
 class EntryFile(FileEntry):
-    """The file of an entry; numbers that may be infinite are texts."""
+    """The file of an entry; numbers that may be infinite are stored as text."""
 
     format: Literal["distgraph solved problem 2"]
     problem: str
@@ -267,55 +265,57 @@ def _checksum(document: dict[str, Any]) -> str:
 
 def _read(path: Path, name: str) -> EntryFile:
     document = read_json(path, GraphError, _LIMIT)
-    found = validate(EntryFile, document, str(path), GraphError)
+    file = validate(EntryFile, document, str(path), GraphError)
     content = {key: value for key, value in document.items() if key != "checksum"}
     content["seconds"] = Record(content["seconds"])
-    if found.checksum != _checksum(content):
+    if file.checksum != _checksum(content):
         raise GraphError(
-            f"{path}: the content does not have the checksum {found.checksum[:16]} that it states"
+            f"{path}: the content does not have the checksum {file.checksum[:16]} that it states"
         )
-    if found.problem != name:
-        raise GraphError(f"{path}: the entry is of problem {found.problem[:16]}, not of {name[:16]}")
-    return found
+    if file.problem != name:
+        raise GraphError(f"{path}: the entry is of problem {file.problem[:16]}, not of {name[:16]}")
+    return file
 
 
-def _checked(found: EntryFile, problem: Problem, path: str) -> Entry | None:
-    """What an entry says, as far as the problem confirms it; None where it may be so but is not shown.
+def _verified(file: EntryFile, problem: Problem, path: str) -> Entry | None:
+    """The entry of a file; None if it states that the problem is infeasible and this is not evident.
 
     Raises:
-        GraphError: the problem shows that it is not so.
+        GraphError: the problem contradicts the file.
     """
-    if found.choice is None:
+    if file.choice is None:
         time_, least = problem.least_peak()
         if problem.limit is None or least <= problem.limit * (1 + 1e-12):
             return None
-        short = {"time": time_, "missing": least - problem.limit, "message": found.message}
-        if found.time is not None:  # where the explanation looked closer than at the least uses
-            short |= {"time": found.time, "missing": max(found.missing, 0.0)}
-        none = Solution(None, math.inf, math.inf, math.inf, "infeasible", found.seconds, **short)  # type: ignore[arg-type]
-        return Entry(none, found.spent)
-    if not problem.feasible(found.choice):
+        reason = {"time": time_, "missing": least - problem.limit, "message": file.message}
+        if file.time is not None:  # the solver's explanation is more precise than the least uses
+            reason |= {"time": file.time, "missing": max(file.missing, 0.0)}
+        infeasible = Solution(None, math.inf, math.inf, math.inf, "infeasible", file.seconds, **reason)  # type: ignore[arg-type]
+        return Entry(infeasible, file.spent)
+    if not problem.feasible(file.choice):
         raise GraphError(f"{path}: the choice breaks a constraint of {problem.name}")
-    cost = problem.objective(found.choice)
-    if not math.isclose(cost, found.objective, rel_tol=_ROUNDING):
-        raise GraphError(f"{path}: the choice costs {cost} but the entry says {found.objective}")
-    bound = min(found.bound, cost)
-    if math.isfinite(bound) and _after_best_move(problem, found.choice, cost) < bound - _BELOW * abs(bound):
-        raise GraphError(f"{path}: no choice is to cost less than {bound}, but one does")
+    cost = problem.objective(file.choice)
+    if not math.isclose(cost, file.objective, rel_tol=_ROUNDING):
+        raise GraphError(f"{path}: the choice costs {cost} but the entry says {file.objective}")
+    bound = min(file.bound, cost)
+    disproved = bound - _BELOW * abs(bound)
+    if math.isfinite(bound) and _cost_after_best_move(problem, file.choice, cost) < disproved:
+        raise GraphError(f"{path}: the bound is {bound}, but another choice costs less")
     gap = gap_of(cost, bound)
     status: Literal["optimal", "feasible"] = "optimal" if gap <= _ROUNDING else "feasible"
-    solution = Solution(found.choice, cost, bound, gap, status, found.seconds, message=found.message)
-    return Entry(solution, found.spent)
+    solution = Solution(file.choice, cost, bound, gap, status, file.seconds, message=file.message)
+    return Entry(solution, file.spent)
 
 
-def _after_best_move(problem: Problem, choice: tuple[int, ...], cost: float) -> float:
-    """The least cost of a feasible choice that differs in one node, among the best changes; or the cost."""
-    costs = [own.copy() for own in problem.costs]
+def _cost_after_best_move(problem: Problem, choice: tuple[int, ...], cost: float) -> float:
+    """The least cost of a feasible choice that differs in one node, among the `_MOVES` best; else `cost`."""
+    costs = [of_node.copy() for of_node in problem.costs]
     for (u, v), pairs in zip(problem.edges, problem.edge_costs, strict=True):
         costs[u] += pairs[:, choice[v]]
         costs[v] += pairs[choice[u], :]
     moves = [
-        (float(own[taken] - own.min()), i) for i, (own, taken) in enumerate(zip(costs, choice, strict=True))
+        (float(of_node[option] - of_node.min()), node)
+        for node, (of_node, option) in enumerate(zip(costs, choice, strict=True))
     ]
     for gain, node in sorted(moves, reverse=True)[:_MOVES]:
         other = (*choice[:node], int(np.argmin(costs[node])), *choice[node + 1 :])

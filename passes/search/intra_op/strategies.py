@@ -1,12 +1,13 @@
 """The strategies of an op: every layout that its index rule allows, all axes of the mesh together.
 
-*In:* an op and a mesh. *Out:* `Strategies`: for every option which axes split which index, through which
-operands pending sums pass, and the layouts in which results are made and operands needed. *Invariant:* those
-of `rule.choices`, nothing written by op; ops with equal rules share them, whatever their names and sizes.
+*In:* an op and a mesh. *Out:* `Strategies`: for every option the axes that split each index, the operands
+through which partial sums pass, and the layouts of results and operands. *Invariant:* the options are those
+of `index_rule.choices`; nothing is specific to a kind of op. Ops with equal rules share one `Strategies`
+object, whatever their names and sizes are.
 
-Two restrictions, and nothing else, make them fewer. An axis of one rank splits nothing. And a pending sum
-passes through a contraction only where the result is smaller than what is summed: elsewhere the sum is no
-dearer before the contraction, and then the contraction can be split over the axis.
+Two restrictions, and no others, remove options. An axis of one rank splits nothing. A partial sum passes
+through a contraction only where the result is smaller than the operand: elsewhere reducing it before the
+contraction costs no more, and then the contraction can be split over the axis.
 """
 
 from __future__ import annotations
@@ -37,43 +38,47 @@ class Strategies:
 
     Attributes:
         options: (axes, partial) of the layout of every option (see `OpLayout`).
-        made: for every result its layout under every option.
-        needed: for every operand the layout in which every option reads it.
+        result_specs: for every result, its layout under every option.
+        operand_specs: for every operand, the layout in which every option reads it.
     """
 
     options: tuple[tuple[Axes, tuple[tuple[str, int], ...]], ...]
-    made: tuple[Specs, ...]
-    needed: tuple[Specs, ...]
+    result_specs: tuple[Specs, ...]
+    operand_specs: tuple[Specs, ...]
 
     def layout(self, mesh: ProcessMesh, option: int) -> OpLayout:
         """How the op is computed under an option."""
         return OpLayout(mesh, *self.options[option])
 
     def layouts(self, mesh: ProcessMesh) -> tuple[OpLayout, ...]:
-        """The same of every option."""
+        """How the op is computed under every option."""
         return tuple(OpLayout(mesh, *option) for option in self.options)
 
-    def made_parts(self, mesh: ProcessMesh, result: int) -> Ints:
-        """In how many parts [options, dims] a result is cut."""
-        return self.parts(mesh)[len(self.needed) + result]
+    def result_parts(self, mesh: ProcessMesh, result: int) -> Ints:
+        """The number of parts [options, dims] that a result is split into."""
+        return self.parts(mesh)[len(self.operand_specs) + result]
 
     def parts(self, mesh: ProcessMesh) -> tuple[Ints, ...]:
-        """In how many parts [options, dims] each operand, then each result, is cut."""
+        """The numbers of parts [options, dims] that each operand, then each result, is split into."""
         if mesh.shape not in self._parts:
-            self._parts[mesh.shape] = tuple(parts_of(specs, mesh) for specs in (*self.needed, *self.made))
+            self._parts[mesh.shape] = tuple(
+                parts_of(specs, mesh) for specs in (*self.operand_specs, *self.result_specs)
+            )
         return self._parts[mesh.shape]
 
-    def reading(self, position: int, spec: ShardSpec) -> Ints:
-        """Options that read an operand in a layout."""
-        if position not in self._reading:
-            found: dict[ShardSpec, list[int]] = {}
-            for option, needed in enumerate(self.needed[position]):
-                found.setdefault(needed, []).append(option)
-            self._reading[position] = {key: np.array(at, dtype=np.int64) for key, at in found.items()}
-        return self._reading[position].get(spec, _NO_OPTIONS)
+    def options_reading(self, position: int, spec: ShardSpec) -> Ints:
+        """The options that read the operand at a position in a layout."""
+        if position not in self._options_by_spec:
+            by_spec: dict[ShardSpec, list[int]] = {}
+            for option, needed_spec in enumerate(self.operand_specs[position]):
+                by_spec.setdefault(needed_spec, []).append(option)
+            self._options_by_spec[position] = {
+                key: np.array(options, dtype=np.int64) for key, options in by_spec.items()
+            }
+        return self._options_by_spec[position].get(spec, _NO_OPTIONS)
 
     @cached_property
-    def _reading(self) -> dict[int, dict[ShardSpec, Ints]]:
+    def _options_by_spec(self) -> dict[int, dict[ShardSpec, Ints]]:
         return {}
 
     @cached_property
@@ -82,10 +87,10 @@ class Strategies:
 
 
 def parts_of(specs: Specs, mesh: ProcessMesh) -> Ints:
-    """In how many parts [specs, dims] layouts cut a tensor."""
+    """The numbers of parts [specs, dims] that layouts split a tensor into."""
     ndim = len(specs[0].dims) if specs else 0
-    found = np.array([_counts(spec.dims, mesh) for spec in specs], dtype=np.int64)
-    return found.reshape(len(specs), ndim)
+    counts = np.array([_counts(spec.dims, mesh) for spec in specs], dtype=np.int64)
+    return counts.reshape(len(specs), ndim)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -105,31 +110,31 @@ def local_bytes(shape: tuple[int, ...], size: int, parts: Ints) -> NDArray[np.fl
 
 
 def block_bytes(blocks: Ints, size: int) -> NDArray[np.float64]:
-    """Bytes [layouts] of blocks of some lengths [layouts, dims], of elements of some size."""
-    found: NDArray[np.float64] = size * blocks.prod(axis=1, dtype=np.float64)
-    return found
+    """Bytes [layouts] of blocks with given lengths [layouts, dims] and a given size of an element."""
+    nbytes: NDArray[np.float64] = size * blocks.prod(axis=1, dtype=np.float64)
+    return nbytes
 
 
 def even_blocks(shape: tuple[int, ...], parts: Ints) -> Ints:
     """Lengths [layouts, dims] of the largest block of a tensor; parts as in `local_bytes`."""
-    found: Ints = -(-np.array(shape, dtype=np.int64) // parts)
-    return found
+    lengths: Ints = -(-np.array(shape, dtype=np.int64) // parts)
+    return lengths
 
 
-def own_blocks(shape: tuple[int, ...], specs: Specs, mesh: ProcessMesh, rank: int) -> Ints:
-    """Lengths [layouts, dims] of the block of a rank of a mesh with weights."""
-    found = [spec.local_shape(shape, mesh, rank) for spec in specs]
-    return np.array(found, dtype=np.int64).reshape(len(specs), len(shape))
+def blocks_of_rank(shape: tuple[int, ...], specs: Specs, mesh: ProcessMesh, rank: int) -> Ints:
+    """Lengths [layouts, dims] of the block that one rank of a mesh with weights stores."""
+    lengths = [spec.local_shape(shape, mesh, rank) for spec in specs]
+    return np.array(lengths, dtype=np.int64).reshape(len(specs), len(shape))
 
 
-_KNOWN: dict[Hashable, Strategies] = {}
+_CACHE: dict[Hashable, Strategies] = {}
 
 
 def strategies_of(op: Op, mesh: ProcessMesh) -> Strategies:
     """Every legal way to compute an op on a mesh."""
     rule = rule_of(op)
     linear, reduction = linear_groups(op), lookup(op.kind).reduction
-    passing = tuple(number for number, group in enumerate(linear) if _passes(op, group))
+    passing = tuple(number for number, group in enumerate(linear) if _partials_pass(op, group))
     key = (
         rule.operands,
         rule.results,
@@ -142,19 +147,20 @@ def strategies_of(op: Op, mesh: ProcessMesh) -> Strategies:
         mesh.shape,
         tuple(mesh.weights.items()),
     )
-    if key not in _KNOWN:
-        _KNOWN[key] = _enumerate(rule, mesh, linear, passing, reduction)
-    return _KNOWN[key]
+    if key not in _CACHE:
+        _CACHE[key] = _enumerate(rule, mesh, linear, passing, reduction)
+    return _CACHE[key]
 
 
-def _passes(op: Op, group: tuple[int, ...]) -> bool:
+def _partials_pass(op: Op, group: tuple[int, ...]) -> bool:
+    """Whether partial operands of a linear group may stay partial through an op."""
     if lookup(op.kind).cost != "matmul":
         return True
     return sum(v.nbytes for v in op.results) < sum(op.operands[i].nbytes for i in group)
 
 
 def _size_class(rule: Rule, index: str, mesh: ProcessMesh) -> int:
-    """What of a size decides which layouts are legal."""
+    """A key that is equal for sizes of an index for which the same layouts are legal."""
     size = rule.sizes[index]
     return size if index in rule.composite or mesh.weights else representative(size, mesh)
 
@@ -169,7 +175,7 @@ def _enumerate(
     layouts = [
         OpLayout(mesh, layout.axes, tuple((axis, passing[group]) for axis, group in layout.partial))
         for layout in choices(rule, mesh, [linear[group] for group in passing])
-        if not _idle_axes(layout)
+        if not _uses_unit_axes(layout)
     ]
     return Strategies(
         tuple((layout.axes, layout.partial) for layout in layouts),
@@ -184,7 +190,7 @@ def _enumerate(
     )
 
 
-def _idle_axes(layout: OpLayout) -> bool:
-    """Whether an axis of one rank takes part."""
+def _uses_unit_axes(layout: OpLayout) -> bool:
+    """Whether a layout splits an index over an axis of one rank, or is partial over one."""
     axes = [*(axis for _, split in layout.axes for axis in split), *(axis for axis, _ in layout.partial)]
     return any(layout.mesh.axis_size(axis) == 1 for axis in axes)

@@ -1,15 +1,15 @@
-"""A train graph with equal layers laid on top of each other.
+"""Layer folding: equal layers of a train graph are deduplicated, so that each is decided once.
 
-*In:* a serial train graph and a `Layering`. *Out:* `Fold`: ops at the same position of equal layers are one
-folded op, their results folded values, with how often each is read by whom. *Invariant:* the counts add up to
-those of the graph; without a layering every op is its own.
+*In:* a serial train graph and a `Layering`. *Out:* `Fold`: ops at the same position of equal layers become
+one folded op, their results become folded values, and the numbers of reads are counted. *Invariant:* the
+counts add up to those of the graph. Without a layering every op is a folded op of its own.
 
     layer 0: %a = matmul(%x, %w)   %b = gelu(%a)        matmul x2: reads x once and b once
     layer 1: %c = matmul(%b, %v)   %d = gelu(%c)   ->   gelu x2:   reads a twice
     after:   %y = mean(%d)                              mean:      reads b once
 
-An op belongs to a part of the step, as in `phases`: what depends on no micro-batch is loaded once, forward
-and backward run once a micro-batch, what follows an `accumulate` runs once a step.
+Every op belongs to a part of the step. LOAD ops depend on no micro-batch and run once. FORWARD and BACKWARD
+ops run once for each micro-batch. STEP ops follow an `accumulate` and run once a step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class FoldedOp:
     """Ops at one position of equal layers.
 
     Attributes:
-        op: one of them, the last in program order.
-        members: names of all.
-        layers: layer of each.
+        op: the representative: the last of the ops in program order.
+        members: names of all ops.
+        layers: layer of each op.
         part: LOAD, FORWARD, BACKWARD or STEP.
         time: position of `op` in the graph.
-        operands, results: folded values.
+        operands, results: indices of folded values.
     """
 
     op: Op
@@ -56,17 +56,17 @@ class FoldedOp:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Members of a folded value that are read alike.
+    """Members of a folded value that corresponding ops read.
 
     Attributes:
-        readers: who reads each of them, in program order.
-        made: layer of each member [members].
-        read: layer of each reader [readers, members].
+        readers: the folded ops that read each member, in program order.
+        producer_layers: layer of each member [members].
+        reader_layers: layer of each reader [readers, members].
     """
 
     readers: tuple[Reader, ...]
-    made: Ints
-    read: Ints
+    producer_layers: Ints
+    reader_layers: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +74,15 @@ class FoldedValue:
     """Results of one folded op.
 
     Attributes:
-        value: that of the op in `FoldedOp.op`.
-        members: names of all.
-        producer, result: folded op and which of its results.
-        per_micro: whether it is made once a micro-batch.
-        patterns: how its members are read.
-        counts: reader -> how many members are read so.
-        pinned: what the user wrote for the representative; None without.
+        value: the result of the representative `FoldedOp.op`.
+        members: names of all values.
+        producer, result: index of the folded op, and of the result among its results.
+        per_micro: whether it is computed once for each micro-batch.
+        patterns: the members grouped by their readers.
+        counts: reader -> number of members that it reads.
+        pinned: the user's annotation of the representative; None where there is none.
         leaves: whether it is an output of the graph.
-        replaces: folded value of which it is the new value at the end of a step; -1 without.
+        replaces: folded value (a parameter or state) whose new value it is at the end of a step; -1 if none.
     """
 
     value: Value
@@ -98,7 +98,7 @@ class FoldedValue:
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """Folded ops that read it."""
+        """Indices of the folded ops that read it."""
         return tuple(dict.fromkeys(reader for reader, _ in self.counts))
 
 
@@ -107,10 +107,10 @@ class Fold:
     """The folded graph.
 
     Attributes:
-        graph: what was folded.
+        graph: the graph that was folded.
         layers: number of layers.
         ops, values: in program order of their first members.
-        place: name of a value -> its folded value.
+        place: name of a value -> index of its folded value.
         parts: op name -> part of the step.
     """
 
@@ -129,18 +129,18 @@ class Fold:
 
 @dataclass(slots=True)
 class _Members:
-    """A folded op in the making."""
+    """The ops that are collected for one folded op."""
 
-    names: list[Op] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
     time: int = 0
 
 
 def fold(graph: Graph, layering: Layering | None = None) -> Fold:
-    """Fold the equal layers of a graph; None folds nothing."""
+    """Fold the equal layers of a graph; without a layering nothing is folded."""
     keys: dict[Hashable, int] = {}
     groups: list[_Members] = []
-    of: dict[str, int] = {}  # value -> folded op
+    folded_op: dict[str, int] = {}  # value -> folded op
     layer_of: dict[str, int] = {}
     for time, op in enumerate(graph.ops):
         key: Hashable = op.name if layering is None else layering.position.get(op.name, op.name)
@@ -149,24 +149,24 @@ def fold(graph: Graph, layering: Layering | None = None) -> Fold:
             groups.append(_Members())
         group = groups[number]
         layer = REST if layering is None else layering.of.get(op.name, REST)
-        group.names.append(op)
+        group.ops.append(op)
         group.layers.append(layer)
         group.time = time
         for value in op.results:
-            of[value.name], layer_of[value.name] = number, layer
+            folded_op[value.name], layer_of[value.name] = number, layer
     place, first = _places(groups)
     parts = parts_of_step(graph)
-    read = _readings(graph, of, layer_of)
-    values = _fold_values(graph, groups, place, parts, read)
+    reads = _reads(graph, folded_op, layer_of)
+    values = _fold_values(graph, groups, place, parts, reads)
     ops = tuple(
         FoldedOp(
-            group.names[-1],
-            tuple(op.name for op in group.names),
+            group.ops[-1],
+            tuple(op.name for op in group.ops),
             np.array(group.layers, dtype=np.intp),
-            parts[group.names[-1].name],
+            parts[group.ops[-1].name],
             group.time,
-            tuple(place[v.name] for v in group.names[-1].operands),
-            tuple(first[number] + i for i in range(len(group.names[-1].results))),
+            tuple(place[v.name] for v in group.ops[-1].operands),
+            tuple(first[number] + i for i in range(len(group.ops[-1].results))),
         )
         for number, group in enumerate(groups)
     )
@@ -174,23 +174,23 @@ def fold(graph: Graph, layering: Layering | None = None) -> Fold:
 
 
 def parts_of_step(graph: Graph) -> dict[str, int]:
-    """Op name -> the part of the step it runs in; an `accumulate` runs with what it sums."""
+    """Op name -> the part of the step it runs in; an `accumulate` runs in the part of its operand."""
     micro: dict[str, int] = {}  # value -> 0 before, 1 in, 2 after the micro-batches
-    found: dict[str, int] = {}
+    parts: dict[str, int] = {}
     backward: set[str] = set()
     for op in graph.ops:
         phase = max((micro[v.name] for v in op.operands), default=0)
         if (op.kind == "input" and op.result.shape != ()) or lookup(op.kind).micro:
             phase = max(phase, 1)
-        behind = op.role == "backward" or any(v.name in backward for v in op.operands)
+        is_backward = op.role == "backward" or any(v.name in backward for v in op.operands)
         inside = phase == 1 or (op.kind == "accumulate" and phase < 2)
-        found[op.name] = (BACKWARD if behind else FORWARD) if inside else STEP if phase == 2 else LOAD
+        parts[op.name] = (BACKWARD if is_backward else FORWARD) if inside else STEP if phase == 2 else LOAD
         phase = 2 if op.kind == "accumulate" else phase
         for value in op.results:
             micro[value.name] = phase
-            if found[op.name] == BACKWARD:
+            if parts[op.name] == BACKWARD:
                 backward.add(value.name)
-    return found
+    return parts
 
 
 def _places(groups: list[_Members]) -> tuple[dict[str, int], list[int]]:
@@ -200,23 +200,23 @@ def _places(groups: list[_Members]) -> tuple[dict[str, int], list[int]]:
     count = 0
     for group in groups:
         first.append(count)
-        for op in group.names:
+        for op in group.ops:
             for i, value in enumerate(op.results):
                 place[value.name] = count + i
-        count += len(group.names[0].results)
+        count += len(group.ops[0].results)
     return place, first
 
 
-def _readings(
-    graph: Graph, of: dict[str, int], layer_of: dict[str, int]
+def _reads(
+    graph: Graph, folded_op: dict[str, int], layer_of: dict[str, int]
 ) -> dict[str, list[tuple[int, tuple[int, ...], int]]]:
     """Value name -> (folded op, positions, layer) of every op that reads it."""
-    found: dict[str, list[tuple[int, tuple[int, ...], int]]] = {name: [] for name in of}
+    reads: dict[str, list[tuple[int, tuple[int, ...], int]]] = {name: [] for name in folded_op}
     for op in graph.ops:
         if not op.operands:
             continue
         first = op.results[0].name
-        number, layer = of[first], layer_of[first]
+        number, layer = folded_op[first], layer_of[first]
         names = [value.name for value in op.operands]
         for position, name in enumerate(names):
             positions: tuple[int, ...] = (position,)
@@ -224,8 +224,8 @@ def _readings(
                 if names.index(name) != position:
                     continue
                 positions = tuple(i for i, other in enumerate(names) if other == name)
-            found[name].append((number, positions, layer))
-    return found
+            reads[name].append((number, positions, layer))
+    return reads
 
 
 def _fold_values(
@@ -233,23 +233,23 @@ def _fold_values(
     groups: list[_Members],
     place: dict[str, int],
     parts: dict[str, int],
-    read: dict[str, list[tuple[int, tuple[int, ...], int]]],
+    reads: dict[str, list[tuple[int, tuple[int, ...], int]]],
 ) -> tuple[FoldedValue, ...]:
     leaving = {value.name for _, value in graph.outputs}
     replaced = {new.name: place[old] for old, new in graph.updates}
-    found = []
+    folded = []
     for number, group in enumerate(groups):
-        last = group.names[-1]
+        last = group.ops[-1]
         inside = parts[last.name] in (FORWARD, BACKWARD) and last.kind != "accumulate"
         for i, value in enumerate(last.results):
-            names = tuple(op.results[i].name for op in group.names)
-            patterns = _patterns(names, group.layers, read)
+            names = tuple(op.results[i].name for op in group.ops)
+            patterns = _patterns(names, group.layers, reads)
             counts: Counter[Reader] = Counter()
             for pattern in patterns:
                 for reader in pattern.readers:
-                    counts[reader] += len(pattern.made)
+                    counts[reader] += len(pattern.producer_layers)
             attr = graph.attrs.get(value.name)
-            found.append(
+            folded.append(
                 FoldedValue(
                     value,
                     names,
@@ -263,27 +263,27 @@ def _fold_values(
                     next((replaced[name] for name in names if name in replaced), -1),
                 )
             )
-    return tuple(found)
+    return tuple(folded)
 
 
 def _patterns(
-    names: tuple[str, ...], layers: list[int], read: dict[str, list[tuple[int, tuple[int, ...], int]]]
+    names: tuple[str, ...], layers: list[int], reads: dict[str, list[tuple[int, tuple[int, ...], int]]]
 ) -> tuple[Pattern, ...]:
-    alike: dict[tuple[Reader, ...], list[tuple[int, list[int]]]] = {}
+    """Members grouped by the folded ops that read them, and the positions at which they do."""
+    groups: dict[tuple[Reader, ...], list[tuple[int, list[int]]]] = {}
     for name, layer in zip(names, layers, strict=True):
-        reading = read[name]
-        readers = tuple([entry[:2] for entry in reading])
-        alike.setdefault(readers, []).append((layer, [entry[2] for entry in reading]))
+        readers = tuple([entry[:2] for entry in reads[name]])
+        groups.setdefault(readers, []).append((layer, [entry[2] for entry in reads[name]]))
     return tuple(
         Pattern(
             readers,
-            np.array([made for made, _ in members], dtype=np.intp),
-            np.array([at for _, at in members], dtype=np.intp).reshape(len(members), len(readers)).T,
+            np.array([layer for layer, _ in members], dtype=np.intp),
+            np.array([read for _, read in members], dtype=np.intp).reshape(len(members), len(readers)).T,
         )
-        for readers, members in alike.items()
+        for readers, members in groups.items()
     )
 
 
 def is_source(op: Op) -> bool:
-    """Whether an op brings data in."""
+    """Whether an op is an input, a parameter, a state or another source."""
     return op.kind in SOURCES

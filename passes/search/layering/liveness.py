@@ -1,14 +1,14 @@
-"""How long every value of a folded train graph holds memory, as the runtime's storage plan would have it.
+"""Liveness: how long every value of a folded train graph holds memory, as in the runtime's memory plan.
 
 *In:* a `Fold`. *Out:* a `Lifetime` for every folded value. *Invariant:* memory behind views is counted once.
 
-    fixed      the whole step: parameters, states, inputs, sums of gradients, what is loaded once
-    held       the whole step too, once for every micro-batch in flight: what the backward part reads of the
-               forward part (the runtime gives it buffers of its own, see `runtime.memory`)
-    temporary  from where it is made until it is read last; positions in the graph
-    none       views, results computed in place, scalars
+    fixed       the whole step: parameters, states, inputs, sums of gradients, values that are loaded once
+    activation  the whole step, once for every micro-batch in flight: forward values that the backward part
+                reads (the runtime gives them a ring of buffers, see `runtime.program.memory_plan`)
+    temporary   from the op that produces the value to its last reader; times are positions in the graph
+    none        no memory: views, results computed in place, scalars
 
-Of equal layers the last stands for all: when it runs, what all of them hold is there.
+The last of several equal layers represents all of them: when it runs, the activations of all are in memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from distgraph.passes.search.layering.layer_folding import (
     is_source,
 )
 
-Kind = Literal["fixed", "held", "temporary", "none"]
+Kind = Literal["fixed", "activation", "temporary", "none"]
 _KEEPS_ORDER = ("identity", "stop_gradient", "accumulate", "reshard", "reshape")
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """When a value holds memory: start <= time < stop where it is temporary."""
+    """When a value holds memory; a temporary value does at start <= time < stop."""
 
     kind: Kind
     start: int = 0
@@ -45,7 +45,14 @@ NONE = Lifetime("none")
 
 
 class Lifetimes:
-    """Lifetimes of the values of one folded graph; `roots` are the values whose memory others are seen in."""
+    """Lifetimes of the values of one folded graph.
+
+    Attributes:
+        fold: the folded graph.
+        micro: micro-batches in a step.
+        roots: for every value the value whose memory it is stored in; itself unless it is a view.
+        of: for every value its lifetime.
+    """
 
     def __init__(self, fold: Fold) -> None:
         self.fold = fold
@@ -58,26 +65,26 @@ class Lifetimes:
         self._classify()
 
     def is_view(self, number: int) -> bool:
-        """Whether a value is the memory of its op's operand (as long as its layout is that one's)."""
+        """Whether a value is a view of its op's operand, provided that both have the same layout."""
         value = self.fold.values[number]
-        made = self.fold.ops[value.producer]
-        if not lookup(made.op.kind).view or value.leaves or is_source(made.op):
+        producer = self.fold.ops[value.producer]
+        if not lookup(producer.op.kind).view or value.leaves or is_source(producer.op):
             return False
-        if made.op.kind == "accumulate" and self.micro > 1:
+        if producer.op.kind == "accumulate" and self.micro > 1:
             return False
-        return made.op.kind != "reshape" or self._is_contiguous(made.operands[0])
+        return producer.op.kind != "reshape" or self._is_contiguous(producer.operands[0])
 
     def adds(self, number: int) -> bool:
-        """Whether a value is computed right into the sum over micro-batches."""
+        """Whether the op of a value adds its result directly to the sum over micro-batches."""
         value = self.fold.values[number]
-        made = self.fold.ops[value.producer]
+        producer = self.fold.ops[value.producer]
         readers = [self.fold.ops[reader].op.kind for reader in value.readers]
-        declared = lookup(made.op.kind)
+        declared = lookup(producer.op.kind)
         return (
             self.micro > 1
             and readers == ["accumulate"]
             and declared.adds is not None
-            and len(made.results) == 1
+            and len(producer.results) == 1
         )
 
     def _root(self, number: int, seen: set[int]) -> int:
@@ -87,50 +94,54 @@ class Lifetimes:
 
     def _is_contiguous(self, number: int) -> bool:
         if number not in self._contiguous:
-            self._contiguous[number] = True  # also where the search comes back to it
-            made = self.fold.ops[self.fold.values[number].producer]
-            if lookup(made.op.kind).view and not is_source(made.op):
-                keeps = made.op.kind in _KEEPS_ORDER
-                self._contiguous[number] = made.op.kind == "reshape" or (
-                    keeps and self._is_contiguous(made.operands[0])
+            self._contiguous[number] = True  # the answer for a cycle of updates
+            producer = self.fold.ops[self.fold.values[number].producer]
+            if lookup(producer.op.kind).view and not is_source(producer.op):
+                keeps = producer.op.kind in _KEEPS_ORDER
+                self._contiguous[number] = producer.op.kind == "reshape" or (
+                    keeps and self._is_contiguous(producer.operands[0])
                 )
         return self._contiguous[number]
 
     def _classify(self) -> None:
-        taken: set[int] = set()  # roots whose memory is counted already
+        counted: set[int] = set()  # roots whose memory has been counted
         for number, value in enumerate(self.fold.values):
-            if self._is_kept(value) and self.roots[number] not in taken:
+            if self._outlives_task(value) and self.roots[number] not in counted:
                 home = number
                 root = self.fold.values[self.roots[number]]
                 if root.value.nbytes < value.value.nbytes:
                     home = self.roots[number]  # a broadcast view
-                taken.add(self.roots[number])
+                counted.add(self.roots[number])
                 if self.fold.values[home].value.shape:
-                    kind: Kind = "held" if self._is_held(value) else "fixed"
+                    kind: Kind = "activation" if self._is_activation(value) else "fixed"
                     self.of[home] = Lifetime(kind)
         for number, value in enumerate(self.fold.values):
-            if self.roots[number] == number and number not in taken and value.value.shape:
+            if self.roots[number] == number and number not in counted and value.value.shape:
                 self.of[number] = self._temporary(number)
 
-    def _is_held(self, value: FoldedValue) -> bool:
-        made = self.fold.ops[value.producer]
-        if made.part != FORWARD or not value.per_micro or is_source(made.op):
+    def _is_activation(self, value: FoldedValue) -> bool:
+        """Whether the forward part computes a value that the backward part reads."""
+        producer = self.fold.ops[value.producer]
+        if producer.part != FORWARD or not value.per_micro or is_source(producer.op):
             return False
         return any(self.fold.ops[reader].part == BACKWARD for reader in value.readers)
 
-    def _is_kept(self, value: FoldedValue) -> bool:
-        made = self.fold.ops[value.producer]
-        if is_source(made.op) or made.op.kind == "accumulate" or value.leaves or self._is_held(value):
+    def _outlives_task(self, value: FoldedValue) -> bool:
+        """Whether a value keeps its memory after the part of the step that computes it."""
+        producer = self.fold.ops[value.producer]
+        if is_source(producer.op) or producer.op.kind == "accumulate":
             return True
-        return made.part == LOAD and any(self.fold.ops[reader].part != LOAD for reader in value.readers)
+        if value.leaves or self._is_activation(value):
+            return True
+        return producer.part == LOAD and any(self.fold.ops[reader].part != LOAD for reader in value.readers)
 
     def _temporary(self, number: int) -> Lifetime:
         value = self.fold.values[number]
-        made = self.fold.ops[value.producer]
+        producer = self.fold.ops[value.producer]
         if value.replaces >= 0 or self.adds(number):
             return NONE
-        stop, last = self._last_use(value.value.name, made.part)
-        start = made.time
+        stop, last = self._last_use(value.value.name, producer.part)
+        start = producer.time
         if last is None:
             return Lifetime("temporary", start, start + 1)
         inherits = any(

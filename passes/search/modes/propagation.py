@@ -282,10 +282,10 @@ class _Propagation:
     def redistribution(self, op: Op, option: int, around: _Around) -> float:
         """Price of the changes of layout between an op and what is decided around it."""
         strategies, total = self.strategies(op), 0.0
-        for value, needed, source in zip(op.operands, strategies.needed, around.sources, strict=True):
+        for value, needed, source in zip(op.operands, strategies.operand_specs, around.sources, strict=True):
             if source is not None:
                 total += self.times[value.name] * self.move(value, source, needed[option])
-        ends = zip(op.results, strategies.made, around.readers, around.gradients, strict=True)
+        ends = zip(op.results, strategies.result_specs, around.readers, around.gradients, strict=True)
         for value, made, readers, gradients in ends:
             for target in readers | gradients:
                 total += self.times[value.name] * self.move(value, made[option], target)
@@ -317,14 +317,14 @@ class _Propagation:
         if value.name in self.pinned:
             return self.pinned[value.name]
         op, i = self.place[value.name]
-        return self.strategies(op).made[i][self.chosen[op.name]] if op.name in self.chosen else None
+        return self.strategies(op).result_specs[i][self.chosen[op.name]] if op.name in self.chosen else None
 
     def needed(self, value: Value) -> set[ShardSpec]:
         """Layouts in which ops that are decided need a value."""
         if value.name in self.pinned:
             return {self.pinned[value.name]}
         specs = {
-            self.strategies(reader).needed[i][self.chosen[reader.name]]
+            self.strategies(reader).operand_specs[i][self.chosen[reader.name]]
             for reader, i in self.readers[value.name]
             if reader.name in self.chosen
         }
@@ -355,10 +355,10 @@ class _Propagation:
     def reduction(self, op: Op, option: int, around: _Around) -> float:
         """Cost of reducing the partials that an op makes, and those that it cannot take as partials."""
         strategies, total = self.strategies(op), 0.0
-        for value, made, readers in zip(op.results, strategies.made, around.readers, strict=True):
+        for value, made, readers in zip(op.results, strategies.result_specs, around.readers, strict=True):
             if made[option].partial and readers != {made[option]}:
                 total += self.times[value.name] * self.reduce_cost(value, made[option])
-        for value, needed, source in zip(op.operands, strategies.needed, around.sources, strict=True):
+        for value, needed, source in zip(op.operands, strategies.operand_specs, around.sources, strict=True):
             if source is not None and source.partial not in ((), needed[option].partial):
                 total += self.times[value.name] * self.reduce_cost(value, source)
         return total
@@ -421,8 +421,8 @@ def _some(every: Strategies, numbers: tuple[int, ...]) -> Strategies:
     """The options of an op with some numbers."""
     return Strategies(
         tuple(every.options[i] for i in numbers),
-        tuple(tuple(specs[i] for i in numbers) for specs in every.made),
-        tuple(tuple(specs[i] for i in numbers) for specs in every.needed),
+        tuple(tuple(specs[i] for i in numbers) for specs in every.result_specs),
+        tuple(tuple(specs[i] for i in numbers) for specs in every.operand_specs),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.search_cases import MESHES, SLOW, cluster, prices, task, train
+from support.programs.search_cases import MESHES, SLOW, cluster, cost_model, task, train
 
 from distgraph import optim
 from distgraph.errors import ShardingError
@@ -36,7 +36,7 @@ def serial(name: str, micro: int) -> tuple[list[float], dict[str, Any]]:
 def formulation_of(name: str, mesh: ProcessMesh, micro: int, speed: float, price: float = 0.0) -> Formulation:
     graph = task(name).graph(micro, OPTIMIZER)
     layers = layering(graph, cluster_layers(graph))
-    return formulate(graph, mesh, prices(speed), layers, memory_multiplier=price)
+    return formulate(graph, mesh, cost_model(speed), layers, memory_multiplier=price)
 
 
 def chosen(formulation: Formulation, how: str) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def test_the_best_layouts_train_as_one_rank(name: str, mesh: ProcessMesh) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_the_smallest_layouts_train_as_one_rank(name: str) -> None:
     formulation = formulation_of(name, MESHES[2], 1, SLOW, price=1e3)
-    plain = formulation.priced()
+    plain = formulation.with_memory()
     choice = chosen(formulation, "best")
     least, fastest = formulation.profile(choice), plain.profile(chosen(plain, "best"))
     assert least.fixed.sum() + least.activations.sum() <= fastest.fixed.sum() + fastest.activations.sum()
@@ -98,7 +98,7 @@ def test_stages_of_different_shape_train_as_one_rank() -> None:
     layers = layering(graph, cluster_layers(graph))
     meshes = ProcessMesh.grid(x=2), ProcessMesh.grid(2, x=1, y=2)
     shapes = ProcessMesh.grid(x=2), ProcessMesh.grid(x=1, y=2)
-    planned = [formulate(graph, mesh, prices(SLOW), layers) for mesh in shapes]
+    planned = [formulate(graph, mesh, cost_model(SLOW), layers) for mesh in shapes]
     found = [formulation.decode(chosen(formulation, "best")) for formulation in planned]
     middle = len(layers.layers) // 2
     stage = {op.name: int(layers.of.get(op.name, 0) >= middle) for op in graph.ops}
@@ -125,7 +125,7 @@ def forecast_of(formulation: Formulation, choice: tuple[int, ...], speed: float)
     built = build(
         on_one_mesh(formulation, choice),
         micro_batches=formulation.graph.micro_batches,
-        price=formulation.prices.price,
+        price=formulation.cost_model.price,
     )
     return forecast(built, cluster(speed=speed), overlap=False)
 
@@ -145,7 +145,7 @@ def test_communication_is_that_of_the_forecast(name: str, mesh: ProcessMesh) -> 
     """To the last digit: the same collectives at the same prices. Every one of them is exposed here."""
     formulation = formulation_of(name, mesh, 2, SLOW)
     choice = chosen(formulation, "best")
-    computing = sum(float(costs[s]) for costs, s in zip(formulation.parts.compute, choice, strict=True))
+    computing = sum(float(costs[s]) for costs, s in zip(formulation.cost_terms.compute, choice, strict=True))
     expected = communication(forecast_of(formulation, choice, SLOW), 2)
     assert expected > 0
     assert formulation.profile(choice).seconds(2) - computing == pytest.approx(expected, rel=1e-4)

@@ -12,13 +12,13 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.search.intra_op.formulate import formulate
 from distgraph.passes.search.intra_op.decision_nodes import ValueNode
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.resources import load_cluster
 
 config = GPTConfig(layers=1, hidden=64, heads=4, vocabulary=64, sequence=8)
 graph = train_graph(GPT(config), (((8, 8), "i32"), ((8, 8), "i32")))
 mesh = ProcessMesh.grid(dp=2, tp=2)
-for node in formulate(graph, mesh, Prices(load_cluster("dgx_a100_pod"))).nodes.all:
+for node in formulate(graph, mesh, CostModel(load_cluster("dgx_a100_pod"))).nodes.all:
     print(*(node.texts() if isinstance(node, ValueNode) else node.texts(mesh)), sep="; ")
 """
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, reject, settings
 from support.programs.random_programs import Program, programs
-from support.programs.search_cases import MESHES, SLOW, cluster, prices, task
+from support.programs.search_cases import MESHES, SLOW, cluster, cost_model, task
 from support.search.search_brute import Brute, eliminate, every_spec
 
 from distgraph import nn, ops, optim
@@ -25,7 +25,7 @@ from distgraph.models import GPT, GPTConfig
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import refine
 from distgraph.passes.redistribution.planner import redistribute_cost
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.formulate import Formulation, Layouts, formulate
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.solver import solve
@@ -63,10 +63,10 @@ def test_moves_cost_what_redistribute_finds() -> None:
         for _ in range(25 if mesh in on_two else 5):
             shape = tuple(rng.choice([1, 2, 3, 4, 5, 6, 8, 12, 64]) for _ in range(rng.randint(0, 3)))
             specs = tuple(every_layout(shape, mesh))
-            matrix = prices().moves(shape, "f32", mesh, specs, specs)
+            matrix = cost_model().change_seconds(shape, "f32", mesh, specs, specs)
             for _ in range(20):
                 i, j = rng.randrange(len(specs)), rng.randrange(len(specs))
-                wanted = redistribute_cost(shape, 4, mesh, specs[i], specs[j], prices().price)
+                wanted = redistribute_cost(shape, 4, mesh, specs[i], specs[j], cost_model().price)
                 assert matrix[i, j] == pytest.approx(wanted, rel=1e-9, abs=1e-15), (
                     f"{shape} {specs[i]} {specs[j]}"
                 )
@@ -89,12 +89,12 @@ def every_layout(shape: tuple[int, ...], mesh: ProcessMesh) -> list[ShardSpec]:
 def test_an_axis_across_machines_is_dearer_than_one_inside() -> None:
     mesh = ProcessMesh.grid(dp=2, tp=4)
     cost = [
-        prices().move_seconds((512, 512), "f32", mesh, parse(source), parse("[_, _]"))
+        cost_model().change_seconds_of((512, 512), "f32", mesh, parse(source), parse("[_, _]"))
         for source in ("[_, tp]", "[_, dp]")
     ]
-    swapped = Prices(cluster(), [0, 2, 4, 6, 1, 3, 5, 7])  # tp across the machines, dp inside
+    swapped = CostModel(cluster(), [0, 2, 4, 6, 1, 3, 5, 7])  # tp across the machines, dp inside
     other = [
-        swapped.move_seconds((512, 512), "f32", mesh, parse(source), parse("[_, _]"))
+        swapped.change_seconds_of((512, 512), "f32", mesh, parse(source), parse("[_, _]"))
         for source in ("[_, tp]", "[_, dp]")
     ]
     assert cost[0] < cost[1]
@@ -110,9 +110,9 @@ def test_an_axis_across_machines_is_dearer_than_one_inside() -> None:
 @given(programs(ONE, train=False, micro=False, steps=4))
 def test_equals_brute_force(program: Program) -> None:
     graph = replace(program.graph, micro_batches=1 + 2 * (len(program.graph.ops) % 2))
-    brute = Brute(graph, mesh_of(graph), prices())
+    brute = Brute(graph, mesh_of(graph), cost_model())
     assume(len(brute.ops) <= 7 and brute.size <= 30_000)
-    formulation = formulate(graph, mesh_of(graph), prices())
+    formulation = formulate(graph, mesh_of(graph), cost_model())
     least = brute.least()
     assert eliminate(formulation.problem) == pytest.approx(least, rel=1e-9, abs=1e-15)
     choice = best(formulation)
@@ -129,9 +129,9 @@ def test_no_completion_costs_less(program: Program) -> None:
     graph = replace(program.graph, micro_batches=len(program.feeds))
     completed = complete(graph)
     assume([op.name for op in completed.ops] == [op.name for op in graph.ops])
-    formulation = formulate(graph, mesh_of(graph), prices(SLOW))
+    formulation = formulate(graph, mesh_of(graph), cost_model(SLOW))
     objective = formulation.problem.objective(best(formulation))
-    for other in (completed, refine(completed), refine(completed, prices(SLOW).price)):
+    for other in (completed, refine(completed), refine(completed, cost_model(SLOW).price)):
         try:
             choice = formulation.encode(layouts_of(other))
         except ShardingError:  # annotated in more parts than there are positions
@@ -143,7 +143,7 @@ def test_no_completion_costs_less(program: Program) -> None:
 @given(programs(ONE, train=True, steps=3))
 def test_profile_adds_up_to_the_objective_or_less(program: Program) -> None:
     graph = replace(program.graph, micro_batches=len(program.feeds))
-    formulation = formulate(graph, mesh_of(graph), prices(SLOW))
+    formulation = formulate(graph, mesh_of(graph), cost_model(SLOW))
     rng = np.random.default_rng(len(graph.ops))
     choice = tuple(int(rng.integers(len(costs))) for costs in formulation.problem.costs)
     seconds = formulation.profile(choice).seconds(graph.micro_batches)
@@ -164,8 +164,8 @@ def folded_and_whole(count: int, mesh: ProcessMesh, speed: float) -> tuple[float
     model = GPT(GPTConfig(hidden=32, layers=count, heads=4, vocabulary=64, sequence=16))
     graph = train_graph(model, (((8, 16), "i32"), ((8, 16), "i32")))
     layers = layering(graph, cluster_layers(graph))
-    folded = formulate(graph, mesh, prices(speed), layers)
-    whole = formulate(graph, mesh, prices(speed))
+    folded = formulate(graph, mesh, cost_model(speed), layers)
+    whole = formulate(graph, mesh, cost_model(speed))
     assert len(folded.problem.costs) < (0.4 + 0.6 / count) * len(whole.problem.costs)
     choice = best(folded)
     objective = folded.problem.objective(choice)
@@ -187,7 +187,7 @@ def test_layers_of_a_profile_add_up() -> None:
     model = GPT(GPTConfig(hidden=32, layers=4, heads=4, vocabulary=64, sequence=16))
     graph = replace(train_graph(model, (((8, 16), "i32"), ((8, 16), "i32"))), micro_batches=4)
     layers = layering(graph, cluster_layers(graph))
-    formulation = formulate(graph, ProcessMesh.grid(x=2, y=2), prices(SLOW), layers)
+    formulation = formulate(graph, ProcessMesh.grid(x=2, y=2), cost_model(SLOW), layers)
     profile = formulation.profile(best(formulation))
     blocks = [i for i, cls in enumerate(layers.classes) if layers.classes.count(cls) > 1]
     assert len(blocks) == 4
@@ -227,7 +227,7 @@ def test_a_product_gathers_its_smaller_operand_or_splits_the_sum(rows: int, inne
     """With n ranks: gather A, (n-1)/n of I K; gather B, (n-1)/n of K J; or hand 1/n of both out again and
     reduce_scatter the result, (n-1)/n (I K / n + K J / n + I J)."""
     graph = product(rows, inner, columns)
-    formulation = formulate(graph, ProcessMesh.grid(x=4), prices(1e3))  # computing costs next to nothing
+    formulation = formulate(graph, ProcessMesh.grid(x=4), cost_model(1e3))  # computing costs next to nothing
     found = formulation.decode(best(formulation)).ops[graph.ops[-1].name]
     sent = {
         "n": rows * inner,
@@ -270,7 +270,7 @@ def test_attention_switches_from_data_to_tensor_parallel(batch: int, width: int)
     numbers, and the gradient of what went in, which nobody asks for here: 2 h against b s / 2."""
     mesh = ProcessMesh.grid(x=4)
     graph = attention_block(batch, width)
-    formulation = formulate(graph, mesh, prices(1e3))
+    formulation = formulate(graph, mesh, cost_model(1e3))
     cost = {
         how: formulation.problem.objective(formulation.encode(layouts_of(planned(graph, mesh, how))))
         for how in ("data", "tensor")
@@ -299,15 +299,15 @@ def test_states_are_split_as_memory_gets_dear() -> None:
             if op.result.shape
         },
     )
-    plain = formulate(graph, MESHES[1], prices())
+    plain = formulate(graph, MESHES[1], cost_model())
     held = []
     for price in (0.0, 1e-9, 1e-3):
-        formulation = plain.priced(memory_multiplier=price)
+        formulation = plain.with_memory(memory_multiplier=price)
         profile = formulation.profile(best(formulation))
         held.append(float(profile.fixed.sum() + profile.activations.sum()))
     assert held[0] > held[1] > held[2] or held[0] > held[2]
     states = [op for op in graph.sources("state") if len(op.result.shape) > 1]
-    formulation = plain.priced(memory_multiplier=1e-3)
+    formulation = plain.with_memory(memory_multiplier=1e-3)
     layouts = formulation.decode(best(formulation))
     assert all("x" in layouts.values[op.name].spec.axes for op in states)
 
@@ -316,10 +316,10 @@ def test_states_are_split_as_memory_gets_dear() -> None:
 def test_a_limit_is_kept_and_costs_no_more_than_it_must(name: str) -> None:
     graph = task(name).graph()
     layers = layering(graph, cluster_layers(graph))
-    free = formulate(graph, MESHES[1], prices(), layers)
+    free = formulate(graph, MESHES[1], cost_model(), layers)
     choice = best(free)
-    peak = free.priced(memory_limit=1e12).problem.peak(choice)[1]
-    tight = free.priced(memory_limit=0.7 * peak)
+    peak = free.with_memory(memory_limit=1e12).problem.peak(choice)[1]
+    tight = free.with_memory(memory_limit=0.7 * peak)
     found = solve(tight.problem, seconds=20)
     assert found.choice is not None
     assert tight.problem.feasible(found.choice)
@@ -343,7 +343,7 @@ def chain(sizes: tuple[int, ...]) -> Graph:
 def test_within_a_limit_equals_brute_force(sizes: tuple[int, ...], mesh: ProcessMesh) -> None:
     """Every layout of the three ops and every storage of what is kept; of the others one lives at a time."""
     graph = chain(sizes)
-    brute = Brute(graph, mesh, prices(SLOW))
+    brute = Brute(graph, mesh, cost_model(SLOW))
     first, tanh, last = brute.ops
     x, w, h, t, v, y = (graph.values[o.name] for o in (*first.operands, first, tanh, last.operands[1], last))
 
@@ -368,13 +368,14 @@ def test_within_a_limit_equals_brute_force(sizes: tuple[int, ...], mesh: Process
             seconds, nbytes = (sum(pair[i] for pair in stored) for i in range(2))
             found.append((computing + passing + seconds, scratch + nbytes))
     costs, peaks = np.array(found).T
-    formulation = formulate(graph, mesh, prices(SLOW))
+    formulation = formulate(graph, mesh, cost_model(SLOW))
     fastest = peaks[costs <= costs.min() * (1 + 1e-12)].min()
     for limit in np.linspace(peaks.min(), fastest, 4):
-        solved = solve(formulation.priced(memory_limit=float(limit)).problem, seconds=20)
+        solved = solve(formulation.with_memory(memory_limit=float(limit)).problem, seconds=20)
         assert solved.status == "optimal"
         assert solved.objective == pytest.approx(costs[peaks <= limit + 1e-6].min(), rel=1e-9)
-    assert solve(formulation.priced(memory_limit=peaks.min() - 1).problem, seconds=20).status == "infeasible"
+    too_little = formulation.with_memory(memory_limit=peaks.min() - 1)
+    assert solve(too_little.problem, seconds=20).status == "infeasible"
 
 
 # annotations
@@ -388,7 +389,7 @@ def test_annotations_that_contradict_each_other_are_both_named() -> None:
         second.name: DistAttr(ProcessMesh.grid(x=4), parse("[_, x]"), Origin("user", "train.py:31")),
     }
     with pytest.raises(ShardingError, match=r"train\.py:31.*x=4.*train\.py:12.*x=2"):
-        formulate(replace(graph, attrs=attrs), ProcessMesh.grid(x=2), prices())
+        formulate(replace(graph, attrs=attrs), ProcessMesh.grid(x=2), cost_model())
 
 
 def test_an_annotation_over_an_axis_that_the_mesh_lacks_is_named() -> None:
@@ -396,7 +397,7 @@ def test_an_annotation_over_an_axis_that_the_mesh_lacks_is_named() -> None:
     first = next(op for op in graph.sources("param") if len(op.result.shape) == 2)
     attrs = {first.name: DistAttr(ProcessMesh.grid(tp=2), parse("[tp, _]"), Origin("user", "train.py:12"))}
     with pytest.raises(ShardingError, match=r"train\.py:12\).*tp=2.*mesh\(x=4\)"):
-        formulate(replace(graph, attrs=attrs), ProcessMesh.grid(x=4), prices())
+        formulate(replace(graph, attrs=attrs), ProcessMesh.grid(x=4), cost_model())
 
 
 # explaining
@@ -404,7 +405,7 @@ def test_an_annotation_over_an_axis_that_the_mesh_lacks_is_named() -> None:
 
 def test_terms_say_what_a_change_costs() -> None:
     graph = task("mlp").graph(micro=2)
-    formulation = formulate(graph, MESHES[2], prices(SLOW), memory_multiplier=1e-9)
+    formulation = formulate(graph, MESHES[2], cost_model(SLOW), memory_multiplier=1e-9)
     problem, choice = formulation.problem, best(formulation)
     objective = problem.objective(choice)
     for node in range(len(problem.costs)):
@@ -421,6 +422,6 @@ def test_terms_say_what_a_change_costs() -> None:
 
 def test_what_is_not_decided_is_named() -> None:
     graph = task("mlp").graph()
-    formulation = formulate(graph, MESHES[0], prices())
+    formulation = formulate(graph, MESHES[0], cost_model())
     with pytest.raises(GraphError, match="nothing is decided about %lr"):
         formulation.node_of("%lr")

@@ -1,4 +1,4 @@
-"""Changes of layout priced for all pairs of layouts at once: as `redistribute` finds them one by one."""
+"""Costs of changes of layout between all pairs of layouts equal those of `redistribute`, pair by pair."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distgraph.ir.collective_registry import Space
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.redistribution.planner import redistribute_cost, step_bytes, wire_price
-from distgraph.passes.search.intra_op.redistribution_costs import Floats, routes
-from distgraph.passes.search.intra_op.redistribution_steps import Layouts, copies_of, permutes, steps
+from distgraph.passes.search.intra_op.redistribution_costs import Floats, step_graph
+from distgraph.passes.search.intra_op.redistribution_steps import LayoutTable, goal_copies, permutes, steps
 
 MESHES = [ProcessMesh.grid(a=a, b=b) for a, b in ((2, 3), (3, 2), (2, 8), (8, 2), (4, 4), (1, 6), (4, 6))]
 ITEM = 4
@@ -26,8 +26,8 @@ def of_step(kind: str, axes: tuple[str, ...], sent: Floats) -> Floats:
 
 
 def least_of(shape: tuple[int, ...], mesh: ProcessMesh) -> tuple[tuple[ShardSpec, ...], Floats]:
-    """Layouts, and what the way from each to each costs."""
-    found = routes(shape, mesh)
+    """The layouts, and the cost of the change from each to each."""
+    found = step_graph(shape, mesh)
     nbytes = np.array([ITEM * math.prod(shape)], dtype=np.float64)
     return found.states, found.seconds(nbytes, of_step)[0]
 
@@ -43,20 +43,20 @@ def assert_some_cost_what_redistribute_asks(
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_routes_are_those_of_redistribute(mesh: ProcessMesh) -> None:
+def test_step_graphs_are_those_of_redistribute(mesh: ProcessMesh) -> None:
     """Where every dim takes all axes."""
     for ndim in (1, 2, 3):
         assert_some_cost_what_redistribute_asks((mesh.size,) * ndim, mesh, 60, random.Random(0))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_routes_of_uneven_blocks_are_those_of_redistribute(mesh: ProcessMesh) -> None:
+def test_step_graphs_of_uneven_blocks_are_those_of_redistribute(mesh: ProcessMesh) -> None:
     """Dims with a rest, dims shorter than the mesh, and two of one size, which may be exchanged."""
     for shape in ((3, 5), (5, mesh.size, 5), (7, 7, 2), (0, 3), (3, 3, mesh.size, 4)):
         assert_some_cost_what_redistribute_asks(shape, mesh, 40, random.Random(0))
 
 
-def test_routes_on_three_axes_are_those_of_redistribute() -> None:
+def test_step_graphs_on_three_axes_are_those_of_redistribute() -> None:
     mesh = ProcessMesh.grid(c=2, a=3, b=2)
     for shape in ((12, 12), (5, 12), (6, 6)):
         assert_some_cost_what_redistribute_asks(shape, mesh, 60, random.Random(0))
@@ -82,15 +82,15 @@ def test_steps_to_every_goal_are_its_moves(mesh: ProcessMesh) -> None:
         shapes = [*rng.sample(pairs, 6), (2, 3, mesh.size), ()]
     for shape in shapes:
         even = all(n % parts == 0 for n in shape for parts in counts if parts <= n)
-        layouts = Layouts(shape, mesh, even=even)
-        copies = copies_of(layouts)
+        layouts = LayoutTable(shape, mesh, even=even)
+        copies = goal_copies(layouts)
         found: list[set[tuple[object, ...]]] = [set() for _ in copies.goal]
         for part in (steps(layouts, copies), permutes(layouts, copies)):
-            prices = [(kind, axes, share) for kind, axes, shares in part.kinds for share in shares]
-            for copy, source, target, price in zip(
-                part.copy, part.source, part.target, part.price, strict=True
+            costs = [(kind, axes, share) for kind, axes, shares in part.kinds for share in shares]
+            for copy, source, target, cost in zip(
+                part.copy, part.source, part.target, part.cost_index, strict=True
             ):
-                kind, axes, share = prices[price]
+                kind, axes, share = costs[cost]
                 found[copy].add((source, target, kind, axes, round(share * math.prod(shape), 6)))
         for copy, own in enumerate(found):
             assert own == moves_in(
@@ -99,7 +99,7 @@ def test_steps_to_every_goal_are_its_moves(mesh: ProcessMesh) -> None:
 
 
 def moves_in(
-    layouts: Layouts, mesh: ProcessMesh, shape: tuple[int, ...], goal: int, working: int, wide: bool
+    layouts: LayoutTable, mesh: ProcessMesh, shape: tuple[int, ...], goal: int, working: int, wide: bool
 ) -> set[tuple[object, ...]]:
     """What `Space.steps` finds between layouts that use axes in use alone."""
     states = layouts.states

@@ -199,7 +199,7 @@ def test_what_a_forged_entry_claims_to_be_best_is_solved_again(tmp_path: Path, s
     easy = problem(limit=None, cost=2.0)
     name, kept = digest(easy), Cache(tmp_path)
     kept.put(name, Solution((0, 0), 14.0, 14.0, 0.0, "optimal"), seconds=60.0)
-    with pytest.warns(RuntimeWarning, match=r"no choice is to cost less than 14.0, but one does"):
+    with pytest.warns(RuntimeWarning, match=r"the bound is 14.0, but another choice costs less"):
         found = solve_cached(easy, cache=kept)
     assert (found.choice, found.objective) == ((0, 1), 3.0)
 

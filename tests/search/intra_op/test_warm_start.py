@@ -11,7 +11,7 @@ from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCost
 from distgraph.engine.search_driver.search_space import Shape, pools_of
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.passes.search.intra_op.solution_cache import VARIABLE
-from distgraph.passes.search.intra_op.warm_start import transferred, twins
+from distgraph.passes.search.intra_op.warm_start import corresponding_ops, transfer_choice
 from distgraph.passes.search.solver import solve
 
 DEVICES = (0, 1, 2, 3)
@@ -34,9 +34,9 @@ def carried(
     """The best choice for one graph, and what it is for another."""
     found, choice, _ = layout_costs.solve(source, DEVICES, shape, 0.0, "none")
     other = layout_costs.formulation(target, DEVICES, shape)
-    twin = twins(target.fold, source.fold)
-    assert twin is not None
-    return found, choice, other, transferred(found, choice, other, twin)
+    corresponding = corresponding_ops(target.fold, source.fold)
+    assert corresponding is not None
+    return found, choice, other, transfer_choice(found, choice, other, corresponding)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -18,7 +18,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.resources import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.schema import check
@@ -51,9 +51,9 @@ def cluster(machines: Sequence[int] = (4, 4), speed: float = 1.0) -> Cluster:
 
 
 @cache
-def prices(speed: float = 1.0) -> Prices:
+def cost_model(speed: float = 1.0) -> CostModel:
     """Of that cluster."""
-    return Prices(cluster(speed=speed))
+    return CostModel(cluster(speed=speed))
 
 
 SLOW = 1e-5

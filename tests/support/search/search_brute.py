@@ -23,7 +23,7 @@ from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.redistribution.planner import redistribute_cost
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.strategies import Strategies
 from distgraph.passes.search.solver.problem import Problem
 
@@ -59,8 +59,8 @@ def every_spec(shape: Sequence[int], mesh: ProcessMesh) -> list[ShardSpec]:
 class Brute:
     """All op layouts of one graph on one mesh."""
 
-    def __init__(self, graph: Graph, mesh: ProcessMesh, prices: Prices) -> None:
-        self.graph, self.mesh, self.prices = graph, mesh, prices
+    def __init__(self, graph: Graph, mesh: ProcessMesh, cost_model: CostModel) -> None:
+        self.graph, self.mesh, self.cost_model = graph, mesh, cost_model
         self.ops = [op for op in graph.ops if op.kind not in SOURCES]
         self.axis = {op.name: i for i, op in enumerate(self.ops)}
         self.layouts = [layouts_of(op, mesh) for op in self.ops]
@@ -95,7 +95,7 @@ class Brute:
             tuple((result_spec(rule, i, layout, reduction),) for i in range(len(op.results))),
             tuple((operand_spec(rule, i, layout, linear),) for i in range(len(op.operands))),
         )
-        return self.times[op.name] * float(self.prices.ops_seconds(op, layout.mesh, strategies)[0])
+        return self.times[op.name] * float(self.cost_model.ops_seconds(op, layout.mesh, strategies)[0])
 
     def is_view(self, op: Op) -> bool:
         """Whether an op only gives memory another shape; what leaves the graph has memory of its own."""
@@ -116,7 +116,7 @@ class Brute:
         if key not in self.moved:
             size = itemsize(value.dtype)
             self.moved[key] = redistribute_cost(
-                value.shape, size, self.mesh, source, target, self.prices.price
+                value.shape, size, self.mesh, source, target, self.cost_model.price
             )
         return self.moved[key]
 

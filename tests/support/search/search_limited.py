@@ -24,7 +24,7 @@ from distgraph.ir.index_rule import operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.search.intra_op.cost_model import Prices
+from distgraph.passes.search.intra_op.cost_model import CostModel
 
 Array = Any
 Way = tuple[float, float]  # seconds and bytes
@@ -58,8 +58,8 @@ class Everything:
 class Limited(Brute):
     """All choices of one forward graph, with their memory over time."""
 
-    def __init__(self, graph: Graph, mesh: ProcessMesh, prices: Prices) -> None:
-        super().__init__(graph, mesh, prices)
+    def __init__(self, graph: Graph, mesh: ProcessMesh, cost_model: CostModel) -> None:
+        super().__init__(graph, mesh, cost_model)
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.outputs = {value.name for _, value in graph.outputs}
         self.values = [
