@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import networkx as nx
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from distgraph.errors import ResourceError
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,7 @@ class Cluster:
         """Nodes: devices (role "device"), NICs ("nic"), switches ("switch"). Edges: links, with bandwidth and
         latency.
         """
-        graph: nx.Graph[str] = nx.Graph(name=self.name)
+        graph: nx.Graph[str] = import_module("networkx").Graph(name=self.name)
         for device in self.devices:
             graph.add_node(
                 device.node, role="device", index=device.index, machine=device.machine, type=device.type,

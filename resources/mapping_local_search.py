@@ -8,14 +8,17 @@ Out: a mapping that costs no more. Invariant: one rank per device, each rank on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.sparse import coo_array, csr_array
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.routing import Router
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _DEVICE_LEVEL = 128  # clusters up to this size price every pair of devices; larger ones pairs of machines
 _PASS_LIMIT = 512  # devices up to which Kernighan-Lin passes run; above it only descent runs
@@ -117,8 +120,10 @@ class SearchState:
         self.distance = problem.distance
         self.place_of = problem.place_of
         pairs = problem.weights.tocoo()
-        padded = coo_array((pairs.data, (pairs.row, pairs.col)), shape=(devices, devices))
-        self.weights = padded.tocsr()
+        sparse = import_module("scipy.sparse")
+        self.weights = sparse.coo_array(
+            (pairs.data, (pairs.row, pairs.col)), shape=(devices, devices)
+        ).tocsr()
         self.allowed = np.ones((devices, devices), dtype=bool)
         self.allowed[:ranks] = problem.allowed
         self.mapping = np.concatenate([start, np.setdiff1d(np.arange(devices), start)])

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-import networkx as nx
 import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from distgraph.errors import InfeasibleError, ResourceError
 from distgraph.resources.cluster import Cluster, Device
@@ -163,7 +160,8 @@ def map_ranks(
     matching = _matching(per_rank, allowed, cluster)
     pairs = [(a, b, size) for (a, b), size in volume.items() if a != b and size]
     rows, columns = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    weights = coo_array(([pair[2] for pair in pairs], (rows, columns)), shape=(ranks, ranks)).tocsr()
+    sparse = import_module("scipy.sparse")  # slow to load, and not every run places its ranks
+    weights = sparse.coo_array(([pair[2] for pair in pairs], (rows, columns)), shape=(ranks, ranks)).tocsr()
     place_of, distance = distances(cluster, objective)
     problem = Problem((weights + weights.T).tocsr(), allowed, place_of, distance)
     identity = np.arange(ranks)
@@ -263,7 +261,8 @@ def _matching(requirements: Sequence[Requirement], allowed: np.ndarray, cluster:
     pools: dict[tuple[bool, ...], list[int]] = {}
     for device in range(allowed.shape[1]):
         pools.setdefault(tuple(bool(rows[kind][device]) for kind in kinds), []).append(device)
-    flow: nx.DiGraph[str] = nx.DiGraph()
+    nx = import_module("networkx")
+    flow = nx.DiGraph()
     for index, kind in enumerate(kinds):
         flow.add_edge("source", f"kind {index}", capacity=len(ranks_of[kind]))
         for number, (fits, devices) in enumerate(pools.items()):
@@ -362,7 +361,7 @@ def _best_machine(
 ) -> int:
     waiting = np.flatnonzero(mapping < 0)
     within = problem.weights[waiting, :][:, waiting]
-    _, label = connected_components(within, directed=False)
+    _, label = import_module("scipy.sparse.csgraph").connected_components(within, directed=False)
     needed = int((label == label[np.searchsorted(waiting, rank)]).sum())
     seats = np.bincount(machine_of[fitting])
     enough = np.flatnonzero(seats >= needed)
@@ -377,7 +376,7 @@ def _relaxation_start(problem: Problem) -> np.ndarray:
     distance = problem.distance[np.ix_(problem.place_of, problem.place_of)]
     scale = max(weights.max(), 1.0)
     # FAQ from its default start draws nothing; the generator only keeps it off numpy's global one.
-    optimize = import_module("scipy.optimize")  # slow to load, and not every run places its ranks
+    optimize = import_module("scipy.optimize")
     relaxation = optimize.quadratic_assignment(
         weights / scale,
         distance / max(distance.max(), 1e-300),

@@ -14,11 +14,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-
-import networkx as nx
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster, Link, Machine
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Path = tuple[int, ...]
 
@@ -132,7 +135,7 @@ class Router:
     ) -> tuple[tuple[int, int], ...] | None:
         graph = self._machine_graphs.get(machine.index)
         if graph is None:
-            graph = nx.Graph()
+            graph = import_module("networkx").Graph()  # slow to load, and not every run asks for routes
             links = self.cluster.links[machine.first_link : machine.first_link + machine.link_count]
             for index, link in enumerate(links):
                 graph.add_edge(
@@ -211,6 +214,7 @@ class Router:
         return tuple(links)
 
     def _shortest(self, source: str, target: str) -> Path | None:
+        nx = import_module("networkx")
         if self._link_graph is None:
             self._link_graph = nx.Graph()
             for link in self.cluster.links:
@@ -229,6 +233,7 @@ class Router:
 
 def _path(graph: nx.Graph[str], source: str, target: str, avoid: set[str]) -> list[str] | None:
     """The shortest path between two nodes that avoids all other nodes of `avoid`; None if there is none."""
+    nx = import_module("networkx")
     view = graph.subgraph(node for node in graph if node not in avoid - {source, target})
     try:
         path: list[str] = nx.dijkstra_path(view, source, target)

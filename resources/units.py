@@ -10,10 +10,12 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
-import pint
-
-_QUANTITY = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*[A-Za-z]+\s*(/\s*[A-Za-z]+\s*)?")
+_QUANTITY = re.compile(
+    r"\s*(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z]+\s*(/\s*[A-Za-z]+\s*)?)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +44,51 @@ WORK = Unit("amount of work", "2 GFLOP", "FLOP")
 COMPUTE = Unit("compute rate", "125 TFLOP/s", "FLOP / second")
 
 
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "m": 1e-3, "u": 1e-6, "n": 1e-9} | {
+    prefix: 1024.0**power for power, prefix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), start=1)
+}
+_SYMBOLS = (
+    ("B", "byte", 1.0), ("bit", "byte", 0.125), ("s", "second", 1.0), ("FLOP", "FLOP", 1.0),
+    ("B/s", "byte / second", 1.0), ("bit/s", "byte / second", 0.125), ("FLOP/s", "FLOP / second", 1.0),
+)  # fmt: skip
+_FACTORS = {
+    (prefix + symbol, base): multiple * factor
+    for prefix, multiple in _PREFIXES.items()
+    for symbol, base, factor in _SYMBOLS
+}
+"""(unit as it is written, base unit) -> factor, for the usual units. Pint reads all others: it takes longer
+to load than all else of a resource file. The numbers are those of pint, bit for bit."""
+
+
 @lru_cache(maxsize=1)
-def _registry() -> pint.UnitRegistry[float]:
-    registry: pint.UnitRegistry[float] = pint.UnitRegistry()
+def _registry() -> Any:
+    registry = import_module("pint").UnitRegistry()
     registry.define("FLOP = [flop]")
     return registry
 
 
+def _in_base(quantity: re.Match[str], unit: Unit) -> float:
+    """The number of a quantity in the base of the unit.
+
+    Raises:
+        ValueError: its unit is that of another quantity, or of none.
+    """
+    factor = _FACTORS.get(("".join(quantity["unit"].split()), unit.base))
+    if factor is not None:
+        return float(quantity["number"]) * factor
+    errors = import_module("pint").errors
+    try:
+        return float(_registry().Quantity(quantity.string).to(unit.base).magnitude)
+    except (errors.PintError, TypeError, AttributeError) as cause:
+        raise ValueError(unit.expectation) from cause
+
+
 @lru_cache(maxsize=4096)
 def _parse_text(text: str, unit: Unit) -> float:
-    if len(text) > _LONGEST or not _QUANTITY.fullmatch(text):
+    quantity = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
+    if quantity is None:
         raise ValueError(unit.expectation)
-    try:
-        value = float(_registry().Quantity(text).to(unit.base).magnitude)
-    except (pint.errors.PintError, TypeError, AttributeError) as cause:
-        raise ValueError(unit.expectation) from cause
+    value = _in_base(quantity, unit)
     if not math.isfinite(value) or value < 0 or (value == 0 and not unit.may_be_zero):
         raise ValueError(unit.expectation + ("" if unit.may_be_zero else ", greater than zero"))
     if value and not LEAST <= value <= MOST:

@@ -36,9 +36,12 @@ _MOST_SHOWN: Final = 60  # characters of what stands in the file, in a message
 
 
 class Entry(BaseModel):
-    """Base of the models of documents: unknown fields and values of another type are refused."""
+    """Base of the models of documents: unknown fields and values of another type are refused.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    The validator of a model is built when the first document is read.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> bytes:
@@ -223,8 +226,8 @@ def validate(
     """The model of plain data.
 
     Args:
-        kind: an `Entry`, or an adapter of pydantic. Custom validators raise ValueError with the expected
-            form, such as 'a mesh such as "dp=2"'.
+        kind: a model such as an `Entry`, or an adapter of pydantic. Custom validators raise ValueError with
+            the expected form, such as 'a mesh such as "dp=2"'.
         document: as `read_json` gives it.
         file: where it comes from, for messages.
         error: what is raised.
@@ -235,9 +238,11 @@ def validate(
     Raises:
         error: one line for each mistake: file, path in the document, expected and actual value.
     """
-    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
-        return adapter.validate_python(document)
+        if isinstance(kind, TypeAdapter):
+            return kind.validate_python(document)
+        assert issubclass(kind, BaseModel)
+        return kind.model_validate(document)
     except ValidationError as errors:
         details = errors.errors(include_url=False)
         shown_in = document if written is None else written

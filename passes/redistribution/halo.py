@@ -22,9 +22,9 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib import import_module
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from distgraph.ir.graph import Op
 from distgraph.ir.index_rule import OpLayout
@@ -167,6 +167,7 @@ def _order(size: int, blocks: Bounds, read: Bounds) -> tuple[int, ...]:
     for part, (start, stop) in enumerate(read):
         for owner, (first, last) in _pieces(start, stop, size, blocks):
             kept[part, owner] += last - first
-    rows, owners = linear_sum_assignment(kept, maximize=True)
+    optimize = import_module("scipy.optimize")  # slow to load, and few programs have windows
+    rows, owners = optimize.linear_sum_assignment(kept, maximize=True)
     better = kept[rows, owners].sum() > kept.trace()
     return tuple(int(owner) for owner in owners) if better else tuple(range(parts))

@@ -10,10 +10,10 @@ cycle, and the consumer of a bounded buffer never waits for more results than th
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import networkx as nx
+from graphlib import CycleError, TopologicalSorter
 
 from distgraph.errors import GraphError
 
@@ -117,17 +117,39 @@ class TaskGraph:
         return 1 + max((task.stage for task in self.tasks), default=-1)
 
 
-def _as_networkx(graph: TaskGraph) -> nx.DiGraph[str]:
-    directed: nx.DiGraph[str] = nx.DiGraph()
-    directed.add_nodes_from(task.name for task in graph.tasks)
-    directed.add_edges_from((edge.source, edge.target) for edge in graph.edges)
-    return directed
+def _predecessors(graph: TaskGraph) -> dict[str, list[str]]:
+    """The sources of the edges to each task."""
+    sources: dict[str, list[str]] = {task.name: [] for task in graph.tasks}
+    for edge in graph.edges:
+        sources[edge.target].append(edge.source)
+    return sources
+
+
+def _successors(graph: TaskGraph) -> dict[str, list[str]]:
+    """The targets of the edges from each task."""
+    targets: dict[str, list[str]] = {task.name: [] for task in graph.tasks}
+    for edge in graph.edges:
+        targets[edge.source].append(edge.target)
+    return targets
 
 
 def topological_order(graph: TaskGraph) -> tuple[str, ...]:
-    """Names of the tasks in topological order, with ties in the order of `graph.tasks`."""
+    """Names of the tasks in topological order, with ties in the order of `graph.tasks`.
+
+    Raises:
+        CycleError: the graph has a cycle.
+    """
     place = {task.name: index for index, task in enumerate(graph.tasks)}
-    return tuple(nx.lexicographical_topological_sort(_as_networkx(graph), key=place.__getitem__))
+    sorter = TopologicalSorter(_predecessors(graph))
+    sorter.prepare()
+    ready: list[int] = []
+    order: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, place[name])
+        order.append(graph.tasks[heapq.heappop(ready)].name)
+        sorter.done(order[-1])
+    return tuple(order)
 
 
 def phases(graph: TaskGraph) -> dict[str, str]:
@@ -139,15 +161,15 @@ def phases(graph: TaskGraph) -> dict[str, str]:
     forward tasks first.
     """
     kinds = {task.name: task for task in graph.tasks}
-    directed = _as_networkx(graph)
+    sources, targets = _predecessors(graph), _successors(graph)
     follows: set[str] = set()
     feeds_micro: set[str] = set()
     order = topological_order(graph)
     for name in order:
-        if kinds[name].kind == "backward" or any(source in follows for source in directed.predecessors(name)):
+        if kinds[name].kind == "backward" or any(source in follows for source in sources[name]):
             follows.add(name)
     for name in reversed(order):
-        if any(kinds[target].per_micro or target in feeds_micro for target in directed.successors(name)):
+        if any(kinds[target].per_micro or target in feeds_micro for target in targets[name]):
             feeds_micro.add(name)
     result = {}
     for task in graph.tasks:
@@ -165,12 +187,12 @@ def barriers(graph: TaskGraph) -> dict[str, frozenset[str]]:
     cannot be few.
     """
     kinds = {task.name: task for task in graph.tasks}
-    directed = _as_networkx(graph)
+    sources = _predecessors(graph)
     has_micro: set[str] = set()
     result: dict[str, frozenset[str]] = {}
     for name in topological_order(graph):
         behind: frozenset[str] = frozenset()
-        for source in directed.predecessors(name):
+        for source in sources[name]:
             behind |= result[source]
             if kinds[source].per_micro or source in has_micro:
                 has_micro.add(name)
@@ -192,13 +214,23 @@ def verify(graph: TaskGraph) -> None:
         raise GraphError(f"task graph has {graph.micro_batches} micro-batches; a step needs at least 1")
     _verify_tasks(graph)
     _verify_edges(graph)
-    directed = _as_networkx(graph)
-    if not nx.is_directed_acyclic_graph(directed):
-        cycle = [source for source, *_ in nx.find_cycle(directed)]
-        raise GraphError(
-            f"task graph has a cycle: {' -> '.join([*cycle, cycle[0]])}; remove one of these edges"
-        )
-    _verify_buffers(graph, directed)
+    try:
+        TopologicalSorter(_predecessors(graph)).prepare()
+    except CycleError as error:
+        cycle = error.args[1]  # its first task is also the last
+        raise GraphError(f"task graph has a cycle: {' -> '.join(cycle)}; remove one of these edges") from None
+    _verify_buffers(graph)
+
+
+def _descendants(targets: dict[str, list[str]], name: str) -> set[str]:
+    """The tasks that are reached from a task by one edge or more."""
+    reached: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = [target for target in targets[waiting.pop()] if target not in reached]
+        reached.update(new)
+        waiting.extend(new)
+    return reached
 
 
 def _verify_tasks(graph: TaskGraph) -> None:
@@ -233,16 +265,16 @@ def _verify_edges(graph: TaskGraph) -> None:
             )
 
 
-def _verify_buffers(graph: TaskGraph, directed: nx.DiGraph[str]) -> None:
+def _verify_buffers(graph: TaskGraph) -> None:
     """Check that a consumer which waits for all micro-batches, itself or by a barrier, has room for all."""
     tasks = {task.name: task for task in graph.tasks}
-    behind = barriers(graph)
+    behind, targets = barriers(graph), _successors(graph)
     for edge in graph.edges:
         if edge.buffers is None or edge.buffers >= graph.micro_batches or not tasks[edge.source].per_micro:
             continue
         between = set() if tasks[edge.target].per_micro else {edge.target}
         if behind[edge.source] != behind[edge.target]:
-            between |= nx.descendants(directed, edge.source) & behind[edge.target]
+            between |= _descendants(targets, edge.source) & behind[edge.target]
         if between:
             count = graph.micro_batches
             raise GraphError(

@@ -23,3 +23,19 @@ def test_a_script_beside_the_clone_imports_the_package(command: list[str], tmp_p
     engine, file = done.stdout.split()
     assert engine == "Engine"
     assert Path(file).name == "__init__.py", done.stderr
+
+
+def test_starting_imports_no_package_that_few_runs_need() -> None:
+    """Every command and every rank of a job starts so; the packages are imported where they are used."""
+    program = """
+import sys
+import distgraph as dg
+dg.Engine
+dg.load_cluster("dgx_a100_pod")
+slow = {"cupy", "cvxpy", "lark", "mpi4py", "networkx", "numba", "pint", "plotly", "pyscipopt", "scipy"}
+print(sorted(slow & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

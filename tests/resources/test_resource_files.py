@@ -10,7 +10,7 @@ from support.files.clusters import boxes, cluster_of, machine
 from support.paths import ROOT
 
 from distgraph.errors import ResourceError
-from distgraph.resources import CollectiveCost, load_cluster, local_cluster, shipped_clusters
+from distgraph.resources import CollectiveCost, load_cluster, local_cluster, shipped_clusters, units
 from distgraph.resources.schema import (
     ComputeEntry,
     DeviceEntry,
@@ -23,7 +23,18 @@ from distgraph.resources.schema import (
     NicEntry,
     ResourceFile,
 )
-from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, format_bytes, format_si, parse
+from distgraph.resources.units import (
+    BANDWIDTH,
+    COMPUTE,
+    LEAST,
+    MOST,
+    SIZE,
+    TIME,
+    WORK,
+    format_bytes,
+    format_si,
+    parse,
+)
 
 DOCUMENT = {
     "name": "x",
@@ -337,6 +348,21 @@ def test_unknown_name_lists_what_there_is():
 )
 def test_units(text, unit, value):
     assert parse(text, unit) == pytest.approx(value, rel=1e-12)
+
+
+@given(
+    st.one_of(
+        st.integers(0, 10**6).map(str), st.floats(1e-3, 1e6).map(repr), st.floats(0, 99).map("{:.4g}".format)
+    ),
+    st.sampled_from(sorted(units._FACTORS)),
+)
+def test_usual_units_are_what_pint_takes_them_for(number, unit):
+    symbol, base = unit
+    kind = next(kind for kind in (SIZE, BANDWIDTH, TIME, WORK, COMPUTE) if kind.base == base)
+    text = f"{number} {symbol}"
+    expected = float(units._registry().Quantity(text).to(base).magnitude)
+    if LEAST <= expected <= MOST:
+        assert parse(text, kind) == expected  # the same bits: forecasts and plans depend on them
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
@@ -109,7 +109,7 @@ def _divided(seconds: Floats, counts: Sequence[int]) -> float:
     for kind in range(kinds):
         busy[kind, kind * products : (kind + 1) * products] = seconds[kind] / scale
         busy[kind, -1] = -counts[kind]
-    solution = linprog(
+    solution = import_module("scipy.optimize").linprog(
         np.append(np.zeros(kinds * products), 1.0),
         A_ub=np.vstack([once, busy]),
         b_ub=np.append(-np.ones(products), np.zeros(kinds)),

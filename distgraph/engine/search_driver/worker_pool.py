@@ -26,9 +26,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from multiprocessing import active_children, current_process, get_context, parent_process
 from typing import Any, TypeVar
 
+from distgraph.kernels._jit import has_numba
 from distgraph.runtime.job.job_files import ranks_of_job
 
 Item = TypeVar("Item")
@@ -95,6 +97,7 @@ def _map_with_workers(
         except Exception:  # noqa: BLE001 - objects raise what they like when they cannot be pickled
             return None
 
+    _import_before_forking()
     first, *rest = numbers
     with _workers(compute, min(processes - 1, len(rest))) as pool:
         queue = _Queue(pool, rest)
@@ -108,6 +111,13 @@ def _map_with_workers(
                 results[number] = pickle.loads(pickled)
         finally:
             queue.close()
+
+
+def _import_before_forking() -> None:
+    """Import what a search imports at its first use, so that not every worker process imports it."""
+    has_numba()
+    import_module("networkx")
+    import_module("scipy.optimize")
 
 
 class _Queue:
