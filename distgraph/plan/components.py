@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+from pydantic import PlainValidator
 
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
-from distgraph.ir.range_notation import spans
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.serialization.documents import Record
+from distgraph.serialization.documents import Count, Number, Seconds, documented, documented_as_text
 
 KINDS = ("input", "param", "state")
 _STAGE = re.compile(r"(?P<spec>\[[^@]*) @(?P<stage>[0-9]{1,9})")
@@ -23,6 +24,16 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 _MOST_AXES = 32  # of a mesh: NumPy's arrays have 64 dims at most
 
 
+def _scalar(value: object) -> str | int | float | bool | None:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ValueError("a text, a number, true, false or null")
+
+
+Scalar = Annotated[str | int | float | bool | None, PlainValidator(_scalar)]
+
+
+@documented()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """What a plan is for.
@@ -36,17 +47,8 @@ class Program:
 
     name: str
     fingerprint: str
-    parameters: int
+    parameters: Count
     inputs: Mapping[str, str]
-
-    def document(self) -> dict[str, Any]:
-        """The form in a file."""
-        return {
-            "name": self.name,
-            "fingerprint": self.fingerprint,
-            "parameters": self.parameters,
-            "inputs": dict(self.inputs),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +68,8 @@ class Stage:
     last: int
     devices: tuple[int, ...] = ()
 
-    def document(self) -> Record:
-        """The form in a file."""
-        return Record(
-            layers=spans(range(self.first, self.last)),
-            mesh=self.mesh.described,
-            ranks=spans(self.mesh.members),
-            devices=spans(self.devices),
-        )
 
-
+@documented_as_text("a text")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """A run of forward ops: the name of the first, and its module path for people."""
@@ -113,6 +107,7 @@ class Stored:
         return cls(kind, int(match["stage"]), ShardSpec.parse(match["spec"]))
 
 
+@documented_as_text('an op such as "matmul {m:dp, n:tp} -> [dp, tp]"')
 @dataclass(frozen=True, slots=True)
 class Computed:
     """How an op is computed and how its results are stored; prints as `matmul {m:dp, n:tp} -> [dp, tp]`.
@@ -194,15 +189,6 @@ class LayerOps:
         decomposed, placed, *ops = text.split(" | ")
         return cls(split_names(decomposed), parse_placed(placed), tuple(map(Computed.parse, ops)))
 
-    def document(self, layers: tuple[int, ...]) -> dict[str, Any]:
-        """The form in a file, for all layers that have it."""
-        return {
-            "layers": spans(layers),
-            "decomposed": ", ".join(self.decomposed),
-            "placed": placed_text(self.placed),
-            "ops": [str(op) for op in self.ops],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Rest:
@@ -231,15 +217,8 @@ class Rest:
         found = tuple((name, Computed.parse(op)) for name, _, op in ops)
         return cls(split_names(decomposed), parse_placed(placed), found)
 
-    def document(self) -> dict[str, Any]:
-        """The form in a file."""
-        return {
-            "decomposed": ", ".join(self.decomposed),
-            "placed": placed_text(self.placed),
-            "ops": {name: str(op) for name, op in self.ops},
-        }
 
-
+@documented("plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """A forecast in short.
@@ -250,19 +229,12 @@ class Estimate:
         plan: `Plan.digest` of the plan that was forecast; empty where nobody noted it.
     """
 
-    seconds: float
-    memory: tuple[int, ...] = ()
+    seconds: Seconds
+    memory: tuple[Count, ...] = ()
     plan: str = ""
 
-    def document(self) -> dict[str, Any]:
-        """The form in a file."""
-        return {
-            "seconds": self.seconds,
-            "memory": list(self.memory),
-            **({"plan": self.plan} if self.plan else {}),
-        }
 
-
+@documented("instead")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """One choice of a search and the best that was not taken.
@@ -279,24 +251,14 @@ class Decision:
     """
 
     chosen: str
-    terms: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, Number] = field(default_factory=dict)
     runner_up: str = ""
-    runner_up_seconds: float | None = None
+    runner_up_seconds: Seconds | None = None
     note: str = ""
     instead: Mapping[str, str] = field(default_factory=dict)
 
-    def document(self) -> dict[str, Any]:
-        """The form in a file."""
-        return {
-            "chosen": self.chosen,
-            "terms": Record(self.terms),
-            "runner_up": self.runner_up,
-            "runner_up_seconds": self.runner_up_seconds,
-            "note": self.note,
-            "instead": dict(self.instead),
-        }
 
-
+@documented()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """How a plan was found.
@@ -312,15 +274,10 @@ class Found:
 
     mode: str = "annotations"
     status: str = ""
-    bound: float | None = None
-    gap: float | None = None
-    seconds: float | None = None
-    settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-
-    def document(self) -> dict[str, Any]:
-        """The form in a file."""
-        numbers = {"bound": self.bound, "gap": self.gap, "seconds": self.seconds}
-        return {"mode": self.mode, "status": self.status, **numbers, "settings": dict(self.settings)}
+    bound: Number | None = None
+    gap: Number | None = None
+    seconds: Number | None = None
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 def split_names(text: str) -> tuple[str, ...]:

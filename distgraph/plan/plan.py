@@ -15,15 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final
 
 from xxhash import xxh3_64_hexdigest
 
 from distgraph.errors import GraphError, ShardingError
-from distgraph.ir.range_notation import fold, spans, unfold
+from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.components import (
-    KINDS,
     Computed,
     Decision,
     Estimate,
@@ -38,7 +36,7 @@ from distgraph.plan.components import (
 from distgraph.plan.export import Export, Surface, export
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
-from distgraph.plan.schema import FORMAT, VERSION, read_fields
+from distgraph.plan.schema import DECIDED, VERSION, document, read_fields
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import dumps, parse_json, read_json
 
@@ -46,9 +44,6 @@ __all__ = [
     "Plan", "Comparison", "Program", "Stage", "Layer", "Stored", "Computed", "LayerOps", "Estimate",
     "Decision", "Found", "Rest", "VERSION",
 ]  # fmt: skip
-
-
-_SHORT: Final = ("batch", "micro_batches", "schedule", "stages", "recompute")  # come first in a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +113,8 @@ class Plan:
     @property
     def digest(self) -> str:
         """Hash of what the plan decides: equal for plans that run alike."""
-        return xxh3_64_hexdigest(dumps(self._decided()).encode())
+        decided = {name: part for name, part in document(self).items() if name in DECIDED}
+        return xxh3_64_hexdigest(dumps(decided).encode())
 
     @property
     def is_changed(self) -> bool:
@@ -151,42 +147,7 @@ class Plan:
 
     def text(self) -> str:
         """The plan as JSON; equal plans have equal text."""
-        decided = self._decided()
-        return dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "program": self.program.document(),
-                "cluster": self.cluster,
-                **{name: decided[name] for name in _SHORT},
-                "forecast": None if self.forecast is None else self.forecast.document(),
-                "baselines": dict(self.baselines),
-                "search": self.search.document(),
-                "decisions": {name: decision.document() for name, decision in self.decisions.items()},
-                **{name: content for name, content in decided.items() if name not in _SHORT},
-                "surface": None if self.surface is None else self.surface.document(),
-            }
-        )
-
-    def _decided(self) -> dict[str, Any]:
-        """What makes the program, as in a file."""
-        groups: dict[LayerOps, list[int]] = {}
-        for number, ops in enumerate(self.ops):
-            groups.setdefault(ops, []).append(number)
-        return {
-            "batch": self.batch,
-            "micro_batches": self.micro_batches,
-            "schedule": self.schedule,
-            "stages": [stage.document() for stage in self.stages],
-            "recompute": spans(self.recompute),
-            "layers": [str(layer) for layer in self.layers],
-            "tensors": {
-                kind: fold({name: str(at) for name, at in self.tensors.items() if at.kind == kind})
-                for kind in KINDS
-            },
-            "ops": [ops.document(tuple(numbers)) for ops, numbers in groups.items()],
-            "rest": self.rest.document(),
-        }
+        return dumps(document(self))
 
     def export(self, framework: str) -> Export:
         """The plan in the terms of another framework: docs/export.md.

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, PlainValidator
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.range_notation import MOST_NAMES, parse_spans, spans, unfold
+from distgraph.ir.range_notation import MOST_NAMES, fold, parse_spans, spans, unfold
 from distgraph.plan.components import (
     KINDS,
     Computed,
@@ -37,7 +37,20 @@ from distgraph.plan.components import (
 )
 from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
 from distgraph.plan.schedule_policies import schedule_names
-from distgraph.serialization.documents import Entry, Step, parsed, refuse, shown, validate
+from distgraph.serialization.documents import (
+    Entry,
+    Record,
+    Some,
+    Step,
+    parsed,
+    plain,
+    refuse,
+    shown,
+    validate,
+)
+
+if TYPE_CHECKING:
+    from distgraph.plan.plan import Plan
 
 FORMAT: Final = "distgraph plan"
 VERSION: Final = 1
@@ -45,10 +58,6 @@ MOST_RANKS: Final = 1 << 20
 """Of all stages together: a cluster has at most 65,536 devices, and a rank may be in several stages."""
 _SEE: Final = "docs/plan.md"
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Some = Annotated[int, Field(ge=1, lt=2**63)]
-Seconds = Annotated[float, Field(gt=0, le=1e18)]
-Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 Placed = tuple[tuple[str, int], ...]
 
 
@@ -60,44 +69,23 @@ def _seconds_or_reason(value: object) -> float | str:
     return float(value)
 
 
-def _scalar(value: object) -> str | int | float | bool | None:
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    raise ValueError("a text, a number, true, false or null")
-
-
 def _schedule(text: object) -> str:
     if not isinstance(text, str) or text not in schedule_names():
         raise ValueError(f"one of {', '.join(schedule_names())}")
     return text
 
 
-_OP: Final = 'an op such as "matmul {m:dp, n:tp} -> [dp, tp]"'
 _NAMES: Final = 'names of ops such as "12, 12.3"'
 _PLACED: Final = 'ops and stages such as "57@1, 60@1"'
 _MESH: Final = 'a mesh such as "dp=2, tp=4" or "dp=3:1"'
 _LAYOUT: Final = 'a layout such as "[_, tp] @0"'
-_READ: Final = 'a tensor such as "f32[8, 4] as [_, tp] by matmul 1"'
-_PART: Final = 'a module such as "@0 in: [2, 4] [dp, _] as [dp, _] out: ..."'
 
-ComputedText = Annotated[Computed, PlainValidator(parsed(Computed.parse, _OP))]
 PlacedText = Annotated[Placed, PlainValidator(parsed(parse_placed, _PLACED))]
 NamesText = Annotated[tuple[str, ...], PlainValidator(parsed(split_names, _NAMES))]
 MeshText = Annotated[
     tuple[dict[str, int], dict[str, tuple[int, ...]]], PlainValidator(parsed(parse_axes, _MESH))
 ]
-ReadText = Annotated[Read, PlainValidator(parsed(Read.parse, _READ))]
-PartText = Annotated[Part, PlainValidator(parsed(Part.parse, _PART))]
 ScheduleText = Annotated[str, BeforeValidator(_schedule)]
-
-
-class ProgramEntry(Entry):
-    """`program`."""
-
-    name: str
-    fingerprint: str
-    parameters: Count
-    inputs: dict[str, str]
 
 
 class StageEntry(Entry):
@@ -110,12 +98,12 @@ class StageEntry(Entry):
 
 
 class OpsEntry(Entry):
-    """One of `ops`."""
+    """One of `ops`: the ops of all layers that have the same."""
 
     layers: str
     decomposed: NamesText
     placed: PlacedText
-    ops: list[ComputedText]
+    ops: list[Computed]
 
 
 class RestEntry(Entry):
@@ -123,44 +111,7 @@ class RestEntry(Entry):
 
     decomposed: NamesText
     placed: PlacedText
-    ops: dict[str, ComputedText]
-
-
-class EstimateEntry(Entry):
-    """`forecast`."""
-
-    seconds: Seconds
-    memory: list[Count]
-    plan: str = ""
-
-
-class DecisionEntry(Entry):
-    """One of `decisions`."""
-
-    chosen: str
-    terms: dict[str, Number]
-    runner_up: str
-    runner_up_seconds: Seconds | None
-    note: str
-    instead: dict[str, str] = Field(default_factory=dict)
-
-
-class SearchEntry(Entry):
-    """`search`."""
-
-    mode: str
-    status: str
-    bound: Number | None
-    gap: Number | None
-    seconds: Number | None
-    settings: dict[str, Annotated[str | int | float | bool | None, PlainValidator(_scalar)]]
-
-
-class SurfaceEntry(Entry):
-    """`surface`."""
-
-    tensors: dict[str, ReadText]
-    modules: dict[str, PartText]
+    ops: dict[str, Computed]
 
 
 class TensorsEntry(Entry):
@@ -172,26 +123,72 @@ class TensorsEntry(Entry):
 
 
 class PlanFile(Entry):
-    """The whole file."""
+    """The whole file; fields that `Plan` has too are the same there, unless `_Reader` and `document` say."""
 
     format: Literal["distgraph plan"]
     version: int
-    program: ProgramEntry
+    program: Program
     cluster: str
     batch: Some
     micro_batches: Some
     schedule: ScheduleText
     stages: list[StageEntry]
     recompute: str
-    forecast: EstimateEntry | None
+    forecast: Estimate | None
     baselines: dict[str, Annotated[float | str, PlainValidator(_seconds_or_reason)]]
-    search: SearchEntry
-    decisions: dict[str, DecisionEntry]
-    layers: list[str]
+    search: Found
+    decisions: dict[str, Decision]
+    layers: list[Layer]
     tensors: TensorsEntry
     ops: list[OpsEntry]
     rest: RestEntry
-    surface: SurfaceEntry | None
+    surface: Surface | None
+
+
+DECIDED: Final = frozenset(
+    {"batch", "micro_batches", "schedule", "stages", "recompute", "layers", "tensors", "ops", "rest"}
+)
+"""The fields of a file that make the program."""
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """The file of a plan as plain data, in the order of `PlanFile`; inverse of `read_fields`."""
+    groups: dict[LayerOps, list[int]] = {}
+    for number, ops in enumerate(plan.ops):
+        groups.setdefault(ops, []).append(number)
+    forecast, surface = plain(plan.forecast), plan.surface
+    if forecast is not None and not forecast["plan"]:
+        del forecast["plan"]
+    written = {
+        "format": FORMAT,
+        "version": VERSION,
+        "stages": [
+            Record(
+                layers=spans(range(stage.first, stage.last)),
+                mesh=stage.mesh.described,
+                ranks=spans(stage.mesh.members),
+                devices=spans(stage.devices),
+            )
+            for stage in plan.stages
+        ],
+        "recompute": spans(plan.recompute),
+        "forecast": forecast,
+        "decisions": {
+            name: plain(each) | {"terms": Record(each.terms)} for name, each in plan.decisions.items()
+        },
+        "tensors": {
+            kind: fold({name: str(at) for name, at in plan.tensors.items() if at.kind == kind})
+            for kind in KINDS
+        },
+        "ops": [{"layers": spans(numbers), **_moved(ops), "ops": ops.ops} for ops, numbers in groups.items()],
+        "rest": {**_moved(plan.rest), "ops": dict(plan.rest.ops)},
+        "surface": surface and {"tensors": fold(surface.tensors), "modules": fold(surface.modules)},
+    }
+    return {name: plain(written.get(name, getattr(plan, name, None))) for name in PlanFile.model_fields}
+
+
+def _moved(ops: LayerOps | Rest) -> dict[str, str]:
+    return {"decomposed": ", ".join(ops.decomposed), "placed": placed_text(ops.placed)}
 
 
 def read_fields(document: object, file: str) -> dict[str, Any]:
@@ -228,29 +225,19 @@ class _Reader:
         self.tensors = self._tensors()
 
     def fields(self) -> dict[str, Any]:
-        found = self.found
-        program, forecast, search = found.program, found.forecast, found.search
+        forecast = self.found.forecast
         if forecast is not None and len(forecast.memory) not in (0, len(self.stages)):
             told = f"{len(self.stages)} numbers, one a stage, or none"
             self._refuse(["forecast", "memory"], told, forecast.memory)
-        return {
-            "program": Program(**dict(program)),
-            "cluster": found.cluster,
-            "batch": found.batch,
-            "micro_batches": found.micro_batches,
-            "schedule": found.schedule,
-            "layers": tuple(map(Layer.parse, found.layers)),
+        fields = {name: value for name, value in self.found if name not in ("format", "version")}
+        return fields | {
+            "layers": tuple(self.found.layers),
             "stages": self.stages,
             "recompute": self._recompute(),
             "tensors": self.tensors,
             "ops": self._ops(),
             "rest": self._rest(),
             "surface": self._surface(),
-            "forecast": forecast
-            and Estimate(seconds=forecast.seconds, memory=tuple(forecast.memory), plan=forecast.plan),
-            "baselines": found.baselines,
-            "search": Found(**dict(search)),
-            "decisions": {name: Decision(**dict(entry)) for name, entry in found.decisions.items()},
         }
 
     def _refuse(self, path: Sequence[Step], expected: str, got: object) -> NoReturn:

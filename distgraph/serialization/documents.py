@@ -12,11 +12,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from distgraph.errors import DistGraphError
 
@@ -42,6 +51,50 @@ class Entry(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+
+def documented(*optional: str) -> Callable[[type[Parsed]], type[Parsed]]:
+    """Decorate a dataclass that is an entry of a document as it is; its numbers have to be declared strict.
+
+    Args:
+        optional: fields with a default that documents may leave out; the others are required there.
+    """
+
+    def schema_of(source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler.resolve_ref_schema(handler(source))
+        for field in schema["schema"]["fields"]:
+            if field["schema"]["type"] == "default" and field["name"] not in optional:
+                field["schema"] = field["schema"]["schema"]
+        return schema  # type: ignore[no-any-return]
+
+    def decorate(cls: type[Parsed]) -> type[Parsed]:
+        setattr(cls, _SCHEMA_METHOD, staticmethod(schema_of))
+        return with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
+
+    return decorate
+
+
+def documented_as_text(expected: str) -> Callable[[type[Parsed]], type[Parsed]]:
+    """Decorate a class that is a text in documents: `cls.parse` reads it, `str` writes it.
+
+    Args:
+        expected: the form of the text, in words.
+    """
+
+    def decorate(cls: Any) -> Any:
+        validator = core_schema.no_info_plain_validator_function(parsed(cls.parse, expected))
+        setattr(cls, _SCHEMA_METHOD, staticmethod(lambda source, handler: validator))
+        return cls
+
+    return decorate
+
+
+_SCHEMA_METHOD: Final = "__get_pydantic_core_schema__"
+
+Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Some = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
+Seconds = Annotated[float, Field(gt=0, le=1e18, strict=True)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30, strict=True)]
 
 
 def read_bytes(path: str | Path, error: type[DistGraphError], most: int = MOST_BYTES) -> bytes:
@@ -334,7 +387,7 @@ def _describe(error: ErrorDetails, document: object, file: str, see: str) -> str
     subject = f"{file}: {path_text(path)}" if path else file
     if error["type"] == "missing":
         return f"{subject}: missing; add the field" + (f", see {see} for its form" if see else "")
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{subject}: unknown field; " + (
             f"check its spelling against {see}" if see else "leave it out"
         )
@@ -394,6 +447,20 @@ def _path_in(document: object, location: Sequence[Step]) -> tuple[list[Step], ob
 
 class Record(dict[str, Any]):
     """A mapping that `dumps` writes on one line."""
+
+
+def plain(value: Any) -> Any:
+    """The form of a value in documents: fields of an entry, the text of what has a text form, else itself."""
+    if isinstance(value, Mapping):
+        kind = Record if isinstance(value, Record) else dict
+        return kind((key, plain(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if hasattr(value, "parse"):
+        return str(value)
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def dumps(document: Mapping[str, Any]) -> str:

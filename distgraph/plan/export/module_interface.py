@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import operand_layout, result_layout
-from distgraph.ir.range_notation import fold
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.serialization.documents import documented, documented_as_text
 
 MATRICES = ("matmul", "embedding")  # kinds of ops that are a module of one matrix, or table, in frameworks
 _WORDS = ("inherited", "joined", "loose")
@@ -29,6 +28,7 @@ _FLOW = re.compile(rf"(\[[^\]]*\]) {_SPEC} as {_SPEC}(?: from {_SPEC})?((?: \w+)
 _PART = re.compile(r"@([0-9]{1,9})( again)? in: (.*?) ?out: (.*?)(?: moved: (.*))?", re.DOTALL)
 
 
+@documented_as_text('a tensor such as "f32[8, 4] as [_, tp] by matmul 1"')
 @dataclass(frozen=True, slots=True)
 class Read:
     """The first read of an input or a parameter.
@@ -103,6 +103,7 @@ class Flow:
         return cls(_shape(shape), *specs, *(word in present for word in _WORDS))
 
 
+@documented_as_text('a module such as "@0 in: [2, 4] [dp, _] as [dp, _] out: ..."')
 @dataclass(frozen=True, slots=True)
 class Part:
     """The interface of one module.
@@ -138,6 +139,7 @@ class Part:
         return cls(int(match[1]), enters, leaves, moved, bool(match[2]))
 
 
+@documented()
 @dataclass(frozen=True, slots=True)
 class Surface:
     """The interface of a program: tensors and modules by the names that users know.
@@ -150,13 +152,6 @@ class Surface:
 
     tensors: Mapping[str, Read] = field(default_factory=dict)
     modules: Mapping[str, Part] = field(default_factory=dict)
-
-    def document(self) -> dict[str, Any]:
-        """The form in a plan file, with equal layers joined to one entry."""
-        return {
-            "tensors": fold({name: str(read) for name, read in self.tensors.items()}),
-            "modules": fold({path: str(part) for path, part in self.modules.items()}),
-        }
 
 
 def surface_of(graph: Graph, meshes: Sequence[ProcessMesh]) -> Surface:
