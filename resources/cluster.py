@@ -10,7 +10,7 @@ never a guess; code that needs it raises a ResourceError that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -78,6 +78,8 @@ class Compute:
         matmul: rate of contractions, by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
         error: relative error of the fit, by name of the number.
+        slice_block: rows or columns that stay together where a matrix is cut into strided slices: the height
+            of the tiles in which the device accesses its memory.
     """
 
     launch: float | None = None
@@ -90,6 +92,7 @@ class Compute:
     message: float | None = None
     step: float | None = None
     task: float | None = None
+    slice_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,23 @@ class DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
+class RingRate:
+    """Measured numbers of one collective on a ring along an axis of the torus; see `ring_cost`.
+
+    Attributes:
+        collective: name of the collective.
+        launch: seconds to start it.
+        step: seconds of synchronisation of each step around the ring.
+        bandwidth: bytes/s at which a ring passes its blocks on, for each axis of the torus.
+    """
+
+    collective: str
+    launch: float
+    step: float
+    bandwidth: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """How machines are joined.
 
@@ -195,12 +215,38 @@ class Network:
         over: "machines" if the network joins NICs, "devices" if it joins the devices themselves (a TPU pod).
         shape: shape of the ring or torus.
         members: machine or device index at each position of the ring or torus, row-major.
+        rings: measured numbers of collectives along one axis, on a ring or torus of devices.
     """
 
     topology: str = "none"
     over: str = "machines"
     shape: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
+    rings: tuple[RingRate, ...] = ()
+
+    def corner_block(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Members of a block at the first corner of the torus, row-major: devices for a mesh of this shape.
+
+        Raises:
+            ResourceError: the network is no ring or torus, or the block does not fit in it.
+
+        Example:
+            >>> Network("torus", "devices", (2, 3), (0, 1, 2, 3, 4, 5)).corner_block((2, 2))
+            (0, 1, 3, 4)
+        """
+        own = " x ".join(map(str, self.shape)) or self.topology
+        if len(shape) != len(self.shape) or any(
+            not 1 <= part <= length for part, length in zip(shape, self.shape, strict=True)
+        ):
+            block = " x ".join(map(str, shape))
+            raise ResourceError(
+                f"block {block}: does not fit in the network, which is {own}; give as many lengths, "
+                "each from 1 to that of the torus"
+            )
+        positions = [0]
+        for part, length in zip(shape, self.shape, strict=True):
+            positions = [start * length + index for start in positions for index in range(part)]
+        return tuple(self.members[position] for position in positions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from distgraph.resources.cluster import (
     MeasuredTable,
     Network,
     OpTable,
+    RingRate,
     Switch,
 )
 from distgraph.resources.schema import (
@@ -167,6 +168,7 @@ def _compute(entry: ComputeEntry) -> Compute:
         entry.message,
         entry.step,
         entry.task,
+        entry.slice_block,
     )
 
 
@@ -342,7 +344,10 @@ def _device_torus(
         raise ResourceError(
             f"{file}: machines[].inside: the network joins the devices already; remove inside"
         )
-    return Network(net.topology, "devices", tuple(shape), tuple(members)), (links, [])
+    rings = tuple(
+        RingRate(ring.collective, ring.launch, ring.step, tuple(ring.bandwidth)) for ring in net.rings
+    )
+    return Network(net.topology, "devices", tuple(shape), tuple(members), rings), (links, [])
 
 
 def _unravel(index: int, shape: list[int]) -> list[int]:

@@ -23,12 +23,13 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 
 from distgraph.errors import ResourceError
 from distgraph.ir.collectives import COLLECTIVES
-from distgraph.resources.cluster import Cluster
+from distgraph.resources.cluster import Cluster, Link
 from distgraph.resources.routing import Router
 
 Flow = tuple[int, int, float]  # source device, target device, fraction of the size
@@ -46,6 +47,36 @@ class Stage:
 
 
 Stages = tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One algorithm's time: alpha (s) + beta (s/byte) * bytes, and the bubbles of a pipeline of packets.
+
+    Attributes:
+        algorithm: its name.
+        alpha, beta: seconds, and seconds per byte.
+        bottleneck: the link that decides beta.
+        packet, fill: D packets take D * packet + fill * bytes / D seconds more, with the best whole number D
+            of packets of at least a byte. Both are zero where nothing is pipelined.
+    """
+
+    algorithm: str
+    alpha: float
+    beta: float
+    bottleneck: Link | None
+    packet: float = 0.0
+    fill: float = 0.0
+
+    def seconds(self, nbytes: Any) -> Any:
+        """Seconds for one size in bytes, or for an array of them."""
+        plain = self.alpha + self.beta * nbytes
+        if not self.fill:
+            return plain
+        most = np.maximum(1.0, np.floor(nbytes))
+        ideal = np.sqrt(self.fill * nbytes / self.packet) if self.packet else most
+        counts = [np.clip(rounded, 1.0, most) for rounded in (np.floor(ideal), np.ceil(ideal))]
+        return plain + np.minimum(*(count * self.packet + self.fill * nbytes / count for count in counts))
 
 
 Algorithms = Callable[[Router, Group], dict[str, Stages]]
@@ -349,12 +380,22 @@ def _broadcasts(router: Router, group: Group) -> dict[str, Stages]:
     return {"ring": _chains(group), "tree": _trees(router.cluster, group, down_only=True)}
 
 
+def _reductions(router: Router, group: Group) -> dict[str, Stages]:
+    """To group[0]: the ways of a broadcast, back."""
+    return {name: tuple(map(_reversed, stages)) for name, stages in _broadcasts(router, group).items()}
+
+
+def _reversed(stage: Stage) -> Stage:
+    return Stage(tuple((target, source, share) for source, target, share in stage.flows), stage.steps)
+
+
 for _kind, _make in {
     "all_reduce": _ring_algorithms("all_reduce"),
     "all_gather": _ring_algorithms("all_gather"),
     "reduce_scatter": _ring_algorithms("reduce_scatter"),
     "all_to_all": lambda router, group: {"pairwise": _pairwise(group)},
     "broadcast": _broadcasts,
+    "reduce": _reductions,
     "permute": _direct,
     "send": _one_message,
 }.items():

@@ -7,9 +7,12 @@ The time is the least over the algorithms that apply (see `algorithms`) of
 
 so that a NIC shared by the ranks of one machine, an oversubscribed switch, a narrow PCIe bridge and the axes
 of a torus are modelled in the same way: as a link with a load. Groups that communicate at the same time are
-given as `concurrent`; their loads add up. A measured table of the cluster for the shape (machines, devices
-per machine) takes precedence: first a table for exactly these groups at once; then a table for any group,
-unless another group uses the same links at the same time; then a table for these groups and others at once.
+given as `concurrent`; their loads add up. Collectives along one axis of a torus of devices with measured
+numbers for its rings cost what `ring_cost` says instead.
+
+A measured table of the cluster for the shape (machines, devices per machine) takes precedence: first a table
+for exactly these groups at once; then a table for any group, unless another group uses the same links at the
+same time; then a table for these groups and others at once.
 
 Devices of one machine that move their messages themselves (`Compute.message`) do not compute in the meantime,
 whether or not the program overlaps the collective with computation (see `benchmarks/HISTORY.md`). Between
@@ -32,7 +35,15 @@ from numpy.typing import NDArray
 from distgraph.errors import ResourceError
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.resources.cluster import Cluster, Link, MeasuredTable
-from distgraph.resources.collective_algorithms import Flow, Group, Stages, algorithms, priced_kinds
+from distgraph.resources.collective_algorithms import (
+    Flow,
+    Group,
+    Line,
+    Stages,
+    algorithms,
+    priced_kinds,
+)
+from distgraph.resources.ring_cost import RingCost
 from distgraph.resources.routing import Router
 from distgraph.resources.units import format_bytes, format_si
 
@@ -70,16 +81,6 @@ def held_bytes(kind: str, group_size: int, sent: NDArray[np.float64]) -> NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One algorithm's time as alpha (s) + beta (s/byte) * bytes; bottleneck is the link that decides beta."""
-
-    algorithm: str
-    alpha: float
-    beta: float
-    bottleneck: Link | None
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds of one collective and where they come from; `busy`: those in which its devices are at work."""
 
@@ -114,6 +115,7 @@ class CollectiveCost:
         """Args: tables: measured tables beside those of the cluster; the first that fits is used."""
         self.cluster = cluster
         self.router = Router(cluster)
+        self.rings = RingCost(self.router)
         self._tables = tuple(tables) + cluster.measured
         self._placed = [
             (table.collective, _sets(table.collective, table.groups), table)
@@ -138,8 +140,9 @@ class CollectiveCost:
         """Seconds of one collective, the algorithm and the link that decides.
 
         Args:
-            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast (from group[0]), permute (each
-                to the next of the group, the last to the first), send (from group[0] to group[1]).
+            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast (from group[0]), reduce (to
+                group[0]), permute (each to the next of the group, the last to the first), send (from
+                group[0] to group[1]).
             group: device numbers. nbytes: as in `wire_bytes`.
             concurrent: other groups that run the same collective at the same time over the same links.
         Raises:
@@ -165,8 +168,8 @@ class CollectiveCost:
             if table.busy is not None:
                 busy = min(seconds, float(self._measured(table, "busy", nbytes)))
             return Estimate(kind, members, nbytes, seconds, "measured", None, busy)
-        best = min(self.lines(kind, members, others), key=lambda line: line.alpha + line.beta * nbytes)
-        seconds = best.alpha + best.beta * nbytes
+        best = min(self.lines(kind, members, others), key=lambda line: float(line.seconds(nbytes)))
+        seconds = float(best.seconds(nbytes))
         busy = seconds if at_work else 0.0
         return Estimate(kind, members, nbytes, seconds, best.algorithm, best.bottleneck, busy)
 
@@ -189,7 +192,7 @@ class CollectiveCost:
                 return self._measured(table, "times", sizes)
             self._plain[key] = self.lines(kind, members, others)
         lines = self._plain[key]
-        best: NDArray[np.float64] = np.min([line.alpha + line.beta * sizes for line in lines], axis=0)
+        best: NDArray[np.float64] = np.min([line.seconds(sizes) for line in lines], axis=0)
         return best
 
     def exchange(self, flows: Mapping[tuple[int, int], float]) -> float:
@@ -203,6 +206,9 @@ class CollectiveCost:
         sent = [(source, target, size) for (source, target), size in flows.items() if source != target]
         if not sent:
             return 0.0
+        ring = self.rings.exchange(sent)
+        if ring is not None:
+            return ring.alpha + ring.beta
         latency = max(self._latency("send", source, target) for source, target, _ in sent)
         return self._launch("send") + latency + self._slowest("send", self._load(sent))[0]
 
@@ -218,6 +224,9 @@ class CollectiveCost:
         return lines
 
     def _compute_lines(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
+        ring = self.rings.line(kind, group, concurrent)
+        if ring is not None:
+            return (ring,)
         launch = self._launch(kind)
         everyone = (group, *concurrent)
         if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():

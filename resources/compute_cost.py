@@ -48,7 +48,7 @@ class ComputeCost:
 
     Example:
         >>> from distgraph.resources.load import load_cluster
-        >>> ComputeCost(load_cluster("tpu_v4_16x16")).time(0, "memory", 0, 2**20, "f32")
+        >>> ComputeCost(load_cluster("dgx_h100_pod")).time(0, "memory", 0, 2**20, "f32")
         Traceback (most recent call last):
         distgraph.errors.ResourceError: ...machines[0].devices.compute.launch: missing...
     """

@@ -30,6 +30,7 @@ MOST_DIMS: Final = 8
 MOST_LEVELS: Final = 16
 """Limit on the levels of switches: a binary tree over `MOST_DEVICES` has as many."""
 _MOST_LANES: Final = 1_000
+_MOST_ROWS: Final = 1 << 16
 
 
 def _parser(unit: Unit) -> Callable[[object], float]:
@@ -158,6 +159,7 @@ class ComputeEntry(Entry):
     task: Seconds | None = None
     memory_efficiency: Fraction | None = None
     lookup_efficiency: Fraction | None = None
+    slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS)] | None = None
     matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)
     ops: dict[OpKind, dict[AnyDtype, OpEntry]] = Field(default_factory=dict)
     error: dict[str, Error] = Field(default_factory=dict)
@@ -242,6 +244,15 @@ class NicEntry(LinkEntry):
     attach: LinkEntry
 
 
+class RingEntry(Entry):
+    """Measured numbers of one collective along an axis of a torus of devices; a bandwidth for each axis."""
+
+    collective: Literal["all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
+    launch: Seconds
+    step: Seconds
+    bandwidth: Annotated[list[Bandwidth], Field(min_length=1, max_length=MOST_DIMS)]
+
+
 class NetworkEntry(LinkEntry):
     """How machines (their NICs), or the devices of all machines, are joined."""
 
@@ -250,6 +261,7 @@ class NetworkEntry(LinkEntry):
     shape: Shape | None = None
     block: Shape | None = None
     levels: Levels | None = None
+    rings: list[RingEntry] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _complete(self) -> NetworkEntry:
@@ -262,7 +274,23 @@ class NetworkEntry(LinkEntry):
             )
         if self.block is not None and (self.over != "devices" or len(self.block) != len(self.shape or ())):
             raise ValueError('block with as many numbers as shape, and only with over "devices"')
+        self._check_rings()
         return self
+
+    def _check_rings(self) -> None:
+        if self.rings and self.over != "devices":
+            raise ValueError('rings only with over "devices"')
+        names = [ring.collective for ring in self.rings]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"rings with one entry for each collective, but {repeated} has two")
+        axes = len(self.shape or (1,))
+        for ring in self.rings:
+            if len(ring.bandwidth) != axes:
+                raise ValueError(
+                    f"rings with a bandwidth for each of the {axes} axes, but {ring.collective} has "
+                    f"{len(ring.bandwidth)}"
+                )
 
 
 class MachineEntry(Entry):

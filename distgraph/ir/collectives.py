@@ -12,6 +12,7 @@
     permute         any exchange of tiles (`tiles.exchange_tiles`)  the larger of block before and after
     halo, transfer  tiles of neighbours; tiles between two meshes   their tiles
     broadcast, send of one rank to the group, or to one other       the block
+    reduce          sum of the group's blocks, on one of its ranks  the block
 
 The largest rank's block counts; where a group's blocks are uneven, a rank sends up to g-1 of the largest of
 them, but never more than all there is.
@@ -326,6 +327,7 @@ for _collective in (
     Collective("halo", _larger_block, "tiles"),
     Collective("transfer", _larger_block, "tiles"),
     Collective("broadcast", _larger_block, "ring", parameters=("root", "group")),
+    Collective("reduce", _larger_block, "ring", parameters=("root", "group")),
     Collective("send", _larger_block, "pairs"),
 ):
     register_collective(_collective)

@@ -368,7 +368,8 @@ def _with_initial_numbers(cluster: Cluster) -> Cluster:
         replace(link, bandwidth=link.bandwidth or 1e9, latency=1e-6 if link.latency is None else link.latency)
         for link in cluster.links
     )
-    return replace(cluster, links=links, launch=cluster.launch or 0.0, measured=())
+    network = replace(cluster.network, rings=())  # what is measured now does not follow from numbers of rings
+    return replace(cluster, links=links, launch=cluster.launch or 0.0, measured=(), network=network)
 
 
 def _stated_numbers(cluster: Cluster, origins: Sequence[str]) -> Vector:

@@ -443,7 +443,7 @@ def test_numbers_that_a_group_does_not_need_may_be_missing():
 @pytest.mark.parametrize(
     ("kind", "group", "size", "message"),
     [
-        ("reduce", (0, 1), 1, "collective reduce: unknown; use one of all_reduce"),
+        ("scan", (0, 1), 1, "collective scan: unknown; use one of all_reduce"),
         ("send", (0, 1, 2), 1, "send: needs 2 devices, source and target, got 3"),
         ("all_reduce", (), 1, "all_reduce: needs at least 1 device, got 0"),
         ("all_reduce", (0, 1), -1, "all_reduce: a size is not negative, got -1 bytes"),

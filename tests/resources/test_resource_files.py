@@ -22,6 +22,7 @@ from distgraph.resources.schema import (
     NetworkEntry,
     NicEntry,
     ResourceFile,
+    RingEntry,
 )
 from distgraph.resources.units import (
     BANDWIDTH,
@@ -422,6 +423,7 @@ def test_the_documentation_names_every_field_and_every_shipped_cluster():
         InsideEntry,
         NicEntry,
         NetworkEntry,
+        RingEntry,
         Level,
         MeasuredEntry,
     ]
