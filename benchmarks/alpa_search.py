@@ -71,9 +71,9 @@ from benchmarks.support.alpa.plan_forecast import batch_of, meshes_of, model_of,
 from benchmarks.support.alpa.published_rows import Row, read_rows
 from benchmarks.support.alpa.recorded_plans import Plan, Stage, blocks_of
 from distgraph import data
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.train_graph import train_graph
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.search_driver.candidate import BuiltCandidate
 from distgraph.engine.search_driver.run_search import run_search
 from distgraph.engine.search_driver.search_state import SearchState
@@ -163,17 +163,17 @@ def _optimizer(plan: Plan) -> Any:
     return optimizer_of(replace(plan, software="xla"))
 
 
-def training_of(point: Point) -> Training:
+def compile_request_of(point: Point) -> CompileRequest:
     """The serial program."""
     plan = point.reference
     serial = replace(plan, stages=(Stage(blocks_of(plan.config), 1),), same=False, zero=0, recompute=False)
     model = type(model_of(_lookups(serial)))(plan.config)
-    recipe = Recipe(model, _loss(model), _optimizer(serial), {}, Strategy())
+    training_spec = TrainingSpec(model, _loss(model), _optimizer(serial), {}, Strategy())
     fields = {
         f"{data.POSITION}{number}": (shape[1:], dtype)
         for number, (shape, dtype) in enumerate(batch_of(replace(serial, micro=serial.batch)))
     }
-    return Training(recipe, "train", plan.batch, fields, {})
+    return CompileRequest(training_spec, "train", plan.batch, fields, {})
 
 
 def same_program(plan: Plan, point: Point) -> Plan:
@@ -237,7 +237,7 @@ def chosen(row: Row, found: Iterable[Evaluation]) -> Evaluation | None:
 def searched(point: Point, cluster: Cluster, limit: float, log: bool = False) -> dict[str, Any]:
     """The search of everything; seconds are None where it finds nothing that fits."""
     start = time.process_time()
-    state = SearchState(training_of(point), cluster, "auto", limit, clock=time.process_time)
+    state = SearchState(compile_request_of(point), cluster, "auto", limit, clock=time.process_time)
     message = ""
     try:
         for event in run_search(state):

@@ -36,7 +36,7 @@ from rich.table import Table
 
 import distgraph as dg
 from distgraph import nn, ops
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.ir.graph import Graph
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.pass_pipeline import pipeline, run_passes
@@ -105,8 +105,8 @@ def shaped(kind: str, count: int) -> dict[str, float]:
     """CPU seconds of every step of compiling one `Shape` for all ranks, and the number of ops."""
     mesh = dg.ProcessMesh.grid(dp=2, tp=2)
     strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
-    recipe = Recipe(Shape(kind, count), squares, dg.optim.SGD(lr=0.1), {}, strategy)
-    return steps(recipe, mesh, {f"batch.{i}": ((8, 8), "f32") for i in range(2)}, every=True)
+    training_spec = TrainingSpec(Shape(kind, count), squares, dg.optim.SGD(lr=0.1), {}, strategy)
+    return steps(training_spec, mesh, {f"batch.{i}": ((8, 8), "f32") for i in range(2)}, every=True)
 
 
 def compiled(layers: int, hidden: int = HIDDEN, *, every: bool = False) -> dict[str, float]:
@@ -118,11 +118,15 @@ def compiled(layers: int, hidden: int = HIDDEN, *, every: bool = False) -> dict[
     """
     mesh = dg.ProcessMesh.grid(dp=2, tp=2)
     strategy = dg.Strategy(mesh=mesh, batch_axis="dp")
-    recipe = Recipe(Gpt(layers, mesh, hidden), nn.CrossEntropy(), dg.optim.Adam(), {}, strategy)
-    return steps(recipe, mesh, {f"batch.{i}": ((BATCH, SEQUENCE), "i64") for i in range(2)}, every=every)
+    training_spec = TrainingSpec(Gpt(layers, mesh, hidden), nn.CrossEntropy(), dg.optim.Adam(), {}, strategy)
+    return steps(
+        training_spec, mesh, {f"batch.{i}": ((BATCH, SEQUENCE), "i64") for i in range(2)}, every=every
+    )
 
 
-def steps(recipe: Recipe, mesh: dg.ProcessMesh, fields: dict[str, Any], *, every: bool) -> dict[str, float]:
+def steps(
+    training_spec: TrainingSpec, mesh: dg.ProcessMesh, fields: dict[str, Any], *, every: bool
+) -> dict[str, float]:
     """Seconds of every step of compiling a program, and the number of ops; `every` as in `compiled`."""
     clock = time.process_time if every else time.perf_counter
     found: dict[str, float] = {}
@@ -133,7 +137,7 @@ def steps(recipe: Recipe, mesh: dg.ProcessMesh, fields: dict[str, Any], *, every
         found[name] = clock() - start
         return result
 
-    graph: Graph = timed("trace", recipe.trace, "train", fields, {})
+    graph: Graph = timed("trace", training_spec.trace, "train", fields, {})
     passes, program = pipeline(["choose_completion=complete"]), graph
     reached: dict[str, Any] = {}
     for each in passes.reaching("completed", "resharded", "lowered", "tasks"):

@@ -67,8 +67,8 @@ from typing import Any
 import yaml
 
 from distgraph import nn, optim
-from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.search_driver.candidate import Candidate, build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import Restriction
@@ -145,16 +145,16 @@ def slowest(given: dict[str, Any]) -> Cluster:
     return built({**given, "name": "slowest", "machines": [machine], "network": {"topology": "switch"}})
 
 
-def training(model: str, batch: int, layers: int | None) -> Training:
+def compile_request(model: str, batch: int, layers: int | None) -> CompileRequest:
     """A step of a GPT."""
     config = GPT_PRESETS[model]
     config = dataclasses.replace(config, layers=layers or config.layers)
     tokens = ((config.sequence,), "i32")
-    recipe = Recipe(GPT(config), nn.CrossEntropy(), optim.Adam(), {}, Strategy())
-    return Training(recipe, "train", batch, {"batch.0": tokens, "batch.1": tokens}, {})
+    training_spec = TrainingSpec(GPT(config), nn.CrossEntropy(), optim.Adam(), {}, Strategy())
+    return CompileRequest(training_spec, "train", batch, {"batch.0": tokens, "batch.1": tokens}, {})
 
 
-def searched(program: Training, cluster: Cluster, seconds: float) -> tuple[float | None, str]:
+def searched(program: CompileRequest, cluster: Cluster, seconds: float) -> tuple[float | None, str]:
     """Forecast of the searched plan, and what it is."""
     state = SearchState(program, cluster, "auto", seconds, clock=time.process_time)
     try:
@@ -175,7 +175,9 @@ def described(stage: Stage, cluster: Cluster) -> str:
     return f"{devices} ({stage.last - stage.first} layers, {stage.mesh.described})"
 
 
-def uniform(program: Training, alike: Cluster, real: Cluster, seconds: float) -> tuple[float | None, str]:
+def uniform(
+    program: CompileRequest, alike: Cluster, real: Cluster, seconds: float
+) -> tuple[float | None, str]:
     """Forecast on the real cluster of the best uniform plan for devices that are all alike."""
     layout_costs = LayoutCosts(program, alike, pools_of(alike))
     end = time.process_time() + seconds
@@ -190,7 +192,9 @@ def uniform(program: Training, alike: Cluster, real: Cluster, seconds: float) ->
     return best
 
 
-def _uniform_candidates(layout_costs: LayoutCosts, program: Training, end: float) -> Iterator[Candidate]:
+def _uniform_candidates(
+    layout_costs: LayoutCosts, program: CompileRequest, end: float
+) -> Iterator[Candidate]:
     """The best rows by estimate of every restriction."""
     counts = micro_batch_counts(program.size)[::2]
     rows: dict[Restriction, list[Candidate]] = {restriction: [] for restriction in UNIFORM}
@@ -221,7 +225,7 @@ def main() -> None:
         for title, (model, batch) in list(MODELS.items())[: 1 if given.quick else None]:
             if not (name.startswith(given.only) and title.startswith(given.model)):
                 continue
-            program = training(model, batch, GPT_PRESETS[model].layers // 4 if given.quick else None)
+            program = compile_request(model, batch, GPT_PRESETS[model].layers // 4 if given.quick else None)
             cluster = built(description)
             ours, what = searched(program, cluster, seconds)
             alone, _ = searched(program, homogeneous(description), seconds)

@@ -112,8 +112,8 @@ from rich.table import Table
 import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.search_driver.candidate import build_candidate, plan_of
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import Restriction
@@ -190,10 +190,10 @@ class Model:
             found.append(whole if dtype == "i32" else random.normal(size=size).astype("f4"))
         return found[0], found[1]
 
-    def training(self) -> Training:
+    def compile_request(self) -> CompileRequest:
         """The program that is searched."""
-        recipe = Recipe(self.make(), nn.CrossEntropy(), optim.Adam(lr=1e-3), {}, dg.Strategy())
-        return Training(recipe, "train", self.batch, {"batch.0": self.x, "batch.1": self.y}, {})
+        training_spec = TrainingSpec(self.make(), nn.CrossEntropy(), optim.Adam(lr=1e-3), {}, dg.Strategy())
+        return CompileRequest(training_spec, "train", self.batch, {"batch.0": self.x, "batch.1": self.y}, {})
 
 
 def _gpt() -> GPT:
@@ -309,10 +309,10 @@ def measured(model: str, folder: Path, cluster: Cluster, seconds: float) -> tupl
 
 
 def uniform_plans(
-    training: Training, cluster: Cluster, end: float, most: int | None
+    request: CompileRequest, cluster: Cluster, end: float, most: int | None
 ) -> dict[str, Plan | None]:
     """Every uniform plan by name, those of least estimate first; equal programs once, None past the end."""
-    layout_costs = LayoutCosts(training, cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(request, cluster, pools_of(cluster))
     rows = [
         row
         for micro in MICRO_BATCHES
@@ -353,9 +353,9 @@ def ratios(ours: list[list[float]], theirs: list[list[float]]) -> tuple[float, t
 def compared(name: str, cluster: Cluster, seconds: float, folder: Path, quick: bool) -> dict[str, Any]:
     """Search, make the uniform plans, run all in turns."""
     begin = time.monotonic()
-    training, ranks = MODELS[name].training(), len(cluster.devices)
-    searched = search(training, cluster, SearchOptions(seconds=SEARCH * seconds))
-    made = uniform_plans(training, cluster, begin + MAKE * seconds, 2 if quick else None)
+    request, ranks = MODELS[name].compile_request(), len(cluster.devices)
+    searched = search(request, cluster, SearchOptions(seconds=SEARCH * seconds))
+    made = uniform_plans(request, cluster, begin + MAKE * seconds, 2 if quick else None)
     known = {title: plan for title, plan in made.items() if plan is not None and plan.forecast is not None}
     same = next((title for title, plan in known.items() if program_of(plan) == program_of(searched)), None)
     known.pop(same or "", None)

@@ -142,16 +142,16 @@ def pod(name: str, devices: int) -> Any:
     return build_cluster(check(document, str(file)), str(file))
 
 
-def training(model: Any, batch: int, sequence: int) -> Any:
+def compile_request(model: Any, batch: int, sequence: int) -> Any:
     """A training step on `batch` sequences of tokens."""
     from distgraph import nn, optim
-    from distgraph.engine.compile.compile_request import Training
-    from distgraph.engine.compile.training_spec import Recipe
+    from distgraph.engine.compile.compile_request import CompileRequest
+    from distgraph.engine.compile.training_spec import TrainingSpec
     from distgraph.plan.strategy import Strategy
 
     tokens = ((sequence,), "i32")
-    recipe = Recipe(model, nn.CrossEntropy(), optim.Adam(), {}, Strategy())
-    return Training(recipe, "train", batch, {"batch.0": tokens, "batch.1": tokens}, {})
+    training_spec = TrainingSpec(model, nn.CrossEntropy(), optim.Adam(), {}, Strategy())
+    return CompileRequest(training_spec, "train", batch, {"batch.0": tokens, "batch.1": tokens}, {})
 
 
 def problem(case: Case) -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ def problem(case: Case) -> tuple[Any, Any]:
     if case.model == "gpt1t":
         config, batch = dataclasses.replace(config, hidden=29696, heads=232), 3072
     config = dataclasses.replace(config, layers=case.layers or config.layers)
-    return training(GPT(config), batch, config.sequence), cluster
+    return compile_request(GPT(config), batch, config.sequence), cluster
 
 
 def _cpu_seconds() -> float:
@@ -212,9 +212,9 @@ def layouts(case: Case, limit: float, verbose: bool) -> dict[str, Any]:
     from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 
     model = Llama.preset("3-8B")
-    program, cluster = training(model, 64, model.config.sequence), pod("dgx_h100_pod", case.devices)
+    program, cluster = compile_request(model, 64, model.config.sequence), pod("dgx_h100_pod", case.devices)
     start, cpu = time.perf_counter(), time.process_time()
-    graph = program.recipe.trace("train", program.blocks(1), {})
+    graph = program.training_spec.trace("train", program.blocks(1), {})
     traced, traced_cpu = time.perf_counter() - start, time.process_time() - cpu
     lines = [f"{traced_cpu:8.1f} CPU s  trace, {traced:.1f} s, not counted"]
     start, cpu = time.perf_counter(), time.process_time()

@@ -11,7 +11,7 @@ from distgraph.cli.script_options import (
 )
 from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.script_plans import forecast_script
-from distgraph.engine.compile.program_forecast import beforehand
+from distgraph.engine.compile.program_forecast import check_outputs
 from distgraph.plan.plan import Plan
 
 
@@ -31,7 +31,7 @@ def forecast(
     ] = "",
 ) -> None:
     """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
-    timeline = beforehand(html or None, measured or None)
+    timeline = check_outputs(html or None, measured or None)
     with giving(Plan.load(plan) if plan else None):
         result = forecast_script(script, args or (), cluster or None)
     typer.echo(result)

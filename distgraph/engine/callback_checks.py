@@ -44,10 +44,10 @@ def check_count(who: str, name: str, number: Any, least: int) -> None:
 
 def check_monitor(who: str, name: str, engine: Engine) -> None:
     """Check that an epoch measures a number. Raises RuntimeFault: it does not."""
-    measured = ["epoch", "loss", *engine.recipe.metrics]
+    measured = ["epoch", "loss", *engine.training_spec.metrics]
     if engine.validates:
         measured += [f"valid_{number}" for number in measured[1:]]
-    if engine.recipe.strategy.nonfinite == "skip":
+    if engine.training_spec.strategy.nonfinite == "skip":
         measured.append("skipped_steps")
     if name not in measured:
         raise RuntimeFault(

@@ -168,7 +168,7 @@ class ModelCheckpoint(Callback):
         try:
             engine.save(str(path))
         except NonFiniteError as error:
-            if engine.recipe.strategy.nonfinite != "warn":
+            if engine.training_spec.strategy.nonfinite != "warn":
                 raise
             if engine.is_chief:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)

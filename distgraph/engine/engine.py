@@ -18,11 +18,11 @@ from distgraph.engine.commands.interrupt import deferred
 from distgraph.engine.commands.overrides import cluster_given, plan_for
 from distgraph.engine.commands.script_runner import offer_program, offer_step
 from distgraph.engine.compile.plan_apply import check_batch
-from distgraph.engine.compile.plan_extract import extract
-from distgraph.engine.compile.program_forecast import beforehand, cluster_for, forecast_training
+from distgraph.engine.compile.plan_extract import extract_plan
+from distgraph.engine.compile.program_forecast import check_outputs, cluster_for, forecast_training
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
-from distgraph.engine.compile.training_spec import Recipe, metric_names
+from distgraph.engine.compile.training_spec import TrainingSpec, metric_names
 from distgraph.engine.conflict_warning import warn_conflicts
 from distgraph.engine.data import Batch, DataLoader, as_source, stand_ins, whole
 from distgraph.engine.executable import Compiled
@@ -85,8 +85,8 @@ class Engine:
         plan: Plan | str | Path | None = None,
     ) -> None:
         check_parts(model, loss, optimizer, metrics, strategy, cluster, seed, plan)
-        recipe = Recipe(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
-        strategy_pipeline(recipe.strategy)  # refuses passes that do not exist or do not fit together
+        training_spec = TrainingSpec(model, loss, optimizer, metric_names(metrics), strategy or Strategy())
+        strategy_pipeline(training_spec.strategy)  # refuses passes that do not exist or do not fit together
         self.cluster = cluster_given(cluster)
         self.seed = seed
         self.step = 0
@@ -102,12 +102,12 @@ class Engine:
         self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
         self._loaded: Loaded | None = None  # what it goes on from
         self.memory = Memory(seed)
-        self._session = Session(recipe, self.cluster, self.memory, plan_for(recipe, plan))
+        self._session = Session(training_spec, self.cluster, self.memory, plan_for(training_spec, plan))
 
     @property
-    def recipe(self) -> Recipe:
+    def training_spec(self) -> TrainingSpec:
         """Model, loss, optimiser, metrics and strategy; the strategy without what a plan decides."""
-        return self._session.recipe
+        return self._session.training_spec
 
     # Public interface
 
@@ -121,9 +121,10 @@ class Engine:
         Raises:
             GraphError, ShardingError, ResourceError: the model, the annotations or the cluster do not fit.
         """
-        mode = "train" if self.recipe.optimizer is not None else "evaluate" if self.recipe.loss else "predict"
+        without_optimizer = "evaluate" if self.training_spec.loss else "predict"
+        mode = without_optimizer if self.training_spec.optimizer is None else "train"
         batch = whole(stand_ins(batch))
-        offer_program(self._session.training(mode, batch), self.cluster)
+        offer_program(self._session.compile_request(mode, batch), self.cluster)
         self._session.program(mode, batch)
         return self.plan
 
@@ -167,7 +168,7 @@ class Engine:
         enter("engine.fit()")
         if self._session.plan is not None and is_integer(batch_size):
             check_batch(self._session.plan, batch_size)
-        check_training(epochs, batch_size, self.recipe.strategy.micro_batches, callbacks)
+        check_training(epochs, batch_size, self.training_spec.strategy.micro_batches, callbacks)
         source = as_source(train)
         watchers = [*callbacks, *([ProgressBar()] if progress else [])]
         last = epochs if resume else self.epoch + epochs
@@ -189,9 +190,9 @@ class Engine:
         """
         enter("engine.run()")
         given, batch = batch, whole(batch)
-        training = self._session.training("train", batch)
-        offer_step(training, self.cluster, self.memory, batch, self._scalars())
-        offer_program(training, self.cluster)
+        request = self._session.compile_request("train", batch)
+        offer_step(request, self.cluster, self.memory, batch, self._scalars())
+        offer_program(request, self.cluster)
         compiled = self._session.program("train", batch)
         if self._recording is None:
             logs = self._session.numbers(compiled, batch, self._scalars())
@@ -203,7 +204,7 @@ class Engine:
         if batch is given:  # it knows its place in the epoch; bare arrays have none
             self.epoch, self.position = batch.epoch, batch.position + len(batch)
         self.history.losses.append(logs["loss"])
-        every = self.recipe.strategy.verify_replicas
+        every = self.training_spec.strategy.verify_replicas
         if every is not None and self.step % every == 0:
             self._session.verify_replicas(self.step)
         return logs
@@ -287,7 +288,7 @@ class Engine:
             "means": [self._means.terms, self._means.count],
         }  # fmt: skip
         with deferred():
-            fault = fault_of(self.recipe.model, self.memory)
+            fault = fault_of(self.training_spec.model, self.memory)
             write_checkpoint(path, self._session.ranks(), placed, block, training, fault)
         if self._loaded is not None:
             self._loaded = self._loaded.after_saving(path)
@@ -339,9 +340,9 @@ class Engine:
         build, mapping = compiled.build, compiled.mapping
 
         def portable() -> Plan:
-            return extract(compiled.training, build, mapping, self.cluster)
+            return extract_plan(compiled.request, build, mapping, self.cluster)
 
-        return PlanView(build, compiled.mode, mapping, portable, self.recipe.strategy)
+        return PlanView(build, compiled.mode, mapping, portable, self.training_spec.strategy)
 
     def forecast(
         self,
@@ -365,11 +366,11 @@ class Engine:
             ResourceError: there is no cluster, it has too few devices, or gives no number that a cost needs.
         """
         compiled = self._compiled("forecast")
-        timeline = beforehand(html, measured)
+        timeline = check_outputs(html, measured)
         chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
         built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
-        found = forecast_training(compiled.training, chosen, built)
+        found = forecast_training(compiled.request, chosen, built)
         found.write(html, trace, timeline)
         return found.forecast
 
@@ -413,7 +414,7 @@ class Engine:
 
     def _expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Parameters and buffers of the model if it is a Module, else those of the compiled programs."""
-        model = self.recipe.model
+        model = self.training_spec.model
         if isinstance(model, Module):
             return {name: (p.shape, p.dtype) for name, p in model.named_tensors()}
         return {name: (r.shape, r.dtype) for name, r in self.memory.records.items() if r.kind == "param"}
@@ -449,7 +450,7 @@ class Engine:
 
     def _epoch_means(self, loader: DataLoader) -> dict[str, float]:
         """Means over the samples of a finished epoch, and the number of its steps that were skipped."""
-        if self.recipe.strategy.nonfinite != "skip":
+        if self.training_spec.strategy.nonfinite != "skip":
             return self._means.result()
         steps = -(-loader.stop // loader.batch_size)
         skipped = sum(step > self.step - steps for step in self.history.skipped)
@@ -465,7 +466,7 @@ class Engine:
         nonfinite = self._session.nonfinite(compiled)
         if nonfinite is None:
             return
-        policy, step = self.recipe.strategy.nonfinite, self.step + 1
+        policy, step = self.training_spec.strategy.nonfinite, self.step + 1
         location = (
             f" (epoch {batch.epoch}, samples from {batch.position})" if isinstance(batch, Batch) else ""
         )
@@ -481,6 +482,6 @@ class Engine:
     def _scalars(self) -> dict[str, Any]:
         """Scalar inputs of a step."""
         key = np.uint64(random_key(self.seed, "step", self.step))
-        optimizer, skipped = self.recipe.optimizer, len(self.history.skipped)
+        optimizer, skipped = self.training_spec.optimizer, len(self.history.skipped)
         numbers = {} if optimizer is None else optimizer.inputs(self.step, skipped)
         return {"key": key, **numbers}

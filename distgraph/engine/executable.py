@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import Batch
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import RuntimeFault
@@ -64,7 +64,7 @@ class Compiled:
     """One program of an engine.
 
     Attributes:
-        training: what was compiled.
+        request: what was compiled.
         build: the compiled program for all ranks.
         fields: name of a graph's input -> field of the batch.
         mapping: device of every rank, where a cluster is given.
@@ -74,7 +74,7 @@ class Compiled:
         numbers: dtype of every scalar input.
     """
 
-    training: Training
+    request: CompileRequest
     build: Build
     fields: dict[str, str]
     mapping: RankMapping | None = None
@@ -88,7 +88,7 @@ class Compiled:
     @property
     def mode(self) -> str:
         """Train, evaluate or predict."""
-        return self.training.mode
+        return self.request.mode
 
     @property
     def micro_batches(self) -> int:
@@ -149,7 +149,7 @@ class Compiled:
             self._checked = checked_values(self.build.parts)
         values, ranks = self._checked, self.build.ranks
         alone = same_everywhere(self.build.parts, values, ranks)
-        policy = self.training.recipe.strategy.nonfinite
+        policy = self.request.training_spec.strategy.nonfinite
         return Guard(values, ranks, None if alone else control, policy != "warn")
 
     @property
@@ -196,7 +196,7 @@ class Compiled:
             return worker.step(feeds, recorder)
 
     def _plan_feeds(self, rank: int) -> list[Feed]:
-        graph, per = self.build.lowered, self.training.size // self.micro_batches
+        graph, per = self.build.lowered, self.request.size // self.micro_batches
         planned: dict[str, Feed] = {}
         for op in graph.sources("input"):
             value, attr = op.result, graph.attrs[op.name]

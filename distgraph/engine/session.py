@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.engine.commands.plan_search import settled
+from distgraph.engine.commands.plan_search import with_searched_plan
 from distgraph.engine.compile.compile import compile_program
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import reference_of
 from distgraph.engine.compile.dump import write
-from distgraph.engine.compile.plan_apply import check_batch, layouts_of, planned
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.plan_apply import check_batch, layouts_of, with_plan_settings
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Batch, Field
 from distgraph.engine.executable import Compiled
 from distgraph.engine.parameter_store import Memory
@@ -38,7 +38,7 @@ class Session:
     """Compiled programs by mode and shape; all of them use the same memory.
 
     Attributes:
-        recipe: model, loss, optimiser, strategy.
+        training_spec: model, loss, optimiser, strategy.
         cluster: gives the cost of collectives; None for the number of bytes sent.
         memory: blocks of parameters and states.
         plan: plan of the training program, given or searched.
@@ -46,7 +46,7 @@ class Session:
         world: the ranks, once a program has run.
     """
 
-    recipe: Recipe
+    training_spec: TrainingSpec
     cluster: Cluster | None
     memory: Memory
     plan: Plan | None = None
@@ -57,16 +57,16 @@ class Session:
 
     def __post_init__(self) -> None:
         if self.plan is not None:
-            self.recipe = planned(self.recipe, self.plan)
+            self.training_spec = with_plan_settings(self.training_spec, self.plan)
 
-    def training(self, mode: str, batch: Batch) -> Training:
+    def compile_request(self, mode: str, batch: Batch) -> CompileRequest:
         """The request to compile a program for batches like this one."""
         layouts = self.memory.layouts
         if self.plan is not None:
             if not self._layouts:
                 self._layouts = layouts_of(self.plan)
             layouts = self._layouts | layouts
-        return Training(self.recipe, mode, len(batch), batch.fields(), layouts, self.plan)
+        return CompileRequest(self.training_spec, mode, len(batch), batch.fields(), layouts, self.plan)
 
     def program(self, mode: str, batch: Batch) -> Compiled:
         """The program for batches like this one, compiled at first use.
@@ -82,28 +82,28 @@ class Session:
         fields = batch.fields()
         key = (mode, len(batch), tuple(fields.items()))
         if key not in self.programs:
-            training = self._with_plan(self.training(mode, batch))
-            build, mapping = compile_program(training, self.cluster, self._reference_of(training))
+            request = self._with_plan(self.compile_request(mode, batch))
+            build, mapping = compile_program(request, self.cluster, self._reference_of(request))
             self.memory.adopt(build.completed)
-            if training.planned:
+            if request.planned:
                 self._reference = build.completed
-            names = {name: field for field, name in self.recipe.names(tuple(fields), mode).items()}
-            self.programs[key] = Compiled(training, build, names, mapping)
+            names = {name: field for field, name in self.training_spec.names(tuple(fields), mode).items()}
+            self.programs[key] = Compiled(request, build, names, mapping)
         return self.programs[key]
 
-    def _with_plan(self, unplanned: Training) -> Training:
+    def _with_plan(self, unplanned: CompileRequest) -> CompileRequest:
         """The request with the plan that the mode of the strategy requires; searched at first use."""
-        request = settled(unplanned, self.cluster)
-        self.plan, self.recipe = request.plan, request.recipe
+        request = with_searched_plan(unplanned, self.cluster)
+        self.plan, self.training_spec = request.plan, request.training_spec
         whole = self._reference is not None and self.plan is not None and unplanned.size < self.plan.batch
         if request.mode == "train" and not whole and request.plan is not None:
             check_batch(request.plan, request.size)
         return request
 
-    def _reference_of(self, training: Training) -> Graph | None:
+    def _reference_of(self, request: CompileRequest) -> Graph | None:
         """The planned training program, whose layouts other programs follow; None without a plan."""
-        if training.plan is not None and not training.planned and self._reference is None:
-            self._reference = reference_of(training, training.plan)
+        if request.plan is not None and not request.planned and self._reference is None:
+            self._reference = reference_of(request, request.plan)
         return self._reference
 
     def ranks(self) -> World:
@@ -116,7 +116,7 @@ class Session:
         needed = max((max(mesh.members) + 1 for mesh in meshes), default=1)
         if self.world is None or self.world.size < needed or self.world.ended:
             self.close()
-            device = self.recipe.strategy.device
+            device = self.training_spec.strategy.device
             array_namespace(device)  # raises for a missing device before any rank starts
             world = make_world(needed, " and ".join(map(str, meshes)))
             self.memory.devices.update(world.run(lambda rank: take_device(device, world.transport(rank))))
@@ -127,7 +127,7 @@ class Session:
         """End the threads of the ranks and drop their compiled programs. The memory of the engine stays."""
         world, devices = self.world, self.memory.devices
         if world is not None:
-            if self.recipe.strategy.device != "cpu":
+            if self.training_spec.strategy.device != "cpu":
                 with suppress(RuntimeFault):  # failed ranks have released their devices
                     world.run(lambda rank: devices[rank].close())
             world.close()
@@ -180,7 +180,7 @@ class Session:
         Raises:
             RuntimeFault: on every process, when copies differ; until a checkpoint is loaded nothing runs.
         """
-        if self.recipe.strategy.verify_replicas is None:
+        if self.training_spec.strategy.verify_replicas is None:
             return
         difference = different_replicas(self.memory, self.ranks())
         if difference:

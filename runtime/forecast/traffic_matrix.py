@@ -1,9 +1,9 @@
-"""Bytes that every rank sends to every other in a step.
+"""The traffic matrix: bytes that every rank sends to every other rank in a step.
 
-*In:* a lowered graph, the ranks that stand for others.
-*Out:* (sender, receiver) -> bytes.
-*Invariant:* collectives go round as rings, or from each to all alike, as they are declared
-(`Collective.traffic`); moves from rank to rank go as they are.
+*In:* a lowered graph, and the equivalence classes of its ranks. *Out:* (sender, receiver) -> bytes.
+*Invariant:* a collective counts by its declaration (`Collective.traffic`): on a ring each member sends to the
+next, otherwise each member sends equal parts to all others. Point-to-point messages count between their
+ranks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from distgraph.runtime.forecast.communication_cost import message_bytes
 Matrix = dict[tuple[int, int], float]
 
 
-def exchanged_bytes(lowered: Graph, covers: Mapping[int, Collection[int]] | None = None) -> Matrix:
-    """Bytes between ranks.
+def exchanged_bytes(lowered: Graph, classes: Mapping[int, Collection[int]] | None = None) -> Matrix:
+    """The traffic matrix of a lowered graph.
 
     Args:
-        lowered: every change of layout is a collective.
-        covers: ranks that are looked at -> those that send as much as they do; by default every rank is
-            looked at.
+        lowered: the graph, in which every change of layout is a collective.
+        classes: representative rank -> the ranks that send as many bytes as it does; by default every rank
+            represents itself.
     """
     matrix: Matrix = defaultdict(float)
     counted: set[str] = set()
     times = multiplicity(lowered)
     changes = [op for op in lowered.ops if op.kind.startswith("comm.")]
     ranks = sorted({rank for mesh in lowered.meshes for rank in mesh.members})
-    for rank, equal_ranks in (covers or {rank: (rank,) for rank in ranks}).items():
+    for rank, equal_ranks in (classes or {rank: (rank,) for rank in ranks}).items():
         for op in changes:
             source, target = lowered.attrs[op.operands[0].name], lowered.attrs[op.result.name]
             if rank not in source.mesh or op.name in counted:
@@ -43,14 +43,14 @@ def exchanged_bytes(lowered: Graph, covers: Mapping[int, Collection[int]] | None
             if len(local.attrs.get("group", ())) > 1 and local.attrs.get("wire"):
                 _add_groups(matrix, source.mesh, local, set(equal_ranks), times[op.name])
             elif local.mode in ("send", "exchange"):
-                counted.add(op.name)  # of all its ranks at once
+                counted.add(op.name)  # `message_bytes` gives the messages of all ranks
                 for pair, size in message_bytes(op, source, target).items():
                     matrix[pair] += times[op.name] * size
     return {pair: size for pair, size in matrix.items() if size}
 
 
 def _add_groups(matrix: Matrix, mesh: ProcessMesh, local: LocalOp, ranks: set[int], times: int) -> None:
-    """A collective of all groups along its axes: to the next of the ring, or to all others alike."""
+    """Add the bytes that some ranks send in a collective over the groups along its axes."""
     sent = times * float(local.attrs["wire"])
     pairs = local.collective is not None and local.collective.traffic == "pairs"
     axes = tuple(local.op.attrs["axes"])
@@ -65,8 +65,8 @@ def _add_groups(matrix: Matrix, mesh: ProcessMesh, local: LocalOp, ranks: set[in
 
 
 def by_machine(matrix: Matrix, cluster: Cluster, devices: tuple[int, ...]) -> Matrix:
-    """Bytes between machines, and inside them."""
-    found: Matrix = defaultdict(float)
+    """The traffic between machines, from that between ranks; (m, m) is the traffic inside machine m."""
+    between: Matrix = defaultdict(float)
     for (a, b), size in matrix.items():
-        found[cluster.devices[devices[a]].machine, cluster.devices[devices[b]].machine] += size
-    return dict(found)
+        between[cluster.devices[devices[a]].machine, cluster.devices[devices[b]].machine] += size
+    return dict(between)

@@ -74,7 +74,7 @@ def test_both_sides_are_one_program() -> None:
     cluster = suite.devices_of(1)
     found = suite.evaluation_of(plan, cluster)
     assert not found.missing
-    state = SearchState(suite.training_of(point), cluster, "auto", 60.0)
+    state = SearchState(suite.compile_request_of(point), cluster, "auto", 60.0)
     list(run_search(state))
     alike = [
         each.seconds

@@ -171,12 +171,12 @@ def test_the_command_s_cluster_goes_before_the_script_s(
 
 def test_the_command_s_plan_goes_before_the_script_s(planned: dict[str, str]) -> None:
     plan = Plan.load(planned["plan"])
-    recipe = dg.Engine(dg.nn.ReLU(), dg.nn.MeanSquaredError(), dg.optim.Adam()).recipe
-    assert plan_for(recipe, planned["plan"]) == plan
-    assert plan_for(recipe, None) is None
+    training_spec = dg.Engine(dg.nn.ReLU(), dg.nn.MeanSquaredError(), dg.optim.Adam()).training_spec
+    assert plan_for(training_spec, planned["plan"]) == plan
+    assert plan_for(training_spec, None) is None
     with giving(plan):
-        assert plan_for(recipe, "nowhere.json") is plan
-        assert plan_for(dg.Engine(dg.nn.ReLU()).recipe, None) is None  # it does not train
+        assert plan_for(training_spec, "nowhere.json") is plan
+        assert plan_for(dg.Engine(dg.nn.ReLU()).training_spec, None) is None  # it does not train
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_ctrl_c_before_any_plan_is_one_message(files: dict[str, str]) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert found.returncode == 1
     assert re.search(
-        r"^error: search: interrupted after .* s, before there was any plan; let it", found.stderr
+        r"^error: search: interrupted after .* s, before there was any plan; give it", found.stderr
     )
     assert "Traceback" not in found.stderr
     assert not found.stdout

@@ -42,7 +42,7 @@ def test_one_rank_trains_as_the_interpreter_does(model: str, micro: int) -> None
     case = Case(model, Layout("serial"), micro)
     found, data, engine = reference(case), batches(model, "f64", case.size), case.engine()
     fields = {f"{POSITION}{i}": (array.shape, short(array.dtype)) for i, array in enumerate(data[0])}
-    graph, optimizer = engine.recipe.trace("train", fields, {}), engine.recipe.optimizer
+    graph, optimizer = engine.training_spec.trace("train", fields, {}), engine.training_spec.optimizer
     assert optimizer is not None
     names = [op.attrs["name"] for op in graph.sources("input") if op.result.shape]
     state = {

@@ -16,11 +16,11 @@ from support.programs.plan_cases import CASES, Case, classifier, gpt, replace_sp
 
 import distgraph as dg
 from distgraph import nn, optim
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_positions import cut
-from distgraph.engine.compile.plan_extract import describe
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.op_positions import layers_by_first_ops
+from distgraph.engine.compile.plan_extract import plan_of_graph
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import whole
 from distgraph.errors import DistGraphError, GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
@@ -151,10 +151,12 @@ def test_checkpoints_move_between_plans(tmp_path: Path) -> None:
 def test_a_searched_program_is_made_from_its_plan(sizes: dict[str, int]) -> None:
     """Layouts of the intra-operator solver on two stages: the plan gives the graph that `assign` gives."""
     model = gpt(False, dtype="f32")
-    recipe = Recipe(model, nn.CrossEntropy(), optim.Adam(lr=0.01), {}, dg.Strategy(micro_batches=2))
+    training_spec = TrainingSpec(
+        model, nn.CrossEntropy(), optim.Adam(lr=0.01), {}, dg.Strategy(micro_batches=2)
+    )
     x, y = CASES["gpt"].data()
-    training = Training(recipe, "train", 8, whole((x, y)).fields(), {})
-    serial = training.trace()
+    request = CompileRequest(training_spec, "train", 8, whole((x, y)).fields(), {})
+    serial = request.trace()
     found = layering(serial, cluster_layers(serial))
     first = ProcessMesh.grid(**sizes)
     meshes = (first, ProcessMesh.grid(first.size, **sizes))
@@ -164,7 +166,7 @@ def test_a_searched_program_is_made_from_its_plan(sizes: dict[str, int]) -> None
     half = len(found.layers) // 2
     placements = {op.name: meshes[found.of[op.name] >= half] for op in serial.ops}
     completed = replace(assign(serial, placements, formulation.decode(choice)), micro_batches=2)
-    plan = describe(
+    plan = plan_of_graph(
         serial, completed, found.layers, program=program_of(model, serial), batch=8, schedule="1f1b",
         placements=placements,
     )  # fmt: skip
@@ -172,13 +174,17 @@ def test_a_searched_program_is_made_from_its_plan(sizes: dict[str, int]) -> None
         (meshes[0], 0, half), (meshes[1], half, len(found.layers))
     ]  # fmt: skip
     planned = dg.Engine(
-        gpt(False, dtype="f32"), nn.CrossEntropy(), recipe.optimizer, plan=Plan.parse(plan.text()), seed=3
+        gpt(False, dtype="f32"),
+        nn.CrossEntropy(),
+        training_spec.optimizer,
+        plan=Plan.parse(plan.text()),
+        seed=3,
     )
     planned.prepare((x[:8], y[:8]))
     after = planned.plan.build.completed
     assert [replace(op, source="") for op in after.ops] == [replace(op, source="") for op in completed.ops]
     assert after.attrs == completed.attrs
-    alone = dg.Engine(gpt(False, dtype="f32"), nn.CrossEntropy(), recipe.optimizer, seed=3)
+    alone = dg.Engine(gpt(False, dtype="f32"), nn.CrossEntropy(), training_spec.optimizer, seed=3)
     for engine in (planned, alone):
         engine.fit((x, y), batch_size=8, progress=False)
     np.testing.assert_allclose(planned.history.losses, alone.history.losses, rtol=1e-5)
@@ -188,20 +194,20 @@ def test_layers_are_recomputed_as_planned() -> None:
     """The same losses; of the chosen layers only what they read is kept for the backward part."""
     case = CASES["gpt"]
     annotated, plan = plan_of(case)
-    training = annotated._session.program("train", whole(case.first())).training
-    plain = training.trace()
+    request = annotated._session.program("train", whole(case.first())).request
+    plain = request.trace()
     firsts = [layer.first for layer in plan.layers]
-    layers = cut(plain, firsts)
+    layers = layers_by_first_ops(plain, firsts)
     chosen = tuple(
         i for i, layer in enumerate(plan.layers) if layer.scope.startswith(("blocks.1", "blocks.2"))
     )
-    fields = training.blocks(training.micro_batches)
-    marked = training.recipe.trace("train", fields, {}, recompute=[layers[i].ops for i in chosen])
-    again = describe(
+    fields = request.blocks(request.micro_batches)
+    marked = request.training_spec.trace("train", fields, {}, recompute=[layers[i].ops for i in chosen])
+    again = plan_of_graph(
         marked,
-        replace(complete(marked), micro_batches=training.micro_batches),
-        cut(marked, firsts),
-        program=program_of(training.recipe.model, plain),
+        replace(complete(marked), micro_batches=request.micro_batches),
+        layers_by_first_ops(marked, firsts),
+        program=program_of(request.training_spec.model, plain),
         batch=case.batch,
         schedule="1f1b",
         recompute=chosen,
@@ -316,7 +322,7 @@ def test_annotations_that_agree_stay_and_others_are_refused() -> None:
         ),
         (
             lambda p: replace(p, ops=(replace(p.ops[0], decomposed=("999",)), *p.ops[1:])),
-            "has op 999 in layer 0 but the program has not",
+            "has op 999 in layer 0 but the program does not",
         ),
         (lambda p: replace(p, tensors={k: v for k, v in p.tensors.items() if k != "x"}), "has no input x"),
         (
@@ -418,7 +424,7 @@ def test_plan_argument_is_checked(tmp_path: Path) -> None:
     _, plan = plan_of(CASES["dp"])
     plan.save(tmp_path / "plan.json")
     engine = CASES["dp"].engine(str(tmp_path / "plan.json"))
-    assert engine.recipe.strategy.micro_batches == 2
+    assert engine.training_spec.strategy.micro_batches == 2
     with pytest.raises(
         GraphError, match=r"plan is 3 but must be a distgraph.Plan, or the path of a plan file"
     ):

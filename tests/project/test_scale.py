@@ -10,7 +10,7 @@ import pytest
 
 import distgraph as dg
 from distgraph import nn, ops
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.op_registry import linear_groups
@@ -66,8 +66,8 @@ def squares(output: Any, target: Any) -> Any:
 def compiled(model: nn.Module) -> tuple[Build, list[Worker]]:
     """The training program of a model, and its worker of every rank."""
     strategy = dg.Strategy(mesh=MESH, batch_axis="dp")
-    recipe = Recipe(model, squares, dg.optim.SGD(lr=0.1), {}, strategy)
-    serial = recipe.trace("train", {f"batch.{i}": ((8, 8), "f32") for i in range(2)}, {})
+    training_spec = TrainingSpec(model, squares, dg.optim.SGD(lr=0.1), {}, strategy)
+    serial = training_spec.trace("train", {f"batch.{i}": ((8, 8), "f32") for i in range(2)}, {})
     built, workers = build(complete(serial, MESH)), []
     for rank, transport in zip(MESH.members, connect(MESH.size), strict=True):
         program = built.program(rank)

@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
 
 def state_of(name: str) -> SearchState:
     program, make, cluster, mode = CASES[name]
-    return SearchState(program.training(make()), cluster(), mode, 3600.0)
+    return SearchState(program.compile_request(make()), cluster(), mode, 3600.0)
 
 
 @cache
@@ -183,7 +183,7 @@ def test_the_runner_up_is_the_best_of_all_changes() -> None:
 
 def test_layers_on_several_given_meshes() -> None:
     """Their stage is that of the plan, their costs those of their own device: layers are not equal."""
-    state = SearchState(ROW.training(in_a_row()), cluster_of(slow(3)), "auto", 3600.0)
+    state = SearchState(ROW.compile_request(in_a_row()), cluster_of(slow(3)), "auto", 3600.0)
     for _ in run_search(state):
         pass
     plan = plan_of_search(state, {})

@@ -35,7 +35,7 @@ class ByBorder:
 
 def test_local_search_ends_where_the_evaluator_likes_no_neighbour_better() -> None:
     evaluator = ByBorder(best_border=4)
-    state = SearchState(CHAIN.training(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
+    state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
     stages = (StageChoice(0, 1, (0, 1), TWO), StageChoice(1, 5, (2, 3), TWO))
     start = Candidate("search", 2, "1f1b", stages, (), "none", 1.0)
     state.record(evaluator.evaluate(start))

@@ -26,7 +26,7 @@ from distgraph.resources.cluster import OpTable
 def bound_of(program: Program, cluster: Cluster) -> float:
     """Of the program on a cluster."""
     return least_seconds(
-        LayoutCosts(program.training(), cluster, pools_of(cluster)).layered_graph(1).fold, cluster
+        LayoutCosts(program.compile_request(), cluster, pools_of(cluster)).layered_graph(1).fold, cluster
     )
 
 
@@ -90,7 +90,7 @@ def with_rates(cluster: Cluster) -> Cluster:
 
 def every_row(program: Program, cluster: Cluster) -> Iterator[float]:
     """Forecasts of uniform rows of every kind."""
-    layout_costs = LayoutCosts(program.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(program.compile_request(), cluster, pools_of(cluster))
     for restriction in ("uniform", "none"):
         for micro_batches in (1, program.batch):
             for row in uniform_pipelines(layout_costs, micro_batches, restriction):
@@ -108,7 +108,7 @@ def test_no_uniform_row_is_below(name: str, measured: bool) -> None:
 @pytest.mark.parametrize("speed", [0.8, 0.1])
 def test_not_above_the_optimum_of_exhaustive_search(speed: float) -> None:
     cluster = cluster_of(mixed(speed, 1, 1))
-    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
     best = min(
         build_candidate(p, layout_costs).seconds
         for count in (1, 2, 4, 8)
@@ -143,7 +143,7 @@ def test_the_plan_tells_its_bound_and_gap() -> None:
 
 
 def test_it_is_known_before_any_plan() -> None:
-    state = SearchState(PROGRAMS["mlp"].training(), two_by_two(), "auto", 60.0)
+    state = SearchState(PROGRAMS["mlp"].compile_request(), two_by_two(), "auto", 60.0)
     next(run_search(state))
     assert state.best is None
     assert state.bound == bound_of(PROGRAMS["mlp"], two_by_two())

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> None:
     """Both models have a stage where the slower one is not much slower; else only the faster one."""
     cluster = cluster_of(mixed(speed, 1, 1))
-    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
     every = [
         build_candidate(candidate, layout_costs)
         for count in micro_batch_counts(CHAIN.batch)
@@ -55,7 +55,7 @@ def test_as_exhaustive_search_by_forecasts(speed: float, models: set[str]) -> No
 def test_three_devices_of_two_models() -> None:
     """No pipeline on two devices of one model and one of another is forecast to be faster."""
     cluster = cluster_of(mixed(0.5, 2, 1))
-    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
     every = [build_candidate(candidate, layout_costs) for candidate in candidates(layout_costs, 1)]
     plan = CHAIN.search(cluster)
     assert plan.forecast is not None
@@ -82,7 +82,7 @@ def test_shares_as_exhaustive_search_by_forecasts(speed: float, batch: int, widt
     """One layer: on either device, or on both, with the batch shared in any way."""
     program = Program(lambda: nn.Linear(width, 6, dtype="f64"), (width,), batch=batch)
     cluster = cluster_of(mixed(speed, 1, 1))
-    layout_costs = LayoutCosts(program.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(program.compile_request(), cluster, pools_of(cluster))
     every = [
         build_candidate(candidate, layout_costs)
         for count in micro_batch_counts(batch)

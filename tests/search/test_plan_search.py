@@ -20,8 +20,8 @@ import distgraph as dg
 from distgraph import nn, optim
 from distgraph.engine.commands import plan_search
 from distgraph.engine.commands.interrupt import Interrupt, remembered
-from distgraph.engine.commands.plan_search import Progress, SearchOptions, Step, search, settled
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.commands.plan_search import Progress, SearchOptions, Step, search, with_searched_plan
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import whole
 from distgraph.engine.search_driver import layout_costs
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, RuntimeFault, ShardingError
@@ -31,16 +31,16 @@ from distgraph.plan.plan import Plan
 CASE = CASES["narrow"]
 
 
-def training_of(engine: dg.Engine, mode: str = "train") -> Training:
+def compile_request_of(engine: dg.Engine, mode: str = "train") -> CompileRequest:
     """What the first batch of the case would be given to."""
-    return engine._session.training(mode, whole(CASE.first()))
+    return engine._session.compile_request(mode, whole(CASE.first()))
 
 
 def test_semi_is_the_forecast_of_the_annotated_program() -> None:
     cluster = machines(2, 2)
     engine = CASE.engine(cluster=cluster)
     told: list[Progress] = []
-    plan = search(training_of(engine), cluster, SearchOptions(mode="semi", watch=told.append))
+    plan = search(compile_request_of(engine), cluster, SearchOptions(mode="semi", watch=told.append))
     assert told[-1].incumbent == plan.forecast.seconds
     engine.prepare(CASE.first())
     forecast = engine.forecast()
@@ -62,8 +62,8 @@ def test_a_mode_that_searches_does_so_at_the_first_program(monkeypatch: pytest.M
     wanted = CASE.engine(cluster=cluster)
     wanted.prepare(CASE.first())
 
-    def found(training: Training, cluster: Any, options: SearchOptions) -> Plan:
-        asked.append((training.mode, cluster.name, options.mode))
+    def found(request: CompileRequest, cluster: Any, options: SearchOptions) -> Plan:
+        asked.append((request.mode, cluster.name, options.mode))
         return wanted.plan.portable
 
     monkeypatch.setattr(plan_search, "search", found)
@@ -76,7 +76,7 @@ def test_a_mode_that_searches_does_so_at_the_first_program(monkeypatch: pytest.M
     assert asked == [("train", "boxes", "auto")]
     assert engine.plan.portable == wanted.plan.portable
     assert engine.plan.build.ranks == (0, 1, 2, 3)
-    assert engine.recipe.strategy.micro_batches == 2
+    assert engine.training_spec.strategy.micro_batches == 2
 
 
 def test_what_a_mode_that_searches_needs() -> None:
@@ -104,11 +104,11 @@ def test_what_a_mode_that_searches_needs() -> None:
 
 def test_a_plan_or_annotations_need_no_search() -> None:
     engine = CASE.engine()
-    training = training_of(engine)
-    assert settled(training, None) is training
+    request = compile_request_of(engine)
+    assert with_searched_plan(request, None) is request
     engine.prepare(CASE.first())
     planned = CASE.engine(engine.plan.portable)
-    assert settled(training_of(planned), None).plan == engine.plan.portable
+    assert with_searched_plan(compile_request_of(planned), None).plan == engine.plan.portable
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
@@ -130,8 +130,8 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, swallowed
         yield Step("second", 0.9, lambda: replace(plan, cluster="better"))
         more.append("went on")
 
-    monkeypatch.setattr(plan_search, "_improved", improved)
-    found = search(training_of(engine), machines(2, 2), SearchOptions())
+    monkeypatch.setattr(plan_search, "_search_events", improved)
+    found = search(compile_request_of(engine), machines(2, 2), SearchOptions())
     assert found.search.status == "interrupted"
     assert found.cluster == ("better" if swallowed else "")
     assert not more
@@ -151,9 +151,9 @@ def test_a_second_ctrl_c_ends_without_a_plan(monkeypatch: pytest.MonkeyPatch) ->
                 signal.pause()
         yield Step("second")
 
-    monkeypatch.setattr(plan_search, "_improved", improved)
+    monkeypatch.setattr(plan_search, "_search_events", improved)
     with pytest.raises(KeyboardInterrupt):
-        search(training_of(engine), machines(2, 2), SearchOptions())
+        search(compile_request_of(engine), machines(2, 2), SearchOptions())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -173,9 +173,11 @@ def test_ctrl_c_before_any_plan(monkeypatch: pytest.MonkeyPatch, then: str) -> N
         yield Step("second")
         pytest.fail("went on")
 
-    monkeypatch.setattr(plan_search, "_improved", improved)
-    with pytest.raises(RuntimeFault, match=r"search: interrupted after .* s, before there was any plan; let"):
-        search(training_of(CASE.engine()), machines(2, 2), SearchOptions())
+    monkeypatch.setattr(plan_search, "_search_events", improved)
+    with pytest.raises(
+        RuntimeFault, match=r"search: interrupted after .* s, before there was any plan; give"
+    ):
+        search(compile_request_of(CASE.engine()), machines(2, 2), SearchOptions())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -233,7 +235,7 @@ def test_one_process_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def on(rank: int, make: Any) -> Plan:
         monkeypatch.setattr(plan_search, "ranks_of_job", lambda: 2)
         monkeypatch.setattr(plan_search, "current_transport", lambda: Transport(rank))
-        return plan_search._alike(make)
+        return plan_search._plan_of_rank_0(make)
 
     assert on(0, lambda: plan) == plan
     assert on(1, lambda: pytest.fail("rank 1 searched")) == plan

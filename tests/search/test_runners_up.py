@@ -36,7 +36,7 @@ def program_of(name: str) -> tuple[Program, Any]:
 def searched(name: str) -> tuple[SearchState, Plan]:
     """A search with its plan, as it comes back from its text."""
     program, make = program_of(name)
-    state = SearchState(program.training(make()), two_by_two(), SEARCHES[name][1], 3600.0)
+    state = SearchState(program.compile_request(make()), two_by_two(), SEARCHES[name][1], 3600.0)
     for _ in run_search(state):
         pass
     return state, Plan.parse(plan_of_search(state, {}).text())

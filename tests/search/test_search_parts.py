@@ -44,7 +44,7 @@ def layout_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayoutCos
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("solved")))
         cluster = two_by_two()
-        yield LayoutCosts(PROGRAMS["mlp"].training(), cluster, pools_of(cluster))
+        yield LayoutCosts(PROGRAMS["mlp"].compile_request(), cluster, pools_of(cluster))
 
 
 @pytest.mark.parametrize("restriction", ["uniform", "zero1", "zero3", "none"])
@@ -153,7 +153,7 @@ def test_pools_and_what_stages_may_take_of_them() -> None:
 def test_a_front_without_what_another_variant_beats() -> None:
     """Whatever is chosen from all of them can be chosen from those that stay, as fast and as small."""
     cluster = two_by_two()
-    layout_costs = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster))
     once = variant_table(layout_costs, 2, submeshes_of(layout_costs.pools))
     every = replace(once, variants=tuple((*pipeline, *pipeline) for pipeline in once.variants))
     few = undominated(every)
@@ -176,7 +176,7 @@ def _stacked(profile: Profile) -> np.ndarray:
 def test_bytes_across_borders_of_a_chain() -> None:
     """Behind each linear layer its output and the gradient of that: pipelines x 24 doubles each."""
     cluster = two_by_two()
-    layered = LayoutCosts(CHAIN.training(), cluster, pools_of(cluster)).layered_graph(2)
+    layered = LayoutCosts(CHAIN.compile_request(), cluster, pools_of(cluster)).layered_graph(2)
     assert len(layered.layers) == 5
     np.testing.assert_array_equal(layered.crossing, 2 * 8 * (CHAIN.batch // 2) * 24)
 
@@ -201,7 +201,7 @@ def test_shapes_of_the_best_row_are_not_left_out() -> None:
     """With many numbers of micro-batches; of one stage, its shape by itself takes as long as the pipeline."""
     program = replace(PROGRAMS["mlp"], batch=1024)
     assert len(micro_batch_counts(program.batch)) > 8
-    state = SearchState(program.training(), two_by_two(), "auto", 600.0)
+    state = SearchState(program.compile_request(), two_by_two(), "auto", 600.0)
     for _ in run_search(state):
         pass
     pipeline = min(state.pipelines.best.values(), key=lambda pipeline: pipeline.estimate)
@@ -219,7 +219,7 @@ def test_shapes_of_the_best_row_are_not_left_out() -> None:
 def test_a_mixture_ahead_by_its_estimate_alone_is_not_the_answer() -> None:
     """Stages of one size are forecast beside the pipelines that mix sizes; here one of them is faster."""
     program = replace(PROGRAMS["conv"], batch=8)
-    state = SearchState(program.training(), cluster_of(slow(2, 2, 2)), "auto", SECONDS)
+    state = SearchState(program.compile_request(), cluster_of(slow(2, 2, 2)), "auto", SECONDS)
     for _ in run_search(state):
         pass
     assert state.best is not None
@@ -253,7 +253,7 @@ def test_a_number_of_micro_batches_between_those_that_are_climbed() -> None:
     """Of a batch of 96 first 6 and 3 are tried; where memory holds a fourth of it at a time, 4 is best."""
     program = replace(PROGRAMS["mlp"], batch=96)
     roomy = cluster_of(slow(1))
-    layout_costs = LayoutCosts(program.training(), roomy, pools_of(roomy))
+    layout_costs = LayoutCosts(program.compile_request(), roomy, pools_of(roomy))
     stage = StageChoice(0, len(layout_costs.layered_graph(1).layers), (0,), Shape((("dp", 1),)))
     made = {
         m: evaluate(Candidate("one", m, "1f1b", (stage,), (), "none", 0.0), layout_costs) for m in (3, 4, 6)
@@ -286,7 +286,7 @@ def test_a_problem_of_what_double_recursion_found_is_made_on_three_axes_at_most(
     devices: int, axes: int
 ) -> None:
     cluster = cluster_of(slow(devices))
-    layout_costs = LayoutCosts(PROGRAMS["mlp"].training(), cluster, pools_of(cluster))
+    layout_costs = LayoutCosts(PROGRAMS["mlp"].compile_request(), cluster, pools_of(cluster))
     found = double_recursion(layout_costs, 1)
     assert len(found.completed.meshes[0].axes) == axes
     again = with_problems(found, layout_costs)

@@ -196,7 +196,7 @@ def test_what_a_search_made_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LayoutCosts, "__init__", noted)
     with collector_paused():
-        search(MLP.training(), two_by_two(), SearchOptions(seconds=SECONDS))
+        search(MLP.compile_request(), two_by_two(), SearchOptions(seconds=SECONDS))
         assert [layout_costs() for layout_costs in alive] == [None]
 
 

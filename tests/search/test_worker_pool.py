@@ -129,7 +129,7 @@ def test_a_daemonic_process_searches_alone() -> None:
 def test_more_processes_find_the_same_plan(name: str) -> None:
     program, cluster = PROGRAMS[name], two_by_two()
     plans = [
-        search(program.training(), cluster, SearchOptions(seconds=600.0, processes=processes))
+        search(program.compile_request(), cluster, SearchOptions(seconds=600.0, processes=processes))
         for processes in (1, 3)
     ]
     one, three = (replace(plan, search=replace(plan.search, seconds=0.0)) for plan in plans)

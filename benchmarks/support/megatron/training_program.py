@@ -24,7 +24,7 @@ from pathlib import Path
 
 import distgraph as dg
 from distgraph import models, optim
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.errors import ResourceError
 from distgraph.passes.complete import complete
 from distgraph.plan.strategy import Strategy
@@ -184,7 +184,7 @@ def gpt_build(shape: Shape, layers: Sequence[int], dp: int, micro_batches: int) 
     models.stages(model, meshes, layers)
     strategy = Strategy(mesh=meshes[0], batch_axis="dp") if len(meshes) == 1 else Strategy()
     fields = {f"batch.{i}": ((shape.micro * dp, shape.sequence), "i64") for i in range(2)}
-    graph = Recipe(model, model.loss, optim.Adam(), {}, strategy).trace("train", fields, {})
+    graph = TrainingSpec(model, model.loss, optim.Adam(), {}, strategy).trace("train", fields, {})
     return build(complete(graph, strategy.mesh), micro_batches=micro_batches)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from distgraph.engine.commands.check import Report, check
-from distgraph.engine.commands.plan_search import settled
+from distgraph.engine.commands.plan_search import with_searched_plan
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.engine.compile.compile import complete_program
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.data import Batch
 from distgraph.engine.parameter_store import Memory
@@ -25,12 +25,12 @@ _VARIED = 0.1  # how far constant parameters and states are moved: zeros would h
 
 
 def check_step(
-    training: Training, memory: Memory, batch: Batch, scalars: Mapping[str, Any], samples: int = 0
+    request: CompileRequest, memory: Memory, batch: Batch, scalars: Mapping[str, Any], samples: int = 0
 ) -> Report:
     """Compare one training step with its serial meaning, value by value.
 
     Args:
-        training: the program.
+        request: the program.
         memory: of the engine; parameters are made in it.
         batch: the first micro-batch is taken.
         scalars: inputs that are single numbers.
@@ -40,22 +40,23 @@ def check_step(
         GraphError, ShardingError: the program or its annotations do not fit, or not the plan; there is a plan
             but fewer samples are asked for than its micro-batches have.
     """
-    recipe, size = training.recipe, training.size // training.micro_batches
+    training_spec, size = request.training_spec, request.size // request.micro_batches
     if samples and samples < size:
-        if training.plan is not None:
+        if request.plan is not None:
             raise GraphError(
                 f"check: {samples} samples are asked for but the plan is for micro-batches of {size}; leave "
                 f"out --samples"
             )
-        recipe, size = replace(recipe, strategy=replace(recipe.strategy, micro_batches=1)), samples
-        training = replace(training, recipe=recipe, size=samples)
-    serial, completed = complete_program(training)
+        strategy, size = replace(training_spec.strategy, micro_batches=1), samples
+        training_spec = replace(training_spec, strategy=strategy)
+        request = replace(request, training_spec=training_spec, size=samples)
+    serial, completed = complete_program(request)
     serial, completed = replace(serial, micro_batches=1), replace(completed, micro_batches=1)
     memory.adopt(completed)
-    names = recipe.names(tuple(training.fields), "train")
+    names = training_spec.names(tuple(request.fields), "train")
     inputs = {names[field]: np.asarray(array) for field, array in batch.block(0, size).items()}
     params = {name: _varied(name, _whole(memory, name)) for name in memory.records}
-    return check(completed, {**scalars, **inputs}, params, serial, strategy_pipeline(recipe.strategy))
+    return check(completed, {**scalars, **inputs}, params, serial, strategy_pipeline(training_spec.strategy))
 
 
 def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -> Report:
@@ -71,13 +72,13 @@ def check_script(path: str | Path, argv: Sequence[str] = (), samples: int = 0) -
     """
 
     def check_first(
-        training: Training,
+        request: CompileRequest,
         cluster: Cluster | None,
         memory: Memory,
         batch: Batch,
         scalars: Mapping[str, Any],
     ) -> Report:
-        return check_step(settled(training, cluster), memory, batch, scalars, samples)
+        return check_step(with_searched_plan(request, cluster), memory, batch, scalars, samples)
 
     return run_script(path, argv, ScriptHook(on_step=check_first), "check", "there is nothing to compare")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 
@@ -22,13 +22,13 @@ _GIVEN: ContextVar[Plan | None] = ContextVar("distgraph_plan", default=None)
 _CLUSTER: ContextVar[Cluster | None] = ContextVar("distgraph_cluster", default=None)
 
 
-def plan_for(recipe: Recipe, own: Plan | str | Path | None) -> Plan | None:
+def plan_for(training_spec: TrainingSpec, own: Plan | str | Path | None) -> Plan | None:
     """The plan of an engine: that of the command, where the engine trains, before its own.
 
     Raises:
         GraphError: as `Plan.load`.
     """
-    if recipe.optimizer is not None:
+    if training_spec.optimizer is not None:
         given = _GIVEN.get()
         path = os.environ.get(VARIABLE)
         if given is not None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from distgraph.engine.commands.interrupt import Interrupt, remembered
-from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.plan_apply import planned
-from distgraph.engine.compile.plan_extract import estimate, extract
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.plan_apply import with_plan_settings
+from distgraph.engine.compile.plan_extract import estimate, extract_plan
 from distgraph.engine.compile.program_forecast import forecast_training
 from distgraph.engine.search_driver.evaluations import Evaluation
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
@@ -83,17 +83,17 @@ class SearchOptions:
             )
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
-        """What was asked for, to be kept in the plan."""
+        """The options as they are stored in the plan."""
         return {"mode": self.mode, "seconds": self.seconds}
 
 
-@collector_paused()  # what a search makes stays, or is in no cycle
-def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan:
-    """The best plan found; Ctrl-C ends the search with the best so far, a second one without.
+@collector_paused()  # objects of a search stay alive, or are in no reference cycle
+def search(request: CompileRequest, cluster: Cluster, options: SearchOptions) -> Plan:
+    """Search for the best plan; Ctrl-C ends the search with the best plan so far, a second one raises.
 
     Args:
-        training: the program, with the annotations that a plan keeps to.
-        cluster: what it is to run on.
+        request: the program; the plan keeps its annotations.
+        cluster: the cluster to plan for.
         options: see `SearchOptions`.
 
     Raises:
@@ -106,7 +106,7 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
     best: Step | None = None
     with collector_paused(), remembered() as interrupt:
         try:
-            for event in _improved(training, cluster, options, interrupt):
+            for event in _search_events(request, cluster, options, interrupt):
                 best = event if event.plan is not None else best
                 if options.watch is not None:
                     now = time.monotonic() - start
@@ -119,16 +119,16 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
                 raise
             interrupt.asked = True  # also outside of the main thread
         except DistGraphError:
-            if not interrupt.asked:  # else what broke off has nothing to show
+            if not interrupt.asked:  # after an interrupt the error of an unfinished search does not matter
                 raise
-    if interrupt.again:  # something in between has swallowed it
+    if interrupt.again:  # the search has caught the exception
         raise KeyboardInterrupt
     seconds = time.monotonic() - start
     if best is None:
         assert interrupt.asked  # a search without any plan raises
         raise RuntimeFault(
-            f"search: interrupted after {seconds:.1f} s, before there was any plan; let it go on, or search "
-            f"with 0 seconds for the first plan that fits"
+            f"search: interrupted after {seconds:.1f} s, before there was any plan; give it more time, or "
+            f"search with 0 seconds for the first plan that fits"
         )
     assert best.plan is not None
     plan = best.plan()
@@ -136,40 +136,40 @@ def search(training: Training, cluster: Cluster, options: SearchOptions) -> Plan
     return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
 
 
-def settled(training: Training, cluster: Cluster | None) -> Training:
-    """A program with the plan that the mode of its strategy asks for; itself where that asks for none.
+def with_searched_plan(request: CompileRequest, cluster: Cluster | None) -> CompileRequest:
+    """The request with a plan if the mode of its strategy requires a search; else the request itself.
 
     Raises:
-        ResourceError: a search is asked for but there is no cluster.
-        GraphError: a search is asked for by a program that does not train.
+        ResourceError: the mode requires a search but there is no cluster.
+        GraphError: the mode requires a search but the program does not train.
         Others: as `search`.
     """
-    mode = training.recipe.strategy.mode
-    if training.plan is not None or mode not in SEARCHED:
-        return training
+    mode = request.training_spec.strategy.mode
+    if request.plan is not None or mode not in SEARCHED:
+        return request
     if cluster is None:
         raise ResourceError(
             f"mode {mode!r} of Strategy searches a plan for a cluster but the engine has none; give it one "
             f'with Engine(cluster=...), a plan with Engine(plan=...), or take mode "semi"'
         )
-    if training.mode != "train":
+    if request.mode != "train":
         raise GraphError(
             f"mode {mode!r} of Strategy searches a plan for training but the first program is one to "
-            f"{training.mode}; call prepare(batch) or fit before, or give the engine a plan"
+            f"{request.mode}; call prepare(batch) or fit before, or give the engine a plan"
         )
-    plan = _alike(lambda: search(training, cluster, SearchOptions(mode=mode)))
-    return replace(training, recipe=planned(training.recipe, plan), plan=plan)
+    plan = _plan_of_rank_0(lambda: search(request, cluster, SearchOptions(mode=mode)))
+    return replace(request, training_spec=with_plan_settings(request.training_spec, plan), plan=plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A phase that began, or a program that is better than those before.
+    """An event of a search: a phase begins, or a program is better than all before.
 
     Attributes:
-        phase: in words.
-        seconds: of a step of the better program; None where only a phase began.
-        plan: writes the plan of the better program.
-        bound: as in `Progress`.
+        phase: description of the phase.
+        seconds: seconds of a step of the better program; None if only a phase begins.
+        plan: makes the plan of the better program.
+        bound: see `Progress`.
     """
 
     phase: str
@@ -178,20 +178,20 @@ class Step:
     bound: float | None = None
 
 
-def _improved(
-    training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
+def _search_events(
+    request: CompileRequest, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
 ) -> Iterator[Step]:
-    """What the search finds; ends soon after an interrupt."""
+    """The events of a search, in the given mode; they end soon after an interrupt."""
     if options.mode in SEARCHED:
-        yield from _searched(training, cluster, options, interrupt)
+        yield from _automatic_search(request, cluster, options, interrupt)
         return
-    forecasted = forecast_training(training, cluster)
+    forecasted = forecast_training(request, cluster)
 
     def as_compiled() -> Plan:
-        plan = extract(training, forecasted.build, forecasted.mapping, cluster)
+        plan = extract_plan(request, forecasted.build, forecasted.mapping, cluster)
         baselines = {
-            name: found if isinstance(found, str) else found.step_seconds
-            for name, found in forecasted.beside().items()
+            name: baseline if isinstance(baseline, str) else baseline.step_seconds
+            for name, baseline in forecasted.data_parallel_baseline().items()
         }
         search = Found(mode=options.mode, status="not searched", settings=options.settings())
         return replace(plan, forecast=estimate(plan, forecasted.forecast), baselines=baselines, search=search)
@@ -199,11 +199,11 @@ def _improved(
     yield Step("forecast", forecasted.forecast.step_seconds, as_compiled)
 
 
-def _searched(
-    training: Training, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
+def _automatic_search(
+    request: CompileRequest, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
 ) -> Iterator[Step]:
     state = SearchState(
-        training,
+        request,
         cluster,
         options.mode,
         options.seconds,
@@ -220,18 +220,18 @@ def _searched(
         yield Step(event.phase, best.seconds, plan, state.bound)
 
 
-def _alike(make: Callable[[], Plan]) -> Plan:
-    """The same plan on every process of a job: rank 0 makes it. Collective."""
+def _plan_of_rank_0(make: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 makes, on every process of a job. Collective."""
     transport = current_transport() if ranks_of_job() > 1 else None
     if transport is None:
         return make()
-    told: tuple[str, DistGraphError | None] = "", None
+    outcome: tuple[str, DistGraphError | None] = "", None
     if transport.rank == 0:
         try:
-            told = make().text(), None
+            outcome = make().text(), None
         except DistGraphError as error:
-            told = "", error
-    text, failure = transport.broadcast_object(told, 0)
+            outcome = "", error
+    text, failure = transport.broadcast_object(outcome, 0)
     if failure is not None:
         raise failure
     return Plan.parse(text)

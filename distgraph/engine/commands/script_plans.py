@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distgraph.engine.commands.plan_search import SearchOptions, search, settled
+from distgraph.engine.commands.plan_search import SearchOptions, search, with_searched_plan
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
-from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.program_forecast import Forecasted, cluster_for, forecast_training
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.program_forecast import ProgramForecast, cluster_for, forecast_training
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
 
 
-def forecast_script(path: str | Path, argv: Sequence[str] = (), cluster: str | None = None) -> Forecasted:
+def forecast_script(
+    path: str | Path, argv: Sequence[str] = (), cluster: str | None = None
+) -> ProgramForecast:
     """Run a script up to its first program, and forecast that in place of running it.
 
     Args:
@@ -27,9 +29,9 @@ def forecast_script(path: str | Path, argv: Sequence[str] = (), cluster: str | N
     """
     given = None if cluster is None else load_cluster(cluster)
 
-    def forecast(training: Training, engine_cluster: Cluster | None) -> Forecasted:
+    def forecast(request: CompileRequest, engine_cluster: Cluster | None) -> ProgramForecast:
         target = cluster_for(given, engine_cluster, "distgraph forecast --cluster")
-        return forecast_training(settled(training, target), target)
+        return forecast_training(with_searched_plan(request, target), target)
 
     return run_script(path, argv, ScriptHook(forecast), "forecast", "there is nothing to forecast")
 
@@ -55,8 +57,8 @@ def plan_script(
     """
     given = None if cluster is None else load_cluster(cluster)
 
-    def plan(training: Training, engine_cluster: Cluster | None) -> Plan:
+    def plan(request: CompileRequest, engine_cluster: Cluster | None) -> Plan:
         target = cluster_for(given, engine_cluster, "distgraph plan --cluster")
-        return search(training, target, options or SearchOptions())
+        return search(request, target, options or SearchOptions())
 
     return run_script(path, argv, ScriptHook(plan), "plan", "there is nothing to plan")

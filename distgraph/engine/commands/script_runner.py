@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import Batch
 from distgraph.engine.parameter_store import Memory
 from distgraph.errors import DistGraphError, GraphError
@@ -38,8 +38,10 @@ class ScriptHook(Generic[Result]):
         results: the result, once there is one.
     """
 
-    on_program: Callable[[Training, Cluster | None], Result] | None = None
-    on_step: Callable[[Training, Cluster | None, Memory, Batch, Mapping[str, Any]], Result] | None = None
+    on_program: Callable[[CompileRequest, Cluster | None], Result] | None = None
+    on_step: Callable[[CompileRequest, Cluster | None, Memory, Batch, Mapping[str, Any]], Result] | None = (
+        None
+    )
     results: list[Result] = field(default_factory=list)
 
     def end_script(self, result: Result) -> NoReturn:
@@ -55,20 +57,20 @@ class ScriptHook(Generic[Result]):
 _HOOK: ContextVar[ScriptHook[Any] | None] = ContextVar("distgraph_script_hook", default=None)
 
 
-def offer_program(training: Training, cluster: Cluster | None) -> None:
+def offer_program(request: CompileRequest, cluster: Cluster | None) -> None:
     """Called by an engine before it compiles a program; ends the script where a command waits for it."""
     hook = _HOOK.get()
     if hook is not None and hook.on_program is not None:
-        hook.end_script(hook.on_program(training, cluster))
+        hook.end_script(hook.on_program(request, cluster))
 
 
 def offer_step(
-    training: Training, cluster: Cluster | None, memory: Memory, batch: Batch, scalars: Mapping[str, Any]
+    request: CompileRequest, cluster: Cluster | None, memory: Memory, batch: Batch, scalars: Mapping[str, Any]
 ) -> None:
     """Called by an engine before it takes a training step; ends the script where a command waits for it."""
     hook = _HOOK.get()
     if hook is not None and hook.on_step is not None:
-        hook.end_script(hook.on_step(training, cluster, memory, batch, scalars))
+        hook.end_script(hook.on_step(request, cluster, memory, batch, scalars))
 
 
 def run_script(

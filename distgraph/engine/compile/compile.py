@@ -1,16 +1,17 @@
-"""From a recipe to a compiled program: trace, complete, reshard, place the ranks, lower, cut into tasks.
+"""Compiles a program: trace, complete, reshard, place the ranks on devices, lower, split into tasks.
 
-The passes are those of the strategy's pipeline; the graph after each is dumped where that is asked for.
+The passes are those of the strategy's pipeline; with DISTGRAPH_DUMP the graph after each is written to a
+file.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.derived_programs import follow_plan, reference_of
 from distgraph.engine.compile.dump import dump_directory, dump_pass, dump_stage, write
-from distgraph.engine.compile.plan_apply import apply, devices_of
+from distgraph.engine.compile.plan_apply import apply_plan, devices_of
 from distgraph.engine.compile.rank_placement import place_ranks
 from distgraph.engine.compile.strategy_passes import complete_with, strategy_pipeline
 from distgraph.errors import ResourceError
@@ -23,49 +24,49 @@ from distgraph.runtime.program.build import Build, reshard_program
 
 
 def compile_program(
-    training: Training, cluster: Cluster | None, reference: Graph | None = None
+    request: CompileRequest, cluster: Cluster | None, reference: Graph | None = None
 ) -> tuple[Build, RankMapping | None]:
     """The program of one mode for batches of one size.
 
     Args:
-        training: what is to be compiled.
-        cluster: prices the collectives; None for bytes on the wire.
-        reference: the planned training program, completed, where there is a plan and it is known already.
+        request: the program to compile.
+        cluster: gives the costs of collectives; without one the bytes that are sent count.
+        reference: the completed training program of the plan, if the caller has it.
 
     Returns:
-        the program, and where there is a cluster the device of every rank.
+        The program, and the device of every rank (None without a cluster).
 
     Raises:
-        GraphError, ShardingError: the program or its annotations do not fit, or not the plan.
+        GraphError, ShardingError: the program, its annotations or its plan do not fit together.
         ResourceError: the meshes need more devices than the cluster has.
     """
-    serial, completed = complete_program(training, reference)
-    dump_stage(training.mode, "serial", serial)
-    dump_stage(training.mode, "completed", completed)
-    strategy, watch = training.recipe.strategy, dump_pass(training.mode)
+    serial, completed = complete_program(request, reference)
+    dump_stage(request.mode, "serial", serial)
+    dump_stage(request.mode, "completed", completed)
+    strategy, watch = request.training_spec.strategy, dump_pass(request.mode)
     if cluster is not None:
         check_cluster(completed.meshes, cluster)
-    program = reshard_program(completed, training.micro_batches, strategy_pipeline(strategy), watch)
+    program = reshard_program(completed, request.micro_batches, strategy_pipeline(strategy), watch)
     if cluster is None:
         mapping, built = None, program.build(strategy.schedule, watch=watch)
     else:
-        mapping = place_ranks(program, cluster, devices_of(training.plan, cluster))
+        mapping = place_ranks(program, cluster, devices_of(request.plan, cluster))
         price = MeshCommunication(cluster, mapping.devices).price
         built = program.build(strategy.schedule, price, watch)
     if dump_directory() is not None and is_chief():
-        write(f"{training.mode}.schedule.txt", built.schedule)
+        write(f"{request.mode}.schedule.txt", built.schedule)
     return built, mapping
 
 
-def complete_program(training: Training, reference: Graph | None = None) -> tuple[Graph, Graph]:
-    """The serial graph of a program, and the completed one; see `compile_program`."""
-    strategy, plan = training.recipe.strategy, training.plan
+def complete_program(request: CompileRequest, reference: Graph | None = None) -> tuple[Graph, Graph]:
+    """The serial and the completed graph of a program; see `compile_program`."""
+    strategy, plan = request.training_spec.strategy, request.plan
     if plan is None:
-        serial = replace(training.trace(), micro_batches=training.micro_batches)
+        serial = replace(request.trace(), micro_batches=request.micro_batches)
         return serial, complete_with(strategy, serial)
-    if training.planned:
-        return apply(training, plan)
-    return follow_plan(training, reference or reference_of(training, plan), plan)
+    if request.planned:
+        return apply_plan(request, plan)
+    return follow_plan(request, reference or reference_of(request, plan), plan)
 
 
 def check_cluster(meshes: tuple[ProcessMesh, ...], cluster: Cluster) -> None:

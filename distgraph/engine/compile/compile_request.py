@@ -1,11 +1,11 @@
-"""A program before it is compiled: what an engine was given, and for batches of which size."""
+"""The request to compile one program: the training specification, the mode and the size of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import Field
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr
@@ -13,19 +13,19 @@ from distgraph.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Training:
+class CompileRequest:
     """A program that is to be compiled.
 
     Attributes:
-        recipe: model, loss, optimiser, strategy.
+        training_spec: model, loss, optimiser, strategy.
         mode: train, evaluate or predict.
         size: samples of a batch.
         fields: shape and dtype of a sample.
-        layouts: where parameters lie already.
-        plan: what is decided about it; None to complete its annotations.
+        layouts: the layouts in which parameters and states are stored already.
+        plan: the plan to apply; None to complete the annotations.
     """
 
-    recipe: Recipe
+    training_spec: TrainingSpec
     mode: str
     size: int
     fields: Mapping[str, Field]
@@ -34,13 +34,13 @@ class Training:
 
     @property
     def micro_batches(self) -> int:
-        """Parts into which a batch is cut."""
-        wanted = self.recipe.strategy.micro_batches if self.plan is None else self.plan.micro_batches
-        return equal_parts(self.size, wanted)
+        """Number of micro-batches into which a batch is split."""
+        limit = self.training_spec.strategy.micro_batches if self.plan is None else self.plan.micro_batches
+        return equal_parts(self.size, limit)
 
     @property
     def planned(self) -> bool:
-        """Whether this is the very program that its plan is for: not the short last batch of an epoch."""
+        """Whether the plan is for this program; it is not for the shorter last batch of an epoch."""
         return self.plan is not None and self.mode == "train" and self.size == self.plan.batch
 
     def blocks(self, micro_batches: int) -> dict[str, Field]:
@@ -49,15 +49,15 @@ class Training:
         return {name: ((count, *shape), dtype) for name, (shape, dtype) in self.fields.items()}
 
     def trace(self) -> Graph:
-        """The serial graph of a micro-batch. Raises GraphError: the program does not fit."""
-        return self.recipe.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
+        """The serial graph of a micro-batch. Raises GraphError if shapes or dtypes do not fit."""
+        return self.training_spec.trace(self.mode, self.blocks(self.micro_batches), self.layouts)
 
 
-def equal_parts(size: int, wanted: int) -> int:
-    """The largest number of equal parts of a batch, at most `wanted`.
+def equal_parts(size: int, limit: int) -> int:
+    """The largest number of equal parts of a batch that is at most `limit`.
 
     Example:
         >>> equal_parts(12, 8), equal_parts(7, 4)
         (6, 1)
     """
-    return max(parts for parts in range(1, min(size, wanted) + 1) if size % parts == 0)
+    return max(parts for parts in range(1, min(size, limit) + 1) if size % parts == 0)

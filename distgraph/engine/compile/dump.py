@@ -1,5 +1,4 @@
-"""DISTGRAPH_DUMP=dir: the text of every stage, the source of every rank's program and the schedule, for
-reading."""
+"""DISTGRAPH_DUMP=dir: writes the graph of every stage, the source of rank programs, and the schedule."""
 
 from __future__ import annotations
 
@@ -18,21 +17,19 @@ _NUMBERS = itertools.count(1)
 
 
 def dump_directory() -> Path | None:
-    """Where to write, or None."""
-    given = os.environ.get("DISTGRAPH_DUMP")
-    return Path(given) if given else None
+    """The folder of DISTGRAPH_DUMP; None if it is not set."""
+    setting = os.environ.get("DISTGRAPH_DUMP")
+    return Path(setting) if setting else None
 
 
 def dump_stage(mode: str, stage: str, graph: Graph) -> None:
-    """Write the text of a graph, numbered in the order in which stages were reached. Rank 0 does it for
-    all."""
+    """Write the text of a graph to a file with the next number; only rank 0 does."""
     if dump_directory() is not None and is_chief():
         write(f"{mode}.{stage}.dg", graph)
 
 
 def dump_pass(mode: str) -> Watch:
-    """Watch passes: write the graph that each gives, under the name of its stage where that is new, or else
-    of the pass."""
+    """A watch that writes the graph after each pass, named by its stage if that is new, else by the pass."""
 
     def watch(run: PassRun) -> None:
         if isinstance(run.after, Graph):
@@ -43,7 +40,7 @@ def dump_pass(mode: str) -> Watch:
 
 
 def write(name: str, content: Any) -> None:
-    """Write `NNN.name` where a directory is asked for. Raises RuntimeFault: that cannot be."""
+    """Write the file `NNN.name` if DISTGRAPH_DUMP is set. Raises RuntimeFault if it cannot be written."""
     directory = dump_directory()
     if directory is None:
         return

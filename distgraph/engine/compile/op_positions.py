@@ -20,50 +20,54 @@ class OpPositions:
 
     Args:
         serial: the training graph.
-        layers: runs of its forward ops.
+        layers: its layers: contiguous sequences of forward ops.
     """
 
     def __init__(self, serial: Graph, layers: Sequence[Layer]) -> None:
-        self._at: dict[str, tuple[int, str]] = {}
-        self._named: dict[tuple[int, str], str] = {}
-        of = layering(serial, layers).of
+        self._positions: dict[str, tuple[int, str]] = {}
+        self._names: dict[tuple[int, str], str] = {}
+        layer_of = layering(serial, layers).of
         counts: dict[int, int] = {}
         for op in serial.ops:
-            layer = of[op.name]
+            layer = layer_of[op.name]
             counts[layer] = number = counts.get(layer, -1) + 1
             for result, value in enumerate(op.results):
-                place = f"{number}:{result}" if result else str(number)
-                position = layer, value.name if layer == REST else place
-                self._at[value.name] = position
-                self._named[position] = value.name
+                text = f"{number}:{result}" if result else str(number)
+                position = layer, value.name if layer == REST else text
+                self._positions[value.name] = position
+                self._names[position] = value.name
 
     def of(self, name: str) -> tuple[int, str]:
-        """Layer and position of an op; of what a pass derived from an op, that of the op with the ending."""
-        base, ending = name, ""
-        while base not in self._at:
+        """Layer and position of an op.
+
+        An op that a pass has derived from another ("y.3" from "y") has the position of that op with the same
+        suffix ("12.3").
+        """
+        base, suffix = name, ""
+        while base not in self._positions:
             base, dot, last = base.rpartition(".")
             if not dot:
-                raise AssertionError(f"op {name} comes from no op of the serial graph")
-            ending = f".{last}{ending}"
-        layer, position = self._at[base]
-        return layer, position + ending
+                raise AssertionError(f"op {name} is derived from no op of the serial graph")
+            suffix = f".{last}{suffix}"
+        layer, position = self._positions[base]
+        return layer, position + suffix
 
     def name(self, layer: int, position: str) -> str | None:
-        """Name of the op at a position; None where there is none."""
-        base, ending = position, ""
-        while (layer, base) not in self._named:
+        """Name of the op at a position; None if there is none."""
+        base, suffix = position, ""
+        while (layer, base) not in self._names:
             base, dot, last = base.rpartition(".")
             if not dot:
                 return None
-            ending = f".{last}{ending}"
-        return self._named[layer, base] + ending
+            suffix = f".{last}{suffix}"
+        return self._names[layer, base] + suffix
 
 
-def cut(serial: Graph, firsts: Sequence[str]) -> tuple[Layer, ...]:
-    """Layers of a serial graph by the names of their first ops.
+def layers_by_first_ops(serial: Graph, firsts: Sequence[str]) -> tuple[Layer, ...]:
+    """The layers of a serial graph, given the names of their first ops.
 
     Raises:
-        GraphError: the graph has no such ops, or not in this order.
+        GraphError: the graph lacks one of these ops, or they are not in this order.
     """
     names = [op.name for op in serial.ops if op.role == "forward" and op.kind not in SOURCES]
     position = {name: i for i, name in enumerate(names)}
@@ -76,23 +80,22 @@ def cut(serial: Graph, firsts: Sequence[str]) -> tuple[Layer, ...]:
     return tuple(Layer(tuple(names[a:b])) for a, b in zip(starts, [*starts[1:], len(names)], strict=True))
 
 
-def decomposed(serial: Graph, names: Collection[str]) -> Graph:
-    """A graph with some ops replaced by simpler ones, and parts of these again.
+def decompose_ops(serial: Graph, names: Collection[str]) -> Graph:
+    """Replace ops by simpler ones; `names` may include ops that only another decomposition creates.
 
     Raises:
-        GraphError: there is no such op, or it has no decomposition.
+        GraphError: the graph has no such op, or the op has no decomposition.
     """
-    left = set(names)
-    while left:
-        known = left & serial.producers.keys()
-        if not known:
-            raise GraphError(f"graph @{serial.name} has no op %{min(left)} to decompose")
-        serial = decompose(serial, known)
-        left -= known
+    remaining = set(names)
+    while remaining:
+        present = remaining & serial.producers.keys()
+        if not present:
+            raise GraphError(f"graph @{serial.name} has no op %{min(remaining)} to decompose")
+        serial = decompose(serial, present)
+        remaining -= present
     return serial
 
 
 def is_named(op: Op) -> bool:
-    """Whether a plan knows the result by its own name: inputs that are no single numbers, parameters,
-    states."""
+    """Whether a plan names the result itself: parameters, states, and inputs that are not scalars."""
     return op.kind in ("param", "state") or (op.kind == "input" and op.result.shape != ())

@@ -1,8 +1,8 @@
-"""From a plan to a completed program: what `Engine(plan=...)` does.
+"""Applies a plan: from `Engine(plan=...)` to a completed program.
 
-The training program is traced, with the layers that the plan computes again marked, and every op gets the
-mesh and layout of its line in the plan; nothing is completed. For other programs of the engine see
-`distgraph.engine.compile.derived_programs`.
+The training program is traced with the recomputed layers of the plan, and every op gets the mesh and layout
+of its line in the plan; the completion passes do not run. `distgraph.engine.compile.derived_programs` handles
+the other programs of the engine.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_positions import OpPositions, cut, decomposed, is_named
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is_named, layers_by_first_ops
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -27,76 +27,81 @@ from distgraph.resources import Cluster
 from distgraph.verifier import verify
 
 
-def planned(recipe: Recipe, plan: Plan) -> Recipe:
-    """A recipe without what its strategy says about things that the plan decides."""
+def with_plan_settings(training_spec: TrainingSpec, plan: Plan) -> TrainingSpec:
+    """The training specification with the strategy's settings replaced by the decisions of the plan."""
     strategy = replace(
-        recipe.strategy,
+        training_spec.strategy,
         mode="semi",
         mesh=None,
         batch_axis=None,
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
     )
-    return replace(recipe, strategy=strategy)
+    return replace(training_spec, strategy=strategy)
 
 
 def layouts_of(plan: Plan) -> dict[str, DistAttr]:
-    """Where the plan puts parameters and states."""
+    """The layouts in which the plan stores parameters and states."""
+    origin = Origin("search", f"plan of {plan.program.name}")
     return {
-        name: DistAttr(plan.stages[at.stage].mesh, at.spec, Origin("search", f"plan of {plan.program.name}"))
-        for name, at in plan.tensors.items()
-        if at.kind != "input"
+        name: DistAttr(plan.stages[stored.stage].mesh, stored.spec, origin)
+        for name, stored in plan.tensors.items()
+        if stored.kind != "input"
     }
 
 
-def apply(training: Training, plan: Plan) -> tuple[Graph, Graph]:
-    """The training program as planned.
+def apply_plan(request: CompileRequest, plan: Plan) -> tuple[Graph, Graph]:
+    """The training program with the meshes and layouts of a plan.
 
     Args:
-        training: batches of the size that the plan is for.
-        plan: what is decided.
+        request: the program, for batches of the size that the plan is for.
+        plan: the plan.
 
     Returns:
-        the serial graph, and the completed one.
+        The serial graph and the completed graph.
 
     Raises:
         GraphError: the plan is for another program, or has a layout that an op does not allow.
-        ShardingError: an annotation of the model says otherwise than the plan.
+        ShardingError: an annotation of the model contradicts the plan.
     """
-    serial = _traced(training, plan)
-    positions = OpPositions(serial, cut(serial, [layer.first for layer in plan.layers]))
-    whole = decomposed(serial, _fused(plan, positions))
-    graph, homes = _placed(whole, plan, positions)
-    completed = _assemble(graph, homes, plan, positions)
-    completed = verify(_annotated(serial, completed, plan), "completed")  # a file says anything
+    serial = _trace(request, plan)
+    positions = OpPositions(serial, layers_by_first_ops(serial, [layer.first for layer in plan.layers]))
+    decomposed = decompose_ops(serial, _decomposed_ops(plan, positions))
+    graph, meshes = _place_ops(decomposed, plan, positions)
+    completed = _assemble(graph, meshes, plan, positions)
+    completed = _with_annotations(serial, completed, plan)
+    completed = verify(completed, "completed")  # the plan may come from an edited file
     return serial, replace(completed, micro_batches=plan.micro_batches)
 
 
 def devices_of(plan: Plan | None, cluster: Cluster) -> tuple[int, ...] | None:
-    """Device of every rank, where a plan was made for this cluster; what no stage has gets what is left.
+    """Device of every rank under a plan that was made for this cluster; None for any other plan.
+
+    A rank that is in no stage gets one of the devices that no stage uses.
 
     Raises:
         ResourceError: the cluster of this name has fewer devices.
     """
     if plan is None or plan.cluster != cluster.name or not all(stage.devices for stage in plan.stages):
         return None
-    placed = {
+    device_of = {
         rank: device
         for stage in plan.stages
         for rank, device in zip(stage.mesh.members, stage.devices, strict=True)
     }
     count = len(cluster.devices)
-    if max(placed.values()) >= count:
+    if max(device_of.values()) >= count:
         raise ResourceError(
-            f"plan of {plan.program.name} uses device {max(placed.values())} of cluster {plan.cluster} but "
-            f"that has {count}; make a plan for this one"
+            f"plan of {plan.program.name} uses device {max(device_of.values())} of cluster {plan.cluster} "
+            f"but that has {count}; make a plan for this one"
         )
-    left = iter(sorted(set(range(count)) - set(placed.values())))
-    return tuple(placed[rank] if rank in placed else next(left) for rank in range(max(placed) + 1))
+    unused = iter(sorted(set(range(count)) - set(device_of.values())))
+    ranks = range(max(device_of) + 1)
+    return tuple(device_of[rank] if rank in device_of else next(unused) for rank in ranks)
 
 
 def check_batch(plan: Plan, size: int) -> None:
-    """Raises GraphError where a plan is for batches of another size."""
+    """Raises GraphError if a plan is for batches of another size."""
     if size != plan.batch:
         raise GraphError(
             f"plan of {plan.program.name} is for batches of {plan.batch} samples but a batch has {size}; "
@@ -104,31 +109,32 @@ def check_batch(plan: Plan, size: int) -> None:
         )
 
 
-def _traced(training: Training, plan: Plan) -> Graph:
-    """The serial graph that the plan speaks of. Raises GraphError where the plan is for another program."""
-    check_batch(plan, training.size)
-    serial = training.trace()
-    _check_program(plan.program, program_of(training.recipe.model, serial))
+def _trace(request: CompileRequest, plan: Plan) -> Graph:
+    """The serial graph of the plan's program. Raises GraphError if the plan is for another program."""
+    check_batch(plan, request.size)
+    serial = request.trace()
+    _check_program(plan.program, program_of(request.training_spec.model, serial))
     if not plan.recompute:
         return serial
-    layers = cut(serial, [layer.first for layer in plan.layers])
+    layers = layers_by_first_ops(serial, [layer.first for layer in plan.layers])
     blocks = [layers[number].ops for number in plan.recompute]
-    fields = training.blocks(training.micro_batches)
-    return training.recipe.trace("train", fields, training.layouts, recompute=blocks)
+    fields = request.blocks(request.micro_batches)
+    return request.training_spec.trace("train", fields, request.layouts, recompute=blocks)
 
 
-def _check_program(wanted: Program, found: Program) -> None:
+def _check_program(planned: Program, traced: Program) -> None:
+    """Raises GraphError if the program of the plan and that of the engine differ."""
     way_out = "give the engine the program of the plan, or make a plan for this one"
-    for what, mine, yours in (
-        ("model", wanted.name, found.name),
-        ("inputs", _inputs(wanted), _inputs(found)),
-        ("number of parameters", f"{wanted.parameters:,}", f"{found.parameters:,}"),
-        ("fingerprint", wanted.fingerprint, found.fingerprint),
+    for what, in_plan, in_engine in (
+        ("model", planned.name, traced.name),
+        ("inputs", _inputs(planned), _inputs(traced)),
+        ("number of parameters", f"{planned.parameters:,}", f"{traced.parameters:,}"),
+        ("fingerprint", planned.fingerprint, traced.fingerprint),
     ):
-        if mine != yours:
+        if in_plan != in_engine:
             raise GraphError(
-                f"plan of {wanted.name} is for another program: its {what} is {mine} but that of the engine "
-                f"is {yours}; {way_out}"
+                f"plan of {planned.name} is for another program: its {what} is {in_plan} but that of the "
+                f"engine is {in_engine}; {way_out}"
             )
 
 
@@ -136,51 +142,51 @@ def _inputs(program: Program) -> str:
     return ", ".join(f"{name} {text}" for name, text in program.inputs.items())
 
 
-def _fused(plan: Plan, positions: OpPositions) -> list[str]:
-    """Names of the ops that are replaced by simpler ones."""
-    found = list(plan.rest.decomposed)
+def _decomposed_ops(plan: Plan, positions: OpPositions) -> list[str]:
+    """Names of the fused ops that are replaced by simpler ones."""
+    names = list(plan.rest.decomposed)
     for number, layer in enumerate(plan.ops):
-        found += [_name(plan, positions, number, position) for position in layer.decomposed]
-    return found
+        names += [_op_name(plan, positions, number, position) for position in layer.decomposed]
+    return names
 
 
-def _name(plan: Plan, positions: OpPositions, layer: int, position: str) -> str:
+def _op_name(plan: Plan, positions: OpPositions, layer: int, position: str) -> str:
     name = positions.name(layer, position)
     if name is None:
         raise GraphError(
-            f"plan of {plan.program.name} has op {position} in layer {layer} but the program has not"
+            f"plan of {plan.program.name} has op {position} in layer {layer} but the program does not"
         )
     return name
 
 
-def _placed(whole: Graph, plan: Plan, positions: OpPositions) -> tuple[Graph, dict[str, ProcessMesh]]:
-    """The graph with every op on its mesh, sources cloned and sums across meshes postponed; the meshes."""
+def _place_ops(decomposed: Graph, plan: Plan, positions: OpPositions) -> tuple[Graph, dict[str, ProcessMesh]]:
+    """The graph after `spread_over_meshes`, and the mesh of every op."""
     meshes = [stage.mesh for stage in plan.stages]
-    of_layer = [plan.stage_of(number) for number in range(len(plan.layers))]
-    elsewhere = {
-        _name(plan, positions, number, position): stage
+    stage_of_layer = [plan.stage_of(number) for number in range(len(plan.layers))]
+    exceptions = {
+        _op_name(plan, positions, number, position): stage
         for number, layer in enumerate(plan.ops)
         for position, stage in layer.placed
     }
-    elsewhere |= {name: line.stage for name, line in plan.rest.ops if line.stage is not None}
-    elsewhere |= dict(plan.rest.placed)
-    homes: dict[str, ProcessMesh] = {}
-    for op in whole.ops:
+    exceptions |= {name: line.stage for name, line in plan.rest.ops if line.stage is not None}
+    exceptions |= dict(plan.rest.placed)
+    mesh_of: dict[str, ProcessMesh] = {}
+    for op in decomposed.ops:
         layer, _ = positions.of(op.name)
         stored = plan.tensors.get(str(op.attrs["name"])) if is_named(op) else None
-        stage = stored.stage if stored is not None else elsewhere.get(op.name)
+        stage = stored.stage if stored is not None else exceptions.get(op.name)
         if stage is None and layer != REST:
-            stage = of_layer[layer]
+            stage = stage_of_layer[layer]
         if stage is None or stage >= len(meshes):
             raise GraphError(
                 f"plan of {plan.program.name} does not place {op}; make the plan anew with this distgraph"
             )
-        homes[op.name] = meshes[stage]
-    return spread_over_meshes(whole, homes)
+        mesh_of[op.name] = meshes[stage]
+    return spread_over_meshes(decomposed, mesh_of)
 
 
-def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positions: OpPositions) -> Graph:
-    """Every op and value with its layout."""
+def _assemble(graph: Graph, mesh_of: Mapping[str, ProcessMesh], plan: Plan, positions: OpPositions) -> Graph:
+    """The graph with the layout of every op and value."""
     origin = Origin("search", f"plan of {plan.program.name}")
     meshes = [stage.mesh for stage in plan.stages]
     lines = [iter(layer.ops) for layer in plan.ops]
@@ -189,7 +195,7 @@ def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positi
     ops: list[Op] = []
     for op in graph.ops:
         if is_named(op):
-            attr = _stored(op, plan, origin)
+            attr = _stored_attr(op, plan, origin)
             attrs[op.name] = attr
             ops.append(replace(op, layout=follow(op, attr)))
             continue
@@ -197,64 +203,66 @@ def _assemble(graph: Graph, homes: Mapping[str, ProcessMesh], plan: Plan, positi
         line = rest.pop(op.name, None) if layer == REST else next(lines[layer], None)
         _check_line(op, line, plan, layer, position)
         assert line is not None
-        mesh = homes[op.name] if line.stage is None else meshes[line.stage]
+        mesh = mesh_of[op.name] if line.stage is None else meshes[line.stage]
         stored = line.stored or (None,) * len(line.results)
-        for value, spec, kept in zip(op.results, line.results, stored, strict=True):
-            attrs[value.name] = DistAttr(mesh if kept is None else meshes[kept], spec, origin)
+        for value, spec, stage in zip(op.results, line.results, stored, strict=True):
+            attrs[value.name] = DistAttr(mesh if stage is None else meshes[stage], spec, origin)
         ops.append(replace(op, layout=line.layout(mesh)))
-    if rest or any(next(left, None) is not None for left in lines):
+    if rest or any(next(unread, None) is not None for unread in lines):
         raise GraphError(
             f"plan of {plan.program.name} has more ops than the program; make it anew with this distgraph"
         )
     return graph.with_ops(ops, attrs=attrs)
 
 
-def _stored(op: Op, plan: Plan, origin: Origin) -> DistAttr:
+def _stored_attr(op: Op, plan: Plan, origin: Origin) -> DistAttr:
+    """The layout in which the plan stores an input, a parameter or a state."""
     name = str(op.attrs["name"])
-    at = plan.tensors.get(name)
-    if at is None:
+    stored = plan.tensors.get(name)
+    if stored is None:
         raise GraphError(
             f"plan of {plan.program.name} has no {op.kind} {name} but the program has; make it anew"
         )
-    mesh = plan.stages[at.stage].mesh
-    at.spec.check(op.result.shape, mesh, f"plan of {plan.program.name}: {op.kind} {name} {op.result.type}")
-    return DistAttr(mesh, at.spec, origin)
+    mesh = plan.stages[stored.stage].mesh
+    where = f"plan of {plan.program.name}: {op.kind} {name} {op.result.type}"
+    stored.spec.check(op.result.shape, mesh, where)
+    return DistAttr(mesh, stored.spec, origin)
 
 
 def _check_line(op: Op, line: Computed | None, plan: Plan, layer: int, position: str) -> None:
-    """Whether a line of a plan is that of an op: the fingerprint says so, unless the file was edited."""
+    """Raises GraphError if a line of the plan does not fit an op, which happens only in an edited file."""
     if line is not None and line.kind == op.kind and len(line.results) == len(op.results):
         return
     where = f"layer {layer}, op {position}" if layer != REST else f"op {position} of no layer"
-    found = f"the line {str(line)!r}" if line is not None else "no line"
+    in_plan = f"the line {str(line)!r}" if line is not None else "no line"
     raise GraphError(
-        f"plan of {plan.program.name}, {where}: {op} has {len(op.results)} result(s) but {found}; make the "
+        f"plan of {plan.program.name}, {where}: {op} has {len(op.results)} result(s) but {in_plan}; make the "
         f"plan anew with this distgraph"
     )
 
 
-def _annotated(serial: Graph, completed: Graph, plan: Plan) -> Graph:
-    """The completed graph in which what was annotated says so.
+def _with_annotations(serial: Graph, completed: Graph, plan: Plan) -> Graph:
+    """The completed graph in which annotated values have the user as their origin.
 
     Raises:
-        ShardingError: an annotation says otherwise than the plan.
+        ShardingError: an annotation contradicts the plan.
     """
     attrs = dict(completed.attrs)
     for name, attr in serial.attrs.items():
-        found = attrs.get(name)
-        if found is None:
+        planned = attrs.get(name)
+        if planned is None:
             continue
-        if not _equal(found, attr):
+        if not _equal(planned, attr):
             raise ShardingError(
                 f"%{name} is annotated {attr} ({attr.origin.where}) but plan of {plan.program.name} has it "
-                f"{found}; remove the annotation, or make a plan that keeps it"
+                f"{planned}; remove the annotation, or make a plan that keeps it"
             )
         attrs[name] = attr
     return replace(completed, attrs=attrs)
 
 
 def _equal(first: DistAttr, second: DistAttr) -> bool:
-    """Whether two layouts are the same; an axis of one rank splits nothing."""
+    """Whether two layouts are equal up to axes of one rank, which split nothing."""
     return first.mesh == second.mesh and (
         without_unit_axes(first.spec, first.mesh) == without_unit_axes(second.spec, second.mesh)
     )

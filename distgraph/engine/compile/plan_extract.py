@@ -1,4 +1,4 @@
-"""From a compiled program to its plan: the inverse of `distgraph.engine.compile.plan_apply`."""
+"""Extracts the plan of a compiled program: the inverse of `distgraph.engine.compile.plan_apply`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.op_positions import OpPositions, decomposed, is_named
+from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is_named
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -18,7 +18,7 @@ from distgraph.ir.range_notation import fold
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
-from distgraph.passes.search.layering.layer_sequence import Layer as Run
+from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.plan.components import KINDS
 from distgraph.plan.export import surface_of
 from distgraph.plan.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
@@ -28,44 +28,46 @@ from distgraph.runtime.forecast.forecast import Forecast
 from distgraph.runtime.program.build import Build
 
 
-def extract(training: Training, build: Build, mapping: RankMapping | None, cluster: Cluster | None) -> Plan:
+def extract_plan(
+    request: CompileRequest, build: Build, mapping: RankMapping | None, cluster: Cluster | None
+) -> Plan:
     """The plan of a program that was compiled from annotations and completion, or from a plan.
 
     Args:
-        training: what was compiled.
-        build: what it was compiled to.
-        mapping: device of every rank, where there is a cluster.
-        cluster: it was compiled for.
+        request: the request that was compiled.
+        build: the compiled program.
+        mapping: device of every rank; None without a cluster.
+        cluster: the cluster that it was compiled for.
 
     Raises:
         GraphError: the program does not train.
     """
-    if training.mode != "train":
+    if request.mode != "train":
         raise GraphError(
-            f"plan: the program is one to {training.mode} but a plan is for training; give the engine a loss "
+            f"plan: the program is one to {request.mode} but a plan is for training; give the engine a loss "
             f"and an optimizer, and call prepare(batch) or fit first"
         )
-    if training.planned:
-        assert training.plan is not None
-        return training.plan
-    serial = training.trace()
+    if request.planned:
+        assert request.plan is not None
+        return request.plan
+    serial = request.trace()
     layers = cluster_layers(serial)
-    return describe(
+    return plan_of_graph(
         serial,
         build.planned or build.completed,
         layers,
-        program=program_of(training.recipe.model, serial),
-        batch=training.size,
+        program=program_of(request.training_spec.model, serial),
+        batch=request.size,
         schedule=build.policy,
         cluster="" if cluster is None else cluster.name,
         devices=() if mapping is None else mapping.devices,
     )
 
 
-def describe(
+def plan_of_graph(
     serial: Graph,
     completed: Graph,
-    layers: Sequence[Run],
+    layers: Sequence[GraphLayer],
     *,
     program: Program,
     batch: int,
@@ -79,35 +81,37 @@ def describe(
     """The plan of a completed graph.
 
     Args:
-        serial: the graph that was completed, with the layers of `recompute` computed again.
-        completed: with all layouts; its `micro_batches` are those of the plan.
-        layers: runs of its forward ops, together all of them.
-        program: what it was traced from (see `program_of`), without `recompute`.
+        serial: the graph that was completed; it includes the ops that recompute the layers of `recompute`.
+        completed: the graph with all layouts; its `micro_batches` are those of the plan.
+        layers: the layers of the graph, together all forward ops.
+        program: the program that was traced (see `program_of`), without recomputation.
         batch: samples of a step.
-        schedule: name.
+        schedule: name of the schedule.
         cluster: name of the cluster.
-        devices: of every rank of it.
-        recompute: numbers of layers.
-        placements: mesh of every op of the serial graph; by default what `place` finds.
-        exported: whether the plan is to have a surface.
+        devices: device of every rank.
+        recompute: numbers of the recomputed layers.
+        placements: mesh of every op of the serial graph; by default the result of `assign_meshes.place`.
+        exported: whether the plan includes the module interface that exports need.
     """
-    broken = _decomposed(serial, completed)
-    whole = decomposed(serial, broken)
-    homes = dict(placements) if placements is not None else _homes(whole, completed)
+    fused = _decomposed_ops(serial, completed)
+    whole = decompose_ops(serial, fused)
+    mesh_of = dict(placements) if placements is not None else _meshes(whole, completed)
     for op in whole.ops:
-        if op.name not in homes:  # a part of a fused op
-            homes[op.name] = _mesh(completed.producers[op.name])
-    stages = _stages(layers, homes, completed, devices)
-    _, after = spread_over_meshes(whole, homes)
-    describer = _Describer(OpPositions(serial, layers), stages, homes, after, completed)
-    ops, rest = describer.ops(whole, broken)
+        if op.name not in mesh_of:  # an op that replaces a fused op
+            mesh_of[op.name] = _mesh(completed.producers[op.name])
+    stages = _stages(layers, mesh_of, completed, devices)
+    _, after = spread_over_meshes(whole, mesh_of)
+    describer = _Describer(OpPositions(serial, layers), stages, mesh_of, after, completed)
+    ops, rest = describer.ops(whole, fused)
     return Plan(
         program=program,
         cluster=cluster,
         batch=batch,
         micro_batches=completed.micro_batches,
         schedule=schedule,
-        layers=tuple(Layer(first=run.ops[0], scope=serial.producers[run.ops[0]].scope) for run in layers),
+        layers=tuple(
+            Layer(first=layer.ops[0], scope=serial.producers[layer.ops[0]].scope) for layer in layers
+        ),
         stages=stages,
         recompute=tuple(recompute),
         tensors=describer.tensors(),
@@ -118,28 +122,27 @@ def describe(
 
 
 def lines_of(layering: Layering, completed: Graph, ops: Iterable[Op]) -> dict[str, str]:
-    """What `Plan.instead` puts into a plan of another completion of the same graph on the same meshes.
+    """Lines of a plan (see `plan_diff`) that give some ops the layouts of another completed graph.
 
     Args:
-        layering: of the serial graph.
-        completed: with all layouts.
-        ops: some of its ops.
+        layering: the layers of the serial graph.
+        completed: another completion of the same graph on the same meshes.
+        ops: the ops of `completed` whose lines are wanted.
 
     Returns:
-        name of an input, parameter or state -> layout; number of an op -> how it is computed. Equal layers
-        have one line.
+        Name of a line -> its text. Equal layers share a line.
     """
     numbers: dict[str, tuple[int, int]] = {}
     counts: Counter[int] = Counter()
     for op in completed.ops:
         base = op.name
-        while base not in layering.of:  # made for the stages, and named after what it was made of
+        while base not in layering.of:  # derived for a stage, and named after the original op
             base = base.rpartition(".")[0]
         if not is_named(op):
             numbers[op.name] = layering.of[base], counts[layering.of[base]]
             counts[layering.of[base]] += 1
     tensors: dict[str, str] = {}
-    alike: dict[tuple[int, str], list[int]] = {}
+    layers_with: dict[tuple[int, str], list[int]] = {}
     rest: dict[str, str] = {}
     for op in ops:
         specs = tuple(completed.attrs[value.name].spec for value in op.results)
@@ -152,17 +155,19 @@ def lines_of(layering: Layering, completed: Graph, ops: Iterable[Op]) -> dict[st
         if layer == REST:
             rest[rest_line(op.name)] = line
         else:
-            alike.setdefault((number, line), []).append(layer)
-    found = {layer_line(layers, number): line for (number, line), layers in alike.items()}
-    return {**fold(tensors), **found, **rest}
+            layers_with.setdefault((number, line), []).append(layer)
+    in_layers = {layer_line(layers, number): line for (number, line), layers in layers_with.items()}
+    return {**fold(tensors), **in_layers, **rest}
 
 
-def estimate(plan: Plan, found: Forecast) -> Estimate:
-    """A forecast of a plan's program in short."""
-    peaks = {rank: memory.total for first, memory in found.memory.items() for rank in found.ranks[first]}
+def estimate(plan: Plan, forecast: Forecast) -> Estimate:
+    """The summary of a forecast of a plan's program."""
+    peaks = {
+        rank: memory.total for first, memory in forecast.memory.items() for rank in forecast.ranks[first]
+    }
     return Estimate(
-        seconds=found.step_seconds,
-        memory=tuple(  # of uneven meshes the forecast looks at the corners
+        seconds=forecast.step_seconds,
+        memory=tuple(  # the forecast has only some ranks of an uneven mesh
             max(peaks[rank] for rank in stage.mesh.members if rank in peaks) for stage in plan.stages
         ),
         plan=plan.digest,
@@ -171,14 +176,14 @@ def estimate(plan: Plan, found: Forecast) -> Estimate:
 
 @dataclass(frozen=True)
 class _Describer:
-    """What the lines of a plan are written from.
+    """Writes the lines of a plan.
 
     Attributes:
-        positions: of the ops of the serial graph.
-        stages: of the plan.
-        before: mesh of every op of the serial graph, fused ones decomposed where the completed graph has them
-            so.
-        after: mesh of every op of the completed graph; it may be computed on the same ranks in another order.
+        positions: positions of the ops of the serial graph.
+        stages: the stages of the plan.
+        before: mesh of every op of the serial graph, after the decompositions of the completed graph.
+        after: mesh of every op after `spread_over_meshes`; the completed graph may compute it on the same
+            ranks in another order.
         completed: the completed graph.
     """
 
@@ -189,90 +194,92 @@ class _Describer:
     completed: Graph
 
     @cached_property
-    def number(self) -> dict[ProcessMesh, int]:
-        """Mesh -> first stage on it."""
+    def stage_of(self) -> dict[ProcessMesh, int]:
+        """Mesh -> number of the first stage on it."""
         return {stage.mesh: number for number, stage in reversed(list(enumerate(self.stages)))}
 
     def tensors(self) -> dict[str, Stored]:
-        """Where everything with a name lies."""
-        graph, found = self.completed, {}
+        """The layouts of inputs, parameters and states, by name."""
+        graph, tensors = self.completed, {}
         for kind in KINDS:
             for op in filter(is_named, graph.sources(kind)):
                 attr = graph.attrs[op.name]
-                found[str(op.attrs["name"])] = Stored(kind, self.number[attr.mesh], attr.spec)
-        return found
+                tensors[str(op.attrs["name"])] = Stored(kind, self.stage_of[attr.mesh], attr.spec)
+        return tensors
 
-    def ops(self, whole: Graph, broken: Sequence[str]) -> tuple[tuple[LayerOps, ...], Rest]:
-        """How all ops are computed: of every layer, and of none."""
-        fused = self._by_layer(broken)
+    def ops(self, whole: Graph, decomposed: Sequence[str]) -> tuple[tuple[LayerOps, ...], Rest]:
+        """The ops of every layer, and the ops that belong to no layer."""
+        fused = self._by_layer(decomposed)
         serial = self._by_layer(op.name for op in whole.ops if not is_named(op))
-        made = self._by_layer(op.name for op in self.completed.ops if not is_named(op))
+        computed = self._by_layer(op.name for op in self.completed.ops if not is_named(op))
         layers = []
         for stage in self.stages:
-            home = self.number[stage.mesh]
+            number = self.stage_of[stage.mesh]
             for layer in range(stage.first, stage.last):
-                placed = ((at, self.number[self.before[name]]) for name, at in serial.get(layer, ()))
+                placed = (
+                    (position, self.stage_of[self.before[name]]) for name, position in serial.get(layer, ())
+                )
                 layers.append(
                     LayerOps(
-                        tuple(at for _, at in fused.get(layer, ())),
-                        tuple((at, number) for at, number in placed if number != home),
-                        tuple(self._line(name) for name, _ in made.get(layer, ())),
+                        tuple(position for _, position in fused.get(layer, ())),
+                        tuple((position, other) for position, other in placed if other != number),
+                        tuple(self._line(name) for name, _ in computed.get(layer, ())),
                     )
                 )
-        rest = tuple((name, self._line(name, True)) for name, _ in made.get(REST, ()))
-        computed = {name: line.stage for name, line in rest}
-        placed = ((name, self.number[self.before[name]]) for name, _ in serial.get(REST, ()))
+        rest = tuple((name, self._line(name, with_stage=True)) for name, _ in computed.get(REST, ()))
+        stated = {name: line.stage for name, line in rest}
+        placed = ((name, self.stage_of[self.before[name]]) for name, _ in serial.get(REST, ()))
         return tuple(layers), Rest(
-            tuple(at for _, at in fused.get(REST, ())),
-            tuple((name, number) for name, number in placed if number != computed.get(name)),
+            tuple(position for _, position in fused.get(REST, ())),
+            tuple((name, number) for name, number in placed if number != stated.get(name)),
             rest,
         )
 
     def _by_layer(self, names: Iterable[str]) -> dict[int, list[tuple[str, str]]]:
-        """Layer -> (name, position there) of ops."""
-        found: dict[int, list[tuple[str, str]]] = {}
+        """Layer -> (name, position in the layer) of its ops."""
+        by_layer: dict[int, list[tuple[str, str]]] = {}
         for name in names:
             layer, position = self.positions.of(name)
-            found.setdefault(layer, []).append((name, position))
-        return found
+            by_layer.setdefault(layer, []).append((name, position))
+        return by_layer
 
-    def _line(self, name: str, everywhere: bool = False) -> Computed:
-        """The line of an op; with its stage where that is not where it is placed, or `everywhere`."""
+    def _line(self, name: str, *, with_stage: bool = False) -> Computed:
+        """The line of an op; it states the stage if that differs from the op's placement, or `with_stage`."""
         op = self.completed.producers[name]
         assert op.layout is not None  # of a completed graph
         mesh = op.layout.mesh
         attrs = [self.completed.attrs[value.name] for value in op.results]
-        stored = tuple(None if attr.mesh == mesh else self.number[attr.mesh] for attr in attrs)
+        stored = tuple(None if attr.mesh == mesh else self.stage_of[attr.mesh] for attr in attrs)
         return Computed(
             op.kind,
             op.layout.axes,
             op.layout.partial,
             tuple(attr.spec for attr in attrs),
-            self.number[mesh] if everywhere or mesh != self.after[name] else None,
-            stored if any(kept is not None for kept in stored) else (),
+            self.stage_of[mesh] if with_stage or mesh != self.after[name] else None,
+            stored if any(stage is not None for stage in stored) else (),
         )
 
 
-def _decomposed(serial: Graph, completed: Graph) -> list[str]:
-    """Names of fused ops that completion replaced by simpler ones, and of parts of them."""
-    found: list[str] = []
+def _decomposed_ops(serial: Graph, completed: Graph) -> list[str]:
+    """Names of fused ops that completion has replaced by simpler ones, those of replacements included."""
+    names: list[str] = []
     while True:
-        broken = [
+        fused = [
             op.name
             for op in serial.ops
             if lookup(op.kind).decompose is not None
             and (op.name not in completed.producers or completed.producers[op.name].kind != op.kind)
         ]
-        if not broken:
-            return found
-        found += broken
-        serial = decomposed(serial, broken)
+        if not fused:
+            return names
+        names += fused
+        serial = decompose_ops(serial, fused)
 
 
-def _homes(whole: Graph, completed: Graph) -> dict[str, ProcessMesh]:
-    """Mesh of every op as completion found it."""
-    ((most, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
-    return place(whole, most)[1]
+def _meshes(whole: Graph, completed: Graph) -> dict[str, ProcessMesh]:
+    """Mesh of every op as `assign_meshes` places it; the default mesh is that of most completed ops."""
+    ((default, _),) = Counter(_mesh(op) for op in completed.ops).most_common(1)
+    return place(whole, default)[1]
 
 
 def _mesh(op: Op) -> ProcessMesh:
@@ -280,29 +287,32 @@ def _mesh(op: Op) -> ProcessMesh:
     return op.layout.mesh
 
 
-def mesh_of(layer: Run, homes: Mapping[str, ProcessMesh]) -> ProcessMesh:
-    """The mesh that most ops of a layer are on."""
-    ((mesh, _),) = Counter(homes[name] for name in layer.ops if name in homes).most_common(1)
+def layer_mesh(layer: GraphLayer, mesh_of: Mapping[str, ProcessMesh]) -> ProcessMesh:
+    """The mesh of most ops of a layer."""
+    ((mesh, _),) = Counter(mesh_of[name] for name in layer.ops if name in mesh_of).most_common(1)
     return mesh
 
 
 def _stages(
-    layers: Sequence[Run], homes: Mapping[str, ProcessMesh], completed: Graph, devices: Sequence[int]
+    layers: Sequence[GraphLayer],
+    mesh_of: Mapping[str, ProcessMesh],
+    completed: Graph,
+    devices: Sequence[int],
 ) -> tuple[Stage, ...]:
-    """Runs of layers whose ops lie mostly on one mesh; then the meshes that have no layer."""
-    found: list[Stage] = []
+    """A stage for consecutive layers on one mesh; then a stage without layers for every other mesh."""
+    stages: list[Stage] = []
 
     def stage(mesh: ProcessMesh, first: int, last: int) -> Stage:
         placed = tuple(devices[rank] for rank in mesh.members) if devices else ()
         return Stage(mesh=mesh, first=first, last=last, devices=placed)
 
-    for number, run in enumerate(layers):
-        mesh = mesh_of(run, homes)
-        if found and found[-1].mesh == mesh:
-            found[-1] = replace(found[-1], last=number + 1)
+    for number, layer in enumerate(layers):
+        mesh = layer_mesh(layer, mesh_of)
+        if stages and stages[-1].mesh == mesh:
+            stages[-1] = replace(stages[-1], last=number + 1)
         else:
-            found.append(stage(mesh, number, number + 1))
+            stages.append(stage(mesh, number, number + 1))
     used = dict.fromkeys(_mesh(op) for op in completed.ops)
     used |= dict.fromkeys(attr.mesh for attr in completed.attrs.values())
-    known = {each.mesh for each in found}
-    return (*found, *(stage(mesh, len(layers), len(layers)) for mesh in used if mesh not in known))
+    with_layers = {each.mesh for each in stages}
+    return (*stages, *(stage(mesh, len(layers), len(layers)) for mesh in used if mesh not in with_layers))

@@ -1,6 +1,7 @@
-"""The forecast of an engine's program, and of a script's: `Engine.forecast`, `distgraph forecast script.py`.
+"""The forecast of a program: `Engine.forecast` and `distgraph forecast script.py`.
 
-Nothing runs and no parameter is made: the program is compiled for a cluster, and timed there.
+The program is compiled for a cluster and its step is simulated. It does not run, and no parameter is
+allocated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from distgraph.engine.compile.compile import compile_program
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.errors import DistGraphError, ResourceError
@@ -29,10 +30,10 @@ from distgraph.runtime.report.chrome_trace import write_trace
 from distgraph.runtime.report.html_report import Subject, load_plotly, report
 
 
-def beforehand(
+def check_outputs(
     html: str | Path | None = None, measured: MeasuredTimeline | str | Path | None = None
 ) -> MeasuredTimeline | None:
-    """What `Forecasted.write` needs, while there is no forecast yet: the measured timeline, read.
+    """Check what `ProgramForecast.write` needs before the forecast is computed; reads the measured timeline.
 
     Raises:
         RuntimeFault: plotly, which a report needs, is not installed; the timeline cannot be read.
@@ -43,18 +44,18 @@ def beforehand(
 
 
 @dataclass(frozen=True)
-class Forecasted:
-    """A forecast with what it is of. Print it.
+class ProgramForecast:
+    """The forecast of a compiled program. Print it.
 
     Attributes:
-        training: the program.
-        cluster: where it is to run.
+        request: the request that was compiled.
+        cluster: the cluster that it was compiled for.
         build: the compiled program.
         mapping: device of every rank.
-        forecast: of a step.
+        forecast: time and memory of a step.
     """
 
-    training: Training
+    request: CompileRequest
     cluster: Cluster
     build: Build
     mapping: RankMapping | None
@@ -69,8 +70,9 @@ class Forecasted:
         """Write a report, a Chrome trace, or both.
 
         Args:
-            html, trace: paths.
-            measured: a measured timeline to show beside the forecast (see `beforehand`).
+            html: path of the report.
+            trace: path of the Chrome trace.
+            measured: a measured timeline to show next to the forecast (see `check_outputs`).
 
         Raises:
             RuntimeFault: plotly is not installed; a file cannot be written; the timeline is of another
@@ -82,30 +84,32 @@ class Forecasted:
             write_trace(self.forecast, trace, measured)
         if html is None:
             return
-        mode, ranks = self.training.mode, len(self.build.ranks)
+        mode, ranks = self.request.mode, len(self.build.ranks)
         title = f"forecast of {mode} on {self.cluster.name}, {ranks} rank{'s' * (ranks > 1)}"
         tensors = PlanView(self.build, mode, self.mapping).tensors
         report(
-            self.forecast, html, Subject(title, self.build, self.cluster, tensors, self.beside(), measured)
+            self.forecast,
+            html,
+            Subject(title, self.build, self.cluster, tensors, self.data_parallel_baseline(), measured),
         )
 
-    def beside(self) -> dict[str, Forecast | str]:
-        """The same training as plain data parallelism on the same devices; in words where that cannot be."""
+    def data_parallel_baseline(self) -> dict[str, Forecast | str]:
+        """Name -> forecast of plain data parallelism on the same devices, or the reason why there is none."""
         ranks = self.build.ranks
         if len(ranks) == 1:
             return {}
         mesh = ProcessMesh(np.asarray(ranks), ["dp"])
         name = f"plain data parallel (dp={mesh.size})"
-        if self.training.size < mesh.size:
-            return {name: f"there is none: the batch has {self.training.size} samples, fewer than ranks"}
+        if self.request.size < mesh.size:
+            return {name: f"there is none: the batch has {self.request.size} samples, fewer than ranks"}
         devices = self.forecast.devices
         try:
-            training = self.training
-            serial = training.recipe.trace(training.mode, training.blocks(1), {})
+            request = self.request
+            serial = request.training_spec.trace(request.mode, request.blocks(1), {})
             completed: Graph = run_passes(
-                plain(serial, mesh), ("complete",), PassContext(mesh=mesh), verified=False
+                with_data_parallel_inputs(serial, mesh), ("complete",), PassContext(mesh=mesh), verified=False
             )
-            passes = strategy_pipeline(training.recipe.strategy)
+            passes = strategy_pipeline(request.training_spec.strategy)
             price = MeshCommunication(self.cluster, devices).price
             built = build(completed, price=price, passes=passes)
             return {name: forecast(built, self.cluster, devices)}
@@ -113,15 +117,15 @@ class Forecasted:
             return {name: f"there is none: {error}"}
 
     def __str__(self) -> str:
-        short = [str(each) for each in out_of_memory(self.forecast, self.cluster)]
-        fits = [f"out of memory: {text}" for text in short] or ["fits every device"]
+        shortages = out_of_memory(self.forecast, self.cluster)
+        fits = [f"out of memory: {shortage}" for shortage in shortages] or ["fits every device"]
         return "\n".join([f"cluster {self.cluster.name} ({self.cluster.source})", str(self.forecast), *fits])
 
 
 def forecast_training(
-    training: Training, cluster: Cluster, built: tuple[Build, RankMapping | None] | None = None
-) -> Forecasted:
-    """Compile a program for a cluster, unless it is compiled already, and forecast a step.
+    request: CompileRequest, cluster: Cluster, built: tuple[Build, RankMapping | None] | None = None
+) -> ProgramForecast:
+    """Compile a program for a cluster (unless `built` is given) and forecast a step.
 
     Raises:
         GraphError, ShardingError: the program or its annotations do not fit.
@@ -129,14 +133,14 @@ def forecast_training(
             needs.
     """
     if built is None:
-        built = compile_program(training, cluster)
+        built = compile_program(request, cluster)
     program, mapping = built
-    found = forecast(program, cluster, mapping, trace=True)
-    return Forecasted(training, cluster, program, mapping, found)
+    step = forecast(program, cluster, mapping, trace=True)
+    return ProgramForecast(request, cluster, program, mapping, step)
 
 
-def plain(serial: Graph, mesh: ProcessMesh) -> Graph:
-    """A serial program without its annotations, every input split along its first dim."""
+def with_data_parallel_inputs(serial: Graph, mesh: ProcessMesh) -> Graph:
+    """A serial graph without its annotations, and with every input split along its first dim."""
     ops = [replace(op, kind="identity", attrs={}) if op.kind == "reshard" else op for op in serial.ops]
     origin = Origin("user", "plain data parallelism")
     attrs = {
@@ -147,9 +151,9 @@ def plain(serial: Graph, mesh: ProcessMesh) -> Graph:
     return serial.with_ops(ops, attrs=attrs, placements={})
 
 
-def cluster_for(given: Cluster | None, own: Cluster | None, way_out: str) -> Cluster:
-    """The cluster to forecast for. Raises ResourceError when there is none."""
-    cluster = own if given is None else given
+def cluster_for(requested: Cluster | None, of_engine: Cluster | None, way_out: str) -> Cluster:
+    """The cluster to forecast for. Raises ResourceError if there is none."""
+    cluster = of_engine if requested is None else requested
     if cluster is None:
         raise ResourceError(
             f"forecast: the engine has no cluster, so there are no devices to forecast for; give it one with "

@@ -1,5 +1,7 @@
-"""PlanView: what a compiled program does, for people: which tensor lies where and why, stages, collectives
-and their bytes. The plan as data, apart from the program, is `distgraph.plan.plan`."""
+"""PlanView: a readable summary of a compiled program: layouts, their origins, stages, collectives.
+
+The plan as data, independent of the program, is `distgraph.plan.plan`.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.storage import nbytes
 
-_MANY = 64  # ranks above which only one of every mesh is looked at
+_MANY = 64  # in a program with more ranks, collectives are counted on one rank of every mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One tensor of the plan. Bytes are of the largest block."""
+    """One tensor of the plan; `nbytes` is the size of its largest block."""
 
     name: str
     kind: str
@@ -52,8 +54,8 @@ class Collective:
         kind: all_reduce, all_gather, ..., or transfer between two meshes.
         where: axes of a mesh, or the two meshes.
         role: forward, backward or optimize.
-        count: how many a step, on the rank that has most of them.
-        nbytes: bytes that a rank sends for them in a step (ring algorithms), the largest over the ranks.
+        count: collectives in a step on one rank, the maximum over the ranks.
+        nbytes: bytes that one rank sends for them in a step (ring algorithms), the maximum over the ranks.
     """
 
     kind: str
@@ -64,14 +66,14 @@ class Collective:
 
 
 class PlanView:
-    """What lies where and why, and what crosses the network in a step. Print it.
+    """The layouts of a program with their origins, and the communication of a step. Print it.
 
     Args:
-        build: a compiled program.
-        title: what the program is.
-        mapping: device of every rank, where a cluster is given.
-        portable: the plan of the program, made when asked for.
-        strategy: of the engine that compiled the program.
+        build: the compiled program.
+        title: name of the program in the text.
+        mapping: device of every rank; None without a cluster.
+        portable: makes the plan of the program as data.
+        strategy: the strategy of the engine that compiled the program.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class PlanView:
 
     @property
     def meshes(self) -> tuple[ProcessMesh, ...]:
-        """Distinct meshes in order; those of the same ranks are one stage of the pipeline."""
+        """Distinct meshes in order; meshes with the same ranks form one stage of the pipeline."""
         return self.build.lowered.meshes
 
     @cached_property
@@ -111,7 +113,7 @@ class PlanView:
     def collectives(self) -> tuple[Collective, ...]:
         """Communication of a step, most bytes first."""
         totals: dict[tuple[str, str, str], dict[int, tuple[int, float]]] = {}
-        for rank in self._looked_at:
+        for rank in self._counted_ranks:
             program = self.build.program(rank)
             for task in program.tasks:
                 for local in task.ops:
@@ -122,47 +124,47 @@ class PlanView:
                     key = (declared.name, self._where(local.op), local.op.role)
                     count, wire = totals.setdefault(key, {}).get(rank, (0, 0.0))
                     totals[key][rank] = count + times, wire + times * float(local.attrs.get("wire", 0.0))
-        found = [
+        collectives = [
             Collective(*key, max(c for c, _ in ranks.values()), max(b for _, b in ranks.values()))
             for key, ranks in totals.items()
         ]
-        return tuple(sorted(found, key=lambda c: -c.nbytes))
+        return tuple(sorted(collectives, key=lambda c: -c.nbytes))
 
     @cached_property
     def bytes_per_rank(self) -> dict[int, float]:
         """Bytes that each rank sends in a step."""
-        return {rank: self.build.program(rank).bytes_sent() for rank in self._looked_at}
+        return {rank: self.build.program(rank).bytes_sent() for rank in self._counted_ranks}
 
     @property
     def schedule(self) -> str:
-        """The grid of tasks over time, every task as long as the next."""
+        """The grid of tasks over time, in which every task has the same length."""
         return str(self.build.schedule)
 
     def explain(self, name: str) -> str:
-        """Where a tensor lies, who decided it, who reads it, and what its readers made of it.
+        """The layout of a tensor, its origin, its readers, and the collectives that start from it.
 
-        What a search weighed, and what is decided about layers and stages, `portable` explains.
+        Decisions of a search, and those about layers and stages, are explained by `portable`.
 
         Args:
-            name: of an input, parameter, state or output, or of a value such as "%12".
+            name: name of an input, parameter, state or output, or of a value such as "%12".
 
         Raises:
             GraphError: there is no such tensor.
         """
         graph, value = self.build.completed, self._find(name)
         attr, producer = graph.attrs[value.name], graph.producers[value.name]
-        made = f"{producer.kind} ({producer.source})" if producer.source else producer.kind
-        lines = [f"%{value.name} : {value.type} {attr.spec} on {attr.mesh}", f"  made by {made}"]
+        produced_by = f"{producer.kind} ({producer.source})" if producer.source else producer.kind
+        lines = [f"%{value.name} : {value.type} {attr.spec} on {attr.mesh}", f"  made by {produced_by}"]
         lines.append(f"  decided by {attr.origin}")
         for user in graph.users[value.name]:
             source = f" ({user.source})" if user.source else ""
             lines.append(f"  read by %{user.name} {user.kind}{source} [{user.role}]")
-        moves = [
+        collectives = [
             op
             for op in self.build.lowered.ops
             if op.kind.startswith("comm.") and self._origin_of(op) == value.name
         ]
-        for op in moves:
+        for op in collectives:
             target = self.build.lowered.attrs[op.result.name]
             lines.append(
                 f"  {op.kind.removeprefix('comm.')} over {self._where(op)} gives {target.spec} on "
@@ -171,14 +173,16 @@ class PlanView:
         return "\n".join(lines)
 
     def conflicts(self) -> tuple[Conflict, ...]:
-        """Annotations that compete for a mesh axis, most bytes first: both source lines, the collectives that
-        follow with their bytes (and seconds, where there is a cluster), and the change of annotation after
-        which a step moves least.
+        """Annotations that compete for a mesh axis, those with most bytes first.
 
-        Every change of annotation is tried by completing the program anew, so a large program takes a while.
+        A conflict has both source lines, the collectives that follow from it with their bytes (and seconds,
+        if there is a cluster), and the change of annotation after which a step sends least.
+
+        Every change of annotation is tried by completing the program again, which takes a while for a large
+        program.
         """
         mapping, strategy = self.mapping, self._strategy
-        if strategy.refine == "always":  # each change of annotation would be searched anew
+        if strategy.refine == "always":  # a search for each change would take too long
             strategy = replace(strategy, refine="conflicts", refine_budget=None)
         return conflicts(
             self.build.completed,
@@ -188,7 +192,7 @@ class PlanView:
 
     @cached_property
     def portable(self) -> Plan:
-        """The plan as data: any engine that trains the same program takes it, and other frameworks do.
+        """The plan as data, for any engine that trains the same program and for export to other frameworks.
 
         Raises:
             GraphError: the program does not train, or is the short last batch of an epoch.
@@ -206,7 +210,7 @@ class PlanView:
         self.portable.save(path)
 
     def compare(self, other: Plan) -> Comparison:
-        """What differs between `portable` and another plan. Raises GraphError, as `portable` does."""
+        """The differences between `portable` and another plan. Raises GraphError, as `portable` does."""
         return self.portable.compare(other)
 
     def instead(self, name: str) -> Plan:
@@ -218,7 +222,7 @@ class PlanView:
 
         Raises:
             GraphError: as `portable`, or the framework is unknown.
-            ShardingError: the framework has no way to do what the plan says.
+            ShardingError: the framework cannot express the plan.
         """
         return self.portable.export(framework)
 
@@ -233,7 +237,7 @@ class PlanView:
         if len(self.meshes) > 1:
             numbered = [(f"{stages.index(mesh.rank_set)}", str(mesh)) for mesh in self.meshes]
             parts.append("stages\n" + _table(numbered))
-        shown = [line for line in self.tensors if line.kind != "state" or self._stands_out(line)]
+        shown = [line for line in self.tensors if line.kind != "state" or self._differs_from_parameter(line)]
         parts.append(
             "tensors (bytes of the largest block)\n" + _table(_fold([self._row(line) for line in shown]))
         )
@@ -272,14 +276,14 @@ class PlanView:
             self._programs[rank] = self.build.program(rank)
         return self._programs[rank]
 
-    def _stands_out(self, line: Line) -> bool:
-        """A state that does not lie like the parameter it belongs to."""
+    def _differs_from_parameter(self, line: Line) -> bool:
+        """Whether a state has another layout than the parameter that it belongs to."""
         owner, _, _ = line.name.rpartition(".")
         parameter = next((p for p in self.tensors if p.kind == "param" and p.name == owner), None)
         return parameter is None or (parameter.layout, parameter.mesh) != (line.layout, line.mesh)
 
     @cached_property
-    def _looked_at(self) -> tuple[int, ...]:
+    def _counted_ranks(self) -> tuple[int, ...]:
         ranks = self.build.ranks
         return ranks if len(ranks) <= _MANY else tuple(dict.fromkeys(mesh.members[0] for mesh in self.meshes))
 
@@ -292,7 +296,7 @@ class PlanView:
         return "*".join(axes)
 
     def _origin_of(self, op: Op) -> str:
-        """The value of the completed program that a collective starts from."""
+        """Name of the value of the completed graph from which a collective starts."""
         name = op.operands[0].name
         while name not in self.build.completed.values:
             producer = self.build.lowered.producers[name]
@@ -312,16 +316,15 @@ class PlanView:
         try:
             return graph.value(name)
         except GraphError:
-            known = ", ".join(line.name for line in self.tensors)
+            names = ", ".join(line.name for line in self.tensors)
             raise GraphError(
-                f"plan has no tensor {name!r}; it has {known}, and the values of the graph; of layers, "
-                "stages and what else was decided ask engine.plan.portable.explain"
+                f"plan has no tensor {name!r}; it has {names}, and the values of the graph; for layers, "
+                "stages and other decisions use engine.plan.portable.explain"
             ) from None
 
 
 def _fold(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows of repeated layers in one: names that differ in their numbers only, everything else but those
-    equal."""
+    """Joins the rows of repeated layers: rows that are equal except for numbers in their names."""
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in rows:
         pattern = tuple(_NUMBER.sub(".*", f"{cell}.") for cell in row)

@@ -1,4 +1,4 @@
-"""A program on a cluster: which device runs which rank."""
+"""Rank placement: the device of a cluster that runs each rank of a program."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from distgraph.runtime.program.build import ReshardedProgram
 def place_ranks(
     program: ReshardedProgram, cluster: Cluster, devices: Sequence[int] | None = None
 ) -> RankMapping:
-    """The device of every rank, so that ranks which exchange most are near each other.
+    """Map ranks to devices, so that ranks which exchange many bytes are near each other.
 
     Args:
-        program: its changes of layout count as the collectives that send least; its parameters, states and
-            inputs are what a rank needs memory for at least.
+        program: the program. Its changes of layout count as the collectives that send least; its parameters,
+            states and inputs are the least memory that a rank needs.
         cluster: the devices.
-        devices: of every rank, where they are decided already.
+        devices: device of every rank, if a plan has decided them.
 
     Raises:
         ResourceError: the cluster has fewer devices than the program has ranks.
         InfeasibleError: a rank needs more memory than any device has.
     """
     lowered = program.lower()
-    volume = exchanged_bytes(lowered)
+    traffic = exchanged_bytes(lowered)
     if devices is None:
         ranks = max(rank for mesh in lowered.meshes for rank in mesh.members) + 1
         needs = [Requirement(memory=_resident(lowered, rank)) for rank in range(ranks)]
-        return map_ranks(ranks, volume, cluster, needs)
+        return map_ranks(ranks, traffic, cluster, needs)
     machine = [cluster.devices[device].machine for device in devices]
-    crossing = sum(sent for (a, b), sent in volume.items() if machine[a] != machine[b])
-    given = tuple(Requirement(memory=_resident(lowered, rank)) for rank in range(len(devices)))
-    return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, volume, given)
+    crossing = sum(sent for (a, b), sent in traffic.items() if machine[a] != machine[b])
+    required = tuple(Requirement(memory=_resident(lowered, rank)) for rank in range(len(devices)))
+    return RankMapping(cluster, tuple(devices), "bytes", crossing, None, None, GIVEN, traffic, required)
 
 
 def _resident(graph: Graph, rank: int) -> float:

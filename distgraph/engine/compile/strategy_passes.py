@@ -1,4 +1,4 @@
-"""The passes of a strategy: its pipeline, and completion as it asks for it."""
+"""The passes of a strategy: the pipeline of `Strategy(passes=..., refine=...)`, and completion."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distgraph.plan.strategy import Strategy
 
 
 def strategy_pipeline(strategy: Strategy) -> Pipeline:
-    """The passes of a compilation under a strategy. Raises ShardingError: its `passes` do not fit."""
+    """The passes of a compilation under a strategy. Raises ShardingError if its `passes` do not fit."""
     first = ("choose_completion=complete",) if strategy.refine == "never" else ()
     return pipeline((*first, *strategy.passes))
 
 
 def complete_with(strategy: Strategy, serial: Graph) -> Graph:
-    """Complete a serial graph by the pass of the strategy's pipeline. Raises what that pass raises."""
+    """Complete a serial graph with the completion pass of the strategy's pipeline, and its errors."""
     context = PassContext(
         mesh=strategy.mesh or ProcessMesh.grid(serial=1),
         layout_price=latency_price,

@@ -1,11 +1,11 @@
-"""Graphs of training without an engine: for planning, forecasting and counting, from shapes alone."""
+"""Training graphs from shapes alone, without an engine, for planning, forecasts and counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distgraph.engine.compile.training_spec import Recipe
+from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.engine.data import POSITION
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import short
@@ -31,11 +31,11 @@ def train_graph(
     Args:
         model: a module, or a function of tensors.
         batch: one micro-batch: (input, ..., target), or a dict by the names of the model's arguments.
-        loss: (output, target) -> scalar; by default the model's own `loss`, or else what it returns.
+        loss: (output, target) -> scalar; by default the model's `loss`, or else the value that it returns.
         optimizer: AdamW by default.
-        strategy: layouts of inputs come from it.
-        pruned: leave out what nothing needs. With False, blocks that are computed again are so to their
-            last op even where nobody reads it, as in frameworks that run the whole block again.
+        strategy: gives the layouts of inputs.
+        pruned: remove ops whose results nothing reads. With False a recomputed block includes its last ops
+            even if nothing reads them, as in frameworks that run the whole block again.
 
     Raises:
         GraphError: shapes or dtypes do not fit.
@@ -48,10 +48,10 @@ def train_graph(
         (['loss'], True)
     """
     loss = getattr(model, "loss", None) if loss is None else loss
-    recipe = Recipe(model, loss, optimizer or AdamW(), {}, strategy or Strategy())
+    training_spec = TrainingSpec(model, loss, optimizer or AdamW(), {}, strategy or Strategy())
     named = batch if isinstance(batch, Mapping) else {f"{POSITION}{i}": x for i, x in enumerate(batch)}
     fields = {name: _field(name, x) for name, x in named.items()}
-    return recipe.trace("train", fields, {}, pruned)
+    return training_spec.trace("train", fields, {}, pruned)
 
 
 def _field(name: str, x: Shaped) -> tuple[tuple[int, ...], str]:

@@ -1,8 +1,9 @@
-"""From a model, a loss and an optimiser to the serial graphs of training, evaluation and prediction.
+"""The training specification: traces a model, a loss and an optimiser to serial graphs.
 
-A batch has named fields. Those of a tuple are its positions: the last one is the target, the others are the
-arguments of the model. Those of a dict go to the arguments of the model that have their names; the rest go to
-the loss, after the output, in the order of the dict. Without a loss the model returns it itself.
+A batch has named fields. The fields of a tuple are its positions: the last one is the target, the others are
+the arguments of the model. The fields of a dict go to the model's arguments of the same names; the remaining
+fields go to the loss, after the output, in the order of the dict. Without a loss function the model returns
+the loss.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from distgraph.tracing.tracer import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What the user gave the engine.
+class TrainingSpec:
+    """The arguments of an engine that define its programs.
 
     Attributes:
         model: a Module, or any function of tensors.
-        loss: (output, *targets) -> scalar, the mean over the samples; None where the model returns it.
-        optimizer: None where there is no training.
-        metrics: name -> (output, *targets) -> scalar, a mean over the samples too.
+        loss: (output, *targets) -> scalar, the mean over the samples; None if the model returns the loss.
+        optimizer: None for an engine that does not train.
+        metrics: name -> (output, *targets) -> scalar, a mean over the samples.
         strategy: see `Strategy`.
     """
 
@@ -61,13 +62,13 @@ class Recipe:
         Args:
             mode: "train", "evaluate" or "predict".
             fields: name -> shape and dtype of one micro-batch.
-            layouts: parameters and states that already lie somewhere.
-            pruned: run the passes of the strategy on serial graphs, which leave out what nothing needs.
-            recompute: names of forward ops that the backward part computes again, a sequence for each block,
-                as `dg.recompute` does; blocks of the model itself stay.
+            layouts: layouts of parameters and states that are stored already.
+            pruned: run the strategy's passes on serial graphs, which remove unused ops.
+            recompute: for each block, names of forward ops that the backward part recomputes, as with
+                `dg.recompute`; the model's own recomputed blocks stay.
 
         Raises:
-            GraphError: shapes or dtypes do not fit; there is no loss or no optimiser but the mode needs it.
+            GraphError: shapes or dtypes do not fit; the mode needs a loss or an optimiser that is missing.
         """
         self._check(mode)
         trace = Trace(mode)
@@ -80,7 +81,9 @@ class Recipe:
             }
             self._place_inputs(trace, inputs)
             output, targets = self._split(inputs, mode, _is_tuple(tuple(fields)))
-            outputs = _labelled(output) if mode == "predict" else self._measure(trace, output, targets)
+            outputs = (
+                _labelled(output) if mode == "predict" else self._loss_and_metrics(trace, output, targets)
+            )
             if mode == "train":
                 assert self.optimizer is not None
                 trace.recompute(recompute)
@@ -88,7 +91,7 @@ class Recipe:
                 self.optimizer.update(trace, pairs)
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
-            _pin(trace, layouts)
+            _annotate_stored(trace, layouts)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
         graph: Graph = run_passes(trace.finish(outputs), passes, verified=False)
         if self.strategy.mode == "manual":
@@ -111,13 +114,19 @@ class Recipe:
                 trace.annotate(tensor.value, DistAttr(mesh, spec, Origin("user", "Strategy.batch_axis")))
 
     def names(self, fields: Sequence[str], mode: str) -> dict[str, str]:
-        """Field of a batch -> name of the graph's input: for a tuple the names of the model's arguments, then
-        "target"."""
+        """Field of a batch -> name of the graph's input.
+
+        The inputs for the fields of a tuple are named after the model's arguments; the last one is "target".
+        """
         if not _is_tuple(fields):
             return {name: name for name in fields}
-        given = len(fields) if mode == "predict" or self.loss is None or len(fields) == 1 else len(fields) - 1
-        known = arguments(self.model)
-        names = known[:given] if known and len(known) >= given else tuple(f"x{i}" for i in range(given))
+        no_target = mode == "predict" or self.loss is None or len(fields) == 1
+        count = len(fields) if no_target else len(fields) - 1
+        declared = arguments(self.model)
+        if declared and len(declared) >= count:
+            names = declared[:count]
+        else:
+            names = tuple(f"x{i}" for i in range(count))
         target = "target"
         while target in names:  # an argument of the model has that name
             target += "_"
@@ -127,19 +136,20 @@ class Recipe:
         """Output of the model, and the targets."""
         if is_tuple:
             values = list(inputs.values())
-            whole = mode == "predict" or self.loss is None or len(values) == 1
-            return self._call(values if whole else values[:-1], {}), [] if whole else values[-1:]
+            no_target = mode == "predict" or self.loss is None or len(values) == 1
+            return self._call(values if no_target else values[:-1], {}), [] if no_target else values[-1:]
         names = arguments(self.model)
-        taken = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
-        if not taken:
+        of_model = {name: tensor for name, tensor in inputs.items() if names is None or name in names}
+        if not of_model:
             raise GraphError(
                 f"batch has the fields {', '.join(inputs)} but the model takes {', '.join(names or ())}; "
                 f"rename one"
             )
-        return self._call([], taken), [tensor for name, tensor in inputs.items() if name not in taken]
+        targets = [tensor for name, tensor in inputs.items() if name not in of_model]
+        return self._call([], of_model), targets
 
     def _call(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:
-        """The model on some inputs. Raises GraphError when it does not take so many, or lacks one."""
+        """The output of the model. Raises GraphError if its arguments do not match the inputs."""
         function = self.model.forward if isinstance(self.model, Module) else self.model
         try:
             inspect.signature(function).bind(*values, **named)
@@ -158,7 +168,7 @@ class Recipe:
             )
         return output
 
-    def _measure(self, trace: Trace, output: Any, targets: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _loss_and_metrics(self, trace: Trace, output: Any, targets: Sequence[Tensor]) -> dict[str, Tensor]:
         if self.loss is None:
             loss, extra = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
             output = extra[0] if len(extra) == 1 else extra
@@ -170,18 +180,18 @@ class Recipe:
             check_call("loss", self.loss, 1 + len(targets))
             loss = self.loss(output, *targets)
         if not isinstance(loss, Tensor) or loss.shape != () or not is_float(loss.dtype):
-            found = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
-            raise GraphError(f"loss is {found} but must be one number of a float dtype; take its mean")
-        measured = {"loss": loss}
+            actual = loss.value.type if isinstance(loss, Tensor) else type(loss).__name__
+            raise GraphError(f"loss is {actual} but must be one number of a float dtype; take its mean")
+        scalars = {"loss": loss}
         for name, metric in self.metrics.items():
             check_call(f"metric {name}", metric, 1 + len(targets))
             value = metric(output, *targets)
             number = trace.tensor(value) if isinstance(value, (Tensor, int, float, np.generic)) else None
             if number is None or number.shape != ():
-                found = type(value).__name__ if number is None else number.value.type
-                raise GraphError(f"metric {name} is {found} but must be one number; take its mean")
-            measured[name] = number
-        return measured
+                actual = type(value).__name__ if number is None else number.value.type
+                raise GraphError(f"metric {name} is {actual} but must be one number; take its mean")
+            scalars[name] = number
+        return scalars
 
 
 def _is_tuple(fields: Sequence[str]) -> bool:
@@ -190,7 +200,7 @@ def _is_tuple(fields: Sequence[str]) -> bool:
 
 
 def _labelled(output: Any) -> dict[str, Tensor]:
-    """What the model returned, by name."""
+    """The outputs of the model by name."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, (tuple, list)):
@@ -199,7 +209,7 @@ def _labelled(output: Any) -> dict[str, Tensor]:
 
 
 def arguments(model: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of the arguments of a model; None where it takes any."""
+    """Names of the arguments of a model; None if it takes any keyword argument."""
     function = model.forward if isinstance(model, Module) else model
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -224,14 +234,14 @@ def _gradients(trace: Trace, loss: Tensor, layouts: Mapping[str, DistAttr]) -> l
     return pairs
 
 
-def _pin(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
-    """Parameters and states stay where they lie: every program of an engine works on the same blocks."""
+def _annotate_stored(trace: Trace, layouts: Mapping[str, DistAttr]) -> None:
+    """Annotate parameters and states with their stored layouts: all programs share the blocks."""
     for op in trace.ops:
         if op.kind in ("param", "state") and op.name not in trace.attrs:
             attr = layouts.get(str(op.attrs["name"]))
             if attr is not None:
                 trace.attrs[op.name] = DistAttr(
-                    attr.mesh, attr.spec, Origin("user", f"where it lies: {attr.origin}")
+                    attr.mesh, attr.spec, Origin("user", f"as it is stored: {attr.origin}")
                 )
 
 
@@ -246,17 +256,17 @@ def _check_manual(graph: Graph) -> None:
 
 
 def metric_names(metrics: Sequence[Any] | Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Metrics by name; those of a sequence have the name of their function."""
+    """Metrics by name; a metric in a sequence is named after its function."""
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     else:
         named = {getattr(m, "__name__", type(m).__name__).lower(): m for m in metrics}
         if len(named) != len(metrics):
             raise GraphError("metrics have equal names; pass a dict of name -> metric")
-    for taken in ("loss", *(f"valid_{name}" for name in ("loss", *named))):
-        if taken in named:
+    for reserved in ("loss", *(f"valid_{name}" for name in ("loss", *named))):
+        if reserved in named:
             raise GraphError(
-                f"a metric is named {taken!r} but that is what a history calls another number; rename it: "
+                f"a metric is named {reserved!r} but a history uses that name for another number; rename it: "
                 f"pass a dict of name -> metric"
             )
     return named

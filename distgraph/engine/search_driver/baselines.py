@@ -70,13 +70,13 @@ def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
 def evaluate_sharding_propagation(state: SearchState) -> Iterator[Event]:
     """Sharding propagation from the annotations, with the micro-batches of the strategy."""
     yield Event("sharding propagation")
-    yield state.record(evaluation_of(sharding_propagation(state.layout_costs, state.training.micro_batches)))
+    yield state.record(evaluation_of(sharding_propagation(state.layout_costs, state.request.micro_batches)))
 
 
 def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:
     """Double recursion over all devices, with the micro-batches of the strategy."""
     yield Event("double recursion")
-    yield state.record(evaluation_of(double_recursion(state.layout_costs, state.training.micro_batches)))
+    yield state.record(evaluation_of(double_recursion(state.layout_costs, state.request.micro_batches)))
 
 
 def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.engine.compile.fingerprint import program_of
-from distgraph.engine.compile.plan_extract import describe, estimate
+from distgraph.engine.compile.plan_extract import estimate, plan_of_graph
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts
 from distgraph.engine.search_driver.restrictions import Restriction
@@ -214,7 +214,7 @@ def build_program(
 ) -> BuiltCandidate:
     """Build and forecast a completed graph."""
     price = layout_costs.cost_model(devices).price
-    passes = strategy_pipeline(layout_costs.training.recipe.strategy)
+    passes = strategy_pipeline(layout_costs.request.training_spec.strategy)
     micro_batches = completed.micro_batches
     built = build(completed, micro_batches=micro_batches, policy=schedule, price=price, passes=passes)
     result = forecast(built, layout_costs.cluster, devices)
@@ -227,16 +227,16 @@ def build_program(
 @collector_paused()
 def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = False) -> Plan:
     """A program as a plan with its forecast; an outline is without fingerprint and what exports need."""
-    training, layered = layout_costs.training, program.layered
+    request, layered = layout_costs.request, program.layered
     unmarked = layout_costs.layered_graph(layered.graph.micro_batches).graph
-    name = type(training.recipe.model).__name__
+    name = type(request.training_spec.model).__name__
     unnamed = Program(name=name, fingerprint="", parameters=0, inputs={})
-    plan = describe(
+    plan = plan_of_graph(
         layered.graph,
         program.completed,
         layered.layers,
-        program=unnamed if outline else program_of(training.recipe.model, unmarked),
-        batch=training.size,
+        program=unnamed if outline else program_of(request.training_spec.model, unmarked),
+        batch=request.size,
         schedule=program.build.policy,
         cluster=layout_costs.cluster.name,
         devices=program.devices,

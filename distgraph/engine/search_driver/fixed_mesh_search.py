@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from distgraph.engine.compile.program_forecast import plain
+from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
 from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts, solve_problem
 from distgraph.errors import DistGraphError, ResourceError, ShardingError
@@ -91,8 +91,8 @@ def data_parallel(
         name: of the program.
         hopeless: build it also where parameters and states alone are too large.
     """
-    if layout_costs.training.size < len(devices):
-        return f"the batch has {layout_costs.training.size} samples, fewer than {len(devices)} devices"
+    if layout_costs.request.size < len(devices):
+        return f"the batch has {layout_costs.request.size} samples, fewer than {len(devices)} devices"
     layered = layout_costs.layered_graph(1)
     held = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
@@ -103,7 +103,7 @@ def data_parallel(
         )
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
-        completed = replace(complete(plain(layered.graph, mesh), mesh), micro_batches=1)
+        completed = replace(complete(with_data_parallel_inputs(layered.graph, mesh), mesh), micro_batches=1)
         return build_program(layout_costs, completed, layered, devices, "1f1b", name)
     except DistGraphError as error:
         return f"there is none: {error}"

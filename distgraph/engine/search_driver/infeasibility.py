@@ -35,7 +35,7 @@ def evaluate_nearest(state: SearchState) -> Iterator[Event]:
     """Forecast the pipelines that need least memory: one may fit, else the error tells what is missing."""
     yield Event("the plan that exceeds memory least")
     pipelines = state.pipelines
-    for count in micro_batch_counts(state.training.size):
+    for count in micro_batch_counts(state.request.size):
         if not pipelines.is_batch(count):
             continue
         table = variant_table(state.layout_costs, count, pipelines.submeshes)

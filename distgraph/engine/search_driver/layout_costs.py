@@ -24,8 +24,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from distgraph.engine.compile.compile_request import Training
-from distgraph.engine.compile.op_positions import cut
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.op_positions import layers_by_first_ops
 from distgraph.engine.search_driver.restrictions import Restriction, restricted
 from distgraph.engine.search_driver.search_space import Shape, devices_for
 from distgraph.engine.search_driver.worker_pool import parallel_map
@@ -177,14 +177,14 @@ class LayoutCosts:
     """Costs of layouts: traces and solves on demand, and keeps what it has made.
 
     Args:
-        training: the program.
+        request: the program.
         cluster: where it is to run.
         pools: of the cluster.
         expired: whether nothing new is to be begun.
         processes: that solve at the same time (see `worker_pool`).
     """
 
-    training: Training
+    request: CompileRequest
     cluster: Cluster
     pools: tuple[Pool, ...]
     expired: Callable[[], bool] = lambda: False
@@ -231,16 +231,16 @@ class LayoutCosts:
 
     @collector_paused()
     def _trace(self, micro_batches: int, recompute: tuple[int, ...]) -> LayeredGraph:
-        fields = self.training.blocks(micro_batches)
+        fields = self.request.blocks(micro_batches)
         blocks: list[tuple[str, ...]] = []
         if recompute:
             layers = self.layered_graph(micro_batches).layers
             blocks = [layers[number].ops for number in recompute]
-        graph = self.training.recipe.trace("train", fields, self.training.layouts, recompute=blocks)
+        graph = self.request.training_spec.trace("train", fields, self.request.layouts, recompute=blocks)
         graph = replace(graph, micro_batches=micro_batches)
         if self._firsts is None:
             self._firsts = [layer.ops[0] for layer in cluster_layers(graph)]
-        layers = cut(graph, self._firsts)
+        layers = layers_by_first_ops(graph, self._firsts)
         return LayeredGraph(graph, layers, layering(graph, layers), recompute)
 
     def all_layers(self, micro_batches: int) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ def _samples(
     layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh, inner: int
 ) -> list[tuple[int, ...]]:
     """Samples of every position, in units of one and in larger ones; empty where one would have none."""
-    batch = layout_costs.training.size // micro_batches
+    batch = layout_costs.request.size // micro_batches
     if batch < submesh.size // inner:
         return []
     single = [
@@ -240,7 +240,7 @@ def _member(layout_costs: LayoutCosts, single: Variant, parts: int, *, recompute
     """A member that holds all states, without recomputation or with it."""
     profile = single.recompute if recompute else single.profile
     seconds = float((profile.forward + profile.backward).sum())
-    inner = parts // (layout_costs.training.size // single.micro_batches)
+    inner = parts // (layout_costs.request.size // single.micro_batches)
     return Member(
         str(single.submesh),
         seconds / parts,

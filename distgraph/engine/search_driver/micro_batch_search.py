@@ -27,7 +27,7 @@ _TIGHTER = 4
 
 def search_micro_batch_counts(state: SearchState) -> Iterator[Event]:
     """The best pipelines of several micro-batch counts, the most promising of them forecast."""
-    pipelines, counts = state.pipelines, micro_batch_counts(state.training.size)
+    pipelines, counts = state.pipelines, micro_batch_counts(state.request.size)
     longest = min(len(state.cluster.devices), len(state.layout_costs.layered_graph(counts[-1]).layers))
     tried: set[int] = set()
     for count in counts_to_try(counts, longest, pipelines.best, state.expired):

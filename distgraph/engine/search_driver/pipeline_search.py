@@ -90,7 +90,7 @@ class PipelineSearch:
 
     def adjacent_counts(self, count: int) -> list[int]:
         """The next micro-batch counts above and below one, also those between the counts that are tried."""
-        return [n for n in adjacent_counts(self.layout_costs.training.size, count) if self.is_batch(n)]
+        return [n for n in adjacent_counts(self.layout_costs.request.size, count) if self.is_batch(n)]
 
     def try_count(self, micro_batches: int) -> None:
         """Add the best pipeline for a micro-batch count, if any fits."""
@@ -159,7 +159,7 @@ class PipelineSearch:
         Of the shapes of the best pipeline itself one always stays: their mean, weighted by devices, is not
         above its seconds.
         """
-        if len(micro_batch_counts(self.layout_costs.training.size)) <= FEW_COUNTS:
+        if len(micro_batch_counts(self.layout_costs.request.size)) <= FEW_COUNTS:
             return frozenset()
         least = best_estimate(self.best) * (1 + _ROUNDING)
         return frozenset(shape for shape, seconds in self.shape_seconds.items() if seconds > least)

@@ -91,8 +91,8 @@ def run_search(state: SearchState) -> Iterator[Event]:
 
 def search_given_meshes(state: SearchState) -> Iterator[Event]:
     """Layouts on the meshes that annotations name, for several micro-batch counts."""
-    layout_costs, given = state.layout_costs, state.training.micro_batches
-    counts = (given,) if given > 1 else micro_batch_counts(state.training.size)[::-1][:FORECASTS]
+    layout_costs, given = state.layout_costs, state.request.micro_batches
+    counts = (given,) if given > 1 else micro_batch_counts(state.request.size)[::-1][:FORECASTS]
     yield state.record(evaluation_of(completed_annotations(layout_costs, given)))
     for count, recompute, memory_share in given_mesh_trials(layout_costs, counts):
         if state.best is not None and (memory_share or state.expired()):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations, Evaluator, Forecaster
 from distgraph.engine.search_driver.explain.runners_up import Explainer
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
@@ -40,7 +40,7 @@ class SearchState:
     """The state of one search.
 
     Args:
-        training: the program.
+        request: the program.
         cluster: where it is to run.
         mode: "auto", "recursive" or "sharding_propagation".
         seconds: the time limit, after which nothing new is begun.
@@ -60,7 +60,7 @@ class SearchState:
             with the state at once.
     """
 
-    training: Training
+    request: CompileRequest
     cluster: Cluster
     mode: str
     seconds: float
@@ -79,7 +79,7 @@ class SearchState:
     def __post_init__(self) -> None:
         self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
         pools = pools_of(self.cluster)
-        self.layout_costs = LayoutCosts(self.training, self.cluster, pools, self.expired, self.processes)
+        self.layout_costs = LayoutCosts(self.request, self.cluster, pools, self.expired, self.processes)
         self.evaluations = Evaluations(self.evaluator or Forecaster(self.layout_costs))
         self.pipelines = PipelineSearch(self.layout_costs)
         self.explainer = Explainer(self.layout_costs, self.evaluations, self.expired)

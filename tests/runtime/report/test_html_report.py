@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import distgraph as dg
 from distgraph.cli import application
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.program_forecast import forecast_training
 from distgraph.engine.compile.program_summary import PlanView
 from distgraph.engine.data import whole
@@ -498,7 +498,7 @@ def test_engine_forecast(rng):
 
 
 def training_of(trained, batch):
-    return Training(trained.recipe, "train", len(batch), batch.fields(), {})
+    return CompileRequest(trained.training_spec, "train", len(batch), batch.fields(), {})
 
 
 def test_plain_data_parallelism_is_the_engine_s_own():
@@ -507,11 +507,11 @@ def test_plain_data_parallelism_is_the_engine_s_own():
     trained = engine(grid(dp=3))
     batch = whole((x, x[:, :1]))
     found = forecast_training(training_of(trained, batch), machines(3))
-    ((name, other),) = found.beside().items()
+    ((name, other),) = found.data_parallel_baseline().items()
     assert name == "plain data parallel (dp=3)"
     assert isinstance(other, Forecast)
     assert other.step_seconds == pytest.approx(found.forecast.step_seconds)
     few = whole((x[:2], x[:2, :1]))
     short = forecast_training(training_of(trained, few), machines(3))
-    ((_, said),) = short.beside().items()
+    ((_, said),) = short.data_parallel_baseline().items()
     assert said == "there is none: the batch has 2 samples, fewer than ranks"

@@ -25,7 +25,7 @@ def layout_costs() -> Iterator[LayoutCosts]:
         patch.setenv(VARIABLE, "off")
         cluster = two_by_two()
         program = Program(gpt, (6,), (6,), tokens=True, batch=16)
-        yield LayoutCosts(program.training(), cluster, pools_of(cluster))
+        yield LayoutCosts(program.compile_request(), cluster, pools_of(cluster))
 
 
 def carried(

@@ -14,7 +14,7 @@ import distgraph as dg
 from distgraph import nn, ops, optim
 from distgraph.engine.commands.inspection import check_step
 from distgraph.engine.commands.plan_search import SearchOptions, search
-from distgraph.engine.compile.compile_request import Training
+from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.data import Batch, whole
 from distgraph.models import GPT, GPTConfig
 from distgraph.nn.moe import MoE
@@ -145,18 +145,18 @@ class Program:
         """The first batch."""
         return whole(self.data(1))
 
-    def training(self, model: Any = None, strategy: dg.Strategy | None = None) -> Training:
+    def compile_request(self, model: Any = None, strategy: dg.Strategy | None = None) -> CompileRequest:
         """What is searched."""
-        return self.engine(model, strategy=strategy)._session.training("train", self.first())
+        return self.engine(model, strategy=strategy)._session.compile_request("train", self.first())
 
     def search(self, cluster: Cluster, mode: str = "auto", model: Any = None, **options: Any) -> Plan:
         """The plan that is found, which passes `distgraph check`: every value of a step as on one rank."""
         model = self.make() if model is None else model
         given = SearchOptions(mode=mode, **{"seconds": SECONDS, **options})
-        plan = search(self.training(model), cluster, given)
+        plan = search(self.compile_request(model), cluster, given)
         engine = self.engine(model, plan=plan)
-        training = engine._session.training("train", self.first())
-        report = check_step(training, engine._session.memory, self.first(), engine._scalars())
+        request = engine._session.compile_request("train", self.first())
+        report = check_step(request, engine._session.memory, self.first(), engine._scalars())
         assert report.ok, str(report)
         assert report.ranks == len(plan.ranks)
         return plan

@@ -52,6 +52,6 @@ def every_shape(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh)
     if len(own) == 1:
         (shape,) = shapes_of(own[0], submesh.size)
         return [shape]
-    batch = layout_costs.training.size // micro_batches
+    batch = layout_costs.request.size // micro_batches
     every = product(range(1, batch + 1), repeat=submesh.size)
     return [Shape((("dp", submesh.size),), samples) for samples in every if sum(samples) == batch]

@@ -15,8 +15,8 @@ def trains_as_one_rank(program: Program, plan: Plan, model: Callable[[], object]
     """Three steps in-process with the plan, against the serial engine; and `check`, value by value."""
     model = model or program.make
     serial, planned = program.engine(), program.engine(model(), plan=plan)
-    training = planned._session.training("train", program.first())
-    report = check_step(training, planned._session.memory, program.first(), planned._scalars())
+    request = planned._session.compile_request("train", program.first())
+    report = check_step(request, planned._session.memory, program.first(), planned._scalars())
     assert report.ok, str(report)
     assert report.ranks == len(plan.ranks)
     planned = program.engine(model(), plan=plan)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from distgraph.engine.compile.plan_extract import mesh_of
+from distgraph.engine.compile.plan_extract import layer_mesh
 from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, plan_of, with_stages
 from distgraph.engine.search_driver.explain.decisions import RunnerUp
 from distgraph.engine.search_driver.fixed_mesh_search import with_recomputation
@@ -139,7 +139,7 @@ def layer_decisions(
         forecasts: of changes.
     """
     assert program.placements is not None  # where layouts were chosen
-    meshes = [mesh_of(layer, program.placements) for layer in program.layered.layers]
+    meshes = [layer_mesh(layer, program.placements) for layer in program.layered.layers]
     stages = accumulate((mesh != before for before, mesh in pairwise(meshes)), initial=0)
     decisions = [
         _decision(program, layer, stage, profiles[mesh], forecasts)
