@@ -17,7 +17,7 @@ all_gather at the far side: Zheng et al., "Alpa", OSDI 2022, cross-mesh reshardi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distgraph.ir.collective_registry import Dims, Step, cached_until_registration, selections
@@ -35,7 +35,6 @@ from distgraph.passes.redistribution.planner import (
     wire_price,
 )
 from distgraph.passes.redistribution.tiles import (
-    MachineOf,
     Tile,
     assign,
     busiest,
@@ -44,7 +43,6 @@ from distgraph.passes.redistribution.tiles import (
     moved,
     needs,
     renumbered,
-    volume,
 )
 
 
@@ -78,22 +76,18 @@ def transfer(
     itemsize: int,
     source: DistAttr,
     target: DistAttr,
-    *,
-    machine_of: MachineOf | None = None,
     price: Price = wire_price,
 ) -> Transfer:
-    """The cheapest transfer: fewest bytes between machines, then the lowest price, then the fewest messages.
+    """The cheapest transfer: fewest bytes from ranks outside the target mesh, then the lowest price, then the
+    fewest messages.
 
-    A rank in both meshes takes from itself what it has, then from its own machine, then from the holder that
-    has least to send. Each element goes to a target machine once.
+    A rank in both meshes takes from itself what it has, then from the holder that has least to send.
 
     Args:
         shape: global shape.
         itemsize: bytes of an element.
         source: mesh and layout now.
         target: mesh and layout wanted.
-        machine_of: rank -> machine. Without it all links count alike, and what enters the target mesh from
-            ranks outside it is kept lowest.
         price: as for `redistribute`; the tiles are priced as a permute of what the busiest rank sends or
             receives.
 
@@ -107,12 +101,12 @@ def transfer(
         tiles   [x, _] on mesh(x=2) -> [y, _] on mesh(y=2; 2..3): 0->2 [0:2, 0:4]; 1->3 [2:4, 0:4]
         after   all_gather(y) dim 0: [y, _] -> [_, _]
     """
-    if machine_of is not None or price not in BYTE_PRICES:
-        return _plan(tuple(shape), itemsize, source, target, machine_of, price)
+    if price not in BYTE_PRICES:
+        return _plan(tuple(shape), itemsize, source, target, price)
     # no price depends on who the ranks are: all pairs of stages of a pipeline share one plan
     first, second, ranks = renumbered(source.mesh, target.mesh)
     ends = DistAttr(first, source.spec), DistAttr(second, target.spec)
-    plan = _plan(tuple(shape), itemsize, *ends, None, price)
+    plan = _plan(tuple(shape), itemsize, *ends, price)
     start, landing = DistAttr(source.mesh, plan.source.spec), DistAttr(target.mesh, plan.landing.spec)
     return Transfer(plan.before, start, moved(plan.tiles, ranks), landing, plan.after)
 
@@ -122,12 +116,10 @@ def transfer_cost(
     itemsize: int,
     source: DistAttr,
     target: DistAttr,
-    *,
-    machine_of: MachineOf | None = None,
     price: Price = wire_price,
 ) -> float:
     """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
-    return choose(shape, itemsize, source, target, machine_of=machine_of, price=price).cost
+    return choose(shape, itemsize, source, target, price).cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +146,16 @@ def choose(
     itemsize: int,
     source: DistAttr,
     target: DistAttr,
-    *,
-    machine_of: MachineOf | None = None,
     price: Price = wire_price,
 ) -> Choice:
     """Price of `transfer`, cached, with what it takes to find; arguments as there."""
-    if machine_of is None and price in BYTE_PRICES:
+    if price in BYTE_PRICES:
         first, second, _ = renumbered(source.mesh, target.mesh)
         source, target = DistAttr(first, source.spec), DistAttr(second, target.spec)
     if source.mesh == target.mesh:
         found = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
         return Choice(found.cost, target.spec, target.spec, 0, (found,))
-    return _choose(tuple(shape), itemsize, source, target, machine_of, price)
+    return _choose(tuple(shape), itemsize, source, target, price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +163,7 @@ class _Way:
     """Tiles between two layouts in numbers.
 
     Attributes:
-        crossing: elements between machines, or into the target mesh; with what fills replicas there.
+        crossing: elements that enter the target mesh from ranks outside it.
         busiest: most elements that one rank sends or receives.
         messages: pieces that are sent.
     """
@@ -189,17 +179,16 @@ def _plan(
     itemsize: int,
     source: DistAttr,
     target: DistAttr,
-    machine_of: MachineOf | None,
     price: Price,
 ) -> Transfer:
     if source.mesh == target.mesh:
         return _stay(shape, itemsize, source, target, price)
-    chosen = _choose(shape, itemsize, source, target, machine_of, price)
+    chosen = _choose(shape, itemsize, source, target, price)
     start, landing = chosen.start, chosen.landing
     return Transfer(
         redistribute(shape, itemsize, source.mesh, source.spec, start, price),
         DistAttr(source.mesh, start),
-        _tiles(shape, source.mesh, start, target.mesh, landing, machine_of),
+        crossing_tiles(shape, source.mesh, start, target.mesh, landing),
         DistAttr(target.mesh, landing),
         redistribute(shape, itemsize, target.mesh, landing, target.spec, price),
     )
@@ -211,7 +200,6 @@ def _choose(
     itemsize: int,
     source: DistAttr,
     target: DistAttr,
-    machine_of: MachineOf | None,
     price: Price,
 ) -> Choice:
     """The cheapest transfer between two meshes."""
@@ -219,7 +207,7 @@ def _choose(
     target.spec.check(shape, target.mesh, "target of a transfer")
     ranks = len({*source.mesh.members, *target.mesh.members})
     # on the same ranks nothing crosses, and a bound of the bytes says which tiles need not be looked at
-    bounded = machine_of is None and price in BYTE_PRICES and source.mesh.rank_set == target.mesh.rank_set
+    bounded = price in BYTE_PRICES and source.mesh.rank_set == target.mesh.rank_set
 
     def least(*layouts: DistAttr) -> float:
         pairs = itertools.pairwise(layouts) if bounded else ()
@@ -243,7 +231,7 @@ def _choose(
         for bound, second, (landing, _) in ranked:
             if best is not None and bounded and bound > best[0][1]:
                 break
-            way = _way(shape, source.mesh, start.spec, target, landing.spec, machine_of)
+            way = _way(shape, source.mesh, start.spec, target.mesh, landing.spec)
             ways += 1
             after = moved_within(target.mesh, landing.spec, target.spec)
             most = itemsize * way.busiest
@@ -255,53 +243,20 @@ def _choose(
     return Choice(best[0][1], best[1], best[2], ways, tuple(redistributions.values()))
 
 
-def _tiles(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    start: ShardSpec,
-    target_mesh: ProcessMesh,
-    landing: ShardSpec,
-    machine_of: MachineOf | None,
-) -> tuple[Tile, ...]:
-    if machine_of is None:
-        return crossing_tiles(shape, mesh, start, target_mesh, landing)
-    return assign(needs(shape, mesh, start, target_mesh, landing), machine_of)
-
-
 def _way(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    start: ShardSpec,
-    target: DistAttr,
-    landing: ShardSpec,
-    machine_of: MachineOf | None,
+    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target_mesh: ProcessMesh, landing: ShardSpec
 ) -> _Way:
-    """What tiles between two layouts come to; where no machines are known, found once for all meshes that
-    differ in the numbers of their ranks."""
-    if machine_of is None:
-        first, second, _ = renumbered(mesh, target.mesh)
-        return _numbered_way(shape, first, start, DistAttr(second, target.spec), landing)
-    return _measured(
-        shape, _tiles(shape, mesh, start, target.mesh, landing, machine_of), landing, target, machine_of
-    )
+    """What tiles between two layouts come to, found once for meshes that differ in the numbers of ranks."""
+    first, second, _ = renumbered(mesh, target_mesh)
+    return _numbered_way(shape, first, start, second, landing)
 
 
 @cached_until_registration(maxsize=1 << 14)
 def _numbered_way(
-    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target: DistAttr, landing: ShardSpec
+    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target_mesh: ProcessMesh, landing: ShardSpec
 ) -> _Way:
-    tiles = assign(needs(shape, mesh, start, target.mesh, landing))
-    return _measured(shape, tiles, landing, target, None)
-
-
-def _measured(
-    shape: tuple[int, ...],
-    tiles: tuple[Tile, ...],
-    landing: ShardSpec,
-    target: DistAttr,
-    machine_of: MachineOf | None,
-) -> _Way:
-    crossing = _crossing(shape, tiles, landing, target, machine_of)
+    tiles = assign(needs(shape, mesh, start, target_mesh, landing))
+    crossing = sum(tile.volume for tile in tiles if tile.source_rank not in target_mesh)
     return _Way(crossing, busiest(tiles), sum(not tile.local for tile in tiles))
 
 
@@ -334,29 +289,3 @@ def _spreads(dims: Dims, axes: tuple[str, ...]) -> Iterator[Dims]:
     for dim, others in enumerate(dims):
         for more in selections(axes):
             yield (*dims[:dim], others + more, *dims[dim + 1 :])
-
-
-def _crossing(
-    shape: tuple[int, ...],
-    tiles: Iterable[Tile],
-    landing: ShardSpec,
-    target: DistAttr,
-    machine_of: MachineOf | None,
-) -> int:
-    """Elements sent between machines by the tiles and to fill the replicas; or into the target mesh."""
-    if machine_of is None:
-        return sum(tile.volume for tile in tiles if tile.source_rank not in target.mesh)
-    total = sum(t.volume for t in tiles if machine_of(t.source_rank) != machine_of(t.target_rank))
-    filled = {axis for dim in landing.dims for axis in dim} - {a for dim in target.spec.dims for a in dim}
-    fetched = {
-        (machine_of(need.target_rank), _elsewhere(target.mesh, need.target_rank, filled), need.bounds)
-        for need in needs(shape, target.mesh, landing, target.mesh, target.spec.without_partial())
-        if machine_of(need.target_rank) not in {machine_of(rank) for rank in need.holders}
-    }
-    return total + sum(volume(bounds) for _, _, bounds in fetched)
-
-
-def _elsewhere(mesh: ProcessMesh, rank: int, filled: set[str]) -> tuple[int, ...]:
-    """Coordinates of the group that gathers: groups do not know that others fetch the same."""
-    at = mesh.coordinates(rank)
-    return tuple(at[i] for i, axis in enumerate(mesh.axes) if axis not in filled)

@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -25,7 +25,6 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 
 Bounds = tuple[tuple[int, int], ...]
-MachineOf = Callable[[int], Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,51 +230,35 @@ def holders(mesh: ProcessMesh, spec: ShardSpec) -> dict[tuple[int, ...], tuple[i
     return {key: tuple(ranks) for key, ranks in found.items()}
 
 
-def assign(wanted: Iterable[Need], machine_of: MachineOf | None = None) -> tuple[Tile, ...]:
-    """A sender for every need: the rank itself, else one on its machine, else the least loaded one.
+def assign(wanted: Iterable[Need]) -> tuple[Tile, ...]:
+    """A sender for every need: the rank itself, else the holder that has least to send.
 
-    Longest first; then pieces move from the most loaded rank to another holder on the same machine while that
-    lowers the most that a rank sends. A local optimum of the min-max load, exact where pieces are of one size
-    and every holder holds them all.
-
-    Args:
-        wanted: pieces and their holders.
-        machine_of: rank -> machine; all ranks on one machine without it.
+    Longest first; then pieces move from the most loaded rank to another holder while that lowers the most
+    that a rank sends. A local optimum of the min-max load, exact where pieces are of one size and every
+    holder holds them all.
     """
-    where = machine_of or (lambda rank: None)
     todo = list(wanted)
     sizes = [volume(need.bounds) for need in todo]
     sender: dict[int, int] = {}
-    choices: dict[int, list[int]] = {}
+    choices: dict[int, tuple[int, ...]] = {}
     sent: dict[int, int] = defaultdict(int)
-    out: dict[Hashable, int] = defaultdict(int)
     for i in sorted(range(len(todo)), key=lambda i: -sizes[i]):
         need, size = todo[i], sizes[i]
         if need.target_rank in need.holders:
             sender[i] = need.target_rank
             continue
-        home = where(need.target_rank)
-        near = [rank for rank in need.holders if where(rank) == home]
-        ranks = near or need.holders
-        if len(ranks) > 1:
-            choices[i] = list(ranks)
-        best = min(ranks, key=lambda rank: (0 if near else out[where(rank)], sent[rank]))
-        sender[i] = best
-        sent[best] += size
-        if not near:
-            out[where(best)] += size
-    _even_out(sizes, choices, sender, sent, where)
+        if len(need.holders) > 1:
+            choices[i] = need.holders
+        sender[i] = min(need.holders, key=lambda rank: sent[rank])
+        sent[sender[i]] += size
+    _even_out(sizes, choices, sender, sent)
     return tuple(Tile(sender[i], need.target_rank, need.bounds) for i, need in enumerate(todo))
 
 
 def _even_out(
-    sizes: Sequence[int],
-    choices: dict[int, list[int]],
-    sender: dict[int, int],
-    sent: dict[int, int],
-    where: MachineOf,
+    sizes: Sequence[int], choices: Mapping[int, tuple[int, ...]], sender: dict[int, int], sent: dict[int, int]
 ) -> None:
-    """Lower the largest load by moving one piece at a time between ranks of one machine."""
+    """Lower the largest load by moving one piece at a time between ranks."""
     for _ in range(len(choices)):
         worst = max(sent, key=lambda rank: sent[rank])
         moves = [
@@ -283,7 +266,7 @@ def _even_out(
             for i, others in choices.items()
             if sender[i] == worst
             for other in others
-            if other != worst and where(other) == where(worst)
+            if other != worst
         ]
         if not moves or min(moves)[0] >= sent[worst]:
             return

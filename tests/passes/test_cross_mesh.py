@@ -151,9 +151,7 @@ def test_volumes_between_machines(name):
     mesh, machines, shape, source, target, tasks, into, most = CASES[name]
     total = math.prod(shape)
     far = ProcessMesh.grid(mesh.size, h=machines, d=4)
-    plan = transfer(
-        shape, 4, DistAttr(mesh, parse(source)), DistAttr(far, parse(target)), machine_of=machine_of
-    )
+    plan = transfer(shape, 4, DistAttr(mesh, parse(source)), DistAttr(far, parse(target)))
     blocks = [
         {spec.bounds(shape, m, rank) for rank in m.members}
         for m, spec in ((mesh, parse(source)), (far, parse(target)))
@@ -204,10 +202,10 @@ def test_a_piece_moves_to_the_holder_with_less_to_send():
     assert dict(loads(assign(wanted))) == {0: 6, 1: 4}
 
 
-def test_the_own_machine_sends_first_and_the_rank_itself_before_it():
+def test_the_rank_itself_sends_first():
     wanted = [Need(5, ((0, 4),), (0, 4, 5)), Need(6, ((0, 4),), (0, 4)), Need(8, ((0, 4),), (0, 4))]
-    tiles = assign(wanted, machine_of)
-    assert [tile.source_rank for tile in tiles] == [5, 4, 0]
+    tiles = assign(wanted)
+    assert [tile.source_rank for tile in tiles] == [5, 0, 4]
     assert tiles[0].local
 
 
@@ -336,7 +334,7 @@ def layouts(draw, shape, partial):
 def test_random_transfers(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
     source, target = data.draw(layouts(shape, True)), data.draw(layouts(shape, True))
-    run_transfer(shape, source, target, machine_of=data.draw(st.sampled_from([None, machine_of])))
+    run_transfer(shape, source, target)
 
 
 @settings(max_examples=60, deadline=None)
@@ -358,11 +356,6 @@ def test_plans_and_prices_do_not_depend_on_the_numbers_of_ranks(data):
         assert (here.before, here.landing.spec, here.after) == (there.before, there.landing.spec, there.after)
         cost = transfer_cost(shape, 4, source, target, **options)
         assert cost == transfer_cost(shape, 4, *away, **options)
-        plain = transfer_cost(
-            shape, 4, source, target, machine_of=lambda rank: rank in target.mesh, **options
-        )
-        if source.mesh.rank_set.isdisjoint(target.mesh.rank_set):
-            assert cost == plain  # machines where meshes are: nothing else crosses
 
 
 def test_blocks_of_the_spec_cover_a_dim_of_any_size():
