@@ -2,10 +2,10 @@
 
 They handle dims and uneven shards; transports move flat buffers.
 
-Every collective has a `*_start` form that returns a `Handle`, whose `wait()` returns the array. Start early
-and wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length of the dim in
-question on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out` must be
-C-contiguous and is returned.
+The `*_start` form of a collective returns a `Handle`, whose `wait()` returns the array; the other form
+waits. Start early and wait late. `group` is a tuple of global ranks in order; `sizes[i]` is the local length
+of the dim in question on member i, may differ between members and may be 0. Arrays are NumPy or CuPy; `out`
+must be C-contiguous and is returned.
 
 Data is packed only where the layout needs it: with the dim in front (or only dims of length 1 before it)
 the shards are stretches of memory already, and `x` and `out` are the transport's buffers themselves.
@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from distgraph.runtime.transport.transport import Array, Group, Request, Transpo
 from distgraph.runtime.transport.watchdog import MESSAGE_TAGS
 
 Slices = tuple[slice, ...]
+Call = ParamSpec("Call")
 
 
 class Handle:
@@ -73,29 +75,40 @@ def finish(handles: list[Handle]) -> None:
     handles.clear()
 
 
+def _waited(start: Callable[Call, Handle]) -> Callable[Call, Array]:
+    """The form of a collective that waits: it returns the array itself."""
+
+    @wraps(start)
+    def call(*args: Call.args, **kwargs: Call.kwargs) -> Array:
+        return start(*args, **kwargs).wait()
+
+    return call
+
+
 def all_reduce_start(
     transport: Transport, x: Array, group: Group, op: str, out: Array | None = None
 ) -> Handle:
-    """Start `all_reduce`."""
+    """Reduction of `x` over the members, on each of them. `out=x` works in place.
+
+    Args:
+        op: "sum" | "max" | "min" | "prod".
+    """
     out = _result(out, x, x.shape, "all_reduce")
     if out is not x:
         out[...] = x
     return Handle([transport.all_reduce(out, op, group)], out)
 
 
-def all_reduce(transport: Transport, x: Array, group: Group, op: str, out: Array | None = None) -> Array:
-    """Reduction of `x` over the members, on each of them. `out=x` works in place.
-
-    Args:
-        op: "sum" | "max" | "min" | "prod".
-    """
-    return all_reduce_start(transport, x, group, op, out).wait()
+all_reduce = _waited(all_reduce_start)
 
 
 def all_gather_start(
     transport: Transport, x: Array, dim: int, sizes: Sequence[int], group: Group, out: Array | None = None
 ) -> Handle:
-    """Start `all_gather`."""
+    """Concatenation of the members' shards along `dim`.
+
+    Returns: array of x's shape but with length sum(sizes) in `dim`.
+    """
     _check_dim("all_gather", transport, x, dim, sizes, group)
     out = _result(out, x, _with_length(x.shape, dim, sum(sizes)), "all_gather")
     counts = _counts(x.shape, dim, sizes)
@@ -107,14 +120,7 @@ def all_gather_start(
     return Handle([request], out, lambda: _unpack(packed, out, dim, sizes), [send])
 
 
-def all_gather(
-    transport: Transport, x: Array, dim: int, sizes: Sequence[int], group: Group, out: Array | None = None
-) -> Array:
-    """Concatenation of the members' shards along `dim`.
-
-    Returns: array of x's shape but with length sum(sizes) in `dim`.
-    """
-    return all_gather_start(transport, x, dim, sizes, group, out).wait()
+all_gather = _waited(all_gather_start)
 
 
 def reduce_scatter_start(
@@ -126,7 +132,10 @@ def reduce_scatter_start(
     group: Group,
     out: Array | None = None,
 ) -> Handle:
-    """Start `reduce_scatter`."""
+    """This member's stretch of `dim` of the reduction of `x` over the members.
+
+    Returns: array of x's shape but with this member's length of `sizes` in `dim`.
+    """
     _check_whole("reduce_scatter", x, dim, sizes, group)
     length = sizes[position_in(group, transport.rank, "reduce_scatter")]
     out = _result(out, x, _with_length(x.shape, dim, length), "reduce_scatter")
@@ -135,20 +144,7 @@ def reduce_scatter_start(
     return Handle([transport.reduce_scatter(send, out, counts, op, group)], out, in_flight=[send])
 
 
-def reduce_scatter(
-    transport: Transport,
-    x: Array,
-    dim: int,
-    sizes: Sequence[int],
-    op: str,
-    group: Group,
-    out: Array | None = None,
-) -> Array:
-    """This member's stretch of `dim` of the reduction of `x` over the members.
-
-    Returns: array of x's shape but with this member's length of `sizes` in `dim`.
-    """
-    return reduce_scatter_start(transport, x, dim, sizes, op, group, out).wait()
+reduce_scatter = _waited(reduce_scatter_start)
 
 
 def all_to_all_start(
@@ -161,7 +157,12 @@ def all_to_all_start(
     group: Group,
     out: Array | None = None,
 ) -> Handle:
-    """Start `all_to_all`."""
+    """Move the sharding of a tensor from `concat_dim` to `split_dim`.
+
+    Args:
+        split_sizes: length of `split_dim` that each member has afterwards; they sum to that of `x`.
+        concat_sizes: length of `concat_dim` that each member had; this member's is that of `x`.
+    """
     if split_dim == concat_dim:
         raise RuntimeFault(
             f"all_to_all: split and concat dim are both {split_dim}; use exchange to move tiles in one dim"
@@ -185,24 +186,7 @@ def all_to_all_start(
     return Handle([request], out, lambda: _unpack(packed, out, concat_dim, concat_sizes), [send])
 
 
-def all_to_all(
-    transport: Transport,
-    x: Array,
-    split_dim: int,
-    split_sizes: Sequence[int],
-    concat_dim: int,
-    concat_sizes: Sequence[int],
-    group: Group,
-    out: Array | None = None,
-) -> Array:
-    """Move the sharding of a tensor from `concat_dim` to `split_dim`.
-
-    Args:
-        split_sizes: length of `split_dim` that each member has afterwards; they sum to that of `x`.
-        concat_sizes: length of `concat_dim` that each member had; this member's is that of `x`.
-    """
-    handle = all_to_all_start(transport, x, split_dim, split_sizes, concat_dim, concat_sizes, group, out)
-    return handle.wait()
+all_to_all = _waited(all_to_all_start)
 
 
 def permute_start(
@@ -214,7 +198,10 @@ def permute_start(
     out: Array | None = None,
     tag: int = 0,
 ) -> Handle:
-    """Start `permute`."""
+    """Send `x` to one global rank (or none) and receive an array of `recv_shape` from another (or none).
+
+    Returns: what was received; an empty array where nothing is.
+    """
     out = _result(out, x, tuple(recv_shape) if recv_from is not None else (0,), "permute")
     if send_to == transport.rank or recv_from == transport.rank:
         if send_to != recv_from:
@@ -232,20 +219,7 @@ def permute_start(
     return Handle(requests, out, in_flight=[send])
 
 
-def permute(
-    transport: Transport,
-    x: Array,
-    send_to: int | None,
-    recv_from: int | None,
-    recv_shape: Sequence[int] = (),
-    out: Array | None = None,
-    tag: int = 0,
-) -> Array:
-    """Send `x` to one global rank (or none) and receive an array of `recv_shape` from another (or none).
-
-    Returns: what was received; an empty array where nothing is.
-    """
-    return permute_start(transport, x, send_to, recv_from, recv_shape, out, tag).wait()
+permute = _waited(permute_start)
 
 
 def exchange_start(
@@ -256,7 +230,17 @@ def exchange_start(
     out: Array | None,
     tag: int = 0,
 ) -> Handle:
-    """Start `exchange`. A program of one rank has no transport: all tiles stay on the rank."""
+    """Move arbitrary tiles: cross-mesh and irregular resharding. In a program of one rank, which has no
+    transport, all tiles stay on the rank.
+
+    Args:
+        x: local source; None where this rank only receives.
+        sends: (destination rank, slices of x); tiles for one rank in the order in which it lists them.
+        recvs: (source rank, slices of out), likewise. Tiles of a rank for itself are copied.
+        out: local result, written only where tiles land; None where this rank only sends.
+        tag: 0 <= tag < 2**27; unfinished exchanges between the same two ranks must have different tags or
+            start in the same order on both.
+    """
     rank = 0 if transport is None else transport.rank
     if (x is None and sends) or (out is None and recvs):
         raise RuntimeFault(
@@ -289,6 +273,9 @@ def exchange_start(
     return Handle(requests, out, finish, in_flight)
 
 
+exchange = _waited(exchange_start)
+
+
 def _exchange_here(
     rank: int,
     x: Array | None,
@@ -308,40 +295,17 @@ def _exchange_here(
             out[target_tile] = x[source_tile]
 
 
-def exchange(
-    transport: Transport,
-    x: Array | None,
-    sends: Sequence[tuple[int, Slices]],
-    recvs: Sequence[tuple[int, Slices]],
-    out: Array | None,
-    tag: int = 0,
-) -> Array | None:
-    """Move arbitrary tiles: cross-mesh and irregular resharding.
-
-    Args:
-        x: local source; None where this rank only receives.
-        sends: (destination rank, slices of x); tiles for one rank in the order in which it lists them.
-        recvs: (source rank, slices of out), likewise. Tiles of a rank for itself are copied.
-        out: local result, written only where tiles land; None where this rank only sends.
-        tag: 0 <= tag < 2**27; unfinished exchanges between the same two ranks must have different tags or
-            start in the same order on both.
-    """
-    return exchange_start(transport, x, sends, recvs, out, tag).wait()
-
-
 def broadcast_start(
     transport: Transport, x: Array, root: int, group: Group, out: Array | None = None
 ) -> Handle:
-    """Start `broadcast`."""
+    """`x` of the global rank `root`, on every member; elsewhere only the shape and dtype of `x` count."""
     out = _result(out, x, x.shape, "broadcast")
     if transport.rank == root and out is not x:
         out[...] = x
     return Handle([transport.broadcast(out, root, group)], out)
 
 
-def broadcast(transport: Transport, x: Array, root: int, group: Group, out: Array | None = None) -> Array:
-    """`x` of the global rank `root`, on every member; elsewhere only the shape and dtype of `x` count."""
-    return broadcast_start(transport, x, root, group, out).wait()
+broadcast = _waited(broadcast_start)
 
 
 def _empty(like: Array, shape: int | Sequence[int]) -> Array:
