@@ -55,19 +55,13 @@ GPT_PRESETS: dict[str, GPTConfig] = {
         ("39B", 8192, 48, 64),
     )
 }
-"""Those of Alpa (Zheng et al., OSDI 2022, table 4), and 175B of Brown et al., 2020, table 2.1."""
+"""Those of Alpa (Zheng et al., OSDI 2022, table 4), 175B of Brown et al., 2020, table 2.1, and 530B, which is
+Megatron-Turing NLG (Smith et al., 2022), as described by Narayanan et al., SC 2021, section 5.1, table 1."""
 
-GPT_PRESETS["175B"] = GPTConfig(
-    hidden=12288,
-    layers=96,
-    heads=96,
-    vocabulary=50257,
-    sequence=2048,
-    tied=True,
-    packed=True,
-    fused=False,
-    dtype="f16",
-)
+_MEGATRON = {"sequence": 2048, "tied": True, "packed": True, "fused": False, "dtype": "f16"}
+
+GPT_PRESETS["175B"] = GPTConfig(hidden=12288, layers=96, heads=96, vocabulary=50257, **_MEGATRON)  # type: ignore[arg-type]
+GPT_PRESETS["530B"] = GPTConfig(hidden=20480, layers=105, heads=128, vocabulary=51200, **_MEGATRON)  # type: ignore[arg-type]
 
 
 def feed_forward(c: GPTConfig) -> Module:
@@ -112,15 +106,5 @@ class GPT(Decoder):
     @classmethod
     def megatron(cls, hidden: int, layers: int, heads: int, sequence: int = 2048, **changes: Any) -> GPT:
         """Megatron-LM's GPT as vTrain (Bang et al., MICRO 2024) measured it: 50257 tokens, tied, fp16."""
-        config = GPTConfig(
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            vocabulary=50257,
-            sequence=sequence,
-            tied=True,
-            packed=True,
-            fused=False,
-            dtype="f16",
-        )
-        return cls(replace(config, **changes))
+        config = GPTConfig(hidden=hidden, layers=layers, heads=heads, vocabulary=50257, **_MEGATRON)  # type: ignore[arg-type]
+        return cls(replace(config, sequence=sequence, **changes))

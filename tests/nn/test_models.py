@@ -114,15 +114,18 @@ class TestParameters:
         digits = 0 if MEGATRON[shape] == 175 else 1
         assert round(billions, digits) == MEGATRON[shape]
 
-    def test_gpt3(self) -> None:
-        c = GPT_PRESETS["175B"]
-        blocks = c.layers * (12 * c.hidden**2 + 13 * c.hidden)  # Narayanan et al., SC 2021, equation 2
+    @pytest.mark.parametrize(("name", "printed"), [("175B", "-"), ("530B", "529.6")])
+    def test_gpt3_and_megatron_turing(self, name: str, printed: str) -> None:
+        c = GPT_PRESETS[name]
+        blocks = c.layers * (12 * c.hidden**2 + 13 * c.hidden)
+        published = blocks + (c.vocabulary + c.sequence) * c.hidden  # Narayanan et al., SC 2021, equation 2
         count = GPT(c).parameter_count()
-        assert count == blocks + (c.vocabulary + c.sequence + 2) * c.hidden
-        assert f"| {count:,} |" in row("GPT", "175B")
+        assert count == published + 2 * c.hidden  # the norm after the last block
+        assert printed in ("-", f"{published / 1e9:.1f}")
+        assert f"| {count:,} | {printed} |" in row("GPT", name)
 
     def test_every_preset_is_compared(self) -> None:
-        assert set(GPT_PRESETS) == {*GPT_BILLIONS, "175B"}
+        assert set(GPT_PRESETS) == {*GPT_BILLIONS, "175B", "530B"}
         assert set(MOE_PRESETS) == set(MOE_PRINTED)
         assert set(WIDE_RESNET_PRESETS) == set(WIDE_RESNET_PRINTED)
 
