@@ -18,6 +18,7 @@ from distgraph.ir.collective_registry import StepAttrs
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
+from distgraph.ir.matmul_algorithm import CONTRACTIONS
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import (
     infer_results,
@@ -202,6 +203,12 @@ def _check_ends(graph: Graph) -> None:
     for name in graph.placements:
         if name not in graph.values:
             _end_fault(graph, f"place %{name}", f"%{name}", f"%{name} is made nowhere")
+    for name, algorithm in graph.algorithms.items():
+        producer = graph.producers.get(name)
+        if producer is None or producer.kind not in CONTRACTIONS:
+            definition = "made nowhere" if producer is None else f"made by {producer.kind}"
+            message = f"%{name} is {definition}; an algorithm computes a matmul or an einsum"
+            _end_fault(graph, f'algorithm %{name} "{algorithm}"', f"%{name}", message)
 
 
 def _check_end(graph: Graph, line: str, value: Value) -> None:

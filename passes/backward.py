@@ -90,8 +90,8 @@ class _Walk:
         """Emit the gradient of one op and add it to its operands'."""
         trace, declared = self.trace, lookup(op.kind)
         for value, grad in zip(op.results, received, strict=True):
-            if value.name in trace.mirrored and grad is not None and grad.value.name not in trace.attrs:
-                trace.annotate(grad.value, trace.attrs[value.name])
+            if value.name in trace.mirrored and grad is not None:
+                self.follow(value, grad)
         if declared.gradient is None:
             raise GraphError(
                 f"{op} has no gradient but the loss depends on it; wrap it in stop_gradient or use another op"
@@ -111,7 +111,15 @@ class _Walk:
                     raise AssertionError(
                         f"gradient of {op.kind} has shape {grad.shape}, its operand {value.shape}"
                     )
+                if op.name in trace.algorithms:  # a distributed algorithm leaves no partial sum
+                    self.follow(value, grad)
                 self.grads[value.name] = self.grads[value.name] + grad if value.name in self.grads else grad
+
+    def follow(self, value: Value, grad: Tensor) -> None:
+        """Annotate a gradient as the value is annotated, unless it has an annotation of its own."""
+        trace = self.trace
+        if value.name in trace.attrs and grad.value.name not in trace.attrs:
+            trace.annotate(grad.value, trace.attrs[value.name])
 
     def recompute(self, block: int) -> None:
         """Emit the forward ops of a block again; what of it nobody reads is pruned later.

@@ -28,4 +28,5 @@ def prune(graph: Graph) -> Graph:
     alive = {value.name for op in left for value in op.results}
     attrs = {name: attr for name, attr in graph.attrs.items() if name in alive}
     placements = {name: mesh for name, mesh in graph.placements.items() if name in alive}
-    return graph.with_ops(left, attrs=attrs, placements=placements)
+    algorithms = {name: algorithm for name, algorithm in graph.algorithms.items() if name in alive}
+    return graph.with_ops(left, attrs=attrs, placements=placements, algorithms=algorithms)

@@ -30,6 +30,7 @@ from distgraph.verifier import verify
 PIPELINE = (
     "dead_code_elimination",
     "choose_completion",
+    "distribute_matmuls",
     "reshard",
     "lower",
     "split_tasks",

@@ -11,6 +11,7 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.index_rule import OpLayout, Rule
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.printer import print_graph
 from distgraph.ir.sharding_spec import DistAttr
@@ -99,6 +100,8 @@ class Graph:
         micro_batches: how often the part before `accumulate` runs in one step; shapes are those of one
             micro-batch.
         placements: op name -> mesh that computes it, where the user placed the op.
+        algorithms: name of a contraction -> the distributed algorithm that computes it, where one is chosen.
+            A backward contraction without an entry has that of the forward op that it is linked to.
         lost: layout preferences that completion had to drop, for `conflicts()`.
     """
 
@@ -110,6 +113,7 @@ class Graph:
     micro_batches: int = 1
     placements: Mapping[str, ProcessMesh] = field(default_factory=dict)
     lost: tuple[Any, ...] = field(default=(), compare=False)
+    algorithms: Mapping[str, MatmulAlgorithm] = field(default_factory=dict)
 
     @cached_property
     def producers(self) -> dict[str, Op]:

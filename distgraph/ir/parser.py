@@ -22,10 +22,11 @@ import lark
 import numpy as np
 from lark import Token, Transformer, v_args
 
-from distgraph.errors import DistGraphError, GraphError
+from distgraph.errors import DistGraphError, GraphError, ShardingError
 from distgraph.ir.dtypes import is_float, to_numpy
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.printer import draw, print_graph, print_op
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
@@ -263,6 +264,12 @@ class _Reader(Transformer[Token, Any]):
     def place(self, op: Token, mesh: Token) -> tuple[str, Any]:
         return "place", (op, mesh)
 
+    def algorithm(self, op: Token, text: Token) -> tuple[str, Any]:
+        try:
+            return "algorithm", (op, MatmulAlgorithm.parse(_string(text)))
+        except (ValueError, ShardingError):
+            _refuse(text, f'algorithm {text} is not one such as "meshslice(slices=8, block=1)"')
+
     def stray(self, value: Token, spec: Any, mesh: Token | None, origin: Origin) -> tuple[str, Any]:
         return "stray", (value, _Stored(spec, mesh, value), origin)
 
@@ -405,6 +412,7 @@ def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any
     attrs: dict[str, DistAttr] = {}
     ops: list[Op] = []
     placements: dict[str, ProcessMesh] = {}
+    algorithms: dict[str, MatmulAlgorithm] = {}
     ends: dict[str, list[tuple[str, Value]]] = {"output": [], "update": []}
     for kind, content in statements:
         if kind == "mesh":
@@ -419,6 +427,11 @@ def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any
             if _name(token) in placements:
                 _refuse(token, f"value {token} is placed twice")
             placements[_name(token)] = _mesh(meshes, mesh_token, mesh_token)
+        elif kind == "algorithm":
+            token, algorithm = content
+            if _name(token) in algorithms:
+                _refuse(token, f"value {token} has two algorithms")
+            algorithms[_name(token)] = algorithm
         elif kind == "stray":
             token, stored, origin = content
             if _name(token) in attrs:
@@ -428,7 +441,14 @@ def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any
             label, use = content
             ends[kind].append((label, _operand(values, use)))
     return Graph(
-        name, tuple(ops), tuple(ends["output"]), tuple(ends["update"]), attrs, micro_batches, placements
+        name,
+        tuple(ops),
+        tuple(ends["output"]),
+        tuple(ends["update"]),
+        attrs,
+        micro_batches,
+        placements,
+        algorithms=algorithms,
     )
 
 

@@ -10,9 +10,10 @@
 
 A type is followed by the spec and, if it is not the first mesh, `@m1`; `<m:dp, n:tp> on m1` says how the op
 is computed. Then follow the role, `in` scope, `at` source, `of` the forward op it belongs to, `by` who
-decided the layouts of the results. `place %h on m1` is a placement by the user. Line breaks and spaces do not
-matter; `#` starts a comment. The grammar is `grammar.lark`, the parser `distgraph.ir.parser`. Layouts that
-completion dropped (`Graph.lost`) are not part of the text.
+decided the layouts of the results. `place %h on m1` is a placement by the user, and `algorithm %h
+"meshslice(slices=8, block=1)"` says by which distributed algorithm a contraction is computed. Line breaks
+and spaces do not matter; `#` starts a comment. The grammar is `grammar.lark`, the parser
+`distgraph.ir.parser`. Layouts that completion dropped (`Graph.lost`) are not part of the text.
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ class _Printer:
         lines += [_INDENT + row for row in _aligned([self.cells(op) for op in graph.ops])]
         lines += [
             f"{_INDENT}place %{name_text(op)} on {self.meshes[mesh]}" for op, mesh in graph.placements.items()
+        ]
+        lines += [
+            f"{_INDENT}algorithm %{name_text(op)} {json.dumps(str(algorithm))}"
+            for op, algorithm in graph.algorithms.items()
         ]
         for name, attr in graph.attrs.items():
             if name not in self.values:  # of a value that a pass replaced

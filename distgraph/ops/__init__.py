@@ -2,6 +2,9 @@
 
 from distgraph.ir.op_registry import define, lookup
 from distgraph.ops import (
+    blocks as blocks,
+)
+from distgraph.ops import (
     collective_ops,
     contraction,
     creation,

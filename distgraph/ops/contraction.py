@@ -51,7 +51,8 @@ def parse_einsum(spec: str) -> tuple[Terms, str]:
     return terms, right
 
 
-def _einsum_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+def einsum_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    """Rule of an einsum: each letter is an index."""
     return _bound_einsum(attrs["spec"], shapes)
 
 
@@ -79,7 +80,8 @@ def _index_sizes(terms: Terms, operands: Sequence[Value]) -> dict[str, int]:
     return {letter: length for letter, (length, _) in sizes.items()}
 
 
-def _infer_einsum(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+def infer_einsum(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    """Shape and dtype of an einsum. Raises GraphError when operands do not fit the spec."""
     terms, right = parse_einsum(attrs["spec"])
     if len(terms) != len(operands):
         raise GraphError(
@@ -90,7 +92,7 @@ def _infer_einsum(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, 
     return [(tuple(sizes[letter] for letter in right), dtype)]
 
 
-def _contraction_flops(op: Op, rule: Rule) -> int:
+def contraction_flops(op: Op, rule: Rule) -> int:
     """2 x (operands - 1) for every point of the index space: one multiply and one add a pair."""
     return 2 * max(1, len(op.operands) - 1) * math.prod(rule.sizes.get(index, 1) for index in rule.indices)
 
@@ -127,11 +129,11 @@ def _each_alone(count: int, attrs: Attrs) -> Groups:
 
 define(
     "einsum",
-    _einsum_rule,
+    einsum_rule,
     kernels.einsum,
-    infer=_infer_einsum,
+    infer=infer_einsum,
     gradient=_einsum_gradient,
-    flops=_contraction_flops,
+    flops=contraction_flops,
     linear=_each_alone,
     cost="matmul",
     adds=kernels.einsum_add,
@@ -188,7 +190,7 @@ define(
     kernels.matmul,
     infer=_infer_matmul,
     gradient=_matmul_gradient,
-    flops=_contraction_flops,
+    flops=contraction_flops,
     linear=((0,), (1,)),
     cost="matmul",
     workspace=workspace.matmul_workspace,

@@ -11,6 +11,7 @@ from types import EllipsisType
 from typing import Any
 
 from distgraph.errors import ShardingError
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec, UserDim
 from distgraph.tracing.tensor import Tensor, TensorOperators
@@ -84,23 +85,49 @@ def shard_op(
     mesh: ProcessMesh | None,
     in_specs: Sequence[Dims | None] | None = None,
     out_specs: Sequence[Dims | None] | Dims | None = None,
+    *,
+    algorithm: str | None = None,
+    dataflow: str | None = None,
+    slices: int = 1,
+    block: int = 1,
 ) -> Callable[..., Any]:
     """A function or module whose calls take and return tensors in given layouts, computed on `mesh`.
+
+    With `algorithm` its matrix products, and those of its gradients, are computed by a distributed algorithm;
+    see docs/matmul_algorithms.md.
 
     Args:
         function: an op, a function of tensors or a module.
         mesh: ranks that compute it; None returns `function` as it is.
         in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
         out_specs: one for each result; for a single result the dims themselves.
+        algorithm: "meshslice", "collective" or another that is registered.
+        dataflow: "OS", "LS" or "RS", on a mesh of two axes: pins the parameter matrices, and tensors and
+            results without a spec, to the layouts of this dataflow. None leaves layouts to other annotations.
+        slices: of "meshslice".
+        block: neighbouring rows or columns that stay together when a shard is sliced.
 
     Raises:
-        ShardingError: the number of specs and of tensors differ.
+        ShardingError: the number of specs and of tensors differ; a dataflow without an algorithm, an unknown
+            one, or one on a mesh that has not two axes.
+
+    Example:
+        `y = dg.shard_op(self.fc, mesh, algorithm="meshslice", dataflow="OS", slices=4)(x)`
     """
     if mesh is None:
         return function
     check_mesh(f"shard_op ({caller()})", mesh)
+    chosen = None if algorithm is None else MatmulAlgorithm(algorithm, slices, block)
+    flow = _flow_layouts(mesh, chosen, dataflow, caller())
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if chosen is None:
+            return sharded(*args, **kwargs)
+        weight = None if flow is None else flow[1]
+        with Trace.current().computing_by(chosen, weight):
+            return sharded(*args, **kwargs)
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
         if in_specs is not None and len(in_specs) != len(tensors):
             raise ShardingError(
@@ -110,9 +137,15 @@ def shard_op(
         arguments = []
         for a in args:
             spec = next(specs) if isinstance(a, Tensor) else None
-            arguments.append(a if spec is None else reshard(a, mesh, spec))
+            if spec is None and flow is not None and isinstance(a, Tensor):
+                spec = _middle(flow[0], a) if a is tensors[0] else [*flow[1].spec.dims]
+                arguments.append(_mirrored(reshard(a, mesh, spec)))
+            else:
+                arguments.append(a if spec is None else reshard(a, mesh, spec))
         with Trace.current().on(mesh):
             returned = function(*arguments, **kwargs)
+        if out_specs is None and flow is not None and isinstance(returned, Tensor):
+            return shard_tensor(returned, mesh, _middle(flow[2], returned), gradient=True)
         if out_specs is None:
             return returned
         if isinstance(returned, Tensor):
@@ -127,6 +160,47 @@ def shard_op(
         )
 
     return call
+
+
+def _flow_layouts(
+    mesh: ProcessMesh, algorithm: MatmulAlgorithm | None, dataflow: str | None, where: str
+) -> tuple[tuple[str, str], DistAttr, tuple[str, str]] | None:
+    """Axes of the first and last dim of the input, layout of the weight, axes of the result."""
+    if dataflow is None:
+        return None
+    if algorithm is None:
+        raise ShardingError(
+            f"shard_op ({where}): dataflow is {dataflow!r} but there is no algorithm; name one, such as "
+            f'algorithm="meshslice"'
+        )
+    if len(mesh.axes) != 2:
+        raise ShardingError(
+            f"shard_op ({where}): dataflow {dataflow} needs a mesh of two axes but {mesh} has "
+            f"{len(mesh.axes)}; give one such as ProcessMesh.grid(rows=2, cols=4)"
+        )
+    rows, cols = mesh.axes
+    layouts = {
+        "OS": ((rows, cols), [rows, cols]),
+        "LS": ((rows, cols), [cols, rows]),
+        "RS": ((cols, rows), [rows, cols]),
+    }
+    if dataflow not in layouts:
+        raise ShardingError(
+            f"shard_op ({where}): dataflow {dataflow!r} does not exist; it is one of {', '.join(layouts)}"
+        )
+    source, weight = layouts[dataflow]
+    return source, DistAttr(mesh, ShardSpec.of(weight), Origin("user", where)), (rows, cols)
+
+
+def _middle(axes: tuple[str, str], x: Tensor) -> list[UserDim]:
+    """The first dim of a tensor split by one axis, the last by the other."""
+    return [axes[0], *[None] * (x.ndim - 2), axes[1]]
+
+
+def _mirrored(x: Tensor) -> Tensor:
+    """A tensor whose gradient has its layout too."""
+    x.trace.mirrored.add(x.value.name)
+    return x
 
 
 def recompute(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import freeze, infer_results
 from distgraph.ir.sharding_spec import DistAttr
@@ -40,6 +41,9 @@ class Trace:
         self.where = ""
         self.placement: ProcessMesh | None = None
         self.placements: dict[str, ProcessMesh] = {}
+        self.algorithm: MatmulAlgorithm | None = None
+        self.weight_layout: DistAttr | None = None
+        self.algorithms: dict[str, MatmulAlgorithm] = {}
         self.block = 0  # number of the recomputed block that is being traced; 0 = none
         self.blocks = 0
         self.recomputed: dict[str, int] = {}
@@ -121,6 +125,29 @@ class Trace:
             yield
         finally:
             self.placement = before
+
+    @contextmanager
+    def computing_by(self, algorithm: MatmulAlgorithm, weight: DistAttr | None = None) -> Iterator[None]:
+        """Contractions emitted inside are computed by a distributed algorithm.
+
+        Args:
+            algorithm: the algorithm.
+            weight: layout to which their operands that are parameter matrices are pinned; None for no pin.
+        """
+        before = self.algorithm, self.weight_layout
+        self.algorithm, self.weight_layout = algorithm, weight
+        try:
+            yield
+        finally:
+            self.algorithm, self.weight_layout = before
+
+    def _compute_by_algorithm(self, op: Op) -> None:
+        assert self.algorithm is not None
+        self.algorithms[op.name] = self.algorithm
+        parameters = {each.name for each in self.ops if each.kind == "param"}
+        for value in op.operands:
+            if self.weight_layout is not None and value.name in parameters and len(value.shape) == 2:
+                self.annotate(value, self.weight_layout)
 
     def fresh(self, hint: str = "") -> str:
         """A value name not yet used."""
@@ -207,6 +234,8 @@ class Trace:
         if self.placement is not None and self.role not in ("backward", "optimize"):
             # a pipeline_boundary lasts to the end of the forward part; gradients go where their forward op is
             self.placements[results[0].name] = self.placement
+        if self.algorithm is not None and kind in CONTRACTIONS and self.role == "forward":
+            self._compute_by_algorithm(self.ops[-1])
         if self.block:
             self.recomputed[results[0].name] = self.block
         return tuple(Tensor(value, self) for value in results)
@@ -262,6 +291,7 @@ class Trace:
             tuple(self.updates),
             dict(self.attrs),
             placements=dict(self.placements),
+            algorithms=dict(self.algorithms),
         )
 
 

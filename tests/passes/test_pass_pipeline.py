@@ -44,7 +44,9 @@ def test_the_pipeline_goes_through_all_stages() -> None:
 
 def test_every_pass_is_named_after_its_file_and_says_what_it_does() -> None:
     for each in PASSES.values():
-        assert each.function.__module__ == f"distgraph.passes.{each.name}"
+        module = each.function.__module__
+        assert module.startswith("distgraph.passes.")
+        assert module.endswith(f".{each.name}")
         assert each.summary.endswith(".")
 
 
@@ -54,11 +56,11 @@ def test_passes_are_added_behind_their_stage_removed_and_replaced() -> None:
     add("shares", requires="resharded", stage="lowered")
     add("shift", stage="rank")
     assert names("first", "mine", "shift") == [
-        "dead_code_elimination", "first", "choose_completion", "reshard", "lower", "mine", "split_tasks",
-        "partition", "shift",
+        "dead_code_elimination", "first", "choose_completion", "distribute_matmuls", "reshard", "lower",
+        "mine", "split_tasks", "partition", "shift",
     ]  # fmt: skip
     assert names("-dead_code_elimination", "lower=shares", "choose_completion=complete") == [
-        "complete", "reshard", "shares", "split_tasks", "partition",
+        "complete", "distribute_matmuls", "reshard", "shares", "split_tasks", "partition",
     ]  # fmt: skip
 
 

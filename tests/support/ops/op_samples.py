@@ -308,3 +308,24 @@ def _replaced(x: Any, update: Any, at: Any) -> Any:
 
 
 add("dynamic_update_slice", normal(5, 6), normal(5, 2), np.array([0, 2]), reference=_replaced)
+
+
+# slices of distributed matrix products: two slices in blocks of two
+
+_slice = lambda x, s: x.reshape(3, 2, 2, 5)[:, s].reshape(6, 5)  # noqa: E731
+
+
+def _with_slice(whole: Any, part: Any, s: int) -> Any:
+    filled = whole.copy().reshape(3, 2, 2, 5)
+    filled[:, s] = part.reshape(3, 2, 5)
+    return filled.reshape(12, 5)
+
+
+_CUT = {"dim": 0, "index": 1, "slices": 2, "block": 2}
+add("block_slice", normal(12, 5), reference=lambda x: _slice(x, 1), wrt=(), **_CUT)
+add("block_expand", normal(6, 5), reference=lambda x: _with_slice(np.zeros((12, 5)), x, 1), wrt=(), **_CUT)
+add("block_insert", normal(12, 5), normal(6, 5), reference=lambda x, y: _with_slice(x, y, 1), wrt=(), **_CUT)
+add(
+    "einsum_add", normal(5, 3), normal(5, 6), normal(6, 3),
+    reference=lambda t, x, y: t + x @ y, wrt=(), spec="mk,kn->mn",
+)  # fmt: skip

@@ -140,6 +140,11 @@ def shapes() -> Iterator[Case]:
     yield Case("pad", (f32(256, 1024),), {"low": (1, 2), "high": (0, 3), "interior": (1, 0), "value": 0.0})
     yield Case("concat", (f32(512, 512), f32(512, 512)), {"dim": 1})
     yield Case("roll", (f32(256, 1024),), {"shift": 3, "dim": 1})
+    cut = {"dim": 1, "index": 1, "slices": 4, "block": 8}
+    yield Case("block_slice", (f32(256, 1024),), cut)
+    yield Case("block_expand", (f32(256, 256),), cut)
+    yield Case("block_insert", (f32(256, 1024), f32(256, 256)), cut)
+    yield Case("einsum_add", (f32(256, 768), f32(256, 1024), f32(1024, 768)), {"spec": "mk,kn->mn"})
     yield Case("full", (), {"shape": (256, 1024), "value": 2.5, "dtype": "f32"})
     yield Case("iota", (), {"shape": (256, 1024), "dim": 1, "dtype": "i64"})
     yield Case("iota", (), {"shape": (256, 1024), "dim": 0, "dtype": "f32"}, "f32")

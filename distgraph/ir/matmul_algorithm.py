@@ -1,0 +1,62 @@
+"""Which distributed algorithm computes a matrix product: data that annotations, plans and passes share.
+
+The algorithms themselves are in `distgraph/passes/matmul_algorithms/`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from distgraph.errors import ShardingError
+
+CONTRACTIONS = ("matmul", "einsum")
+"""Kinds of ops that a distributed algorithm may compute."""
+_TEXT = re.compile(r"(?P<name>\w+)(\(slices=(?P<slices>[0-9]{1,9}), block=(?P<block>[0-9]{1,9})\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAlgorithm:
+    """An algorithm for a contraction of two tensors on a mesh of several ranks.
+
+    Attributes:
+        name: of a registered algorithm: "collective", "summa", "cannon", "wang", "meshslice".
+        slices: parts into which "meshslice" cuts the product, so that the communication of one overlaps the
+            computation of another. 1 for the others.
+        block: neighbouring rows or columns that stay together when a shard is sliced, such as those of one
+            cache line.
+
+    Raises:
+        ShardingError: fewer than one slice, or a block without rows.
+
+    Example:
+        >>> str(MatmulAlgorithm("meshslice", slices=8, block=2))
+        'meshslice(slices=8, block=2)'
+    """
+
+    name: str
+    slices: int = 1
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("slices", "block"):
+            if getattr(self, field) < 1:
+                raise ShardingError(
+                    f"algorithm {self.name}: {field} is {getattr(self, field)} but must be a number from 1 up"
+                )
+
+    def __str__(self) -> str:
+        sliced = (self.slices, self.block) != (1, 1)
+        return f"{self.name}(slices={self.slices}, block={self.block})" if sliced else self.name
+
+    @classmethod
+    def parse(cls, text: str) -> MatmulAlgorithm:
+        """Inverse of `str`. Raises ValueError or ShardingError.
+
+        >>> MatmulAlgorithm.parse("wang")
+        MatmulAlgorithm(name='wang', slices=1, block=1)
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        return cls(match["name"], int(match["slices"] or 1), int(match["block"] or 1))

@@ -1,0 +1,176 @@
+"""Ops of distributed matrix products: slices of a dim in strided blocks, and products added to a sum.
+
+A dim of length n is seen as (n / (slices * block), slices, block); a slice takes one position in the middle.
+So a shard of the dim holds the same share of every slice, and the slice of a sharded tensor is the tensor of
+the slices of its shards (Nam et al., "MeshSlice", 2025, section 3.1.2 and algorithm 2).
+
+The passes of `distgraph/passes/matmul_algorithms/` make these ops after the backward part, so they have no
+gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distgraph.errors import GraphError
+from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import Rule, Term, make_rule
+from distgraph.ir.op_registry import Attrs, Shape, Shapes, define
+from distgraph.kernels import matmul as kernels
+from distgraph.kernels import workspace
+from distgraph.kernels._common import Array, Namespace, store
+from distgraph.ops.contraction import einsum_rule, infer_einsum
+
+
+def _split(shape: Shape, attrs: Attrs) -> tuple[int, int, int]:
+    """(groups, slices, block) of the sliced dim of a whole tensor."""
+    dim, slices, block = attrs["dim"], attrs["slices"], attrs["block"]
+    if not 0 <= dim < len(shape) or not 0 <= attrs["index"] < slices or shape[dim] % (slices * block):
+        raise GraphError(
+            f"slice {attrs['index']} of {slices} in blocks of {block} along dim {dim} does not fit shape "
+            f"{shape}; the length must be a multiple of slices x block"
+        )
+    return shape[dim] // (slices * block), slices, block
+
+
+def _terms(whole: Shape, attrs: Attrs) -> tuple[Term, Term, dict[str, int]]:
+    """Terms of the whole tensor and of a slice of it, and the sizes of their indices."""
+    groups, slices, block = _split(whole, attrs)
+    dim = attrs["dim"]
+    plain = tuple((f"i{d}",) for d in range(len(whole)))
+    sizes = {f"i{d}": n for d, n in enumerate(whole) if d != dim} | {"g": groups, "s": slices, "b": block}
+    return (
+        (*plain[:dim], ("g", "s", "b"), *plain[dim + 1 :]),
+        (*plain[:dim], ("g", "b"), *plain[dim + 1 :]),
+        sizes,
+    )
+
+
+_WHOLE = {"s", "b"}
+
+
+def _slice_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    whole, part, sizes = _terms(shapes[0], attrs)
+    return make_rule("block_slice", (whole,), (part,), sizes, _WHOLE)
+
+
+def _seen(x: Array, dim: int, slices: int, block: int) -> Array:
+    """A view [..., groups, slices, block, ...] of an array with a sliced dim."""
+    groups = x.shape[dim] // (slices * block)
+    return x.reshape(*x.shape[:dim], groups, slices, block, *x.shape[dim + 1 :])
+
+
+def _slice_kernel(
+    xp: Namespace, x: Array, *, dim: int, index: int, slices: int, block: int, out: Array | None = None
+) -> Array:
+    part = _seen(x, dim, slices, block)[(slice(None),) * (dim + 1) + (index,)]
+    shape = (*x.shape[:dim], x.shape[dim] // slices, *x.shape[dim + 1 :])
+    if out is not None:
+        _seen(out, dim, 1, block)[(slice(None),) * (dim + 1) + (0,)] = part
+        return out
+    return xp.ascontiguousarray(part).reshape(shape)
+
+
+define("block_slice", _slice_rule, _slice_kernel, linear=((0,),))
+
+
+def _expand_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    dim = attrs["dim"]
+    shape = (*shapes[0][:dim], shapes[0][dim] * attrs["slices"], *shapes[0][dim + 1 :])
+    whole, part, sizes = _terms(shape, attrs)
+    return make_rule("block_expand", (part,), (whole,), sizes, _WHOLE)
+
+
+def _place(target: Array, x: Array, dim: int, index: int, slices: int, block: int) -> Array:
+    _seen(target, dim, slices, block)[(slice(None),) * (dim + 1) + (index,)] = _seen(x, dim, 1, block)[
+        (slice(None),) * (dim + 1) + (0,)
+    ]
+    return target
+
+
+def _expand_kernel(
+    xp: Namespace, x: Array, *, dim: int, index: int, slices: int, block: int, out: Array | None = None
+) -> Array:
+    if out is None:
+        out = xp.zeros((*x.shape[:dim], x.shape[dim] * slices, *x.shape[dim + 1 :]), x.dtype)
+    elif slices > 1:
+        out[...] = 0
+    return _place(out, x, dim, index, slices, block)
+
+
+define("block_expand", _expand_rule, _expand_kernel, linear=((0,),))
+
+
+def _insert_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    whole, part, sizes = _terms(shapes[0], attrs)
+    return make_rule("block_insert", (whole, part), (whole,), sizes, _WHOLE)
+
+
+def _insert_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(operands[0].shape, operands[0].dtype)]
+
+
+def _insert_kernel(
+    xp: Namespace,
+    x: Array,
+    part: Array,
+    *,
+    dim: int,
+    index: int,
+    slices: int,
+    block: int,
+    out: Array | None = None,
+) -> Array:
+    return _place(store(xp, x, out) if out is not None else x.copy(), part, dim, index, slices, block)
+
+
+define(
+    "block_insert",
+    _insert_rule,
+    _insert_kernel,
+    infer=_insert_infer,
+    linear=((0, 1),),
+    inplace=(0,),
+)
+
+
+def _add_rule(shapes: Shapes, attrs: Attrs) -> Rule:
+    product = einsum_rule(shapes[1:], attrs)
+    summed = {
+        index for index in product.indices if index not in {i for dim in product.results[0] for i in dim}
+    }
+    terms = (product.results[0], *product.operands)
+    return make_rule(attrs["spec"], terms, product.results, product.sizes, summed)
+
+
+def _add_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    ((shape, dtype),) = infer_einsum(operands[1:], attrs)
+    if (operands[0].shape, operands[0].dtype) != (shape, dtype):
+        raise GraphError(f"operand 0 is {operands[0].type} but the product is {dtype}{list(shape)}")
+    return [(shape, dtype)]
+
+
+def _add_flops(op: Op, rule: Rule) -> int:
+    return 2 * math.prod(rule.sizes.get(index, 1) for index in rule.indices)
+
+
+def _add_kernel(xp: Namespace, total: Array, *operands: Array, spec: str, out: Array | None = None) -> Array:
+    result = store(xp, total, out) if out is not None else total.copy()
+    return kernels.einsum_add(xp, *operands, spec=spec, out=result)
+
+
+def _add_workspace(total: Array, *operands: Array, spec: str) -> int:
+    return workspace.einsum_workspace(*operands, spec=spec, adds=True)
+
+
+define(
+    "einsum_add",
+    _add_rule,
+    _add_kernel,
+    infer=_add_infer,
+    flops=_add_flops,
+    inplace=(0,),
+    cost="matmul",
+    workspace=_add_workspace,
+)

@@ -1,0 +1,47 @@
+"""Compute contractions by the distributed algorithms that the graph names.
+
+In:   a completed graph with `Graph.algorithms`.
+Out:  a completed graph in which these contractions, and the backward ones that belong to them, are explicit
+      ops: slices, changes of layout, partial products, sums.
+Invariant: same values in the same layouts; contractions without an algorithm stay as they are.
+
+    algorithm %c "meshslice(slices=2, block=1)"    ->    see `meshslice.py`
+"""
+
+from __future__ import annotations
+
+from distgraph.ir.graph import Graph, Op
+from distgraph.ir.matmul_algorithm import CONTRACTIONS, MatmulAlgorithm
+from distgraph.passes.matmul_algorithms.product import product_of
+from distgraph.passes.matmul_algorithms.registry import find_matmul_algorithm
+from distgraph.passes.pass_registry import register_pass
+
+
+@register_pass("distribute_matmuls", requires="completed", stage="completed")
+def distribute_matmuls(graph: Graph) -> Graph:
+    """Compute matrix products by the algorithms that are named.
+
+    Raises:
+        ShardingError: an algorithm does not exist, or does not fit the layouts or sizes of its contraction.
+    """
+    if not graph.algorithms:
+        return graph
+    ops: list[Op] = []
+    attrs = dict(graph.attrs)
+    for op in graph.ops:
+        algorithm = algorithm_of(graph, op)
+        if algorithm is None:
+            ops.append(op)
+            continue
+        product = product_of(graph, op, algorithm)
+        find_matmul_algorithm(algorithm.name)(product, algorithm)
+        ops += product.ops
+        attrs |= {name: attr for name, attr in product.attrs.items() if name != op.name}
+    return graph.with_ops(ops, attrs=attrs, algorithms={})
+
+
+def algorithm_of(graph: Graph, op: Op) -> MatmulAlgorithm | None:
+    """The algorithm of a contraction: its own, or that of the forward op it belongs to; None without one."""
+    if op.kind not in CONTRACTIONS:
+        return None
+    return graph.algorithms.get(op.name) or graph.algorithms.get(op.link)

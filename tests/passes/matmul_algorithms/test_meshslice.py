@@ -1,0 +1,137 @@
+"""MeshSlice and the collective algorithm: values, bytes, order of the ops, and wrong input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.programs.matrix_products import FLOWS, MESHES, Product, product
+from support.programs.partitioned import run_partitioned
+
+import distgraph as dg
+from distgraph import ops
+from distgraph.errors import ShardingError
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.op_registry import REGISTRY
+from distgraph.ir.parser import parse_graph as parse
+from distgraph.ops.reference_interpreter import interpret
+from distgraph.passes.complete import complete
+from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
+from distgraph.passes.pass_pipeline import run_passes
+from distgraph.runtime.program.build import build
+
+SLICED = [(2, 1), (2, 2), (2, 8), (4, 1), (4, 2), (4, 8)]
+
+
+def check(case: Product) -> None:
+    feeds, params = case.arrays()
+    found, _, built = run_partitioned(case.completed(), [feeds], params)
+    for name, expected in case.expected().items():
+        (value,) = found[name]
+        assert np.abs(value - expected).max() <= 1e-12 * max(1.0, np.abs(expected).max()), name
+    for rank in built.ranks:
+        assert built.program(rank).bytes_sent() == pytest.approx(case.moved_bytes())
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equals_the_serial_product_and_sends_what_the_dataflow_says(mesh: tuple[int, int], flow: str) -> None:
+    check(product(*mesh, flow, "collective"))
+    for slices, block in SLICED:
+        check(product(*mesh, flow, "meshslice", slices, block))
+
+
+def test_every_stage_is_verified_and_means_the_same_on_whole_tensors() -> None:
+    case = product(2, 4, "LS", "meshslice", 2, 2)
+    completed, (feeds, params) = case.completed(pruned=False), case.arrays()
+    assert parse(str(completed)) == completed
+    rewritten = run_passes(completed, ["distribute_matmuls"])
+    assert not rewritten.algorithms
+    assert parse(str(rewritten)) == rewritten
+    run_passes(rewritten, ["reshard", "lower"])
+    outputs, _ = interpret(rewritten, feeds, params)
+    for name, expected in case.expected().items():
+        np.testing.assert_allclose(outputs[name], expected, rtol=0, atol=1e-11)
+
+
+def test_communication_stands_before_the_product_that_hides_it() -> None:
+    """The gathers of a slice are started before the product of the slice before it."""
+    case = product(2, 4, "OS", "meshslice", 4)
+    lowered = build(case.completed()).lowered
+    name = next(op.name for op in lowered.ops if op.kind == "einsum").removesuffix(".sum0")
+    order = [op.name.removeprefix(f"{name}.") for op in lowered.ops if op.name.startswith(name)]
+    expected = ["a0", "a0.gathered", "b0", "b0.gathered"]
+    for index in range(1, 4):
+        expected += [f"{which}{index}{end}" for which in "ab" for end in ("", ".gathered")] + [
+            f"sum{index - 1}"
+        ]
+    assert order == [*expected, name]
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 2), (2, 8)])
+def test_contiguous_slices_are_wrong(mesh: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant that cuts slice s out of a shard in one piece multiplies columns with rows of others."""
+
+    def contiguous(xp, x, *, dim, index, slices, block, out=None):  # type: ignore[no-untyped-def]
+        part = np.split(x, slices, dim)[index]
+        if out is None:
+            return np.ascontiguousarray(part)
+        out[...] = part
+        return out
+
+    monkeypatch.setitem(REGISTRY, "block_slice", replace(REGISTRY["block_slice"], kernel=contiguous))
+    with pytest.raises(AssertionError):
+        check(product(*mesh, "OS", "meshslice", 2))
+
+
+@pytest.mark.parametrize(
+    ("first", "weight", "last", "sizes"),
+    [
+        (["tp", None], [None, "tp"], [None, "tp"], (16, 12, 8)),
+        ([None, "tp"], ["tp", None], ["tp", None], (16, 12, 8)),
+        ([None, "tp"], ["tp", None], [None, "tp"], (16, 12, 16)),
+    ],
+)
+def test_one_axis_gathers_before_or_scatters_behind_the_product(
+    first: list[str | None], weight: list[str | None], last: list[str | None], sizes: tuple[int, int, int]
+) -> None:
+    """Megatron's sequence parallel pairs: all_gather then product, product then reduce_scatter."""
+    m, k, n = sizes
+    mesh = dg.ProcessMesh.grid(tp=2)
+    rng = np.random.default_rng(3)
+    x, w = rng.normal(size=(m, k)), rng.normal(size=(k, n))
+
+    def multiply(x: dg.Tensor, w: dg.Tensor) -> dg.Tensor:
+        function = dg.shard_op(
+            ops.matmul, mesh, in_specs=[first, weight], out_specs=last, algorithm="meshslice", slices=4
+        )
+        return function(x, w)
+
+    graph = dg.trace(multiply, ((m, k), "f64"), ((k, n), "f64"), names=("x", "w"))
+    completed = complete(graph, mesh)
+    found, _, _ = run_partitioned(completed, [{"x": x, "w": w}], {})
+    ((value,),) = found.values()
+    np.testing.assert_allclose(value, x @ w, rtol=0, atol=1e-12)
+    assert sum(op.kind == "einsum" for op in distribute_matmuls(completed).ops) == 4
+
+
+def test_wrong_input_is_refused() -> None:
+    mesh = dg.ProcessMesh.grid(rows=2, cols=4)
+    with pytest.raises(ShardingError, match=r"needs a mesh of two axes but mesh.* has 1"):
+        dg.shard_op(ops.matmul, dg.ProcessMesh.grid(tp=4), algorithm="meshslice", dataflow="OS")
+    with pytest.raises(ShardingError, match="there is no algorithm; name one"):
+        dg.shard_op(ops.matmul, mesh, dataflow="OS")
+    with pytest.raises(ShardingError, match="dataflow 'XS' does not exist; it is one of OS, LS, RS"):
+        dg.shard_op(ops.matmul, mesh, algorithm="meshslice", dataflow="XS")
+    with pytest.raises(ShardingError, match="slices is 0 but must be a number from 1 up"):
+        dg.shard_op(ops.matmul, mesh, algorithm="meshslice", slices=0)
+    case = Product(2, 4, "OS", MatmulAlgorithm("meshslice", 5, 2), 48, 48, 48)
+    message = r"5 slices in blocks of 2 need shards of k that are multiples of 10, .* use slices 2 or 3 or 6"
+    with pytest.raises(ShardingError, match=message):
+        distribute_matmuls(case.completed())
+    unknown = Product(2, 4, "OS", MatmulAlgorithm("strassen"), 48, 48, 48)
+    with pytest.raises(
+        ShardingError, match="algorithm 'strassen' for matrix products does not exist; the alg"
+    ):
+        distribute_matmuls(unknown.completed())

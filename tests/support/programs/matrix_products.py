@@ -1,0 +1,100 @@
+"""A matrix product and both gradients, on a mesh of two axes, by a distributed algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from distgraph import ops
+from distgraph.ir.graph import Graph
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.passes.backward import differentiate
+from distgraph.passes.complete import complete
+from distgraph.passes.dead_code_elimination import prune
+from distgraph.tracing.annotations import shard_op, shard_tensor
+from distgraph.tracing.tracer import Trace
+
+MESHES = ((4, 4), (2, 4), (4, 2), (2, 8), (8, 2), (3, 6))
+FLOWS = ("OS", "LS", "RS")
+
+
+@dataclass(frozen=True)
+class Product:
+    """y[m, n] = x[m, k] w[k, n], dx and dw for a given dy, all in float64."""
+
+    rows: int
+    cols: int
+    flow: str
+    algorithm: MatmulAlgorithm
+    m: int
+    k: int
+    n: int
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        return ProcessMesh.grid(rows=self.rows, cols=self.cols)
+
+    def graph(self, *, pruned: bool = True) -> Graph:
+        """Without the loss, whose sum over all ranks is no part of the products, unless not `pruned`."""
+        trace, a = Trace("product"), self.algorithm
+        with trace.activate():
+            x = trace.source("input", "x", (self.m, self.k), "f64")
+            dy = trace.source("input", "dy", (self.m, self.n), "f64")
+            w = trace.source("param", "w", (self.k, self.n), "f64")
+            first, last = ("cols", "rows") if self.flow == "RS" else ("rows", "cols")
+            shard_tensor(x, self.mesh, [first, last], gradient=True)
+            shard_tensor(dy, self.mesh, ["rows", "cols"])
+            weight = ["cols", "rows"] if self.flow == "LS" else ["rows", "cols"]
+            attr = DistAttr(self.mesh, ShardSpec.of(weight), Origin("user", ""))
+            trace.annotate(w.value, attr)
+            multiply = shard_op(
+                ops.matmul, self.mesh, algorithm=a.name, dataflow=self.flow, slices=a.slices, block=a.block
+            )
+            y = multiply(x, w)
+            dx, dw = differentiate(trace, ops.reduce("sum", y * dy), [x, w])
+        graph = trace.finish({"y": y, "dx": dx, "dw": dw})
+        return prune(graph) if pruned else graph
+
+    def completed(self, *, pruned: bool = True) -> Graph:
+        return complete(self.graph(pruned=pruned), self.mesh)
+
+    def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Inputs and parameters."""
+        return _arrays(self.m, self.k, self.n)
+
+    def expected(self) -> dict[str, np.ndarray]:
+        """y, dx and dw by NumPy."""
+        (feeds, params) = self.arrays()
+        x, dy, w = feeds["x"], feeds["dy"], params["w"]
+        return {"y": x @ w, "dx": dy @ w.T, "dw": x.T @ dy}
+
+    def moved_bytes(self) -> float:
+        """Bytes that one rank sends in the three products where no matrix is moved twice (paper, 2.3.1).
+
+        Each moves the two matrices that do not stay: shards of one along a row of the mesh, of the other
+        along a column.
+        """
+        x, w, y = (8.0 * size for size in (self.m * self.k, self.k * self.n, self.m * self.n))
+        by_flow = {"OS": (w, x), "LS": (w, y), "RS": (y, x)}
+        along_rows, along_cols = by_flow[self.flow]
+        ranks = self.rows * self.cols
+        return 3 * ((self.rows - 1) * along_rows + (self.cols - 1) * along_cols) / ranks
+
+
+@cache
+def _arrays(m: int, k: int, n: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    rng = np.random.default_rng(9)
+    return (
+        {"x": rng.normal(size=(m, k)), "dy": rng.normal(size=(m, n))},
+        {"w": rng.normal(size=(k, n))},
+    )
+
+
+def product(rows: int, cols: int, flow: str, name: str, slices: int = 1, block: int = 1) -> Product:
+    """A product whose sizes fit mesh, slices and block, all different."""
+    unit = int(np.lcm(rows, cols)) * slices * block
+    return Product(rows, cols, flow, MatmulAlgorithm(name, slices, block), 3 * unit, unit, 2 * unit)
