@@ -123,7 +123,6 @@ class CollectiveCost:
             if table.groups is not None
         ]
         self._curves: dict[tuple[int, str], NDArray[np.float64]] = {}
-        self._used: dict[Group, frozenset[int]] = {}
         self._lines: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
         self._plain: dict[tuple[str, Group, tuple[Group, ...]], tuple[Line, ...]] = {}
         self._latencies: dict[tuple[int, int], float] = {}
@@ -379,15 +378,7 @@ class CollectiveCost:
 
     def _apart(self, group: Group, others: tuple[Group, ...]) -> bool:
         """Whether no link between neighbours of the group carries bytes of another group."""
-        return all(self._links(group).isdisjoint(self._links(other)) for other in others)
-
-    def _links(self, group: Group) -> frozenset[int]:
-        if group not in self._used:
-            pairs = zip(group, (*group[1:], group[0]), strict=True)
-            self._used[group] = frozenset(
-                link for a, b in pairs for way in ((a, b), (b, a)) for link in self.router.route(*way).links
-            )
-        return self._used[group]
+        return all(self.rings.links(group).isdisjoint(self.rings.links(other)) for other in others)
 
     def _measured(self, table: MeasuredTable, column: str, nbytes: Any) -> NDArray[np.float64]:
         """Seconds interpolated on the monotone curve nearest to the table.

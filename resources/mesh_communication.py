@@ -104,6 +104,11 @@ class MeshCommunication:
             slowest, busy = max(slowest, (seconds, link)), max(busy, work)
         return *slowest, busy
 
+    def links(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> frozenset[int]:
+        """Directed links that all groups along some axes use together."""
+        groups = (tuple(self.device(rank) for rank in group) for group in mesh.groups(axes))
+        return frozenset().union(*map(self.cost.rings.links, groups))
+
     def narrowest(self, source: int, target: int) -> str:
         """Kind of the link with the least bandwidth between two devices; "" where they share memory."""
         links = [self.cost.router.link(directed) for directed in self.cost.router.route(source, target).links]

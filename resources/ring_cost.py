@@ -45,17 +45,21 @@ class RingCost:
         network = router.cluster.network
         self.rates = {ring.collective: ring for ring in network.rings}
         self._shape = network.shape
-        places = np.array(np.unravel_index(np.arange(len(network.members)), network.shape or (1,))).T
-        self._place = dict(zip(network.members, map(tuple, places.tolist()), strict=True))
+        members = network.members if network.over == "devices" else ()
+        places = np.array(np.unravel_index(np.arange(len(members)), network.shape or (1,))).T
+        self._place = dict(zip(members, map(tuple, places.tolist()), strict=True))
         self._rings: dict[Group, Ring | None] = {}
+        self._used: dict[Group, frozenset[int]] = {}
 
     def ring(self, group: Group) -> Ring | None:
-        """The group as a ring along one axis, None if it is none."""
+        """The group as a ring along one axis of a torus of devices, None if it is none."""
         if group not in self._rings:
             self._rings[group] = self._find_ring(group)
         return self._rings[group]
 
     def _find_ring(self, group: Group) -> Ring | None:
+        if not self._place:
+            return None
         places = [self._place[device] for device in group]
         varying = [axis for axis in range(len(self._shape)) if len({place[axis] for place in places}) > 1]
         if len(varying) != 1:
@@ -87,8 +91,8 @@ class RingCost:
         ring = self.ring(group) if len(rates) == len(parts) else None
         if ring is None:
             return None
-        links = self._links(group)
-        users = Counter(link for other in concurrent for link in self._links(other) if link in links)
+        links = self.links(group)
+        users = Counter(link for other in concurrent for link in self.links(other) if link in links)
         sharing = 1 + max(users.values(), default=0)
         bottleneck = self.router.link(self.router.route(ring.order[0], ring.order[1]).links[0])
         steps = len(group) - 1
@@ -132,15 +136,19 @@ class RingCost:
         differing = [axis for axis, (a, b) in enumerate(pairs) if a != b]
         return differing[0] if len(differing) == 1 else None
 
-    def _links(self, group: Group) -> frozenset[int]:
-        """Directed links that a group uses, a ring those between neighbours alone."""
+    def links(self, group: Group) -> frozenset[int]:
+        """Directed links between neighbours of a group, both ways; a ring in the order of its axis."""
+        if group not in self._used:
+            self._used[group] = self._find_links(group)
+        return self._used[group]
+
+    def _find_links(self, group: Group) -> frozenset[int]:
         ring = self.ring(group)
         order = group if ring is None else ring.order
         pairs = list(pairwise(order))
         if ring is None or ring.closed:
             pairs.append((order[-1], order[0]))
-        ways = (way for a, b in pairs for way in ((a, b), (b, a)))
-        return frozenset(link for a, b in ways for link in self.router.route(a, b).links)
+        return self.router.links(way for a, b in pairs for way in ((a, b), (b, a)))
 
 
 def _flows(kind: str, group: Group) -> list[Flow]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -66,6 +67,10 @@ class Router:
     def link(self, directed: int) -> Link:
         """The link that a directed link belongs to."""
         return self.cluster.links[directed // 2]
+
+    def links(self, pairs: Iterable[tuple[int, int]]) -> frozenset[int]:
+        """All directed links on the routes between pairs of devices (source, target)."""
+        return frozenset(link for source, target in pairs for link in self.route(source, target).links)
 
     def route(self, source: int, target: int) -> Route:
         """The route from device `source` to device `target`.

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distgraph.ir.collectives import collective_of
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -57,6 +58,8 @@ class TrafficCost:
         self.graph, self.cluster, self.devices = graph, cluster, devices
         self.communication = MeshCommunication(cluster, devices)
         self._exchanges: dict[object, Message] = {}
+        self._exchange_links: dict[str, frozenset[int]] = {}
+        self._group_links: dict[tuple[ProcessMesh, tuple[str, ...]], frozenset[int]] = {}
         self._representatives: dict[tuple[ProcessMesh, ProcessMesh], tuple[int, ...]] = {}
 
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
@@ -90,6 +93,31 @@ class TrafficCost:
             link = "" if largest is None else self.communication.narrowest(*largest)
             self._exchanges[key] = Message("send", seconds, wire, link, busy)
         return self._exchanges[key]
+
+    def share_links(self, first: Op, second: Op) -> bool:
+        """Whether two communications put bytes on the same link in the same direction.
+
+        Args:
+            first, second: collectives or exchanges. One that is not in the graph may use any link.
+        """
+        ends = (value.name for op in (first, second) for value in (op.operands[0], op.result))
+        if any(name not in self.graph.attrs for name in ends):
+            return True
+        return not self._links(first).isdisjoint(self._links(second))
+
+    def _links(self, op: Op) -> frozenset[int]:
+        """Directed links that all ranks of a communication use together."""
+        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
+        declared = collective_of(op.kind)
+        if declared is None or not declared.grouped:
+            if op.name not in self._exchange_links:
+                pairs = ((self.devices[a], self.devices[b]) for a, b in message_bytes(op, source, target))
+                self._exchange_links[op.name] = self.communication.cost.router.links(pairs)
+            return self._exchange_links[op.name]
+        key = source.mesh, tuple(op.attrs["axes"])
+        if key not in self._group_links:
+            self._group_links[key] = self.communication.links(*key)
+        return self._group_links[key]
 
     def _devices_between(self, first: ProcessMesh, second: ProcessMesh) -> tuple[int, ...]:
         """Representatives of the devices of two meshes, ascending by rank."""

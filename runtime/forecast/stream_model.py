@@ -7,7 +7,8 @@ group have ended, and the compute stream waits for it where the program waits (`
 `Storage.late`). Two other things delay a task: it ends no earlier than the host has issued its ops
 (`Compute.issue`) and reached the next task (`Compute.task`), and a device that moves its messages to other
 meshes itself computes nothing for `Compute.message` at each end of a message. Two collectives of different
-groups over one kind of link at the same time get half of its bandwidth each.
+groups that use the same links at the same time get half of their bandwidth each; those along different axes
+of a torus do not. Exchanges over the same links follow one another.
 
 A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
 the oldest first. The rest of this work is done when the program waits for the collective, or at the end of
@@ -32,7 +33,8 @@ from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
 from distgraph.runtime.program.storage import Storage, is_started
 
-Channel = tuple[str, tuple[int, ...]]  # kind of the link that decides, ranks of the group
+Channel = tuple[str, tuple[int, ...], int]
+"""Kind of the link that decides, ranks of the group, and a number where exchanges share no links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class _Run:
         self.clock = self.exposed = self.compute = self.communication = self.flops = 0.0
         self.issued = 0  # ops and collectives that the host has handed to the device
         self.channels: dict[Channel, float] = {}  # time at which each becomes free
+        self.latest: dict[Channel, Op] = {}  # its last communication
         self.outgoing = 0.0  # time at which messages to other meshes have been sent
         self.ends: dict[str, float] = {}  # value -> end of the collective that computes it
         self.busy: dict[str, float] = {}  # value -> remaining work of the device for its collective
@@ -286,21 +289,34 @@ class _Run:
     def _communicate(self, local: LocalOp, message: Message) -> None:
         self._count_wire_bytes(message)
         self.issued += bool(message.link)
-        name, channel = local.op.result.name, (message.link, local.attrs.get("group", ()))
+        name, channel = local.op.result.name, self._channel(local, message)
         start = max(self.clock, self.channels.get(channel, 0.0))
         end = start + message.seconds
         for other, busy in self.channels.items():
-            if other != channel and other[0] == channel[0] and busy > start:
+            if other != channel and busy > start and self._contend(other, message.link, local.op):
                 shared = min(message.seconds, (busy - start) / 2)
                 end += shared
                 self._delay(other, start, shared)
         self.communication += message.seconds
-        self.channels[channel] = end
+        self.channels[channel], self.latest[channel] = end, local.op
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
         self._record_span("communicate", local, start, end - start)
         if not self.streams.overlap:
             self.busy[name] = 0.0
             self._wait(end)
+
+    def _channel(self, local: LocalOp, message: Message) -> Channel:
+        """That of its group; of an exchange, that of earlier exchanges over some of the same links."""
+        group: tuple[int, ...] = local.attrs.get("group", ())
+        if group:
+            return message.link, group, 0
+        exchanges = [channel for channel in self.channels if channel[0] == message.link and not channel[1]]
+        contending = (channel for channel in exchanges if self._contend(channel, message.link, local.op))
+        return next(contending, (message.link, group, len(exchanges)))
+
+    def _contend(self, channel: Channel, link: str, op: Op) -> bool:
+        """Whether a communication over one kind of link uses links of the last one on a channel."""
+        return channel[0] == link and self.streams.traffic.share_links(self.latest[channel], op)
 
     def _delay(self, channel: Channel, after: float, seconds: float) -> None:
         """Delay the collectives in progress on a channel, because another group uses part of the link."""
