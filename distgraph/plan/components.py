@@ -13,13 +13,17 @@ from typing import Annotated
 from pydantic import PlainValidator
 
 from distgraph.ir.index_rule import OpLayout
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh, is_axis_name
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.serialization.documents import Count, Number, Seconds, documented, documented_as_text
 
 KINDS = ("input", "param", "state")
 _STAGE = re.compile(r"(?P<spec>\[[^@]*) @(?P<stage>[0-9]{1,9})")
-_COMPUTED = re.compile(r"(?P<kind>[\w.]+)(?: @(?P<stage>[0-9]{1,9}))? \{(?P<axes>[^}]*)\} -> (?P<results>.*)")
+_COMPUTED = re.compile(
+    r"(?P<kind>[\w.]+)(?: by (?P<algorithm>\w+(?:\([^)]*\))?))?(?: @(?P<stage>[0-9]{1,9}))? "
+    r"\{(?P<axes>[^}]*)\} -> (?P<results>.*)"
+)
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _MOST_AXES = 32  # of a mesh: NumPy's arrays have 64 dims at most
 
@@ -120,6 +124,7 @@ class Computed:
         stage: whose mesh computes it; None, in a layer, for that where it is placed (see `LayerOps`).
         stored: per result the stage on whose mesh it lies, None for that which computes it; empty where all
             are None.
+        algorithm: the distributed algorithm of a matrix product; None where none is chosen.
     """
 
     kind: str
@@ -128,6 +133,7 @@ class Computed:
     results: tuple[ShardSpec, ...] = ()
     stage: int | None = None
     stored: tuple[int | None, ...] = ()
+    algorithm: MatmulAlgorithm | None = None
 
     def __str__(self) -> str:
         parts = [f"{index}:{'*'.join(axes)}" for index, axes in self.axes]
@@ -138,7 +144,8 @@ class Computed:
             f"{spec}" if kept is None else f"{spec} @{kept}"
             for spec, kept in zip(self.results, stored, strict=True)
         )
-        return f"{self.kind}{at} {{{', '.join(parts)}}} -> {'; '.join(results)}"
+        by = "" if self.algorithm is None else f" by {self.algorithm}"
+        return f"{self.kind}{by}{at} {{{', '.join(parts)}}} -> {'; '.join(results)}"
 
     @classmethod
     def parse(cls, text: str) -> Computed:
@@ -158,7 +165,10 @@ class Computed:
         stored = tuple(parse_number(kept) if at else None for _, at, kept in results)
         stage = None if match["stage"] is None else int(match["stage"])
         none = all(kept is None for kept in stored)
-        return cls(match["kind"], tuple(axes), tuple(partial), specs, stage, () if none else stored)
+        algorithm = None if match["algorithm"] is None else MatmulAlgorithm.parse(match["algorithm"])
+        return cls(
+            match["kind"], tuple(axes), tuple(partial), specs, stage, () if none else stored, algorithm
+        )
 
     def layout(self, mesh: ProcessMesh) -> OpLayout:
         """The layout on a mesh."""

@@ -137,4 +137,6 @@ def _as(line: Computed, text: str) -> Computed:
     found = Computed.parse(text)
     if found.kind != line.kind or len(found.results) != len(line.results):
         raise ValueError(text)
-    return replace(line, axes=found.axes, partial=found.partial, results=found.results)
+    return replace(
+        line, axes=found.axes, partial=found.partial, results=found.results, algorithm=found.algorithm
+    )

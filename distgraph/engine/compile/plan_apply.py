@@ -16,6 +16,7 @@ from distgraph.engine.compile.op_positions import OpPositions, decompose_ops, is
 from distgraph.engine.compile.training_spec import TrainingSpec
 from distgraph.errors import GraphError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph, Op
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.complete import follow
@@ -192,6 +193,7 @@ def _assemble(graph: Graph, mesh_of: Mapping[str, ProcessMesh], plan: Plan, posi
     lines = [iter(layer.ops) for layer in plan.ops]
     rest = dict(plan.rest.ops)
     attrs: dict[str, DistAttr] = {}
+    algorithms: dict[str, MatmulAlgorithm] = {}
     ops: list[Op] = []
     for op in graph.ops:
         if is_named(op):
@@ -208,11 +210,13 @@ def _assemble(graph: Graph, mesh_of: Mapping[str, ProcessMesh], plan: Plan, posi
         for value, spec, stage in zip(op.results, line.results, stored, strict=True):
             attrs[value.name] = DistAttr(mesh if stage is None else meshes[stage], spec, origin)
         ops.append(replace(op, layout=line.layout(mesh)))
+        if line.algorithm is not None:
+            algorithms[op.name] = line.algorithm
     if rest or any(next(unread, None) is not None for unread in lines):
         raise GraphError(
             f"plan of {plan.program.name} has more ops than the program; make it anew with this distgraph"
         )
-    return graph.with_ops(ops, attrs=attrs)
+    return graph.with_ops(ops, attrs=attrs, algorithms=algorithms)
 
 
 def _stored_attr(op: Op, plan: Plan, origin: Origin) -> DistAttr:
@@ -258,6 +262,13 @@ def _with_annotations(serial: Graph, completed: Graph, plan: Plan) -> Graph:
                 f"{planned}; remove the annotation, or make a plan that keeps it"
             )
         attrs[name] = attr
+    for name, algorithm in serial.algorithms.items():
+        planned_algorithm = completed.algorithms.get(name)
+        if planned_algorithm != algorithm:
+            raise ShardingError(
+                f"%{name} is annotated to be computed by {algorithm} but in plan of {plan.program.name} by "
+                f"{planned_algorithm or 'no algorithm'}; remove the annotation, or make a plan that keeps it"
+            )
     return replace(completed, attrs=attrs)
 
 

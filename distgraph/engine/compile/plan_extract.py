@@ -150,7 +150,8 @@ def lines_of(layering: Layering, completed: Graph, ops: Iterable[Op]) -> dict[st
             tensors[str(op.attrs["name"])] = str(specs[0])
             continue
         assert op.layout is not None  # of a completed graph
-        line = str(Computed(op.kind, op.layout.axes, op.layout.partial, specs))
+        algorithm = completed.algorithms.get(op.name)
+        line = str(Computed(op.kind, op.layout.axes, op.layout.partial, specs, algorithm=algorithm))
         layer, number = numbers[op.name]
         if layer == REST:
             rest[rest_line(op.name)] = line
@@ -257,6 +258,7 @@ class _Describer:
             tuple(attr.spec for attr in attrs),
             self.stage_of[mesh] if with_stage or mesh != self.after[name] else None,
             stored if any(stage is not None for stage in stored) else (),
+            self.completed.algorithms.get(name),
         )
 
 

@@ -1,0 +1,63 @@
+"""Training with products by distributed algorithms: as serial training, and from a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import distgraph as dg
+from distgraph import nn, optim
+from distgraph.errors import ShardingError
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers; on a mesh the first in dataflow OS and the second in LS."""
+
+    def __init__(self, mesh: dg.ProcessMesh | None) -> None:
+        self.mesh = mesh
+        self.first = nn.Linear(24, 48, dtype="f64")
+        self.second = nn.Linear(48, 24, bias=False, dtype="f64")
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        first = dg.shard_op(self.first, self.mesh, algorithm="meshslice", dataflow="OS", slices=2)
+        second = dg.shard_op(self.second, self.mesh, algorithm="meshslice", dataflow="LS", slices=2, block=2)
+        return second(dg.ops.gelu(first(x)))
+
+
+def engine(mesh: dg.ProcessMesh | None, **options: object) -> dg.Engine:
+    model = TwoLayers(mesh)
+    return dg.Engine(model, lambda y, t: dg.ops.mean((y - t) * (y - t)), optim.AdamW(0.01), **options)
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(4)
+    return rng.normal(size=(24, 24)), rng.normal(size=(24, 24))
+
+
+def losses(trained: dg.Engine) -> list[float]:
+    return [trained.run(batch())["loss"] for _ in range(3)]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+def test_training_evaluation_and_prediction_equal_serial(shape: tuple[int, int]) -> None:
+    serial, sharded = engine(None), engine(dg.ProcessMesh.grid(rows=shape[0], cols=shape[1]))
+    assert losses(sharded) == pytest.approx(losses(serial), rel=0, abs=1e-12)
+    x, _ = batch()
+    np.testing.assert_allclose(sharded.predict(x), serial.predict(x), rtol=0, atol=1e-12)
+
+
+def test_a_plan_keeps_the_algorithms(tmp_path: Path) -> None:
+    mesh = dg.ProcessMesh.grid(rows=2, cols=2)
+    annotated = engine(mesh)
+    expected = losses(annotated)
+    path = tmp_path / "plan.json"
+    annotated.plan.save(path)
+    text = path.read_text()
+    assert '"matmul by meshslice(slices=2, block=1) {k:rows, n:cols} -> [rows, cols]"' in text
+    assert losses(engine(mesh, plan=dg.Plan.load(path))) == expected
+    path.write_text(text.replace(" by meshslice(slices=2, block=2)", ""))
+    message = r"computed by meshslice\(slices=2, block=2\) but in plan of TwoLayers by no algorithm"
+    with pytest.raises(ShardingError, match=message):
+        engine(mesh, plan=dg.Plan.load(path)).prepare(batch())
