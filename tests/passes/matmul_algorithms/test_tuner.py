@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distgraph.errors import InfeasibleError
+from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.passes.matmul_algorithms.layer_products import (
     DATAFLOWS,
     legal_slices,
@@ -57,6 +57,10 @@ def transformer_block(hidden: int, samples: int) -> list[Layer]:
 
 sizes = st.sampled_from([16, 32, 48, 64, 96, 128])
 layer_lists = st.lists(st.builds(Layer, st.just("fc"), sizes, sizes, sizes), min_size=1, max_size=3)
+uneven_sizes = st.sampled_from([6, 8, 12, 18, 24, 30, 32, 36, 48])  # not all divisible by every mesh
+uneven_lists = st.lists(
+    st.builds(Layer, st.just("fc"), uneven_sizes, uneven_sizes, uneven_sizes), min_size=1, max_size=2
+)
 prices = st.builds(
     lambda launch, step, bandwidth: TorusPrices(
         dict(zip(("all_gather", "reduce_scatter", "send_receive"), launch, strict=True)),
@@ -137,8 +141,14 @@ def brute_force(layers: list[Layer], chips: int, table: TorusPrices, flops: floa
     return best
 
 
-@settings(max_examples=100, deadline=None)
-@given(layer_lists, st.sampled_from([4, 8, 12, 16]), prices, st.floats(1e9, 1e12), st.sampled_from([1, 2, 4]))
+@settings(max_examples=200, deadline=None)
+@given(
+    st.one_of(layer_lists, uneven_lists),
+    st.sampled_from([4, 6, 8, 12, 16]),
+    prices,
+    st.floats(1e9, 1e12),
+    st.sampled_from([1, 2, 4]),
+)
 def test_equals_brute_force(
     layers: list[Layer], chips: int, table: TorusPrices, flops: float, block: int
 ) -> None:
@@ -222,6 +232,24 @@ class TestDataflow:
         assert moving[0] == moving[1] == moving[2]
         assert {"OS": "Y", "LS": "X", "RS": "W"}[flow] not in moving[0]
         assert sorted(moving[0].values()) == [0, 1]
+
+    @pytest.mark.parametrize(
+        ("flow", "legal", "illegal"),
+        [  # X is samples x inputs on mesh 2 x 3, and so on: rows divide one index, columns the other
+            ("OS", (2, 6, 3), [(3, 6, 3), (2, 4, 3), (2, 6, 4)]),
+            ("LS", (2, 3, 6), [(3, 3, 6), (2, 4, 6), (2, 3, 4)]),
+            ("RS", (6, 2, 3), [(4, 2, 3), (6, 3, 3), (6, 2, 4)]),
+        ],
+    )
+    def test_sizes_that_a_mesh_divides(
+        self, flow: str, legal: tuple[int, int, int], illegal: list[tuple[int, int, int]]
+    ) -> None:
+        assert legal_slices(products(Layer("fc", *legal), flow)[0], (2, 3)) == (1,)
+        for shape in illegal:
+            product = products(Layer("fc", *shape), flow)[0]
+            assert legal_slices(product, (2, 3)) == ()
+            with pytest.raises(ShardingError, match="nearest legal size"):
+                product_seconds("meshslice", product, (2, 3), 1, TPU_V4, FLOPS)
 
     @given(st.lists(st.sampled_from(DATAFLOWS), max_size=6))
     def test_no_input_is_transposed_between_layers(self, flows: list[str]) -> None:
