@@ -18,7 +18,7 @@ from distgraph.passes.pass_registry import register_pass
 @register_pass("dead_code_elimination", stage="serial")
 def prune(graph: Graph) -> Graph:
     """Remove ops that neither an output nor an update needs."""
-    needed = set(graph.kept) | {old for old, _ in graph.updates}
+    needed = set(graph.live_out) | {old for old, _ in graph.updates}
     left: list[Op] = []
     for op in reversed(graph.ops):
         if op.kind == "input" or any(value.name in needed for value in op.results):

@@ -140,8 +140,8 @@ class Graph:
         return tuple(dict.fromkeys(attr.mesh for attr in self.attrs.values()))
 
     @cached_property
-    def kept(self) -> frozenset[str]:
-        """Names of values that leave the graph: outputs and updates."""
+    def live_out(self) -> frozenset[str]:
+        """Names of values that are live after the graph: outputs and updates."""
         return frozenset(v.name for _, v in self.outputs) | frozenset(v.name for _, v in self.updates)
 
     def sources(self, *kinds: str) -> tuple[Op, ...]:

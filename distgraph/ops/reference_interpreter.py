@@ -44,7 +44,7 @@ def interpret(
         for value, array in zip(op.results, _run(op, values, sources, micro, xp), strict=True):
             values[value.name] = array
         for value in op.operands:
-            if last[value.name] == op.name and value.name not in graph.kept:
+            if last[value.name] == op.name and value.name not in graph.live_out:
                 values.pop(value.name, None)
     outputs = {label: values[value.name] for label, value in graph.outputs}
     names = {op.name: str(op.attrs["name"]) for op in graph.sources("param", "state")}

@@ -30,7 +30,7 @@ def postpone(graph: Graph, meshes: Mapping[str, ProcessMesh]) -> tuple[Graph, di
     for op in graph.ops:
         ops.extend(_split(graph, op, home) if op.kind == "accumulate" else [op])
     read = {value.name for op in graph.ops for value in op.operands}
-    kept = {value.name for op in ops for value in op.operands} | graph.kept
+    kept = {value.name for op in ops for value in op.operands} | graph.live_out
     sums = {op.name for op in graph.ops if op.kind == "add" and op.role == "backward"}
     dead = (sums & read) - kept
     return graph.with_ops(op for op in ops if op.name not in dead), home
@@ -59,7 +59,7 @@ def _split(graph: Graph, op: Op, home: dict[str, ProcessMesh]) -> list[Op]:
         total.kind != "add"
         or total.role != "backward"
         or len(graph.users[total.name]) != 1
-        or total.name in graph.kept
+        or total.name in graph.live_out
     ):
         return [op]
     if not _crosses(graph, total, home):

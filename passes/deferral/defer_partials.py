@@ -44,7 +44,7 @@ def deferred(graph: Graph, settled: Settled, layouts: Mapping[str, OpLayout]) ->
         (name, axis)
         for name, axes in candidates.items()
         for axis in axes
-        if name not in graph.attrs and name not in graph.kept and graph.users[name]
+        if name not in graph.attrs and name not in graph.live_out and graph.users[name]
     }
     waiting = sorted(kept)
     while waiting:

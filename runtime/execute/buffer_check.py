@@ -80,7 +80,7 @@ class BufferCheck:
             local.op.result.name for task in program.tasks for local in task.ops if local.mode == "comm.mask"
         }
         outputs = {
-            self._storage.slots[name].root for name in program.graph.kept if name in self._storage.slots
+            self._storage.slots[name].root for name in program.graph.live_out if name in self._storage.slots
         }
         last_runs: dict[
             frozenset[str], dict[int, tuple[str, int]]

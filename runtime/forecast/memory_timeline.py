@@ -106,7 +106,7 @@ def _lifetimes(program: RankProgram, storage: Storage) -> dict[str, Lifetime]:
             for value in local.op.operands:
                 if value.name in storage.slots:
                     readers[storage.slots[value.name].root].add(task.name)
-    for name in program.graph.kept:
+    for name in program.graph.live_out:
         if name in storage.slots:
             readers[storage.slots[name].root].add("")
     return {

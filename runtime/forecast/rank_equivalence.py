@@ -4,9 +4,9 @@ Two relations are used.
 
 *Ranks that run the same tasks* (`representative_ranks`). *In:* such ranks. *Out:* some of them, and whether
 they represent the rest exactly. *Invariant:* exact only where every value is cut into blocks of one size and
-no op depends on where its block lies, so that all ranks do the same work. Otherwise the corners of the meshes
-represent the rest: block sizes decrease with the coordinate, and halos change monotonically with it. Along an
-axis with weights, the corners of every run of equal weights are taken.
+no op depends on the position of its block, so that all ranks do the same work. Otherwise the corners of the
+meshes represent the rest: block sizes decrease with the coordinate, and halos change monotonically with it.
+Along an axis with weights, the corners of every sequence of equal weights represent the rest.
 
 *Ranks that do the same under other names* (`RankClasses`), such as those of pipeline stages with equal
 layers. *In:* the tasks of a program. *Out:* the `RankClass` of a rank. *Invariant:* ranks whose classes have
@@ -108,7 +108,7 @@ class _CanonicalForm:
             source = producer.kind if producer.kind in SOURCES else ""
             windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
             layout = (value.shape, value.dtype, attr.spec, self._mesh(attr.mesh), windows)
-            self.lines.append((*layout, source, self.parts.phase[name], name in graph.kept))
+            self.lines.append((*layout, source, self.parts.phase[name], name in graph.live_out))
         return self.values[name]
 
     def _mesh(self, mesh: ProcessMesh) -> int:

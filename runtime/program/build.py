@@ -1,4 +1,4 @@
-"""From a completed graph to tasks, schedule and rank programs: the passes behind completion."""
+"""Builds a program: the passes after completion, from a completed graph to tasks, schedule, rank programs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Build:
         lowered: every change of layout is a collective.
         parts: tasks and edges.
         policy: name of the schedule.
-        pipeline: the passes that made it; those on rank programs run for each rank when it is looked at.
-        planned: the completed graph before the pipeline's passes on completed graphs, which is what a plan
-            describes; None where there are no such passes.
+        pipeline: its passes; those on rank programs run for a rank when `program` is called.
+        planned: the completed graph before the pipeline's passes on completed graphs, which a plan
+            describes; None if there are no such passes.
     """
 
     completed: Graph
@@ -45,7 +45,7 @@ class Build:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Order of the tasks on every rank, found by running the actors under the simulated clock."""
+        """Order of the tasks on every rank, recorded from the actors under the simulated clock."""
         return schedule(self.task_graph, self.policy)
 
     @cached_property
@@ -54,7 +54,7 @@ class Build:
         return tuple(sorted({rank for mesh in self.lowered.meshes for rank in mesh.members}))
 
     def program(self, rank: int) -> RankProgram:
-        """What one rank runs."""
+        """The program of one rank."""
         passes = self.pipeline.reaching("rank")
         program: RankProgram = run_passes(self.parts, passes, PassContext(rank=rank), verified=False)
         return program
@@ -62,12 +62,12 @@ class Build:
 
 @dataclass(frozen=True)
 class ReshardedProgram:
-    """A program whose changes of layout are explicit, before it is known what they cost on which devices.
+    """A program whose changes of layout are explicit, before ranks have devices and changes have costs.
 
     Attributes:
         planned: the completed graph that it was made from.
-        completed: after the pipeline's passes on completed graphs.
-        resharded: every change of layout is a `reshard` op.
+        completed: the graph after the pipeline's passes on completed graphs.
+        resharded: the graph in which every change of layout is a `reshard` op.
         pipeline: the passes.
     """
 
@@ -109,11 +109,11 @@ def build(
     price: Price = wire_price,
     passes: Pipeline | None = None,
 ) -> Build:
-    """Run the passes behind completion.
+    """Run the passes after completion.
 
     Args:
         completed: graph of one micro-batch.
-        micro_batches: how often it runs in a step.
+        micro_batches: number of micro-batches in a step.
         policy: name of the schedule.
         price: cost of a collective, for the choice between sequences of them.
         passes: by default `PIPELINE`.

@@ -90,7 +90,7 @@ class _OperandShells:
             apply: Callable[[Any], Any] = operator.itemgetter(local.attrs["slices"])
         elif local.mode == "compute" and lookup(local.op.kind).view:
             apply = partial(lookup(local.op.kind).kernel, np, **local.attrs)
-        else:  # it reuses the buffer of another value and is laid out like a value with its own memory
+        else:  # it reuses the buffer of another value and has the strides of a value with its own memory
             return self._block(name)
         shell: Shell = apply(self.of(first))
         return shell

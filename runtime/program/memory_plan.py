@@ -131,7 +131,7 @@ class StoragePlan:
     def alias(self, local: LocalOp) -> tuple[str, bool] | None:
         """(root, contiguous) of the result where it shares the operand's memory; None where it does not."""
         op = local.op
-        if op.results[0].name in self.program.graph.kept or op.results[0].name in self.copied:
+        if op.results[0].name in self.program.graph.live_out or op.results[0].name in self.copied:
             return None  # outputs have memory of their own
         declared = local.collective
         if declared is not None and declared.result_memory == "operand":
@@ -187,7 +187,7 @@ class StoragePlan:
         maker = self.made[root]
         if self.tasks[maker[0]].ops[maker[1]].mode == "comm.mask":
             return False  # filled once, for all steps
-        outputs = self.program.graph.kept
+        outputs = self.program.graph.live_out
         return all(self.reader_count.get(name, 0) == 1 and name not in outputs for name in self.aliases[root])
 
     def join_accumulates(self) -> None:
@@ -249,7 +249,7 @@ class StoragePlan:
         """Make roots that another task uses persistent, or rings where there is one per micro-batch."""
         graph = self.program.graph
         per_micro = {task.name: task.per_micro for task in self.program.tasks}
-        output_roots = {slot.root for name, slot in self.slots.items() if name in graph.kept}
+        output_roots = {slot.root for name, slot in self.slots.items() if name in graph.live_out}
         for name, slot in self.slots.items():
             if slot.root != name or slot.kind != "scratch":
                 continue
@@ -410,7 +410,7 @@ class StoragePlan:
         """
         for task, transfer, depth, posting in self.sent_rings(storage):
             written = (clocks.posts if posting else clocks.starts)[task]
-            late = np.flatnonzero(clocks.taken[transfer][:-depth] + posting > written[depth:])
+            late = np.flatnonzero(clocks.receiver_posts[transfer][:-depth] + posting > written[depth:])
             if late.size:
                 micro, target = int(late[0]), self.program.parts.transfers[transfer][1]
                 raise RuntimeFault(
@@ -444,7 +444,7 @@ class StoragePlan:
         task = self.made[root][0]
         written = (clocks.posts if posted_early else clocks.starts)[task]
         needed = (
-            outstanding(written, clocks.taken[local.op.name], posting=posted_early)
+            outstanding(written, clocks.receiver_posts[local.op.name], posting=posted_early)
             for local in self.messages(root)
         )
         return 1 + posted_early + max(1, *reach), max(needed, default=1)

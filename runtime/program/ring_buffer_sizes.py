@@ -39,14 +39,14 @@ class RankClocks:
         places: task -> for each micro-batch its place in the rank's order, -1 where it has none.
         starts: task -> for each micro-batch the clock at which it runs.
         posts: task -> for each micro-batch the clock at which this rank posts its receives.
-        taken: transfer that the rank sends -> for each micro-batch the clock at which all receivers have
-            posted their receives.
+        receiver_posts: transfer that the rank sends -> for each micro-batch the clock at which all receivers
+            have posted their receives.
     """
 
     places: Mapping[str, Clocks]
     starts: Mapping[str, Clocks]
     posts: Mapping[str, Clocks]
-    taken: Mapping[str, Clocks]
+    receiver_posts: Mapping[str, Clocks]
 
     def renamed(self, tasks: Mapping[str, str], transfers: Mapping[str, str]) -> RankClocks:
         """These clocks with the names of a corresponding rank, whose tasks and transfers have other names."""
@@ -54,7 +54,9 @@ class RankClocks:
             {tasks[name]: clocks for name, clocks in clocks_of.items()}
             for clocks_of in (self.places, self.starts, self.posts)
         )
-        return RankClocks(places, starts, posts, {transfers[name]: c for name, c in self.taken.items()})
+        return RankClocks(
+            places, starts, posts, {transfers[name]: c for name, c in self.receiver_posts.items()}
+        )
 
 
 def rank_clocks(schedule: Schedule, parts: Parts, rank: int) -> RankClocks:
@@ -67,9 +69,9 @@ def rank_clocks(schedule: Schedule, parts: Parts, rank: int) -> RankClocks:
     for place, step in enumerate(column.steps):
         places[step.task][step.micro] = place
     clocks = np.array([step.clock for step in column.steps], np.int64)
-    ahead = np.concatenate([np.zeros(2, np.int64), clocks + 1])
+    posting_clocks = np.concatenate([np.zeros(2, np.int64), clocks + 1])
     run = {task: place_of_micro[place_of_micro >= 0] for task, place_of_micro in places.items()}
-    taken = {
+    receiver_posts = {
         sent: schedule.posts[target]
         for sent, (source, target) in parts.transfers.items()
         if source in places and target in schedule.posts
@@ -77,8 +79,8 @@ def rank_clocks(schedule: Schedule, parts: Parts, rank: int) -> RankClocks:
     return RankClocks(
         places,
         {task: clocks[place_of_micro] for task, place_of_micro in run.items()},
-        {task: ahead[place_of_micro] for task, place_of_micro in run.items()},
-        taken,
+        {task: posting_clocks[place_of_micro] for task, place_of_micro in run.items()},
+        receiver_posts,
     )
 
 
@@ -112,14 +114,16 @@ def _window_in_any_order(intervals: list[tuple[int, int]]) -> int:
     return widest
 
 
-def outstanding(written: Clocks, taken: Clocks, *, posting: bool) -> int:
+def outstanding(written: Clocks, receiver_posts: Clocks, *, posting: bool) -> int:
     """Number of buffers of a ring with which no write waits for a receive that is posted later.
 
     Args:
         written: for each micro-batch the clock at which its buffer is written.
-        taken: for each micro-batch the clock at which the receives of the messages from it are posted.
+        receiver_posts: for each micro-batch the clock at which the receives of the messages from it are
+            posted.
         posting: the buffer is written by a receive that is posted at these clocks, not by a task.
     """
     micro = np.arange(len(written))
-    first_late = np.searchsorted(taken, written, "left" if posting else "right")  # first one not posted yet
+    # first micro-batch whose receive is not posted when the buffer is written
+    first_late = np.searchsorted(receiver_posts, written, "left" if posting else "right")
     return int((micro - np.minimum(first_late, micro)).max()) + 1

@@ -5,7 +5,7 @@ Kinds of storage:
     persistent  one buffer for the whole step: read by another task, or an output.
     ring        like persistent, with one buffer for each micro-batch in flight.
     scratch     dead when its task ends; its memory is reused as soon as the value is dead (`memory_packing`).
-    view        the memory of another value (its root) in another shape; computed again where it is needed.
+    view        the memory of another value (its root) in another shape; recomputed where it is read.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class DeviceFree:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The device has finished what `Run` asked for."""
+    """The device has finished a `Run`."""
 
     micro: int
 

@@ -42,7 +42,7 @@ def order_times(
         devices: task -> devices that run it.
         seconds, last: duration of every task, and its duration with the last micro-batch.
         delays: (source, target) -> seconds from the end of the source to its data being at the target; 0
-            where there is no entry.
+            if there is no entry.
         rings: buffers that messages are sent from.
     """
     path = _LongestPath(graph, devices, delays)

@@ -13,7 +13,7 @@ from distgraph.runtime.schedule.task import TaskGraph, barriers, phases
 
 
 def with_credits(graph: TaskGraph, policy: str | SchedulePolicy) -> TaskGraph:
-    """The graph with the policy's credits as the limit of every edge that has no limit of its own.
+    """The graph with the policy's credits as the buffer limit of every edge without a limit.
 
     Example:
         >>> from distgraph.runtime.schedule.task import pipeline

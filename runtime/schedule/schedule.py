@@ -158,7 +158,8 @@ def schedule(
 ) -> Schedule:
     """Decide the order of every rank by running the actors under the simulated clock.
 
-    Tasks that update parameters come last on every rank: a step is checked before them (see `finite`).
+    Tasks that update parameters come last on every rank: the values of a step are checked before them (see
+    `execute.finite_check`).
 
     Args:
         graph: the task graph of one step.
@@ -206,9 +207,9 @@ def schedule(
 def _updates_last(
     graph: TaskGraph, orders: Mapping[int, tuple[tuple[str, int], ...]]
 ) -> dict[int, tuple[tuple[str, int], ...]]:
-    """The orders with update tasks moved behind all others, which keep their order.
+    """The orders with update tasks moved to the end; all other tasks stay in order.
 
-    Nothing but another update reads the result of an update.
+    Only another update reads the result of an update.
     """
     updates = {task.name for task in graph.tasks if task.kind == UPDATES}
     return {rank: tuple(sorted(order, key=lambda step: step[0] in updates)) for rank, order in orders.items()}

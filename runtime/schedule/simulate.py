@@ -94,9 +94,9 @@ def simulate(
 
     Args:
         graph: the task graph.
-        durations: seconds by task name or by kind (a name goes first); None: one second each.
+        durations: seconds by task name or by kind (a name has precedence); None: one second each.
         policy: name or declaration of a schedule. It sets the credits and, without `order`, decides which
-            request goes first.
+            request is granted first.
         order: for each rank, the (task, micro-batch) pairs in the order in which it must run them.
         transfer: seconds from the end of a task to its data being ready on ranks that did not run it; or
             those of each edge (source, target), 0 where it is not named.

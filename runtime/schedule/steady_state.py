@@ -54,7 +54,7 @@ class _Period:
 
 
 def _find_period(timeline: Timeline) -> _Period | None:
-    """The first period of a timeline; None where there is none."""
+    """The first period of a timeline; None if there is none."""
     graph = timeline.graph
     begun = {task.name: 0 for task in graph.tasks}
     per_micro = [task.name for task in graph.tasks if task.per_micro]
@@ -71,8 +71,8 @@ def _find_period(timeline: Timeline) -> _Period | None:
             if max(begun[name] for name in per_micro) == graph.micro_batches:
                 return None
             if state in seen:
-                before, behind = seen[state]
-                return _Period(before, clock, first - behind)
+                start, first_at_start = seen[state]
+                return _Period(start, clock, first - first_at_start)
             seen[state] = clock, first
         begun[run.task] += 1
     return None

@@ -53,7 +53,7 @@ class Edge:
         source: name of the task that produces.
         target: name of the task that consumes.
         buffers: how many results of the source may be alive at once; a result is alive from the start of the
-            source to the end of the target. None: no limit of its own; a schedule policy may set one.
+            source to the end of the target. None: the graph sets no limit; a schedule policy may set one.
     """
 
     source: str
@@ -191,14 +191,14 @@ def barriers(graph: TaskGraph) -> dict[str, frozenset[str]]:
     has_micro: set[str] = set()
     result: dict[str, frozenset[str]] = {}
     for name in topological_order(graph):
-        behind: frozenset[str] = frozenset()
+        waited_for: frozenset[str] = frozenset()
         for source in sources[name]:
-            behind |= result[source]
+            waited_for |= result[source]
             if kinds[source].per_micro or source in has_micro:
                 has_micro.add(name)
             if not kinds[source].per_micro and source in has_micro:
-                behind |= {source}
-        result[name] = behind
+                waited_for |= {source}
+        result[name] = waited_for
     return result
 
 
@@ -268,13 +268,13 @@ def _verify_edges(graph: TaskGraph) -> None:
 def _verify_buffers(graph: TaskGraph) -> None:
     """Check that a consumer which waits for all micro-batches, itself or by a barrier, has room for all."""
     tasks = {task.name: task for task in graph.tasks}
-    behind, targets = barriers(graph), _successors(graph)
+    waited_for, targets = barriers(graph), _successors(graph)
     for edge in graph.edges:
         if edge.buffers is None or edge.buffers >= graph.micro_batches or not tasks[edge.source].per_micro:
             continue
         between = set() if tasks[edge.target].per_micro else {edge.target}
-        if behind[edge.source] != behind[edge.target]:
-            between |= _descendants(targets, edge.source) & behind[edge.target]
+        if waited_for[edge.source] != waited_for[edge.target]:
+            between |= _descendants(targets, edge.source) & waited_for[edge.target]
         if between:
             count = graph.micro_batches
             raise GraphError(

@@ -100,7 +100,7 @@ def test_annotations_stay_and_everything_is_decided(program: Program) -> None:
         for value in op.results:
             found = completed.attrs[value.name]
             found.spec.check(value.shape, found.mesh)
-            assert value.name not in completed.kept or not found.spec.partial
+            assert value.name not in completed.live_out or not found.spec.partial
 
 
 # an independent fixpoint: chaotic iteration over every value and op until nothing changes

@@ -103,7 +103,7 @@ def test_annotations_stay(program: Program) -> None:
     for op in after.ops:
         assert op.layout is not None
         for value in op.results:
-            assert value.name not in after.kept or not after.attrs[value.name].spec.partial
+            assert value.name not in after.live_out or not after.attrs[value.name].spec.partial
 
 
 @checked

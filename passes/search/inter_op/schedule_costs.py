@@ -1,12 +1,12 @@
-"""How the step of a pipeline adds up from its stages, as far as the search of stages assumes.
+"""The model of a pipeline schedule that the stage search uses: the makespan from the costs of stages.
 
 With t_i the seconds of stage i for one micro-batch, forward and backward, and m micro-batches,
 
     makespan = sum_i t_i + (m - 1) max_i t_i
 
-under GPipe and 1F1B alike (Zheng et al., Alpa, OSDI 2022, equation 2; equal stages: (m + p - 1) t). The two
-differ in the micro-batches that a stage holds and in whether transfers are hidden: see `in_flight`, `fill`
-and `waits_for_transfers` of `plan/schedule_policies.py`.
+under both GPipe and 1F1B (Zheng et al., Alpa, OSDI 2022, equation 2; for p equal stages (m + p - 1) t). The
+two schedules differ in the number of micro-batches in flight on a stage and in whether transfers are hidden:
+see `in_flight`, `fill` and `waits_for_transfers` in `plan/schedule_policies.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def makespan(
 ) -> float:
     """Seconds of one training step of a pipeline.
 
-    The transfer between two stages is counted like a stage of its own. What a stage does once a step, such as
-    synchronising gradients, follows its last micro-batch:
+    A transfer between two stages counts like a stage. Work of a stage that runs once a step, such as the
+    synchronisation of gradients, follows its last micro-batch:
 
         fill (sum_i t_i + sum_j x_j) + max(max_i (m - fill) t_i + s_i, max_j (m - fill) x_j)
 
     Args:
-        schedule: its `fill` counts.
+        schedule: the schedule, of which `fill` is used.
         forward, backward: seconds of each stage for one micro-batch.
         micro_batches: m.
-        transfer: x, seconds of the transfer behind each stage but the last for one micro-batch, both ways;
-            empty where transfers cost nothing.
-        step: s, seconds of each stage once a step; empty where there are none.
+        transfer: x, seconds of the transfers (forward and backward) after each stage but the last, for one
+            micro-batch; empty if transfers cost nothing.
+        step: s, seconds of each stage once a step; empty if there are none.
 
     Example:
         >>> from distgraph.plan.schedule_policies import ONE_F_ONE_B

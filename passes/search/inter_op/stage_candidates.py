@@ -1,12 +1,13 @@
-"""Stages that may be part of a better pipeline, with a number of micro-batches in flight.
+"""Stage candidates: the stages that may be part of a better pipeline, by micro-batches in flight.
 
 *In:* costs of stages, the seconds of the best pipeline so far. *Out:* tables [first, last, sub-mesh] of the
-fastest config under a limit. *Invariant:* numbers of stages rise, so that the configs of a run on a sub-mesh
-are consecutive.
+fastest config under a limit. *Invariant:* indices of stages ascend, so that the configs of an interval of
+layers on a sub-mesh are consecutive.
 
-Few stages matter with many micro-batches in flight: seconds never fall with them, so what does not fit, or
-alone takes as long as the best pipeline, is dropped for all larger numbers; and p - 1 stages behind a stage
-have as many layers. So the stages for more in flight are made from those for fewer.
+With many micro-batches in flight few stages are candidates. Seconds never decrease with the number in flight,
+so a stage that does not fit, or that alone takes as long as the best pipeline, is dropped for all larger
+numbers. A stage that is followed by p - 1 stages is followed by at least p - 1 layers. The candidates for a
+larger number in flight are therefore computed from those for a smaller one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, stage_numbers
+from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, stage_indices
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -25,14 +26,14 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class StageCandidates:
-    """Stages and what they cost.
+    """Stages with their costs.
 
     Attributes:
-        shape: layers, sub-meshes, configs.
-        stages: their numbers, see `costs`.
-        seconds: of one micro-batch.
+        shape: numbers of layers, sub-meshes, configs.
+        stages: indices of the stages, see `stage_costs`.
+        seconds: seconds of one micro-batch.
         step: seconds once a step.
-        slowest: the least maximum of the objective of a pipeline with the stage.
+        slowest: lower bound of the maximum in the objective of any pipeline with the stage.
     """
 
     shape: tuple[int, int, int]
@@ -43,41 +44,41 @@ class StageCandidates:
 
     @staticmethod
     def of(costs: IntervalCosts, in_flight: int, rounds: float) -> StageCandidates:
-        """All stages that fit.
+        """All stages that fit into memory.
 
         Args:
-            costs: of them.
+            costs: costs of all stages.
             in_flight: micro-batches in flight.
-            rounds: what seconds count in the maximum of the objective.
+            rounds: factor of a stage's seconds in the maximum of the objective.
         """
-        stages = stage_numbers(costs.shape)
-        free = np.zeros(len(stages))
-        return StageCandidates(costs.shape, stages, free, costs.step_of(stages), free).fitting(
+        stages = stage_indices(costs.shape)
+        unknown = np.zeros(len(stages))
+        return StageCandidates(costs.shape, stages, unknown, costs.step_of(stages), unknown).fitting(
             costs, in_flight, rounds
         )
 
     def fitting(self, costs: IntervalCosts, in_flight: int, rounds: float) -> StageCandidates:
-        """The stages that fit with `in_flight` micro-batches in flight; arguments as of `of`."""
+        """The stages that fit with `in_flight` micro-batches in flight; arguments as for `of`."""
         seconds = costs.seconds_of(self.stages, in_flight)
         fits = np.isfinite(seconds)
         seconds, step = seconds[fits], self.step[fits]
         return StageCandidates(self.shape, self.stages[fits], seconds, step, rounds * seconds + step)
 
-    def ahead(self, layers: int) -> StageCandidates:
-        """The stages with at least `layers` layers behind them."""
+    def followed_by(self, layers: int) -> StageCandidates:
+        """The stages that are followed by at least `layers` layers."""
         count, submeshes, configs = self.shape
         return self._where(self.stages // (submeshes * configs) % count < count - layers)
 
     def below(self, seconds: float) -> StageCandidates:
-        """The stages with which the maximum of the objective can be below some seconds."""
+        """The stages with which the maximum in the objective can be below `seconds`."""
         return self._where(self.slowest < seconds)
 
     def within(self, limit: float) -> Floats:
-        """Seconds of the fastest configs, [first, last, sub-mesh], inf where none keeps the limit."""
+        """Seconds [first, last, sub-mesh] of the fastest configs; inf if all exceed the limit."""
         return self._least(np.where(self.slowest <= limit, self.seconds, np.inf))
 
     def maxima(self) -> Floats:
-        """The least maximum of the objective with a run on a sub-mesh, [first, last, sub-mesh]."""
+        """Lower bound [first, last, sub-mesh] of the maximum in the objective with a stage."""
         return self._least(self.slowest)
 
     def _where(self, mask: NDArray[np.bool_]) -> StageCandidates:
@@ -89,26 +90,26 @@ class StageCandidates:
 
     @cached_property
     def _groups(self) -> tuple[Numbers, Numbers]:
-        """Where the configs of a run on a sub-mesh start, and the number of that run."""
-        runs = self.stages // self.shape[2]
-        starts = np.flatnonzero(np.diff(runs, prepend=-1))
-        return starts, runs[starts]
+        """Position of the first config of every interval on a sub-mesh, and the index of the interval."""
+        intervals = self.stages // self.shape[2]
+        starts = np.flatnonzero(np.diff(intervals, prepend=-1))
+        return starts, intervals[starts]
 
     def _least(self, values: Floats) -> Floats:
         layers, submeshes, _ = self.shape
         least = np.full((layers, layers, submeshes), np.inf)
-        starts, runs = self._groups
+        starts, intervals = self._groups
         if len(starts):
-            least.reshape(-1)[runs] = np.minimum.reduceat(values, starts)
+            least.reshape(-1)[intervals] = np.minimum.reduceat(values, starts)
         return least
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigCosts:
-    """All configs of one run of layers on one sub-mesh.
+    """All configs of one interval of layers on one sub-mesh.
 
     Attributes:
-        seconds, step, slowest: as of `StageCandidates`, [config]; inf where one does not fit.
+        seconds, step, slowest: [config], as in `StageCandidates`; inf if a config does not fit.
     """
 
     seconds: Floats
@@ -116,10 +117,12 @@ class ConfigCosts:
     slowest: Floats
 
     @staticmethod
-    def of(costs: IntervalCosts, run: tuple[int, int, int], in_flight: int, rounds: float) -> ConfigCosts:
-        """The configs of a run: first layer, stop and sub-mesh."""
+    def of(
+        costs: IntervalCosts, interval: tuple[int, int, int], in_flight: int, rounds: float
+    ) -> ConfigCosts:
+        """The configs of an interval: (first layer, stop, sub-mesh)."""
         layers, submeshes, configs = costs.shape
-        first, stop, submesh = run
+        first, stop, submesh = interval
         stages = ((first * layers + stop - 1) * submeshes + submesh) * configs + np.arange(configs)
         seconds, step = costs.seconds_of(stages, in_flight), costs.step_of(stages)
         fits = np.isfinite(seconds)
@@ -128,5 +131,5 @@ class ConfigCosts:
         return ConfigCosts(seconds, step, slowest)
 
     def within(self, limit: float) -> Floats:
-        """Seconds of the configs that keep a limit, inf for others."""
+        """Seconds of the configs within a limit, inf for the others."""
         return np.where(self.slowest <= limit, self.seconds, np.inf)

@@ -1,22 +1,22 @@
-"""What a run of layers costs on a sub-mesh, for any number of stages at once.
+"""Costs of stages: intervals of layers on a sub-mesh, for arrays of stages at once.
 
-*In:* costs of every run, or of every layer. *Out:* seconds of stages, infinite where one does not fit into
-memory with the micro-batches in flight. *Invariant:* seconds never fall when more are in flight.
+*In:* costs of every interval, or of every layer. *Out:* seconds of stages, infinite if a stage does not fit
+into memory with the micro-batches in flight. *Invariant:* seconds never decrease with the number in flight.
 
-A stage is a run of layers on a sub-mesh under a config. Its number is its place in an array [first, last,
-sub-mesh, config], last included in the run. There are far more stages than matter, so that such arrays
-are not kept for every number of micro-batches in flight: the search takes the stages that may be part of a
-better pipeline.
+A stage is an interval of layers on a sub-mesh under a config. Its index is its position in an array [first,
+last, sub-mesh, config], where the interval includes the last layer. Most stages cannot be part of a good
+pipeline, so no such array is stored for every number of micro-batches in flight; the search asks for the
+candidates only.
 
-`ProfileCosts` makes costs from profiles by layer: the costs of a run are differences of prefix sums.
-With l the micro-batches in flight a stage of the layers R fits where
+`ProfileCosts` computes costs from profiles by layer: the costs of an interval are differences of prefix sums.
+With l micro-batches in flight, a stage of the layers R fits if
 
     sum_R fixed + max_R temporary + l sum_R activations <= memory.
 
-Where it does not and layers can be recomputed, some are: layer r then takes e_r seconds more and keeps a_r
-bytes less. That is a knapsack to be covered; layers are taken by rising e_r / a_r until the rest fits, which
-is the least number of them, and the least time, where the layers of the stage are equal (others: above the
-least time by less than the time of one layer).
+If it does not fit, layers are recomputed where they can be: layer r then takes e_r more seconds and stores
+a_r fewer bytes. This is a covering knapsack problem. Layers are chosen by ascending e_r / a_r until the stage
+fits. If the layers of the stage are equal this gives the least time; otherwise it exceeds the least time by
+less than the time of one layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError
-from distgraph.passes.search.inter_op.interval_sums import IntervalSums, Numbers, Runs, maxima
+from distgraph.passes.search.inter_op.interval_sums import Intervals, IntervalSums, Numbers, maxima
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
 
 Floats = NDArray[np.float64]
@@ -39,12 +39,12 @@ _ROUNDING = 1e-12  # of the memory: differences of prefix sums are not exact
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Every stage, with a number of micro-batches in flight.
+    """Costs of every stage with a given number of micro-batches in flight.
 
     Attributes:
-        seconds: of one micro-batch, forward and backward, [first, last, sub-mesh, config]; inf where it does
-            not fit, or last < first.
-        step: seconds once a step, the same shape; 0 where last < first.
+        seconds: [first, last, sub-mesh, config] seconds of one micro-batch, forward and backward; inf if the
+            stage does not fit, or last < first.
+        step: [first, last, sub-mesh, config] seconds once a step; 0 if last < first.
     """
 
     seconds: Floats
@@ -62,38 +62,38 @@ class IntervalCosts(Protocol):
         """Costs of every stage with `in_flight` micro-batches in flight."""
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
-        """Seconds of one micro-batch, by numbers of stages, inf where one does not fit."""
+        """Seconds of one micro-batch, by indices of stages; inf if a stage does not fit."""
 
     def step_of(self, stages: Numbers) -> Floats:
-        """Seconds once a step, by numbers of stages."""
+        """Seconds once a step, by indices of stages."""
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
-        """Layers of a run that are recomputed in the backward part."""
+        """Layers of an interval that are recomputed in the backward part."""
 
     def missing(self, in_flight: int) -> Floats:
-        """Bytes above the memory of a device, all layers recomputed that can be; the shape of `tabulate`."""
+        """[first, last, sub-mesh, config] bytes that exceed the memory, with recomputation where it helps."""
 
 
-def stage_numbers(shape: tuple[int, int, int]) -> Numbers:
-    """Numbers of all stages, rising.
+def stage_indices(shape: tuple[int, int, int]) -> Numbers:
+    """Indices of all stages, ascending.
 
     Args:
-        shape: layers, sub-meshes, configs.
+        shape: numbers of layers, sub-meshes, configs.
 
     Example:
-        >>> stage_numbers((2, 1, 2))
+        >>> stage_indices((2, 1, 2))
         array([0, 1, 2, 3, 6, 7])
     """
     layers, submeshes, configs = shape
     first, last = np.triu_indices(layers)
-    ways = submeshes * configs
-    return np.asarray(((first * layers + last) * ways)[:, None] + np.arange(ways)).reshape(-1)
+    options = submeshes * configs
+    return np.asarray(((first * layers + last) * options)[:, None] + np.arange(options)).reshape(-1)
 
 
 def every_stage(costs: IntervalCosts, in_flight: int) -> StageCosts:
-    """Costs of all stages in arrays, from those by number."""
+    """Costs of all stages as arrays, from costs by index."""
     layers, submeshes, configs = costs.shape
-    stages = stage_numbers(costs.shape)
+    stages = stage_indices(costs.shape)
     seconds = np.full((layers, layers, submeshes, configs), np.inf)
     step = np.zeros_like(seconds)
     seconds.reshape(-1)[stages] = costs.seconds_of(stages, in_flight)
@@ -103,11 +103,11 @@ def every_stage(costs: IntervalCosts, in_flight: int) -> StageCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestrictedCosts:
-    """Costs without some stages.
+    """Costs in which some stages are forbidden.
 
     Attributes:
-        costs: of all of them.
-        forbidden: broadcasts to [first, last, sub-mesh].
+        costs: costs of all stages.
+        forbidden: the forbidden stages; broadcasts to [first, last, sub-mesh].
     """
 
     costs: IntervalCosts
@@ -123,7 +123,7 @@ class RestrictedCosts:
         return every_stage(self, in_flight)
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
-        """Seconds of one micro-batch, inf where a stage does not fit or may not be."""
+        """Seconds of one micro-batch; inf if a stage does not fit or is forbidden."""
         layers, submeshes, configs = self.shape
         forbidden = np.broadcast_to(self.forbidden, (layers, layers, submeshes))
         index = np.unravel_index(stages // configs, forbidden.shape)
@@ -134,21 +134,21 @@ class RestrictedCosts:
         return self.costs.step_of(stages)
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
-        """Layers of a run that are recomputed in the backward part."""
+        """Layers of an interval that are recomputed in the backward part."""
         return self.costs.recomputed(first, last, submesh, config, in_flight)
 
     def missing(self, in_flight: int) -> Floats:
-        """Bytes above the memory of a device, all layers recomputed that can be."""
+        """Bytes that exceed the memory of a device, with recomputation where it helps."""
         return self.costs.missing(in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One way to run layers on a sub-mesh.
+    """The costs of layers on a sub-mesh under one choice of layouts.
 
     Attributes:
         profile: costs by layer.
-        recompute: costs by layer where each is recomputed in the backward part; None where none can be.
+        recompute: costs by layer if every layer is recomputed in the backward part; None if none can be.
     """
 
     profile: Profile
@@ -156,20 +156,21 @@ class Config:
 
 
 class ProfileCosts:
-    """Costs of all runs from profiles by layer.
+    """Costs of all intervals from profiles by layer.
 
-    What belongs to no layer, the last entry of a profile, is part of every stage.
+    The last entry of a profile, which belongs to no layer, counts in every stage.
 
     Args:
-        configs: for every sub-mesh the ways to run layers on it, any number of them.
-        memory: bytes of one device of every sub-mesh; None where memory is no matter.
+        configs: for every sub-mesh its configs, any number of them.
+        memory: bytes of one device of every sub-mesh; None if memory does not matter.
 
     Raises:
-        GraphError: no config at all, profiles of different length, or one memory a sub-mesh is not given.
+        GraphError: there is no config, profiles differ in length, or `memory` has another length than
+            `configs`.
     """
 
     def __init__(self, configs: Sequence[Sequence[Config]], memory: Sequence[float] | None = None) -> None:
-        sizes = {len(c.profile.forward) for row in configs for c in row}
+        sizes = {len(config.profile.forward) for of_submesh in configs for config in of_submesh}
         if len(sizes) != 1:
             raise GraphError(
                 f"profiles of stages have {sorted(sizes)} entries; give all of them the same layers"
@@ -178,23 +179,27 @@ class ProfileCosts:
             raise GraphError(f"{len(configs)} sub-meshes have {len(memory)} memories; give one a sub-mesh")
         layers = sizes.pop() - 1
         self.shape = (layers, len(configs), max(map(len, configs)))
-        self._memory = np.full(self.shape[1:], -np.inf)  # nothing fits where there is no config
-        for submesh, row in enumerate(configs):
-            self._memory[submesh, : len(row)] = np.inf if memory is None else memory[submesh]
+        self._memory = np.full(self.shape[1:], -np.inf)  # a padding config never fits
+        for submesh, of_submesh in enumerate(configs):
+            self._memory[submesh, : len(of_submesh)] = np.inf if memory is None else memory[submesh]
         self._memory = self._memory.reshape(-1)
-        some = next(c for row in configs for c in row)
-        ways = [c for row in configs for c in (*row, *[some] * (self.shape[2] - len(row)))]
-        profiles = [c.profile for c in ways]
+        padding = next(config for of_submesh in configs for config in of_submesh)
+        rows = [
+            config
+            for of_submesh in configs
+            for config in (*of_submesh, *[padding] * (self.shape[2] - len(of_submesh)))
+        ]
+        profiles = [config.profile for config in rows]
         self._time = IntervalSums([p.forward + p.backward for p in profiles])
         self._border = IntervalSums([p.border for p in profiles])
         self._once = IntervalSums([p.step for p in profiles])
         self._fixed = IntervalSums([p.fixed for p in profiles])
         self._activations = IntervalSums([p.activations for p in profiles])
         self._temporary = np.stack([maxima(p.temporary) for p in profiles])
-        again = np.stack([maxima((c.recompute or c.profile).temporary) for c in ways])
-        self._scratch = np.maximum(self._temporary, again)
-        self._kinds = [_kinds(c) for c in ways]
-        self._ranks = _ranks(self._kinds, layers)
+        recomputing = np.stack([maxima((c.recompute or c.profile).temporary) for c in rows])
+        self._scratch = np.maximum(self._temporary, recomputing)
+        self._groups = [_layer_groups(config) for config in rows]
+        self._preferences = _preferences(self._groups, layers)
 
     def tabulate(self, in_flight: int) -> StageCosts:
         """Costs of every stage with `in_flight` micro-batches in flight."""
@@ -202,90 +207,100 @@ class ProfileCosts:
 
     def step_of(self, stages: Numbers) -> Floats:
         """Seconds once a step."""
-        return self._once.of(self._runs(stages))
+        return self._once.of(self._intervals(stages))
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
-        """Seconds of one micro-batch, inf where a stage does not fit."""
-        way, first, last = runs = self._runs(stages)
-        seconds = self._time.of(runs) + np.maximum(self._border.inside(runs), 0.0)
-        held, allowed = self._held(runs, in_flight), self._allowed()[way]
-        full = np.flatnonzero(held + self._temporary[runs] > allowed)
+        """Seconds of one micro-batch; inf if a stage does not fit."""
+        row, first, last = intervals = self._intervals(stages)
+        seconds = self._time.of(intervals) + np.maximum(self._border.without_last(intervals), 0.0)
+        persistent, allowed = self._persistent(intervals, in_flight), self._allowed()[row]
+        full = np.flatnonzero(persistent + self._temporary[intervals] > allowed)
         if len(full):
-            few = way[full], first[full], last[full]
-            missing, extra = held[full] + self._scratch[few] - allowed[full], np.zeros(len(full))
-            for more, less, counted in self._ranks:
-                saved = less[few[0]]
-                taken = np.clip(np.ceil(missing / (in_flight * saved)), 0, counted.between(few))
-                missing -= taken * in_flight * saved
-                extra += taken * more[few[0]]
+            too_large = row[full], first[full], last[full]
+            missing = persistent[full] + self._scratch[too_large] - allowed[full]
+            extra = np.zeros(len(full))
+            for extra_seconds, saved_bytes, layers in self._preferences:
+                saved = saved_bytes[too_large[0]]
+                needed = np.ceil(missing / (in_flight * saved))
+                recomputed = np.clip(needed, 0, layers.of_layers(too_large))
+                missing -= recomputed * in_flight * saved
+                extra += recomputed * extra_seconds[too_large[0]]
             seconds[full] = np.where(missing <= 0, seconds[full] + extra, np.inf)
         return seconds
 
     def missing(self, in_flight: int) -> Floats:
-        """Bytes above the memory, with all or no layers recomputed; the better."""
+        """Bytes that exceed the memory with all or no layers recomputed, whichever needs less."""
         layers, submeshes, configs = self.shape
-        runs = self._runs(np.arange(layers * layers * submeshes * configs))
-        held = self._held(runs, in_flight)
-        saved = np.zeros_like(held)
-        for _, less, counted in self._ranks:
-            saved += in_flight * less[runs[0]] * counted.between(runs)
-        least = np.minimum(held + self._temporary[runs], held - saved + self._scratch[runs])
-        return np.asarray(least - self._memory[runs[0]]).reshape(layers, layers, submeshes, configs)
+        intervals = self._intervals(np.arange(layers * layers * submeshes * configs))
+        persistent = self._persistent(intervals, in_flight)
+        saved = np.zeros_like(persistent)
+        for _, saved_bytes, members in self._preferences:
+            saved += in_flight * saved_bytes[intervals[0]] * members.of_layers(intervals)
+        least = np.minimum(
+            persistent + self._temporary[intervals], persistent - saved + self._scratch[intervals]
+        )
+        return np.asarray(least - self._memory[intervals[0]]).reshape(layers, layers, submeshes, configs)
 
     def recomputed(self, first: int, last: int, submesh: int, config: int, in_flight: int) -> tuple[int, ...]:
-        """Layers of a run that are recomputed in the backward part; of equal ones the first."""
-        way = submesh * self.shape[2] + config
-        held, allowed = self._held((way, first, last), in_flight), self._allowed()[way]
-        if held + self._temporary[way, first, last] <= allowed:
+        """Layers of an interval that are recomputed in the backward part; of equal layers the first ones."""
+        row = submesh * self.shape[2] + config
+        persistent, allowed = self._persistent((row, first, last), in_flight), self._allowed()[row]
+        if persistent + self._temporary[row, first, last] <= allowed:
             return ()
-        missing, recomputed = held + self._scratch[way, first, last] - allowed, []
-        for _, less, layers in self._kinds[way]:
+        missing, recomputed = persistent + self._scratch[row, first, last] - allowed, []
+        for _, saved_bytes, layers in self._groups[row]:
             inside = layers[(layers >= first) & (layers <= last)]
-            taken = int(np.clip(np.ceil(missing / (in_flight * less)), 0, len(inside)))
-            missing -= taken * in_flight * less
-            recomputed += [int(layer) for layer in inside[:taken]]
+            count = int(np.clip(np.ceil(missing / (in_flight * saved_bytes)), 0, len(inside)))
+            missing -= count * in_flight * saved_bytes
+            recomputed += [int(layer) for layer in inside[:count]]
         return tuple(sorted(recomputed))
 
-    def _runs(self, stages: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Way (sub-mesh and config), first and last layer of stages."""
+    def _intervals(self, stages: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """Row (sub-mesh and config), first and last layer of stages."""
         layers, submeshes, configs = self.shape
-        run, way = np.divmod(stages, submeshes * configs)
-        first, last = np.divmod(run, layers)
-        return way, first, last
+        interval, row = np.divmod(stages, submeshes * configs)
+        first, last = np.divmod(interval, layers)
+        return row, first, last
 
-    def _held(self, runs: Runs, in_flight: int) -> Floats:
-        """Bytes without scratch memory, nothing recomputed."""
-        return self._fixed.of(runs) + in_flight * self._activations.of(runs)
+    def _persistent(self, intervals: Intervals, in_flight: int) -> Floats:
+        """Bytes without scratch memory and without recomputation."""
+        return self._fixed.of(intervals) + in_flight * self._activations.of(intervals)
 
     def _allowed(self) -> Floats:
         return self._memory * (1 + _ROUNDING)
 
 
-def _kinds(config: Config) -> list[tuple[float, float, Numbers]]:
-    """Groups of equal layers worth recomputing, best first: seconds more, bytes less, their numbers."""
+def _layer_groups(config: Config) -> list[tuple[float, float, Numbers]]:
+    """Groups of equal layers that save memory if recomputed, the least seconds per byte first.
+
+    Each group is (extra seconds, saved bytes, layers).
+    """
     if config.recompute is None:
         return []
     p, q = config.profile, config.recompute
-    more = np.maximum(q.forward + q.backward - p.forward - p.backward, 0.0)[:-1]
-    less = (p.activations - q.activations)[:-1]
+    extra_seconds = np.maximum(q.forward + q.backward - p.forward - p.backward, 0.0)[:-1]
+    saved_bytes = (p.activations - q.activations)[:-1]
     equal: dict[tuple[float, float], list[int]] = {}
-    for layer in np.flatnonzero(less > 0):
-        equal.setdefault((float(more[layer]), float(less[layer])), []).append(int(layer))
+    for layer in np.flatnonzero(saved_bytes > 0):
+        equal.setdefault((float(extra_seconds[layer]), float(saved_bytes[layer])), []).append(int(layer))
     ordered = sorted(equal.items(), key=lambda item: item[0][0] / item[0][1])
     return [(e, a, np.asarray(layers)) for (e, a), layers in ordered]
 
 
-def _ranks(
-    kinds: Sequence[Sequence[tuple[float, float, Numbers]]], layers: int
+def _preferences(
+    groups: Sequence[Sequence[tuple[float, float, Numbers]]], layers: int
 ) -> list[tuple[Floats, Floats, IntervalSums]]:
-    """The best kinds of all ways, the second ones, and so on: seconds more, bytes less, which layers."""
-    ranks = []
-    for rank in range(max(map(len, kinds))):
-        more, less = np.zeros(len(kinds)), np.ones(len(kinds))
-        members = [np.zeros(layers + 1) for _ in kinds]
-        for way, of_way in enumerate(kinds):
-            if rank < len(of_way):
-                more[way], less[way], numbers = of_way[rank]
-                members[way][numbers] = 1
-        ranks.append((more, less, IntervalSums(members)))
-    return ranks
+    """The first group of every row, the second group of every row, and so on, as arrays over rows.
+
+    Each entry is (extra seconds, saved bytes, number of member layers by interval).
+    """
+    preferences = []
+    for preference in range(max(map(len, groups))):
+        extra_seconds, saved_bytes = np.zeros(len(groups)), np.ones(len(groups))
+        members = [np.zeros(layers + 1) for _ in groups]
+        for row, of_row in enumerate(groups):
+            if preference < len(of_row):
+                extra_seconds[row], saved_bytes[row], numbers = of_row[preference]
+                members[row][numbers] = 1
+        preferences.append((extra_seconds, saved_bytes, IntervalSums(members)))
+    return preferences

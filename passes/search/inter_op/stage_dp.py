@@ -1,21 +1,22 @@
-"""The shortest pipeline under a limit on its slowest stage: one table, filled from the last layer back.
+"""The dynamic programme over stages: the shortest pipeline under a limit on its slowest stage.
 
-With F(s, k, d) the least sum of seconds when layers k.. make s stages on d devices and no stage is above the
-limit (Zheng et al., Alpa, OSDI 2022, section 5.2),
+Let F(s, k, d) be the least sum of seconds when layers k to K form s stages on d devices and no stage exceeds
+the limit (Zheng et al., Alpa, OSDI 2022, section 5.2):
 
     F(0, K, 0) = 0
     F(s, k, d) = min over i > k and sub-meshes n of
-                     t(k..i - 1 on n, s) + x(i, n, first sub-mesh behind) + F(s - 1, i, d - size(n)),
+                     t(k..i - 1 on n, s) + x(i, n, sub-mesh of the next stage) + F(s - 1, i, d - size(n)),
 
-where t takes the best config that fits into memory at position s from the end and keeps the limit, and x is
-the border between the stages. d counts the devices of every pool. Where x depends on both sub-meshes, the
-first sub-mesh of the rest is part of the state.
+where t is the time of the best config that fits into memory at position s from the end and is within the
+limit, and x is the time of the transfer between the stages. d counts the devices of every pool. If x depends
+on both sub-meshes, the sub-mesh of the next stage is part of the state.
 
-A state matters only where it takes less than every state of the same layer with no more stages, and no more
-devices where fewer may be used: t never falls with s, so whatever precedes the one could precede the other.
+A state is dropped if another state of the same layer takes no more time with no more stages (and, where fewer
+devices may be used, with no more devices): t never decreases with s, so any stages before the one could also
+be before the other.
 
-Memory is the only reason to count s. So a table without s comes first, with t as on the last stage; it bounds
-the other from below, and where its stages fit at their positions it is the answer.
+The number of stages s matters only because of memory. Therefore a table without s is computed first, with t
+as on the last stage. Its result is a lower bound, and it is the answer if its stages fit at their positions.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CACHED = 1 << 16
-"""Numbers that are added at a time: their 512 KiB fit into the second-level cache of a core."""
+"""Numbers that are added in one piece: their 512 KiB fit into the second-level cache of a core."""
 
 Floats = NDArray[np.float64]
 Times = Callable[[int], Floats]
-"""Position from the end (1 is the last stage) -> seconds [first, stop - 1, sub-mesh], inf above the limit."""
+"""Position from the end (1: the last stage) -> seconds [first, stop - 1, sub-mesh]; inf above the limit."""
 
 Index = tuple[int | slice, ...]
 StageAssignment = tuple[tuple[int, int, int], ...]
@@ -41,11 +42,11 @@ StageAssignment = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices in units in which all sub-meshes are whole.
+    """Numbers of devices in units that divide the sizes of all sub-meshes.
 
     Attributes:
         shape: units of each pool, plus one.
-        sizes: units of each pool that each sub-mesh takes.
+        sizes: for each sub-mesh the units of each pool that it uses.
         whole: whether all devices must be used.
     """
 
@@ -55,7 +56,7 @@ class Devices:
 
     @staticmethod
     def of(pools: tuple[int, ...], sizes: tuple[tuple[int, ...], ...], whole: bool) -> Devices | None:
-        """From devices of each pool and sub-mesh; None where units cannot use all that must be."""
+        """From numbers of devices; None if all devices must be used but the units do not divide them."""
         units = [math.gcd(*column) or 1 for column in zip(*sizes, strict=True)]
         if whole and any(n % unit for n, unit in zip(pools, units, strict=True)):
             return None
@@ -64,7 +65,7 @@ class Devices:
         return Devices(shape, scaled, whole)
 
     def states_after(self, submesh: int) -> tuple[slice, ...]:
-        """The states that follow from `states_before` when the sub-mesh is added, in the same order."""
+        """The states that result from `states_before` when the sub-mesh is added, in the same order."""
         return tuple(slice(n, None) for n in self.sizes[submesh])
 
     def states_before(self, submesh: int) -> tuple[slice, ...]:
@@ -73,12 +74,13 @@ class Devices:
 
 
 class StageTable:
-    """The dynamic programme over stage assignments under a limit.
+    """The table of the dynamic programme under one limit.
 
     Args:
         layers: K.
-        devices: see there.
-        borders: x, [layers - 1, sub-mesh before, sub-mesh behind]; inf above the limit; None for no borders.
+        devices: numbers of devices of pools and sub-meshes.
+        borders: x, [layers - 1, sub-mesh before, sub-mesh after], inf above the limit; None if transfers cost
+            nothing.
     """
 
     def __init__(self, layers: int, devices: Devices, borders: Floats | None) -> None:
@@ -86,52 +88,54 @@ class StageTable:
         self.count = len(devices.sizes)
         self.borders = None if borders is None or not borders.size else borders
         pairs = self.borders is not None and bool((self.borders != self.borders[:, :, :1]).any())
-        self.firsts = self.count if pairs else 1  # sub-meshes of the rest that a state tells apart
+        self.firsts = self.count if pairs else 1  # sub-meshes of the next stage that states differ in
         self.before = 1 if self.borders is None else self.count
         self.states_before = [devices.states_before(n) for n in range(self.count)]
         self.states_after = [devices.states_after(n) for n in range(self.count)]
         self.usable = [n for n, room in enumerate(self.states_before) if all(part.stop for part in room)]
 
     def shortest(self, times: Times, budget: float) -> tuple[float, StageAssignment] | None:
-        """The assignment of any number of stages with the least sum, were each stage the last.
+        """The assignment of any number of stages with the least sum, with t of the last stage for all stages.
 
         Args:
             times: see `Times`.
-            budget: assignments with a larger sum are not looked for.
+            budget: only assignments with at most this sum are searched for.
 
         Returns:
-            sum and assignment, or None.
+            The sum and the assignment; None if there is none.
         """
         table = times(1)
         best, reach = self._suffixes(table, budget)
-        end = self._end(best[0])
-        return None if end is None else (end[0], self._back(lambda _: table, lambda _: reach, end[1], 0))
+        end = self._best_end(best[0])
+        if end is None:
+            return None
+        return end[0], self._trace_back(lambda _: table, lambda _: reach, end[1], 0)
 
     def counted(self, times: Times, most: int, budget: float) -> tuple[float, StageAssignment] | None:
-        """The assignment of at most `most` stages with the least sum; other arguments as of `shortest`."""
-        ahead = self._prefixes(times(1), budget)
+        """The assignment of at most `most` stages with the least sum; other arguments as for `shortest`."""
+        before_bound = self._prefixes(times(1), budget)
         reach = self._empty()
         self._start(reach)
         levels, least = [reach], reach
         best: tuple[float, tuple[int, ...], int] | None = None
         for position in range(1, most + 1):
             totals = self._extend_all(times(position), levels[-1])
-            totals[totals + ahead[..., None] > budget] = np.inf
-            end = self._end(totals[0].min(axis=-1))
+            totals[totals + before_bound[..., None] > budget] = np.inf
+            end = self._best_end(totals[0].min(axis=-1))
             if end is not None and (best is None or end[0] < best[0]):
                 best = end[0], end[1], position
-            reach = self._joined(totals)
-            before, least = least, self._least(np.minimum(reach, least))
+            reach = self._with_borders(totals)
+            before, least = least, self._least_on_fewer(np.minimum(reach, least))
             reach[(reach > least) | (reach >= before)] = np.inf
             if not np.isfinite(reach).any():
                 break
             levels.append(reach)
         if best is None:
             return None
-        return best[0], self._back(times, lambda position: levels[position - 1], best[1], best[2])
+        return best[0], self._trace_back(times, lambda position: levels[position - 1], best[1], best[2])
 
     def _suffixes(self, table: Floats, budget: float) -> tuple[Floats, Floats]:
-        """Least sums of assignments from each layer on, [layer, units], and with the border before it."""
+        """Least sums [layer, units] of assignments from a layer to the end, and with the border before."""
         reach = self._empty()
         self._start(reach)
         best = np.full((self.layers, *self.devices.shape), np.inf)
@@ -142,31 +146,31 @@ class StageTable:
             ends = {n: (low[n], high[n]) for n in self.usable if fits[first, low[n], n]}
             totals = self._extend(table, reach, first, ends, budget)
             best[first] = totals.min(axis=-1)
-            self._join(reach, first, totals)
+            self._set_with_border(reach, first, totals)
         return best, reach
 
     def _prefixes(self, table: Floats, budget: float) -> Floats:
-        """Lower bounds of the sum before a layer with some units left, [layer, units].
+        """Lower bounds [layer, units] of the sum of the stages before a layer, given the units for the rest.
 
         They are the suffixes of the reversed pipeline.
         """
         borders = None if self.borders is None else self.borders[::-1].transpose(0, 2, 1)
-        mirror = StageTable(self.layers, self.devices, borders)
-        best, _ = mirror._suffixes(table[::-1, ::-1].transpose(1, 0, 2), budget)
+        reversed_table = StageTable(self.layers, self.devices, borders)
+        best, _ = reversed_table._suffixes(table[::-1, ::-1].transpose(1, 0, 2), budget)
         axes = tuple(range(1, best.ndim))
         if not self.devices.whole:
             for axis in axes:
                 best = np.minimum.accumulate(best, axis=axis)
         before = np.full_like(best, np.inf)
         before[1:] = np.flip(best[1:], axis=(0, *axes))
-        nothing: Index = (0, *(n - 1 for n in self.devices.shape))
-        before[nothing] = 0.0
+        all_units: Index = (0, *(n - 1 for n in self.devices.shape))
+        before[all_units] = 0.0
         if not self.devices.whole:
             before[0] = 0.0
         return before
 
     def _empty(self) -> Floats:
-        """[sub-mesh before, layer, units]: least sum from a border on, the border included."""
+        """[sub-mesh before, layer, units] least sum from a border on, the border included; all inf."""
         return np.full((self.before, self.layers + 1, *self.devices.shape), np.inf)
 
     def _start(self, reach: Floats) -> None:
@@ -176,15 +180,20 @@ class StageTable:
     def _extend(
         self, table: Floats, reach: Floats, first: int, ends: Mapping[int, tuple[int, int]], budget: float
     ) -> Floats:
-        """Least sums of the assignments that start at a layer, [units, first sub-mesh].
+        """Least sums [units, first sub-mesh] of the assignments that start at a layer.
 
-        `ends` says between which last layer and which stop the stages on each sub-mesh end.
+        Args:
+            table: seconds of stages.
+            reach: least sums from later layers on.
+            first: the layer.
+            ends: sub-mesh -> range of the last layers that a stage on it may have.
+            budget: larger sums become inf.
         """
         totals = np.full((*self.devices.shape, self.firsts), np.inf)
         for submesh, (low, high) in ends.items():
             room = self.states_before[submesh]
-            behind = submesh if self.before > 1 else 0
-            rest: Index = (behind, slice(low + 1, high + 1), *room)
+            with_border = submesh if self.before > 1 else 0
+            rest: Index = (with_border, slice(low + 1, high + 1), *room)
             sums = reach[rest] + table[first, low:high, submesh].reshape(-1, *[1] * len(room))
             least = sums.min(axis=0)
             index: Index = (*self.states_after[submesh], submesh if self.firsts > 1 else 0)
@@ -193,7 +202,7 @@ class StageTable:
         return totals
 
     def _extend_all(self, table: Floats, reach: Floats) -> Floats:
-        """Least sums of the assignments that start at every layer, [layer, units, first sub-mesh]."""
+        """Least sums [layer, units, first sub-mesh] of the assignments that start at every layer."""
         totals = np.full((self.layers, *self.devices.shape, self.firsts), np.inf)
         for submesh in self.usable:
             index: Index = (submesh if self.before > 1 else 0, slice(1, None), *self.states_before[submesh])
@@ -212,14 +221,14 @@ class StageTable:
             totals[target] = np.minimum(totals[target], least)
         return totals
 
-    def _least(self, reach: Floats) -> Floats:
-        """Least sums on no more devices, where fewer may be used."""
+    def _least_on_fewer(self, reach: Floats) -> Floats:
+        """Least sums on at most as many devices, where fewer may be used."""
         for axis in range(2, reach.ndim) if not self.devices.whole else ():
             reach = np.minimum.accumulate(reach, axis=axis)
         return reach
 
-    def _joined(self, totals: Floats) -> Floats:
-        """Least sums from every layer on, with the border before it."""
+    def _with_borders(self, totals: Floats) -> Floats:
+        """Least sums from every layer on, plus the border before the layer."""
         reach = self._empty()
         if self.borders is None:
             reach[0, 1 : self.layers] = totals[1:].min(axis=-1)
@@ -230,8 +239,8 @@ class StageTable:
             reach[before, 1 : self.layers] = (totals[1:] + border).min(axis=-1)
         return reach
 
-    def _join(self, reach: Floats, first: int, totals: Floats) -> None:
-        """Enter the least sums from a layer on, with the border before it."""
+    def _set_with_border(self, reach: Floats, first: int, totals: Floats) -> None:
+        """Set the least sums from one layer on, plus the border before the layer."""
         if self.borders is None:
             reach[0, first] = totals.min(axis=-1)
             return
@@ -239,15 +248,15 @@ class StageTable:
             for before in range(self.count):
                 reach[before, first] = (totals + self.borders[first - 1, before, : self.firsts]).min(axis=-1)
 
-    def _end(self, sums: Floats) -> tuple[float, tuple[int, ...]] | None:
-        """The best state in which all layers are covered."""
+    def _best_end(self, sums: Floats) -> tuple[float, tuple[int, ...]] | None:
+        """The sum and the state of the best assignment of all layers."""
         if self.devices.whole:
             state = tuple(n - 1 for n in self.devices.shape)
         else:
             state = tuple(int(i) for i in np.unravel_index(int(sums.argmin()), sums.shape))
         return (float(sums[state]), state) if np.isfinite(sums[state]) else None
 
-    def _back(
+    def _trace_back(
         self, times: Times, reach: Callable[[int], Floats], units: tuple[int, ...], position: int
     ) -> StageAssignment:
         """The best assignment, traced back through the table."""
@@ -268,7 +277,7 @@ class StageTable:
         first: int,
         units: tuple[int, ...],
     ) -> tuple[int, int]:
-        """Stop and sub-mesh of the stage that starts at a layer with some units left."""
+        """Stop and sub-mesh of the best stage that starts at a layer when some units are left."""
         best, choice = np.inf, (0, 0)
         for submesh, sizes in enumerate(self.devices.sizes):
             left = tuple(a - b for a, b in zip(units, sizes, strict=True))

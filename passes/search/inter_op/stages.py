@@ -1,27 +1,27 @@
-"""Stages of a pipeline: which layers, on which devices, in which way, so that a training step is shortest.
+"""The stage search: the layers, devices and config of every pipeline stage, for the shortest training step.
 
-*In:* costs of every run of layers on every sub-mesh under every config, devices in pools of equal machines,
-the number of micro-batches, a schedule, what passes between stages. *Out:* stages with their devices, the
-seconds, and a bound.
-*Invariant:* the stages cover the layers in order, their devices are distinct, every stage fits into memory
-with the micro-batches that the schedule keeps in flight on it.
+*In:* costs of every interval of layers on every sub-mesh under every config, devices in pools of equal
+machines, the number of micro-batches, a schedule, seconds of transfers between stages. *Out:* stages with
+their devices, the seconds of a step, and a lower bound. *Invariant:* the stages cover the layers in order,
+their devices are distinct, and every stage fits into memory with the micro-batches that the schedule keeps in
+flight on it.
 
-With t_i the seconds of stage i for one micro-batch, x_i those of the border behind it, s_i what it does
-once a step, m micro-batches, and `fill` (1 for GPipe and 1F1B),
+With t_i the seconds of stage i for one micro-batch, x_i those of the transfer after it, s_i its seconds once
+a step, m micro-batches, and `fill` (1 for GPipe and 1F1B),
 
     minimise  fill (sum_i t_i + sum_i x_i) + max(max_i (m - fill) t_i + s_i, max_i (m - fill) x_i).
 
-Without borders and s this is equation 2 of Alpa (Zheng et al., OSDI 2022). As there, the maximum is
-enumerated: for a limit U on it, a dynamic programme (`stage_dp`) gives the least sum f(U), with a pipeline
-whose maximum is u <= U, so that f is the same from u to U. f falls with U: with a maximum in [a, b) the
-objective is at least fill f(b) + a. Such intervals are kept by their bound. The one with the least is solved
-just below its end and in its middle, and falls into two; the search ends when no bound is below the
-incumbent. That prunes more than stopping at m U >= incumbent, the paper's early pruning.
+Without x and s this is equation 2 of Alpa (Zheng et al., OSDI 2022). As there, the maximum is enumerated: for
+a limit U on it, a dynamic programme (`stage_dp`) gives the least sum f(U), with a pipeline whose maximum is u
+<= U, so that f is constant from u to U. f never increases with U: if the maximum is in [a, b), the objective
+is at least fill f(b) + a. A priority queue holds such intervals by their bound. The interval with the least
+bound is solved just below its upper end and in its middle, and splits into two; the search ends when no bound
+is below the incumbent. This prunes more than the paper's early pruning, which stops at m U >= incumbent.
 
-Stages may be in different pools, and their order in the pipeline is free: mixed clusters need nothing else.
-Sizes that do not divide one another need not fit into machines side by side even where their sum does. If
-the best pipeline cannot be placed, the best of those whose sizes divide one another is returned, and the
-bound keeps the value of the first.
+Stages may use different pools in any order, which covers clusters with several kinds of machines. Stages
+whose sizes do not divide one another may not fit into machines although their sum does. If the best pipeline
+cannot be placed on devices, the best pipeline whose sizes divide one another is returned; the bound remains
+that of the former.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from distgraph.plan.schedule_policies import SchedulePolicy
 
 Floats = NDArray[np.float64]
 
-_EQUAL = 1e-12  # relative difference below which two times are one
+_EQUAL = 1e-12  # relative difference below which two times count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class StageProblem:
-    """Which stages are possible, and what they cost.
+    """The possible stages and their costs.
 
     Attributes:
-        costs: of every run of layers.
+        costs: costs of every interval of layers.
         pools: the devices.
-        submeshes: what a stage may take of them, in the order of `costs`.
+        submeshes: the sub-meshes that a stage may use, in the order of `costs`.
         micro_batches: m.
-        schedule: what is in flight, and how a step adds up.
-        transfer: seconds of one micro-batch, both ways, between a stage that ends with a layer and the next
-            one, [layers - 1, sub-mesh before, sub-mesh behind]; None for none.
+        schedule: the schedule, which gives micro-batches in flight and the makespan.
+        transfer: [layers - 1, sub-mesh before, sub-mesh after] seconds of one micro-batch, forward and
+            backward, between a stage that ends with a layer and the next stage; None if they cost nothing.
         whole: whether every device must be used, as in Alpa.
         most: the largest number of stages; None for any number.
     """
@@ -79,7 +79,7 @@ class StageProblem:
                 f"costs of stages are for {submeshes} sub-meshes but {len(self.submeshes)} are given"
             )
         if any(len(s.sizes) != len(self.pools) for s in self.submeshes):
-            raise InfeasibleError(f"sub-meshes must say what they take of each of {len(self.pools)} pools")
+            raise InfeasibleError(f"sub-meshes must give their devices in each of {len(self.pools)} pools")
         shape = (layers - 1, submeshes, submeshes)
         if self.transfer is not None and self.transfer.shape != shape:
             raise InfeasibleError(f"transfers have shape {self.transfer.shape} but must have {shape}")
@@ -101,8 +101,8 @@ class Stage:
     """One stage.
 
     Attributes:
-        first, stop: its layers.
-        submesh, config: numbers of the problem.
+        first, stop: its first layer, and the first layer after it.
+        submesh, config: indices in the problem.
         devices: device numbers.
         seconds: of one micro-batch, forward and backward.
         step: seconds once a step.
@@ -128,8 +128,9 @@ class Stages:
     Attributes:
         stages: from the first to the last.
         seconds: the objective.
-        bound: seconds that no pipeline goes below; `seconds` unless the best one could not be placed.
-        limits: on the slowest stage, for which the dynamic programme was solved.
+        bound: lower bound of the seconds of any pipeline; equal to `seconds` unless the best pipeline could
+            not be placed.
+        limits: number of limits on the slowest stage for which the dynamic programme was solved.
     """
 
     stages: tuple[Stage, ...]
@@ -143,25 +144,25 @@ def find_stages(problem: StageProblem, *, below: float = np.inf) -> Stages:
 
     Args:
         problem: the costs of stages, the devices, the schedule.
-        below: seconds; pipelines that do not take less are not looked for, which saves time.
+        below: seconds; only pipelines that take less are searched for, which saves time.
 
     Raises:
         InfeasibleError: no pipeline fits, or none takes less than `below`.
     """
-    best = _placed(problem, below)
+    best = _best_placed(problem, below)
     if best is None:
         raise InfeasibleError(_nothing_fits(problem) if below == np.inf else _none_below(problem, below))
     return best
 
 
-def _placed(problem: StageProblem, below: float = np.inf) -> Stages | None:
-    """The best pipeline that can be placed; of those whose sizes divide one another if the best cannot be."""
+def _best_placed(problem: StageProblem, below: float = np.inf) -> Stages | None:
+    """The best pipeline if it can be placed on devices, else the best whose sizes divide one another."""
     best = _Search(problem, below).run()
     if best is None or best[0] is not None:
         return None if best is None else best[0]
     _, bound = best
     pipelines = []
-    for allowed in _chained(problem):
+    for allowed in _dividing_sizes(problem):
         pipeline = _Search(replace(problem, costs=RestrictedCosts(problem.costs, ~allowed)), below).run()
         if pipeline is not None and pipeline[0] is not None:
             pipelines.append(pipeline[0])
@@ -170,8 +171,8 @@ def _placed(problem: StageProblem, below: float = np.inf) -> Stages | None:
     return replace(min(pipelines, key=lambda pipeline: pipeline.seconds), bound=bound)
 
 
-def _chained(problem: StageProblem) -> Iterator[NDArray[np.bool_]]:
-    """The sub-meshes to allow so that sizes divide one another in every pool."""
+def _dividing_sizes(problem: StageProblem) -> Iterator[NDArray[np.bool_]]:
+    """Masks of the sub-meshes to allow, so that in every pool the allowed sizes divide one another."""
     by_pool = [chains({s.sizes[p] for s in problem.submeshes} - {0}) for p in range(len(problem.pools))]
     for chosen in product(*by_pool):
         yield np.array(
@@ -183,7 +184,7 @@ def _chained(problem: StageProblem) -> Iterator[NDArray[np.bool_]]:
 
 
 class _Search:
-    """Limits on the slowest stage, halved until none can be better."""
+    """The search over limits on the slowest stage: intervals of limits are bisected by their lower bound."""
 
     def __init__(self, problem: StageProblem, below: float = np.inf) -> None:
         self.problem = problem
@@ -200,7 +201,7 @@ class _Search:
         self.best: tuple[StageAssignment, list[int]] | None = None
 
     def run(self) -> tuple[Stages | None, float] | None:
-        """The best pipeline (None where it cannot be placed) and its seconds; None where nothing fits."""
+        """The best pipeline (None if it cannot be placed) and its seconds; None if no pipeline fits."""
         if self.devices is None:
             return None
         least = self.least_limit()
@@ -215,7 +216,7 @@ class _Search:
             enough = self.incumbent * (1 - _EQUAL)
             if bound >= enough:
                 break
-            # from the upper end on, no pipeline is better
+            # at the upper end of the interval and above no pipeline is better
             solved = self.solve(min(high, self.incumbent - self.fill * total) * (1 - _EQUAL), low)
             if solved is None or self.fill * solved[0] + low >= enough:
                 continue
@@ -233,28 +234,29 @@ class _Search:
         return (None if stages is None else Stages(stages, seconds, seconds, self.limits)), seconds
 
     def fitting(self, position: int) -> StageCandidates:
-        """Stages that fit at a position from the end, made from those of the nearest position behind."""
+        """The stages that fit at a position from the end, computed from those at a later position."""
         in_flight, costs = self.problem.in_flight(position), self.problem.costs
         if in_flight not in self.candidates:
             fewer = max((n for n in self.candidates if n < in_flight), default=None)
             self.candidates[in_flight] = (
                 StageCandidates.of(costs, in_flight, self.rounds)
                 if fewer is None
-                else self.candidates[fewer].ahead(position - 1).fitting(costs, in_flight, self.rounds)
+                else self.candidates[fewer].followed_by(position - 1).fitting(costs, in_flight, self.rounds)
             )
         return self.candidates[in_flight]
 
     def least_limit(self) -> float:
-        """Seconds that the slowest stage of no pipeline goes below: every layer is in some stage."""
+        """Lower bound of the seconds of the slowest stage in any pipeline: every layer is in some stage."""
         least = self.fitting(1).maxima().min(axis=2)
-        # least[k, i] -> over all runs first <= k, last >= i
-        around = np.minimum.accumulate(np.minimum.accumulate(least, axis=0)[:, ::-1], axis=1)[:, ::-1]
-        return float(np.diagonal(around).max())
+        # least[k, i] -> minimum over all intervals with first <= k and last >= i
+        containing = np.minimum.accumulate(np.minimum.accumulate(least, axis=0)[:, ::-1], axis=1)[:, ::-1]
+        return float(np.diagonal(containing).max())
 
     def solve(self, limit: float, least: float) -> tuple[float, float] | None:
         """f(limit) and the maximum of its pipeline, which may become the incumbent.
 
-        None where no pipeline with a maximum from `least` to `limit` is better than the incumbent.
+        Returns:
+            None if no pipeline with a maximum between `least` and `limit` is better than the incumbent.
         """
         assert self.devices is not None
         self.limits += 1
@@ -285,7 +287,7 @@ class _Search:
     def maximum(self, assignment: StageAssignment, limit: float) -> float:
         """Seconds of the slowest stage or transfer, with the fastest configs under a limit."""
         chosen = zip(self.configs(assignment, limit), range(len(assignment)), strict=True)
-        stages = [float(self.ways(assignment, i).slowest[config]) for config, i in chosen]
+        stages = [float(self.costs_at(assignment, i).slowest[config]) for config, i in chosen]
         return max([*stages, *(self.rounds * x for x in self.transfers(assignment))])
 
     def transfers(self, assignment: StageAssignment) -> list[float]:
@@ -300,7 +302,7 @@ class _Search:
         return (self.incumbent - least) / self.fill
 
     def offer(self, assignment: StageAssignment, limit: float) -> None:
-        """Make an assignment the incumbent where it fits and is better."""
+        """Make an assignment the incumbent if it has few enough stages and is better."""
         if len(assignment) > self.problem.stages:
             return
         configs = self.configs(assignment, limit)
@@ -308,10 +310,10 @@ class _Search:
         if seconds < self.incumbent:
             self.incumbent, self.best = seconds, (assignment, configs)
 
-    def ways(self, assignment: StageAssignment, number: int, behind: int | None = None) -> ConfigCosts:
-        """Costs of the configs of a stage, with `behind` stages behind it; None for those that there are."""
-        behind = len(assignment) - number - 1 if behind is None else behind
-        in_flight = self.problem.in_flight(behind + 1)
+    def costs_at(self, assignment: StageAssignment, number: int, later: int | None = None) -> ConfigCosts:
+        """Costs of the configs of a stage that `later` stages follow; by default those of the assignment."""
+        later = len(assignment) - number - 1 if later is None else later
+        in_flight = self.problem.in_flight(later + 1)
         key = (*assignment[number], in_flight)
         if key not in self.config_costs:
             self.config_costs[key] = ConfigCosts.of(
@@ -320,22 +322,23 @@ class _Search:
         return self.config_costs[key]
 
     def is_exact(self, assignment: StageAssignment, limit: float) -> bool:
-        """Whether the stages cost at their positions what they would cost at the end."""
+        """Whether every stage costs the same at its position as it would as the last stage."""
         if len(assignment) > self.problem.stages:
             return False
         return all(
-            self.ways(assignment, i).within(limit).min() == self.ways(assignment, i, 0).within(limit).min()
+            self.costs_at(assignment, i).within(limit).min()
+            == self.costs_at(assignment, i, 0).within(limit).min()
             for i in range(len(assignment) - 1, -1, -1)
         )
 
     def configs(self, assignment: StageAssignment, limit: float) -> list[int]:
         """Fastest config of every stage."""
-        return [int(self.ways(assignment, i).within(limit).argmin()) for i in range(len(assignment))]
+        return [int(self.costs_at(assignment, i).within(limit).argmin()) for i in range(len(assignment))]
 
     def makespan(self, assignment: StageAssignment, configs: Sequence[int]) -> float:
         """Seconds of a step."""
-        placed = [self.stage(assignment, i, config, ()) for i, config in enumerate(configs)]
-        seconds, step = [s.seconds for s in placed], [s.step for s in placed]
+        stages = [self.stage(assignment, i, config, ()) for i, config in enumerate(configs)]
+        seconds, step = [s.seconds for s in stages], [s.step for s in stages]
         policy, micro_batches = self.problem.schedule, self.problem.micro_batches
         return makespan(
             policy, seconds, [0.0] * len(assignment), micro_batches, self.transfers(assignment), step
@@ -343,14 +346,14 @@ class _Search:
 
     def stage(self, assignment: StageAssignment, number: int, config: int, devices: tuple[int, ...]) -> Stage:
         """One stage of an assignment."""
-        (first, stop, submesh), ways = assignment[number], self.ways(assignment, number)
+        (first, stop, submesh), costs = assignment[number], self.costs_at(assignment, number)
         in_flight = self.problem.in_flight(len(assignment) - number)
-        again = self.problem.costs.recomputed(first, stop - 1, submesh, config, in_flight)
-        seconds, step = float(ways.seconds[config]), float(ways.step[config])
-        return Stage(first, stop, submesh, config, devices, seconds, step, in_flight, again)
+        recomputed = self.problem.costs.recomputed(first, stop - 1, submesh, config, in_flight)
+        seconds, step = float(costs.seconds[config]), float(costs.step[config])
+        return Stage(first, stop, submesh, config, devices, seconds, step, in_flight, recomputed)
 
     def placed(self, assignment: StageAssignment, configs: Sequence[int]) -> tuple[Stage, ...] | None:
-        """The stages with their devices; None where they cannot be placed."""
+        """The stages with their devices; None if they cannot be placed."""
         devices = place(self.problem.pools, [self.problem.submeshes[n] for _, _, n in assignment])
         if devices is None:
             return None
@@ -362,12 +365,12 @@ class _Search:
 def _none_below(problem: StageProblem, below: float) -> str:
     return (
         f"{problem.costs.shape[0]} layers with {problem.micro_batches} micro-batches: no pipeline that "
-        f"fits takes less than {below:.6g} s; ask for more time, or for another number of micro-batches"
+        f"fits takes less than {below:.6g} s; allow more seconds, or another number of micro-batches"
     )
 
 
 def _nothing_fits(problem: StageProblem) -> str:
-    """Why no pipeline exists, and what would change that."""
+    """The message of the error: why no pipeline exists, and what would change that."""
     layers = problem.costs.shape[0]
     devices = sum(pool.size for pool in problem.pools)
     subject = f"{layers} layers on {devices} devices with {problem.micro_batches} micro-batches"

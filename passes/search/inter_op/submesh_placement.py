@@ -1,15 +1,14 @@
 """Submesh placement: the sub-meshes that pools of equal machines offer, and the devices of each stage.
 
-*In:* pools, the devices that each stage takes of each pool. *Out:* device numbers by stage.
-*Invariant:* a stage that takes no more devices than a machine has is in one machine; one that takes more
-takes whole machines, next to each other where there are such.
+*In:* pools, the number of devices that each stage uses of each pool. *Out:* device numbers by stage.
+*Invariant:* a stage that needs at most the devices of one machine is in one machine; a larger stage has whole
+machines, adjacent ones if there are any.
 
-Stages are placed one after the other where each then starts at a multiple of its size in its machine, so that
-neighbours in the pipeline are neighbours. Otherwise the larger ones are placed first, equal ones in the order
-of the pipeline (Zheng et al., Alpa, OSDI 2022, section 5.2). Where every size divides the next larger one and
-the size of the machines this always succeeds while the sum is not above the devices of the pool: what is free
-in a machine stays a multiple of the size that is placed (appendix A for powers of two). Other sizes are
-packed by search.
+Stages are placed in the order of the pipeline if each then starts at a multiple of its size in its machine,
+so that consecutive stages are adjacent. Otherwise larger stages are placed first, and equal ones in the order
+of the pipeline (Zheng et al., Alpa, OSDI 2022, section 5.2). This always succeeds if every size divides the
+next larger one and the size of the machines, and the pool has enough devices: the free devices of a machine
+remain a multiple of the size that is placed (appendix A for powers of two). Other sizes are packed by search.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Pool:
     """Equal machines.
 
     Attributes:
-        name: for people.
-        machines: device numbers of each, all of one length.
+        name: name of the pool in messages.
+        machines: device numbers of each machine, all of one length.
 
     Raises:
-        ResourceError: there are none, or their sizes differ.
+        ResourceError: there are no machines, or their sizes differ.
     """
 
     name: str
@@ -63,13 +62,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class SubMesh:
-    """Devices for a stage: how many of each pool; more than one pool where a stage spans unequal devices."""
+    """The number of devices of each pool that a stage uses; several pools if it spans unequal devices."""
 
     sizes: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return sum(self.sizes)
 
     def __str__(self) -> str:
@@ -81,7 +80,7 @@ def pool_sizes(pool: Pool, machines: Iterable[int] | None = None) -> tuple[int, 
 
     Args:
         pool: the pool.
-        machines: how many whole machines, beside one; None for any number.
+        machines: allowed numbers of whole machines, in addition to one; None for any number.
 
     Example:
         >>> pool_sizes(Pool.grid("a", 3, 6))
@@ -93,7 +92,7 @@ def pool_sizes(pool: Pool, machines: Iterable[int] | None = None) -> tuple[int, 
 
 
 def submeshes(pools: Sequence[Pool], machines: Iterable[int] | None = None) -> tuple[SubMesh, ...]:
-    """Sub-meshes that lie in one pool each, see `pool_sizes`."""
+    """Sub-meshes inside one pool each, see `pool_sizes`."""
     counts = None if machines is None else tuple(machines)
     return tuple(
         SubMesh(tuple(size if j == i else 0 for j in range(len(pools))))
@@ -103,7 +102,7 @@ def submeshes(pools: Sequence[Pool], machines: Iterable[int] | None = None) -> t
 
 
 def spanning(pools: Sequence[Pool]) -> tuple[SubMesh, ...]:
-    """Sub-meshes across pools: some pools whole, or equal fractions of them in whole machines.
+    """Sub-meshes that span several pools: all of their machines, or the same fraction of each.
 
     Example:
         >>> [str(s) for s in spanning([Pool.grid("a", 2, 8), Pool.grid("b", 2, 4, 16)])]
@@ -142,11 +141,11 @@ def chains(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def place(pools: Sequence[Pool], stages: Sequence[SubMesh]) -> tuple[tuple[int, ...], ...] | None:
-    """Device numbers of every stage, machine by machine; None where the stages cannot be placed.
+    """Device numbers of every stage; None if the stages cannot be placed.
 
     Args:
-        pools: see `Pool`.
-        stages: sub-meshes in the order of the pipeline; sizes beyond a machine are whole machines.
+        pools: the pools.
+        stages: sub-meshes in the order of the pipeline; sizes above that of a machine are whole machines.
 
     Example:
         >>> place([Pool.grid("a", 2, 4)], [SubMesh((2,)), SubMesh((4,)), SubMesh((2,))])
@@ -169,7 +168,7 @@ def _place(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
 
 
 def _in_order(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
-    """One after the other; None where one would not start at a multiple of its size, or leave its machine."""
+    """Stages in order; None if one would not start at a multiple of its size, or would span two machines."""
     devices = [d for machine in pool.machines for d in machine]
     placed, start = [], 0
     for size in sizes:
@@ -183,7 +182,7 @@ def _in_order(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
 
 
 def _by_size(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
-    """The largest first, equal ones in order."""
+    """The largest stages first, equal ones in order."""
     placed: list[list[int]] = [[] for _ in sizes]
     machine, used = pool.machine, 0
     large = sorted((i for i, n in enumerate(sizes) if n >= machine), key=lambda i: -sizes[i])
@@ -198,15 +197,15 @@ def _by_size(pool: Pool, sizes: Sequence[int]) -> list[list[int]] | None:
     packed = _pack([sizes[i] for i in small], free)
     if packed is None:
         return None
-    taken = [0] * len(free)
+    used_in = [0] * len(free)
     for i, number in zip(small, packed, strict=True):
-        placed[i] = list(pool.machines[used + number][taken[number] : taken[number] + sizes[i]])
-        taken[number] += sizes[i]
+        placed[i] = list(pool.machines[used + number][used_in[number] : used_in[number] + sizes[i]])
+        used_in[number] += sizes[i]
     return placed
 
 
 def _pack(sizes: Sequence[int], free: list[int]) -> list[int] | None:
-    """Machine of each size (falling): first fit, else depth-first search over machines that differ."""
+    """Machine of each size (descending): first fit, else depth-first search over different remainders."""
     if sum(sizes) > sum(free):
         return None
     left, machines = list(free), []

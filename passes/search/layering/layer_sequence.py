@@ -1,28 +1,29 @@
-"""Forward ops in contiguous layers, every op of the train graph in one of them, and which layers are equal.
+"""The sequence of layers of a train graph: contiguous forward ops, and the ops that belong to them.
 
-*In:* a serial train graph. *Out:* `Layer`s that cover its forward ops in program order, and a `Layering`.
-*Invariant:* each forward op that computes is in exactly one layer; equal layers hold the same ops in the same
-order, so that a position within a class names one op of each of its layers.
+*In:* a serial train graph. *Out:* `Layer`s that cover its forward ops in program order, and a `Layering`,
+which assigns every op to a layer and finds equal layers. *Invariant:* each forward op that computes is in
+exactly one layer. Equal layers have the same ops in the same order, so that a position in a class of equal
+layers identifies one op in each of its layers.
 
-Given the number of layers L, they are the dynamic programme of Alpa (Zheng et al., OSDI 2022, section 5.2,
-"operator clustering"). With ops 1..K, C(i, k) the bytes that ops i..k read of what ops before i made, and
-G(k, r) the least possible greatest C of a layer when ops 1..k make r layers,
+For a given number of layers L, layers are found by the dynamic programme of Alpa (Zheng et al., OSDI 2022,
+section 5.2, "operator clustering"). With ops 1..K, C(i, k) the bytes that ops i..k read of results of ops
+before i, and G(k, r) the least possible maximum of C over the layers when ops 1..k form r layers,
 
     G(k, r) = min over i <= k of max(G(i - 1, r - 1), C(i, k)),
     where FLOP(i..k) <= (1 + delta) FLOP(1..K) / L,
 
-and of the partitions that reach G(K, L), the most uniform one, which has the least sum of squared FLOP:
+and of the partitions that attain G(K, L) the most uniform one is chosen, with the least sum of squared FLOP:
 
-    V(k, r) = min over i <= k of V(i - 1, r - 1) + FLOP(i..k)^2,  where besides C(i, k) <= G(K, L).
+    V(k, r) = min over i <= k of V(i - 1, r - 1) + FLOP(i..k)^2,  where also C(i, k) <= G(K, L).
 
-Two passes, for a prefix with a larger maximum may be the more uniform one. Where no partition keeps the limit
-(one op may exceed it alone) the least limit that some partition keeps takes its place. Ties prefer cuts where
-modules meet.
+This takes two passes, because a prefix with a larger maximum may be more uniform. If no partition satisfies
+the limit (a single op may exceed it), the least limit that some partition satisfies is used. Ties prefer cuts
+between modules.
 
-Without a number, the program is asked: where the sequence of ops repeats itself and each repeat reads of the
-one before it, the repeats are the layers (of blocks that alternate, each block); what lies between is cut by
-the dynamic programme into layers of about the same FLOP. So equal blocks are equal layers, which
-`passes.search.formulate` prices once.
+Without a given number, the repeats of the program are the layers: the sequence of ops is searched for a
+repeated sequence in which each repeat reads results of the previous one (if blocks alternate, each block is a
+layer). The ops between the repeats are split by the dynamic programme into layers of about the same FLOP.
+Equal blocks are then equal layers, whose costs `intra_op.formulate` computes once.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from distgraph.ir.op_registry import flops, freeze, lookup
 from distgraph.passes.search.layering.layer_clustering import Floats, Read, balanced_cuts
 
 REST = -1
-"""Layer of what belongs to none: learning rate, norm of all gradients, constants of many layers."""
+"""Layer number of ops that belong to no layer: learning rate, norm of all gradients, shared constants."""
 
-_LAYERS = 16  # of a program without repeats
+_LAYERS = 16  # at most, in a program without repeats
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A contiguous run of the forward ops that compute.
+    """Contiguous forward ops.
 
     Attributes:
-        ops: their names in program order; sources (parameters, inputs, ...) are not among them.
+        ops: their names in program order, without sources (parameters, inputs, ...).
     """
 
     ops: tuple[str, ...]
@@ -58,12 +59,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Layering:
-    """Every op of a train graph in its layer.
+    """The assignment of every op of a train graph to a layer.
 
     Attributes:
-        layers: in program order.
-        of: op name -> number of its layer, or `REST`; all roles.
-        classes: class of each layer, numbered as they appear; layers of a class are equal up to names.
+        layers: the layers in program order.
+        of: op name -> number of its layer, or `REST`; for ops of all roles.
+        classes: class of each layer, numbered by first appearance; layers of a class are equal up to names.
         position: op name -> (class, position in the layer); (`REST`, number) for ops of no layer.
     """
 
@@ -74,15 +75,15 @@ class Layering:
 
 
 def cluster_layers(graph: Graph, count: int | None = None, delta: float = 0.5) -> tuple[Layer, ...]:
-    """Forward ops as contiguous layers (see the module for the programme that is solved).
+    """Cluster forward ops into contiguous layers (see the module docstring).
 
     Args:
-        graph: a serial graph; ops of role forward that are no sources are clustered.
-        count: number of layers; None to find the repeats of the program.
+        graph: a serial graph; its forward ops, without sources, are clustered.
+        count: number of layers; None to use the repeats of the program.
         delta: a layer has at most (1 + delta) times the mean FLOP.
 
     Raises:
-        GraphError: no forward ops, fewer than `count`, or delta is negative.
+        GraphError: there are no forward ops, or fewer than `count`, or delta is negative.
 
     Example:
         >>> from distgraph.engine.compile.train_graph import train_graph
@@ -99,11 +100,11 @@ def cluster_layers(graph: Graph, count: int | None = None, delta: float = 0.5) -
         raise GraphError(f"delta of cluster_layers is {delta} but must be 0 or more")
     if count is not None and not 1 <= count <= len(ops):
         raise GraphError(
-            f"cluster_layers was asked for {count} layers but graph @{graph.name} has {len(ops)} forward "
-            f"ops; ask for 1 to {len(ops)}"
+            f"cluster_layers is to make {count} layers but graph @{graph.name} has {len(ops)} forward ops; "
+            f"take 1 to {len(ops)}"
         )
     program = _Program.of(ops)
-    cuts = program.cut(0, len(ops), count, delta) if count is not None else _repeats(program, delta)
+    cuts = program.cut(0, len(ops), count, delta) if count is not None else _cuts_at_repeats(program, delta)
     return tuple(
         Layer(tuple(op.name for op in ops[start:stop])) for start, stop in pairwise((0, *cuts, len(ops)))
     )
@@ -111,19 +112,19 @@ def cluster_layers(graph: Graph, count: int | None = None, delta: float = 0.5) -
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Forward ops as numbers."""
+    """The properties of forward ops on which the cuts depend, as arrays."""
 
     cost: Floats
-    products: npt.NDArray[np.int64]  # ops before each position that a matrix unit computes
+    products: npt.NDArray[np.int64]  # number of matrix products before each position
     reads: tuple[Read, ...]
     signature: npt.NDArray[np.int64]  # equal for ops of one kind, attributes and shapes
-    crossing: Floats  # bytes alive across a cut before each op
-    depth: npt.NDArray[np.int64]  # modules that the ops on both sides of a cut share
-    border: npt.NDArray[np.bool_]  # whether they lie in different modules
+    crossing: Floats  # bytes of values that cross a cut before each op
+    depth: npt.NDArray[np.int64]  # number of nested modules that contain the ops on both sides of a cut
+    border: npt.NDArray[np.bool_]  # whether these ops are in different modules
 
     @staticmethod
     def of(ops: Sequence[Op]) -> _Program:
-        """Read what the cuts depend on."""
+        """The properties of a sequence of ops."""
         position = {value.name: i for i, op in enumerate(ops) for value in op.results}
         readers: dict[str, list[int]] = {}
         for i, op in enumerate(ops):
@@ -131,11 +132,11 @@ class _Program:
                 if name in position:
                     readers.setdefault(name, []).append(i)
         size = {value.name: float(value.nbytes) for op in ops for value in op.results}
-        reads = tuple((position[name], tuple(at), size[name]) for name, at in readers.items())
+        reads = tuple((position[name], tuple(positions), size[name]) for name, positions in readers.items())
         crossing = np.zeros(len(ops) + 1)
-        for producer, at, nbytes in reads:
+        for producer, positions, nbytes in reads:
             crossing[producer + 1] += nbytes
-            crossing[at[-1] + 1] -= nbytes
+            crossing[positions[-1] + 1] -= nbytes
         scopes = [tuple(op.scope.split(".")) if op.scope else () for op in ops]
         shared = [0] + [_shared(a, b) for a, b in pairwise(scopes)]
         numbers: dict[Hashable, int] = {}
@@ -150,11 +151,11 @@ class _Program:
         )
 
     def has_product(self, start: int, stop: int) -> bool:
-        """Whether a matrix unit has work between two positions."""
+        """Whether there is a matrix product between two positions."""
         return bool(self.products[stop] > self.products[start])
 
     def cut(self, start: int, stop: int, count: int, delta: float) -> tuple[int, ...]:
-        """Positions that cut ops start:stop into `count` parts."""
+        """Cuts of ops start:stop into `count` parts."""
         reads = []
         for producer, readers, nbytes in self.reads:
             inside = tuple(r - start for r in readers if start <= r < stop)
@@ -164,7 +165,7 @@ class _Program:
         return tuple(c + start for c in balanced_cuts(self.cost[start:stop], reads, count, delta, penalty))
 
     def chained(self, start: int, period: int) -> bool:
-        """Whether the ops of the second period read what those of the first make."""
+        """Whether ops of the second period read results of the first period."""
         middle = start + period
         return any(
             start <= producer < middle and any(middle <= r < middle + period for r in readers)
@@ -181,22 +182,22 @@ def _shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
 
 
 def _signature(op: Op) -> Hashable:
-    """What repeats of an op have in common."""
+    """A key that is equal for repeats of an op."""
     shapes = tuple((v.shape, v.dtype) for v in (*op.operands, *op.results))
     return op.kind, len(op.operands), shapes, _attributes(op)
 
 
 def _attributes(op: Op) -> Hashable:
-    """Attributes that layouts and costs depend on: not what a source holds, nor the key of a random op."""
+    """Attributes on which layouts and costs depend; not the content of a source or the key of a random op."""
     if op.kind in SOURCES:
         return ()
     return tuple(sorted((k, freeze(v)) for k, v in op.attrs.items() if k != "salt"))
 
 
-def _repeats(program: _Program, delta: float) -> tuple[int, ...]:
-    """Cuts at the repeats of the program and, between them, into layers of about the same FLOP."""
+def _cuts_at_repeats(program: _Program, delta: float) -> tuple[int, ...]:
+    """Cuts at the repeats of the program; the ops between repeats are cut into layers of similar FLOP."""
     size = len(program.cost)
-    parts = [pair for run in _runs(program) for pair in pairwise(run)]
+    parts = [pair for borders in _repeated_sequences(program) for pair in pairwise(borders)]
     if not parts:
         return program.cut(0, size, max(1, min(int(program.products[-1]), _LAYERS)), delta)
     mean = float(np.mean([program.cost[a:b].sum() for a, b in parts]))
@@ -208,31 +209,32 @@ def _repeats(program: _Program, delta: float) -> tuple[int, ...]:
     return tuple(sorted(cuts - {0, size}))
 
 
-def _runs(program: _Program) -> list[tuple[int, ...]]:
-    """Runs of repeats, each as the borders of its layers; the longest first, then what lies beside it.
+def _repeated_sequences(program: _Program) -> list[tuple[int, ...]]:
+    """Sequences of repeats, each as the borders of its layers; the longest first, then those in the gaps.
 
-    Every run does at least the FLOP of a layer of those before it: shorter ones are parts of a layer.
+    A sequence with less FLOP than the mean layer so far is left out: it is a part of a layer.
     """
-    found: list[tuple[int, ...]] = []
+    sequences: list[tuple[int, ...]] = []
     layers: list[float] = []
     gaps = [(0, len(program.cost))]
     while gaps:
         start, stop = gaps.pop()
-        run = _longest_run(program, start, stop)
-        if run is None or (layers and program.cost[run[0] : run[-1]].sum() < np.mean(layers)):
+        borders = _longest_sequence(program, start, stop)
+        if borders is None or (layers and program.cost[borders[0] : borders[-1]].sum() < np.mean(layers)):
             continue
-        found.append(run)
-        layers += [float(program.cost[a:b].sum()) for a, b in pairwise(run)]
-        gaps += [(start, run[0]), (run[-1], stop)]
-    return found
+        sequences.append(borders)
+        layers += [float(program.cost[a:b].sum()) for a, b in pairwise(borders)]
+        gaps += [(start, borders[0]), (borders[-1], stop)]
+    return sequences
 
 
-def _longest_run(program: _Program, start: int, stop: int) -> tuple[int, ...] | None:
-    """Borders of the repeats that cover most of ops start:stop; None where nothing repeats.
+def _longest_sequence(program: _Program, start: int, stop: int) -> tuple[int, ...] | None:
+    """Borders of the repeats that cover most of ops start:stop; None if nothing repeats.
 
-    A repeat does products, and reads of the one before it; of equal coverage the shorter period counts.
+    Each repeat has a matrix product and reads results of the previous one. Of sequences that cover the same
+    number of ops the one with the shorter period is chosen.
     """
-    best: tuple[int, int, int, int] | None = None  # ops covered, first, period, end of what repeats
+    best: tuple[int, int, int, int] | None = None  # ops covered, first, period, end of the repeats
     signature, size = program.signature[start:stop], stop - start
     for period in range(1, size // 2 + 1):
         if best is not None and best[0] == size:
@@ -242,11 +244,11 @@ def _longest_run(program: _Program, start: int, stop: int) -> tuple[int, ...] | 
         for first, last in edges.reshape(-1, 2):
             count = int(last - first) // period + 1
             covered = count * period
-            at = start + int(first)
+            begin = start + int(first)
             if count < 2 or (best is not None and covered <= best[0]):
                 continue
-            if program.has_product(at, at + period) and program.chained(at, period):
-                best = covered, at, period, at + int(last - first) + period
+            if program.has_product(begin, begin + period) and program.chained(begin, period):
+                best = covered, begin, period, begin + int(last - first) + period
     if best is None:
         return None
     covered, first, period, last = best
@@ -255,34 +257,37 @@ def _longest_run(program: _Program, start: int, stop: int) -> tuple[int, ...] | 
 
 
 def _phase(program: _Program, starts: range, period: int, covered: int) -> int:
-    """Where the first repeat starts: least bytes across the borders, then borders of outermost modules."""
+    """Start of the first repeat: least bytes across the borders, then borders between outermost modules."""
 
-    def badness(at: int) -> tuple[float, int, int]:
-        cuts = [c for c in range(at, at + covered + 1, period) if 0 < c < len(program.cost)]
+    def badness(start: int) -> tuple[float, int, int]:
+        cuts = [c for c in range(start, start + covered + 1, period) if 0 < c < len(program.cost)]
         return (
             max((float(program.crossing[c]) for c in cuts), default=0.0),
             max((int(program.depth[c]) for c in cuts), default=0),
-            at,
+            start,
         )
 
     return min(starts, key=badness)
 
 
 def _divided(program: _Program, first: int, count: int, period: int) -> tuple[int, ...]:
-    """Borders of repeats, each divided where modules as far out meet as between repeats and no more bytes
-    pass (blocks that alternate); every part does products."""
+    """Borders of repeats that are divided into their blocks, where different blocks alternate.
+
+    A repeat is divided between modules of the same depth as between repeats, if no more bytes cross there and
+    both parts have a matrix product.
+    """
     border = first + period
     cuts = [0]
     for offset in range(1, period):
-        at = border + offset
+        position = border + offset
         if (
-            at < len(program.cost)
-            and program.border[at]
+            position < len(program.cost)
+            and program.border[position]
             and program.border[border]
-            and program.depth[at] <= program.depth[border]
-            and program.crossing[at] <= program.crossing[border]
-            and program.has_product(border + cuts[-1], at)
-            and program.has_product(at, border + period)
+            and program.depth[position] <= program.depth[border]
+            and program.crossing[position] <= program.crossing[border]
+            and program.has_product(border + cuts[-1], position)
+            and program.has_product(position, border + period)
         ):
             cuts.append(offset)
     starts = [first + period * i + cut for i in range(count) for cut in cuts]
@@ -290,11 +295,11 @@ def _divided(program: _Program, first: int, count: int, period: int) -> tuple[in
 
 
 def layering(graph: Graph, layers: Sequence[Layer]) -> Layering:
-    """Every op in a layer, and the classes of equal layers.
+    """The layer of every op, and the classes of equal layers.
 
-    A backward op belongs to the layer of the forward op that it is linked to, an update and its states to
-    that of their parameter, a parameter to that of the first op that reads it. What a single layer reads
-    belongs to it; a constant or input of several layers belongs to none.
+    A backward op belongs to the layer of the forward op that it is linked to, an update and its states to the
+    layer of their parameter, and a parameter to the layer of its first reader. A constant or input that one
+    layer reads belongs to that layer; one that several layers read belongs to none.
 
     Raises:
         GraphError: a layer names an op that the graph lacks, or a forward op is in no layer or in two.
@@ -304,11 +309,11 @@ def layering(graph: Graph, layers: Sequence[Layer]) -> Layering:
     for op in graph.ops:
         members[of[op.name]].append(op)
     replaced = {value.name: source for source, value in graph.updates}
-    left = {value.name for _, value in graph.outputs}
+    outputs = {value.name for _, value in graph.outputs}
     numbers: dict[Hashable, int] = {}
     classes = []
     for number in range(len(layers)):
-        key = _described(graph, members[number], replaced, left)
+        key = _canonical_form(graph, members[number], replaced, outputs)
         classes.append(numbers.setdefault(key, len(numbers)))
     position = {
         op.name: (REST if number == REST else classes[number], i)
@@ -344,31 +349,33 @@ def _assign(graph: Graph, layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def _read_forward(graph: Graph, of: dict[str, int]) -> None:
-    """Sources that the forward part reads: parameters and states lie where they are read first."""
-    found = {}
+    """Assign the sources that the forward part reads; a parameter or state is in its first reader's layer."""
+    layers = {}
     for op in graph.ops:
         if op.kind in SOURCES:
             readers = [of[u.name] for v in op.results for u in graph.users[v.name] if u.name in of]
             if readers:
-                found[op.name] = readers[0] if op.kind in ("param", "state") else _only(readers)
-    of.update(found)
+                layers[op.name] = readers[0] if op.kind in ("param", "state") else _only(readers)
+    of.update(layers)
 
 
 def _large_operands(graph: Graph, op: Op, of: Mapping[str, int]) -> list[int]:
-    """Layers of the operands that are no scalars: a sum over all layers runs through scalars."""
+    """Layers of the operands that are not scalars: a sum over all layers is made of scalars."""
     return [of.get(graph.producers[v.name].name, REST) for v in op.operands if v.shape]
 
 
 def _only(layers: Sequence[int]) -> int:
-    """The one layer among these, `REST` where there is none or several."""
-    found = set(layers) - {REST}
-    return found.pop() if len(found) == 1 else REST
+    """The only layer among these; `REST` if there are none or several."""
+    different = set(layers) - {REST}
+    return different.pop() if len(different) == 1 else REST
 
 
-def _described(graph: Graph, ops: Sequence[Op], replaced: Mapping[str, str], left: set[str]) -> Hashable:
-    """What equal layers have in common: everything but names, sources' contents and keys of random ops.
+def _canonical_form(
+    graph: Graph, ops: Sequence[Op], replaced: Mapping[str, str], outputs: set[str]
+) -> Hashable:
+    """A key that is equal for equal layers: without names, contents of sources and keys of random ops.
 
-    A value from another layer is known by the order in which the layer reads such values.
+    A value from another layer is numbered by the order in which the layer first reads such values.
     """
     place: dict[str, tuple[object, ...]] = {}
     outside: dict[str, int] = {}
@@ -378,7 +385,7 @@ def _described(graph: Graph, ops: Sequence[Op], replaced: Mapping[str, str], lef
             return place[name]
         return ("outside", outside.setdefault(name, len(outside)))
 
-    found = []
+    form = []
     for number, op in enumerate(ops):
         operands = tuple((reference(v.name), v.shape, v.dtype) for v in op.operands)
         results = []
@@ -387,7 +394,7 @@ def _described(graph: Graph, ops: Sequence[Op], replaced: Mapping[str, str], lef
             pinned = graph.attrs.get(value.name)
             layout = None if pinned is None else (pinned.mesh, pinned.spec)
             updates = reference(replaced[value.name]) if value.name in replaced else None
-            results.append((value.shape, value.dtype, layout, updates, value.name in left))
+            results.append((value.shape, value.dtype, layout, updates, value.name in outputs))
         placed = graph.placements.get(op.name)
-        found.append((op.kind, op.role, _attributes(op), operands, tuple(results), placed))
-    return tuple(found)
+        form.append((op.kind, op.role, _attributes(op), operands, tuple(results), placed))
+    return tuple(form)

@@ -405,10 +405,10 @@ class _Propagation:
             assert source is not None
             return source
         needed = self.needed(value)
-        if len(needed) < 2 and not (made.partial and value.name in self.graph.kept):
+        if len(needed) < 2 and not (made.partial and value.name in self.graph.live_out):
             return made  # no third layout in between is cheaper
         candidates = [made, made.without_partial(), *sorted(needed, key=str)]
-        if value.name in self.graph.kept:
+        if value.name in self.graph.live_out:
             candidates = [spec for spec in candidates if not spec.partial]
 
         def total(spec: ShardSpec) -> float:

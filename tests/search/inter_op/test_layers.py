@@ -231,7 +231,7 @@ def test_annotations_tell_layers_apart() -> None:
 
 def test_mistakes_are_named() -> None:
     graph = train_graph(gpt(), TOKENS)
-    with pytest.raises(GraphError, match="has 86 forward ops; ask for 1 to 86"):
+    with pytest.raises(GraphError, match="has 86 forward ops; take 1 to 86"):
         cluster_layers(graph, 10_000)
     with pytest.raises(GraphError, match="delta of cluster_layers is -1"):
         cluster_layers(graph, delta=-1)

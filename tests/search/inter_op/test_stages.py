@@ -25,7 +25,7 @@ from distgraph.passes.search.inter_op.stage_costs import (
     ProfileCosts,
     RestrictedCosts,
     StageCosts,
-    stage_numbers,
+    stage_indices,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import (
@@ -323,7 +323,7 @@ def test_candidates_leave_out_only_what_cannot_matter(seed: int) -> None:
     _, costs = some_costs(seed)
     rounds, behind, best = 3.0, 2, 40.0
     first = StageCandidates.of(costs, 1, rounds).below(best)
-    found = first.ahead(behind).fitting(costs, 1 + behind, rounds)
+    found = first.followed_by(behind).fitting(costs, 1 + behind, rounds)
     every = costs.tabulate(1 + behind)
     slowest = rounds * every.seconds + every.step
     for limit in (15.0, 25.0, best * 0.999):
@@ -332,7 +332,7 @@ def test_candidates_leave_out_only_what_cannot_matter(seed: int) -> None:
             allowed = every.seconds[at][slowest[at] <= limit]
             least = allowed.min(initial=np.inf)
             assert table[at] == (least if at[1] < 5 - behind else np.inf)
-    assert set(found.stages) <= set(first.stages) <= set(stage_numbers(costs.shape))
+    assert set(found.stages) <= set(first.stages) <= set(stage_indices(costs.shape))
     assert np.array_equal(found.maxima() <= 25.0, np.isfinite(found.within(25.0)))
 
 
