@@ -7,13 +7,15 @@ so that an output may be an input and LLVM still vectorises (see `_row_loops`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from distgraph.kernels._common import Array, Namespace, empty, flat, store
 from distgraph.kernels._cupy_elementwise import CudaKernel
-from distgraph.kernels._jit import inlined, pays
+from distgraph.kernels._jit import Loop, inlined, jit, pays
 
 LOOP_BLOCK = 2048
 """Elements of a block of a compiled loop: 8 KiB in float32."""
@@ -30,34 +32,81 @@ def copy(source: Any, target: Any) -> None:
         target[j] = source[j]
 
 
-def one_pass(
-    loop: Callable[..., None],
-    cuda: CudaKernel,
-    xp: Namespace,
-    operands: tuple[Array, ...],
-    out: Array | None,
-    *flags: bool,
-    double: bool = False,
-) -> Array | None:
-    """Run ``cuda`` on CuPy and ``loop`` on large NumPy arrays; None where neither applies.
+def _unary_loop(x: Any, y: Any) -> None:
+    scratch = np.empty(LOOP_BLOCK, x.dtype)
+    for start in range(0, x.size, LOOP_BLOCK):
+        part = x[start : start + LOOP_BLOCK]
+        for j in range(part.size):
+            scratch[j] = element(part[j])  # type: ignore[name-defined] # noqa: F821 (see `fused`)
+        copy(scratch[: part.size], y[start : start + LOOP_BLOCK])
 
-    Args:
-        loop: called as ``loop(*operands, *flags, result)`` with contiguous vectors.
-        cuda: called as ``cuda(*operands, result)``.
+
+def _binary_loop(x: Any, dy: Any, dx: Any) -> None:
+    scratch = np.empty(LOOP_BLOCK, x.dtype)
+    for start in range(0, x.size, LOOP_BLOCK):
+        part, grad = x[start : start + LOOP_BLOCK], dy[start : start + LOOP_BLOCK]
+        for j in range(part.size):
+            scratch[j] = element(part[j], grad[j])  # type: ignore[name-defined] # noqa: F821
+        copy(scratch[: part.size], dx[start : start + LOOP_BLOCK])
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """An elementwise op of one or two operands in one pass over memory.
+
+    Attributes:
+        loop: for NumPy, over contiguous vectors: loop(*operands, result).
+        cuda: for CuPy: cuda(*operands, result).
         double: whether the loop takes float64 as well.
     """
-    first = operands[0]
-    if any(a.dtype != first.dtype or a.shape != first.shape for a in operands):
-        return None
-    if xp is not np:
+
+    loop: Loop[..., None]
+    cuda: CudaKernel
+    double: bool
+
+    def __call__(
+        self, formula: Callable[..., Array], xp: Namespace, operands: tuple[Array, ...], out: Array | None
+    ) -> Array:
+        """Compute the op in one pass on CuPy and of large NumPy arrays, else by ``formula`` of arrays."""
+        first = operands[0]
+        loops = pays(xp, first, np.float32, *([np.float64] if self.double else []))
+        same = all(a.dtype == first.dtype and a.shape == first.shape for a in operands)
+        if not same or (xp is np and not loops):
+            return blocked(formula, xp, operands, out)
         y = empty(xp, out, first.shape, first.dtype)
-        cuda(*operands, y)
+        if loops:
+            self.loop(*(flat(a) for a in operands), y.reshape(-1))
+        else:
+            self.cuda(*operands, y)
         return store(xp, y, out)
-    if not pays(xp, first, np.float32, *([np.float64] if double else [])):
-        return None
-    y = empty(xp, out, first.shape, first.dtype)
-    loop(*(flat(a) for a in operands), *flags, y.reshape(-1))
-    return store(xp, y, out)
+
+
+def fused(cuda: str, *, double: bool = False) -> Callable[[Callable[..., Any]], Fused]:
+    """Decorate a formula of one element, from which the compiled loop follows.
+
+    The loop counts as code of the formula's file, by which Numba names its disk cache and sees that it is
+    stale. The name of the formula is that of the op behind `_fused_`.
+
+    Args:
+        cuda: the formula in CUDA; its operands have the names of the arguments, its result is y of one
+            operand, dx of two.
+        double: as of `Fused`.
+    """
+
+    def decorate(formula: Callable[..., Any]) -> Fused:
+        source = formula.__code__
+        names = source.co_varnames[: source.co_argcount]
+        template = (_unary_loop, _binary_loop)[len(names) - 1]
+        code = template.__code__.replace(co_filename=source.co_filename, co_firstlineno=source.co_firstlineno)
+        loop = FunctionType(code, {**template.__globals__, "element": inlined(formula)}, formula.__name__)
+        loop.__qualname__, loop.__module__ = formula.__qualname__, formula.__module__
+        operands = ", ".join(f"T {name}" for name in names)
+        kernel = CudaKernel(
+            formula.__name__.removeprefix("_fused_"), operands, "T y" if len(names) == 1 else "T dx", cuda
+        )
+        return Fused(jit(loop), kernel, double)
+
+    return decorate
 
 
 def blocked(
