@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,8 @@ def window_of(
     what: str,
     size: Sequence[int],
     kernel: Sequence[int],
-    stride: Sequence[int] | int,
-    padding: Sequence[Sequence[int]] | int,
+    stride: Sequence[int] | int = 1,
+    padding: Sequence[Sequence[int]] | int = 0,
     dilation: Sequence[int] | int = 1,
 ) -> Window:
     """Check and complete the attributes of a convolution or a pooling; one number stands for all spatial
@@ -158,20 +159,17 @@ def conv(
     x: Array,
     w: Array,
     *,
-    stride: Sequence[int] | int = 1,
-    padding: Sequence[Sequence[int]] | int = 0,
-    dilation: Sequence[int] | int = 1,
     groups: int = 1,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """y[n, o, p] = sum over c, k of x[n, c, p * stride + k * dilation - low padding] * w[o, c, k] (no flip).
 
     Args:
         x: [n, c, *spatial], one to three spatial dims.
         w: [o, c / groups, *kernel].
-        stride, dilation: for each spatial dim.
-        padding: (low, high) zeros for each spatial dim.
         groups: output block j of o / groups channels sees input block j of c / groups.
+        steps: stride, padding with zeros and dilation as of `window_of`.
 
     Returns:
         [n, o, *output], output = (spatial + low + high - dilation * (kernel - 1) - 1) // stride + 1.
@@ -180,7 +178,7 @@ def conv(
         GraphError: channels or window do not fit.
     """
     _check_channels("conv", x.shape[1], w.shape, groups)
-    window = window_of("conv", x.shape[2:], w.shape[2:], stride, padding, dilation)
+    window = window_of("conv", x.shape[2:], w.shape[2:], **steps)
     samples, made, area = x.shape[0], w.shape[0], prod(window.output)
     y = empty(xp, out, (samples, made, *window.output), x.dtype)
     depth = w.shape[1] * prod(window.kernel)
@@ -201,11 +199,9 @@ def conv_grad_input(
     w: Array,
     *,
     input_shape: Sequence[int],
-    stride: Sequence[int] | int = 1,
-    padding: Sequence[Sequence[int]] | int = 0,
-    dilation: Sequence[int] | int = 1,
     groups: int = 1,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """dx, the transpose of `conv` in x: columns w^T dy added back where they came from (col2im).
 
@@ -215,7 +211,7 @@ def conv_grad_input(
         input_shape: [n, c, *spatial] of x, and of the result.
     """
     _check_channels("conv_grad_input", input_shape[1], w.shape, groups)
-    window = window_of("conv_grad_input", input_shape[2:], w.shape[2:], stride, padding, dilation)
+    window = window_of("conv_grad_input", input_shape[2:], w.shape[2:], **steps)
     samples, made, area = dy.shape[0], w.shape[0], prod(window.output)
     depth = w.shape[1] * prod(window.kernel)
     weights = w.reshape(groups, made // groups, depth).swapaxes(1, 2)
@@ -239,11 +235,9 @@ def conv_grad_weight(
     dy: Array,
     *,
     kernel_shape: Sequence[int],
-    stride: Sequence[int] | int = 1,
-    padding: Sequence[Sequence[int]] | int = 0,
-    dilation: Sequence[int] | int = 1,
     groups: int = 1,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """dw, the transpose of `conv` in w: dy times the columns of x, summed over samples and places in one GEMM
     a block.
@@ -254,7 +248,7 @@ def conv_grad_weight(
         kernel_shape: [o, c / groups, *kernel] of w, and of the result.
     """
     _check_channels("conv_grad_weight", x.shape[1], kernel_shape, groups)
-    window = window_of("conv_grad_weight", x.shape[2:], kernel_shape[2:], stride, padding, dilation)
+    window = window_of("conv_grad_weight", x.shape[2:], kernel_shape[2:], **steps)
     made, area, dims = kernel_shape[0], prod(window.output), len(window.kernel)
     depth = kernel_shape[1] * prod(window.kernel)
     dw = xp.zeros((groups, made // groups, depth), x.dtype)

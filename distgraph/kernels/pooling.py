@@ -12,6 +12,13 @@ from distgraph.kernels._common import Array, Namespace, computed_in_f32, empty, 
 from distgraph.kernels.conv import ALL, Window, blocks, gather, padded, positions, spread, window_of
 
 
+def _window_of(
+    what: str, shape: Sequence[int], *, window: Sequence[int], stride: Any = None, padding: Any = 0
+) -> Window:
+    """The window of a pooling over [n, c, *spatial]; it moves by its own size where no stride is given."""
+    return window_of(what, shape[2:], window, stride=window if stride is None else stride, padding=padding)
+
+
 def _lowest(dtype: np.dtype) -> float:
     """What no element is below."""
     return -np.inf if dtype.kind == "f" else np.iinfo(dtype).min
@@ -44,23 +51,19 @@ def max_pool(
     xp: Namespace,
     x: Array,
     *,
-    window: Sequence[int],
-    stride: Sequence[int] | int | None = None,
-    padding: Sequence[Sequence[int]] | int = 0,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """y[n, c, p] = max over k of x[n, c, p * stride + k - low padding]; padding never wins.
 
     Args:
         x: [n, c, *spatial].
-        window: size in each spatial dim.
-        stride: as ``window`` where not given.
-        padding: (low, high) for each spatial dim.
+        steps: arguments of `_window_of`.
 
     Raises:
         GraphError: the window does not fit.
     """
-    over = window_of("max_pool", x.shape[2:], window, window if stride is None else stride, padding)
+    over = _window_of("max_pool", x.shape, **steps)
     y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
     for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
         _reduce(xp.maximum, padded(xp, x[n], over, _lowest(x.dtype)), over, y[n])
@@ -74,14 +77,12 @@ def max_pool_grad(
     y: Array,
     dy: Array,
     *,
-    window: Sequence[int],
-    stride: Sequence[int] | int | None = None,
-    padding: Sequence[Sequence[int]] | int = 0,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """dx: each dy goes to the first place (row-major) of its window where x equals y, the result of
     `max_pool`."""
-    over = window_of("max_pool_grad", x.shape[2:], window, window if stride is None else stride, padding)
+    over = _window_of("max_pool_grad", x.shape, **steps)
     dx = empty(xp, out, x.shape, dy.dtype)
     for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
         _max_pool_grad_block(xp, padded(xp, x[n], over, _lowest(x.dtype)), y[n], dy[n], over, dx[n])
@@ -93,16 +94,14 @@ def avg_pool(
     xp: Namespace,
     x: Array,
     *,
-    window: Sequence[int],
-    stride: Sequence[int] | int | None = None,
-    padding: Sequence[Sequence[int]] | int = 0,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """y[n, c, p] = mean over k of x[n, c, p * stride + k - low padding]; padding counts as zeros.
 
     Arguments as `max_pool`.
     """
-    over = window_of("avg_pool", x.shape[2:], window, window if stride is None else stride, padding)
+    over = _window_of("avg_pool", x.shape, **steps)
     y = empty(xp, out, (*x.shape[:2], *over.output), x.dtype)
     for n in blocks(xp, x.shape[0], prod(x.shape[1:])):
         _reduce(xp.add, padded(xp, x[n], over), over, y[n])
@@ -116,13 +115,11 @@ def avg_pool_grad(
     dy: Array,
     *,
     input_shape: Sequence[int],
-    window: Sequence[int],
-    stride: Sequence[int] | int | None = None,
-    padding: Sequence[Sequence[int]] | int = 0,
     out: Array | None = None,
+    **steps: Any,
 ) -> Array:
     """dx: each dy spread evenly over its window. ``input_shape`` is that of x and of the result."""
-    over = window_of("avg_pool_grad", input_shape[2:], window, window if stride is None else stride, padding)
+    over = _window_of("avg_pool_grad", input_shape, **steps)
     dx = empty(xp, out, input_shape, dy.dtype)
     for n in blocks(xp, dy.shape[0], prod(input_shape[1:])):
         share = dy[n] * dy.dtype.type(1 / prod(over.kernel))

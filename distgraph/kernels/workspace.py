@@ -17,7 +17,7 @@ from typing import Any
 
 from distgraph.kernels._common import FUSED_MIN_SIZE, Array, is_half
 from distgraph.kernels.attention import largest_tile
-from distgraph.kernels.conv import block_samples, window_of
+from distgraph.kernels.conv import Window, block_samples, window_of
 from distgraph.kernels.matmul import einsum_workspace, is_blas_ready, matmul_workspace
 
 __all__ = [
@@ -139,10 +139,15 @@ def attention_grad(
 # spatial
 
 
+def _conv_window(x: Sequence[int], w: Sequence[int], *, groups: int = 1, **steps: Any) -> tuple[Window, int]:
+    """The window of a convolution of these shapes, and the elements of the columns of a sample."""
+    window = window_of("conv", x[2:], w[2:], **steps)
+    return window, x[1] * prod(window.kernel) * prod(window.output)
+
+
 def conv(x: Array, w: Array, **attrs: Any) -> int:
     """A block of samples with its padding, and its columns (im2col)."""
-    window = window_of("conv", x.shape[2:], w.shape[2:], attrs["stride"], attrs["padding"], attrs["dilation"])
-    columns = x.shape[1] * prod(window.kernel) * prod(window.output)
+    window, columns = _conv_window(x.shape, w.shape, **attrs)
     samples = block_samples(x.shape[0], columns)
     wide = _padded(x.shape, attrs["padding"])
     return int(x.itemsize * samples * ((0 if window.plain else columns) + wide))
@@ -150,20 +155,14 @@ def conv(x: Array, w: Array, **attrs: Any) -> int:
 
 def conv_grad_input(dy: Array, w: Array, *, input_shape: Sequence[int], **attrs: Any) -> int:
     """Columns of a block of samples, and the block with its padding."""
-    window = window_of(
-        "conv", input_shape[2:], w.shape[2:], attrs["stride"], attrs["padding"], attrs["dilation"]
-    )
-    columns = input_shape[1] * prod(window.kernel) * prod(window.output)
+    _, columns = _conv_window(input_shape, w.shape, **attrs)
     samples = block_samples(dy.shape[0], columns)
     return int(dy.itemsize * samples * (columns + _padded(input_shape, attrs["padding"])))
 
 
 def conv_grad_weight(x: Array, dy: Array, *, kernel_shape: Sequence[int], **attrs: Any) -> int:
     """A block with its padding, its columns, the gradients in the order of these, sum and term."""
-    window = window_of(
-        "conv", x.shape[2:], kernel_shape[2:], attrs["stride"], attrs["padding"], attrs["dilation"]
-    )
-    columns = x.shape[1] * prod(window.kernel) * prod(window.output)
+    window, columns = _conv_window(x.shape, kernel_shape, **attrs)
     samples = block_samples(x.shape[0], columns)
     changes = kernel_shape[0] * prod(window.output)
     block = samples * (columns + changes + _padded(x.shape, attrs["padding"]))

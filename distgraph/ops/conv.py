@@ -261,10 +261,8 @@ define(
 
 
 def _pool_output(x: Shape, attrs: Attrs, what: str) -> Shape:
-    return (
-        *x[:2],
-        *kernels.window_of(what, x[2:], attrs["window"], attrs["stride"], attrs["padding"]).output,
-    )
+    steps = {"stride": attrs["stride"], "padding": attrs["padding"]}
+    return (*x[:2], *kernels.window_of(what, x[2:], attrs["window"], **steps).output)
 
 
 def _infer_pool(what: str) -> Any:
