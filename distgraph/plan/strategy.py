@@ -11,7 +11,7 @@ from distgraph.ir.dtypes import is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.plan.schedule_policies import schedule_names
 
-SEARCHED = ("sharding_propagation", "recursive", "auto")
+SEARCHED = ("sharding_propagation", "recursive", "mesh2d", "auto")
 MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
 DEVICES = ["cpu", "gpu"]
@@ -28,7 +28,9 @@ class Strategy:
             which a parameter of two dims or more has no annotation of its own. The others search a plan when
             the training program is first compiled, for the cluster of the engine, and keep to the
             annotations: "sharding_propagation" spreads layouts from annotated ops breadth first, "recursive"
-            halves the devices again and again, "auto" searches everything and takes the best forecast.
+            halves the devices again and again, "mesh2d" splits the linear layers over two axes and tunes
+            their algorithms (docs/matmul_algorithms.md), "auto" searches everything and takes the best
+            forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
             Mode "auto" chooses the number itself and takes none.

@@ -16,6 +16,7 @@ from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of
 from distgraph.engine.search_driver.fixed_mesh_search import (
     data_parallel,
     double_recursion,
+    mesh2d_programs,
     sharding_propagation,
 )
 from distgraph.engine.search_driver.pipeline_search import best_count
@@ -24,8 +25,12 @@ from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.errors import DistGraphError
+from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
+from distgraph.passes.matmul_algorithms.tuner import ALGORITHMS
 
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
+_MOST_SHAPES = 3
+"""Shapes of the mesh of mode mesh2d whose programs are forecast; the tuner's estimate orders them."""
 _MOST_AXES = 4
 """Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
 find (see `recursive`)."""
@@ -71,6 +76,27 @@ def evaluate_sharding_propagation(state: SearchState) -> Iterator[Event]:
     """Sharding propagation from the annotations, with the micro-batches of the strategy."""
     yield Event("sharding propagation")
     yield state.record(evaluation_of(sharding_propagation(state.layout_costs, state.request.micro_batches)))
+
+
+def evaluate_mesh2d(state: SearchState) -> Iterator[Event]:
+    """Two-dimensional tensor parallelism by every algorithm, in the shapes with the best estimates.
+
+    Raises:
+        ShardingError: the annotations do not fit, or no algorithm fits a mesh.
+    """
+    reasons: list[DistGraphError] = []
+    for algorithm in (name for name in MATMUL_ALGORITHMS if name in ALGORITHMS):
+        yield Event(f"mesh2d, {algorithm}")
+        try:
+            programs = mesh2d_programs(
+                state.layout_costs, state.request.micro_batches, algorithm, _MOST_SHAPES
+            )
+            for _, build in programs:
+                yield state.record(evaluation_of(build()))
+        except DistGraphError as error:
+            reasons.append(error)
+    if len(reasons) == len([name for name in MATMUL_ALGORITHMS if name in ALGORITHMS]):
+        raise reasons[0]
 
 
 def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:

@@ -6,8 +6,9 @@ stay, and every op runs where they and `place` put it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
@@ -20,9 +21,11 @@ from distgraph.passes.complete import complete
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
+from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
 from distgraph.resources import Cluster
+from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes
 
 
@@ -163,6 +166,55 @@ def double_recursion(
     mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "double recursion")
+
+
+def mesh2d_programs(
+    layout_costs: LayoutCosts, micro_batches: int, algorithm: str, most: int
+) -> Iterator[tuple[float, Callable[[], BuiltCandidate]]]:
+    """Two-dimensional tensor parallelism on the mesh of the annotations, or on all devices in several shapes.
+
+    Args:
+        layout_costs: of the program.
+        micro_batches: in a step.
+        algorithm: of its matrix products.
+        most: shapes of the mesh, those with the best estimates.
+
+    Yields:
+        seconds of the products of a step by the tuner's estimate, and a function that builds the program.
+
+    Raises:
+        ShardingError: annotations name several meshes, or one that has not two axes; no mesh divides a layer.
+        InfeasibleError: the algorithm fits no mesh.
+    """
+    layered = layout_costs.layered_graph(micro_batches)
+    count = len(layout_costs.cluster.devices)
+    annotated = annotated_meshes(layered.graph, layout_costs.cluster)
+    meshes = [_two_axes(_only(annotated, "mesh2d"))] if annotated else mesh2d.shapes(count)
+    communication = MeshCommunication(layout_costs.cluster)
+    tuned = mesh2d.layouts_by_tuner(layered.graph, meshes, communication, algorithm)
+    for tuning, graph in tuned[:most]:
+        mesh = next(mesh for mesh in meshes if mesh.shape == tuning.mesh)
+        yield tuning.seconds * micro_batches, partial(_mesh2d_program, layout_costs, layered, graph, mesh)
+
+
+def _mesh2d_program(
+    layout_costs: LayoutCosts, layered: LayeredGraph, graph: Graph, mesh: ProcessMesh
+) -> BuiltCandidate:
+    completed = replace(complete(graph, mesh), micro_batches=layered.graph.micro_batches)
+    devices = tuple(range(max(mesh.members) + 1))
+    names = {algorithm.name for algorithm in graph.algorithms.values()}
+    rows, cols = mesh.shape
+    origin = f"mesh2d {rows} x {cols}, {', '.join(sorted(names))}"
+    return build_program(layout_costs, completed, layered, devices, "1f1b", origin)
+
+
+def _two_axes(mesh: ProcessMesh) -> ProcessMesh:
+    if len(mesh.axes) != 2:
+        raise ShardingError(
+            f"mode mesh2d needs a mesh of two axes but the annotations name {mesh}, which has "
+            f"{len(mesh.axes)}; annotate with one such as ProcessMesh.grid(rows=2, cols=4)"
+        )
+    return mesh
 
 
 def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> BuiltCandidate:

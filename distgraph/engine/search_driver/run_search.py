@@ -27,6 +27,7 @@ from dataclasses import replace
 from distgraph.engine.search_driver.baselines import (
     evaluate_data_parallel,
     evaluate_double_recursion,
+    evaluate_mesh2d,
     evaluate_sharding_propagation,
     evaluate_single_devices,
     evaluate_uniform_and_recursive,
@@ -66,11 +67,13 @@ def run_search(state: SearchState) -> Iterator[Event]:
     layered = state.layout_costs.layered_graph(1)
     annotated = bool(annotated_meshes(layered.graph, state.cluster))
     state.bound = least_seconds(layered.fold, state.cluster) or None
-    yield from evaluate_data_parallel(state, eligible=not annotated)
+    yield from evaluate_data_parallel(state, eligible=not annotated and state.mode != "mesh2d")
     if state.mode == "sharding_propagation":
         yield from evaluate_sharding_propagation(state)
     elif state.mode == "recursive":
         yield from evaluate_double_recursion(state)
+    elif state.mode == "mesh2d":
+        yield from evaluate_mesh2d(state)
     elif annotated:
         yield from search_given_meshes(state)
     elif state.best is None or not state.expired():

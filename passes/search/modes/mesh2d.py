@@ -17,15 +17,36 @@ Source: Nam et al., "MeshSlice" (2025), section 3.2.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+import numpy as np
+
+from distgraph.errors import ShardingError
+from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op, Value
+from distgraph.ir.matmul_algorithm import CONTRACTIONS as KINDS
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow
+from distgraph.passes.matmul_algorithms.ring_prices import Ring
+from distgraph.passes.matmul_algorithms.tuner import Tuning, tune
+from distgraph.resources.compute_cost import ComputeCost
+from distgraph.resources.mesh_communication import MeshCommunication
 
 ORIGIN = Origin("user", 'Strategy(mode="mesh2d")')
-KINDS = ("matmul", "einsum")
+AXES: Final = ("rows", "cols")
+_COLLECTIVES: Final = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "send_receive": "permute",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+}
+_SHORT, _LONG = 2.0**16, 2.0**24
+"""Bytes that a rank sends in the two collectives whose seconds give the line of a ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +110,122 @@ def _is_product(spec: str) -> bool:
     return len(second) == 2 and first[-1] == second[0] and result == first[:-1] + second[1]
 
 
+@dataclass(frozen=True)
+class ClusterPrices:
+    """Prices of rings on the devices of a cluster, as the tuner asks for them (`RingPrices`).
+
+    Attributes:
+        communication: of the cluster; rank i of a mesh is on its device i.
+    """
+
+    communication: MeshCommunication
+
+    def ring(self, kind: str, axis: int, mesh: tuple[int, int]) -> Ring:
+        """The line through the seconds of a short and a long collective on all rings of an axis at once."""
+        grid = ProcessMesh.grid(rows=mesh[0], cols=mesh[1])
+        collective = _COLLECTIVES[kind]
+        sizes = np.array([_SHORT, _LONG])
+        seconds = self.communication.prices(collective, grid, (AXES[axis],), sizes)
+        slope = max(float(seconds[1] - seconds[0]) / (_LONG - _SHORT), 1e-30)
+        return Ring(max(float(seconds[0]) - _SHORT * slope, 0.0), 0.0, 1 / slope)
+
+
+def layouts_by_tuner(
+    graph: Graph, meshes: Sequence[ProcessMesh], communication: MeshCommunication, algorithm: str
+) -> list[tuple[Tuning, Graph]]:
+    """The graph on each mesh, its layers with the dataflows and slices that the tuner chooses, best first.
+
+    A layer whose largest matrix is the weight would have its input or result in another layout than its
+    neighbours (RS), so it takes the better of OS and LS.
+
+    Args:
+        graph: serial; its annotations stay.
+        meshes: of two axes.
+        communication: of the cluster.
+        algorithm: "meshslice" or another that the tuner knows.
+
+    Raises:
+        ShardingError: the program has no linear layer that a mesh divides.
+    """
+    found = []
+    for mesh in meshes:
+        layers = [layer for layer in linear_layers(graph) if _divides(layer, mesh)]
+        if not layers:
+            continue
+        tuning = _tune(layers, mesh, communication, algorithm)
+        dataflows = {layer.op: each.dataflow for layer, each in zip(layers, tuning.layers, strict=True)}
+        annotated, names = annotate(graph, mesh, dataflows)
+        algorithms = dict(annotated.algorithms)
+        for layer, each in zip(layers, tuning.layers, strict=True):
+            if layer.op in names:
+                slices = [product.slices for product in each.products]
+                algorithms |= _algorithms(graph, layer, algorithm, slices)
+        found.append((tuning, replace(annotated, algorithms=algorithms)))
+    if not found:
+        raise ShardingError(
+            f"graph @{graph.name}: no mesh of two axes divides a linear layer of the program; use sizes and "
+            f"a number of devices with common factors, or another mode"
+        )
+    return sorted(found, key=lambda each: each[0].seconds)
+
+
+def _tune(
+    layers: Sequence[LinearLayer], mesh: ProcessMesh, communication: MeshCommunication, algorithm: str
+) -> Tuning:
+    rows, cols = mesh.shape
+    first = layers[0]
+    dims = (1, first.samples // rows, first.outputs // cols, first.inputs)
+    speed = ComputeCost(communication.cluster).matmul_rate(0, first.result.dtype, dims)
+    sizes = [Layer(layer.op, layer.samples, layer.inputs, layer.outputs) for layer in layers]
+    prices = ClusterPrices(communication)
+
+    def tuned(size: Layer, forward: str | None) -> Tuning:
+        return tune(
+            [size],
+            rows * cols,
+            prices,
+            speed,
+            item_bytes=itemsize(first.result.dtype),
+            block=1,
+            algorithm=algorithm,
+            forward=forward,
+            meshes=[(rows, cols)],
+        )
+
+    chosen = []
+    for size in sizes:
+        natural = dataflow(size)
+        options = [tuned(size, forward) for forward in ([natural] if natural != "RS" else ["OS", "LS"])]
+        chosen.append(min(options, key=lambda option: option.seconds).layers[0])
+    return Tuning(algorithm, (rows, cols), tuple(chosen))
+
+
+def _divides(layer: LinearLayer, mesh: ProcessMesh) -> bool:
+    """Whether both axes divide the features, and rows the batch; then every dataflow has legal slices."""
+    ranks, batch = math.lcm(*mesh.shape), layer.activation.shape[0]
+    return layer.inputs % ranks == 0 and layer.outputs % ranks == 0 and batch % mesh.shape[0] == 0
+
+
+def _algorithms(
+    graph: Graph, layer: LinearLayer, name: str, slices: Sequence[int]
+) -> dict[str, MatmulAlgorithm]:
+    """Algorithms of a layer's forward product and of those of its gradients."""
+    forward, backward_data, backward_weight = (MatmulAlgorithm(name, count) for count in slices)
+    algorithms = {layer.op: forward}
+    for op in _backward(graph, layer):
+        algorithms[op.name] = backward_data if _reads_weight(op, layer) else backward_weight
+    return algorithms
+
+
+def _backward(graph: Graph, layer: LinearLayer) -> list[Op]:
+    """The contractions of a layer's gradients."""
+    return [op for op in graph.ops if op.link == layer.op and op.role == "backward" and op.kind in KINDS]
+
+
+def _reads_weight(op: Op, layer: LinearLayer) -> bool:
+    return any(value.name == layer.weight.name for value in op.operands)
+
+
 def annotate(graph: Graph, mesh: ProcessMesh, dataflows: Mapping[str, str]) -> tuple[Graph, tuple[str, ...]]:
     """The graph with the layouts of two-dimensional tensor parallelism.
 
@@ -112,6 +249,8 @@ def annotate(graph: Graph, mesh: ProcessMesh, dataflows: Mapping[str, str]) -> t
             layer.weight: DistAttr(mesh, ShardSpec.of(weight), ORIGIN),
             layer.result: DistAttr(mesh, ShardSpec.of([rows, *between, cols]), ORIGIN),
         }
+        for op in _backward(graph, layer):  # no partial sum is passed on
+            layouts[op.result] = layouts[layer.activation if _reads_weight(op, layer) else layer.weight]
         if all(_fits(attrs, value, attr) for value, attr in layouts.items()):
             attrs |= {value.name: attr for value, attr in layouts.items()}
             annotated.append(layer.op)
@@ -125,6 +264,10 @@ def _fits(attrs: Mapping[str, DistAttr], value: Value, attr: DistAttr) -> bool:
     return divides and attrs.get(value.name, attr) == attr
 
 
-def shapes(devices: int) -> Iterable[tuple[int, int]]:
+def shapes(devices: int) -> list[ProcessMesh]:
     """All meshes (rows, cols) of a number of devices, neither of which is 1."""
-    return ((rows, devices // rows) for rows in range(2, devices // 2 + 1) if devices % rows == 0)
+    return [
+        ProcessMesh.grid(rows=rows, cols=devices // rows)
+        for rows in range(2, devices // 2 + 1)
+        if devices % rows == 0
+    ]
