@@ -14,14 +14,65 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from pydantic import AfterValidator, Field, model_validator
+
+import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
+from distgraph.ir.dtypes import NAMES
+from distgraph.ir.op_registry import REGISTRY
+from distgraph.resources.units import Bandwidth, Seconds, Size, Work
+from distgraph.serialization.documents import documented
 
 if TYPE_CHECKING:
     import networkx as nx
 
 
+MOST_DIMS: Final = 8
+"""Limit on the dimensions of a torus: TPUs have 3, Fugaku has 6."""
+
+Fraction = Annotated[float, Field(ge=1e-6, le=1, strict=True)]
+Error = Annotated[float, Field(ge=0, le=1e6, strict=True)]
+Half = Annotated[float, Field(ge=0, le=1e12, strict=True)]
+RATED_DTYPES: Final = ("f16", "bf16", "f32", "f64", "f8", "i8")
+"""Dtypes for which a device may state a compute rate."""
+CONVOLUTIONS: Final = ("conv", "conv_grad_input", "conv_grad_weight")
+"""Kinds of ops that copy patches of their input."""
+_MOST_ROWS: Final = 1 << 16
+
+
+def _kind_of_op(kind: str) -> str:
+    if kind.removesuffix("+=") not in REGISTRY:
+        raise ValueError("a kind of op such as matmul or einsum+=")
+    return kind
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Names as an expectation: one of 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"one of {', '.join(others)} or {last}"
+
+
+def _rated_dtype(name: str) -> str:
+    if name not in RATED_DTYPES:
+        raise ValueError(one_of(RATED_DTYPES))
+    return name
+
+
+def _dtype(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"a dtype, one of {', '.join(NAMES)}")
+    return name
+
+
+Dtype = Annotated[str, AfterValidator(_rated_dtype)]
+OpKind = Annotated[str, AfterValidator(_kind_of_op)]
+AnyDtype = Annotated[str, AfterValidator(_dtype)]
+
+
+@documented("error")
 @dataclass(frozen=True, slots=True)
 class MatmulRate:
     """How much of its peak a device reaches in contractions of one dtype.
@@ -32,33 +83,76 @@ class MatmulRate:
         error: relative error of the fit, by name of the number.
     """
 
-    efficiency: float
-    half: tuple[float, float, float]
-    error: Mapping[str, float] = field(default_factory=dict, hash=False)
+    efficiency: Fraction
+    half: Annotated[tuple[Half, ...], Field(min_length=3, max_length=3)]
+    error: Mapping[str, Error] = field(default_factory=dict, hash=False)
 
 
-@dataclass(frozen=True, slots=True)
+@documented(complete=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpTable:
     """Measured cost of one kind of op: seconds by amount of work, a launch time, or both.
 
     Attributes:
-        unit: unit of the work: "bytes" read and written, or "flops"; "" if the table has no times.
-        work: amounts of work in increasing order. Empty if the op costs the same as its class.
-        times: seconds for each entry of `work`.
-        error: mean relative error of the table against the measurements.
-        launch: seconds to start one such op; None if it is the launch time of all ops.
+        bytes, flops: amounts of work in increasing order, one of them where there are `times`. None if the op
+            costs the same as its class.
+        times: seconds for each amount of work.
         rates: of a convolution, seconds per FLOP, per element of its patches and per row of them (see
             `ComputeCost`). None for other ops, and for a table with times.
+        launch: seconds to start one such op; None if it is the launch time of all ops.
+        error: mean relative error of the table against the measurements.
     """
 
-    unit: str
-    work: tuple[float, ...]
-    times: tuple[float, ...]
-    error: float | None = None
-    launch: float | None = None
-    rates: tuple[float, float, float] | None = None
+    bytes: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
+    flops: Annotated[tuple[Work, ...], Field(min_length=1)] | None = None
+    times: Annotated[tuple[Seconds, ...], Field(min_length=1)] | None = None
+    rates: Annotated[tuple[Seconds, ...], Field(min_length=3, max_length=3)] | None = None
+    launch: Seconds | None = None
+    error: Error | None = None
+
+    @property
+    def unit(self) -> str:
+        """Unit of the work: "bytes" read and written, or "flops"; "" if the table has no times."""
+        return "bytes" if self.bytes else "flops" if self.flops else ""
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """Amounts of work."""
+        return self.bytes or self.flops or ()
+
+    @model_validator(mode="after")
+    def _matched(self) -> OpTable:
+        if self.rates is not None and (self.times or self.work):
+            raise ValueError("either rates or times by an amount of work")
+        if self.rates is not None and not any(self.rates):
+            raise ValueError("a rate above zero among the three")
+        alone = self.rates is not None or self.launch is not None
+        if self.times is None and alone and not self.work:
+            return self
+        if self.times is None or (self.bytes is None) == (self.flops is None):
+            raise ValueError(
+                "times by bytes or by flops, one of them, or a launch time, or rates of a convolution"
+            )
+        if len(self.work) != len(self.times):
+            raise ValueError(f"as many times as amounts of work ({len(self.work)}), not {len(self.times)}")
+        if any(later <= earlier for earlier, later in pairwise(self.work)):
+            raise ValueError("amounts of work in increasing order")
+        if not self.times[-1]:
+            raise ValueError("a time above zero for the largest amount of work")
+        return self
 
 
+def _of_convolutions(ops: Mapping[str, Mapping[str, OpTable]]) -> Mapping[str, Mapping[str, OpTable]]:
+    for op, tables in ops.items():
+        if op not in CONVOLUTIONS and any(table.rates is not None for table in tables.values()):
+            raise ValueError(f"rates of {', '.join(CONVOLUTIONS)} alone, and times for {op}")
+    return ops
+
+
+OpTables = Annotated[Mapping[OpKind, Mapping[AnyDtype, OpTable]], AfterValidator(_of_convolutions)]
+
+
+@documented(complete=False)
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Cost model of computation on a device, apart from its peaks. A number that is not stated is None.
@@ -82,17 +176,17 @@ class Compute:
             of the tiles in which the device accesses its memory.
     """
 
-    launch: float | None = None
-    memory_efficiency: float | None = None
-    lookup_efficiency: float | None = None
-    matmul: Mapping[str, MatmulRate] = field(default_factory=dict, hash=False)
-    ops: Mapping[str, Mapping[str, OpTable]] = field(default_factory=dict, hash=False)
-    error: Mapping[str, float] = field(default_factory=dict, hash=False)
-    issue: float | None = None
-    message: float | None = None
-    step: float | None = None
-    task: float | None = None
-    slice_block: int | None = None
+    launch: Seconds | None = None
+    memory_efficiency: Fraction | None = None
+    lookup_efficiency: Fraction | None = None
+    matmul: Mapping[Dtype, MatmulRate] = field(default_factory=dict, hash=False)
+    ops: OpTables = field(default_factory=dict, hash=False)
+    error: Mapping[str, Error] = field(default_factory=dict, hash=False)
+    issue: Seconds | None = None
+    message: Seconds | None = None
+    step: Seconds | None = None
+    task: Seconds | None = None
+    slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS, strict=True)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +282,7 @@ class DeviceMesh:
         return tuple(sorted({device.model for device in self.devices}))
 
 
+@documented()
 @dataclass(frozen=True, slots=True)
 class RingRate:
     """Measured numbers of one collective on a ring along an axis of the torus; see `ring_cost`.
@@ -199,10 +294,10 @@ class RingRate:
         bandwidth: bytes/s at which a ring passes its blocks on, for each axis of the torus.
     """
 
-    collective: str
-    launch: float
-    step: float
-    bandwidth: tuple[float, ...]
+    collective: Literal["all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
+    launch: Seconds
+    step: Seconds
+    bandwidth: Annotated[tuple[Bandwidth, ...], Field(min_length=1, max_length=MOST_DIMS)]
 
 
 @dataclass(frozen=True, slots=True)

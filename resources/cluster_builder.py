@@ -5,25 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import (
     Cluster,
-    Compute,
     Device,
     Link,
     Machine,
-    MatmulRate,
     MeasuredTable,
     Network,
-    OpTable,
-    RingRate,
     Switch,
 )
 from distgraph.resources.schema import (
-    ComputeEntry,
-    Dtype,
     InsideEntry,
     Level,
     MachineEntry,
@@ -117,8 +110,8 @@ def _build_machine(
             devices.append(
                 Device(
                     first_device + local, f"{name}/{group.type}{local}", index, local, group.type,
-                    group.model, group.memory, _by_dtype(group.peak), _by_dtype(group.measured),
-                    group.memory_bandwidth, where, _compute(group.compute),
+                    group.model, group.memory, group.peak, group.measured,
+                    group.memory_bandwidth, where, group.compute,
                 )
             )  # fmt: skip
     nodes = [device.node for device in devices]
@@ -136,40 +129,6 @@ def _build_machine(
         len(links),
     )
     return machine, devices, (links, switches)
-
-
-def _compute(entry: ComputeEntry) -> Compute:
-    rates = {
-        str(dtype): MatmulRate(rate.efficiency, (rate.half[0], rate.half[1], rate.half[2]), rate.error)
-        for dtype, rate in entry.matmul.items()
-    }
-    ops = {
-        kind: {
-            dtype: OpTable(
-                "bytes" if table.bytes else "flops" if table.flops else "",
-                tuple(table.bytes or table.flops or ()),
-                tuple(table.times or ()),
-                table.error,
-                table.launch,
-                (table.rates[0], table.rates[1], table.rates[2]) if table.rates else None,
-            )
-            for dtype, table in tables.items()
-        }
-        for kind, tables in entry.ops.items()
-    }
-    return Compute(
-        entry.launch,
-        entry.memory_efficiency,
-        entry.lookup_efficiency,
-        rates,
-        ops,
-        entry.error,
-        entry.issue,
-        entry.message,
-        entry.step,
-        entry.task,
-        entry.slice_block,
-    )
 
 
 def _nics(
@@ -191,10 +150,6 @@ def _nics(
     if bridged:
         return nics, nic_of, [wire.join(f"{name}/host", nic) for nic in nics]
     return nics, nic_of, [wire.join(node, nic) for node, nic in zip(nodes, nic_of, strict=True)]
-
-
-def _by_dtype(rates: Mapping[Dtype, float]) -> dict[str, float]:
-    return {str(dtype): rate for dtype, rate in rates.items()}
 
 
 def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str, file: str) -> Wiring:
@@ -344,10 +299,7 @@ def _device_torus(
         raise ResourceError(
             f"{file}: machines[].inside: the network joins the devices already; remove inside"
         )
-    rings = tuple(
-        RingRate(ring.collective, ring.launch, ring.step, tuple(ring.bandwidth)) for ring in net.rings
-    )
-    return Network(net.topology, "devices", tuple(shape), tuple(members), rings), (links, [])
+    return Network(net.topology, "devices", tuple(shape), tuple(members), tuple(net.rings)), (links, [])
 
 
 def _unravel(index: int, shape: list[int]) -> list[int]:

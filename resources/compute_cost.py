@@ -153,6 +153,7 @@ class ComputeCost:
 
 def _interpolate(table: OpTable, work: float, launch: float) -> float:
     """Seconds from a measured table: linear between its entries, proportional to the work above the last."""
+    assert table.times is not None
     if work >= table.work[-1]:
         return table.times[-1] * work / table.work[-1]
     start = min(launch, table.times[0])

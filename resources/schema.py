@@ -2,77 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Annotated, Final, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     NonNegativeInt,
-    field_validator,
     model_validator,
 )
 
-import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
-from distgraph.ir.dtypes import NAMES
-from distgraph.ir.op_registry import REGISTRY
+from distgraph.resources.cluster import MOST_DIMS, Compute, Dtype, RingRate, one_of
 from distgraph.resources.collective_algorithms import priced_kinds
-from distgraph.resources.units import BANDWIDTH, COMPUTE, SIZE, TIME, WORK, Unit, parse
+from distgraph.resources.units import Bandwidth, ComputeRate, Seconds, Size
 from distgraph.serialization.documents import Entry, refuse, validate
 
 MOST_DEVICES: Final = 1 << 16
 """Limit on the devices of a cluster and of one machine; a device with its links takes about 2 KiB."""
-MOST_DIMS: Final = 8
-"""Limit on the dimensions of a torus: TPUs have 3, Fugaku has 6."""
 MOST_LEVELS: Final = 16
 """Limit on the levels of switches: a binary tree over `MOST_DEVICES` has as many."""
 _MOST_LANES: Final = 1_000
-_MOST_ROWS: Final = 1 << 16
 
 
-def _parser(unit: Unit) -> Callable[[object], float]:
-    def read(value: object) -> float:
-        return parse(value, unit)
-
-    return read
-
-
-Size = Annotated[float, BeforeValidator(_parser(SIZE))]
-Bandwidth = Annotated[float, BeforeValidator(_parser(BANDWIDTH))]
-Seconds = Annotated[float, BeforeValidator(_parser(TIME))]
-Work = Annotated[float, BeforeValidator(_parser(WORK))]
-Compute = Annotated[float, BeforeValidator(_parser(COMPUTE))]
 Count = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
 Shape = Annotated[list[Count], Field(min_length=1, max_length=MOST_DIMS)]
-Fraction = Annotated[float, Field(ge=1e-6, le=1)]
-Error = Annotated[float, Field(ge=0, le=1e6)]
-Dtype = Literal["f16", "bf16", "f32", "f64", "f8", "i8"]
-
-
-def _kind_of_op(kind: str) -> str:
-    if kind.removesuffix("+=") not in REGISTRY:
-        raise ValueError("a kind of op such as matmul or einsum+=")
-    return kind
-
-
-def _dtype(name: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"a dtype, one of {', '.join(NAMES)}")
-    return name
-
-
-def _one_of(names: Sequence[str]) -> str:
-    """Names as an expectation: one of 'a', 'b' or 'c'."""
-    *others, last = map(repr, names)
-    return f"one of {', '.join(others)} or {last}"
 
 
 def _collective(name: str) -> str:
     if name not in priced_kinds():
-        raise ValueError(_one_of(priced_kinds()))
+        raise ValueError(one_of(priced_kinds()))
     return name
 
 
@@ -93,84 +51,12 @@ def register_device_type(name: str) -> None:
 
 def _device_type(name: str) -> str:
     if name not in DEVICE_TYPES:
-        raise ValueError(_one_of(DEVICE_TYPES))
+        raise ValueError(one_of(DEVICE_TYPES))
     return name
 
 
 Collective = Annotated[str, AfterValidator(_collective)]
 DeviceType = Annotated[str, AfterValidator(_device_type)]
-OpKind = Annotated[str, AfterValidator(_kind_of_op)]
-AnyDtype = Annotated[str, AfterValidator(_dtype)]
-
-
-class MatmulEntry(Entry):
-    """Efficiency of contractions in one dtype; half: the m, n and k at which it falls to a half."""
-
-    efficiency: Fraction
-    half: Annotated[list[Annotated[float, Field(ge=0, le=1e12)]], Field(min_length=3, max_length=3)]
-    error: dict[str, Error] = Field(default_factory=dict)
-
-
-CONVOLUTIONS: Final = ("conv", "conv_grad_input", "conv_grad_weight")
-"""Kinds of ops that copy patches of their input."""
-
-
-class OpEntry(Entry):
-    """Measured times of one kind of op, by bytes or by FLOPs; of a convolution seconds for a FLOP, an element
-    and a row of its patches; or only what starting it costs."""
-
-    bytes: Annotated[list[Size], Field(min_length=1)] | None = None
-    flops: Annotated[list[Work], Field(min_length=1)] | None = None
-    times: Annotated[list[Seconds], Field(min_length=1)] | None = None
-    rates: Annotated[list[Seconds], Field(min_length=3, max_length=3)] | None = None
-    launch: Seconds | None = None
-    error: Error | None = None
-
-    @model_validator(mode="after")
-    def _matched(self) -> OpEntry:
-        if self.rates is not None and (self.times or self.bytes or self.flops):
-            raise ValueError("either rates or times by an amount of work")
-        if self.rates is not None and not any(self.rates):
-            raise ValueError("a rate above zero among the three")
-        alone = self.rates is not None or self.launch is not None
-        if self.times is None and alone and not (self.bytes or self.flops):
-            return self
-        if self.times is None or (self.bytes is None) == (self.flops is None):
-            raise ValueError(
-                "times by bytes or by flops, one of them, or a launch time, or rates of a convolution"
-            )
-        work = self.bytes or self.flops or []
-        if len(work) != len(self.times):
-            raise ValueError(f"as many times as amounts of work ({len(work)}), not {len(self.times)}")
-        if any(later <= earlier for earlier, later in pairwise(work)):
-            raise ValueError("amounts of work in increasing order")
-        if not self.times[-1]:
-            raise ValueError("a time above zero for the largest amount of work")
-        return self
-
-
-class ComputeEntry(Entry):
-    """What computing costs on a device; `error` holds the relative error of the fit of each number."""
-
-    launch: Seconds | None = None
-    issue: Seconds | None = None
-    message: Seconds | None = None
-    step: Seconds | None = None
-    task: Seconds | None = None
-    memory_efficiency: Fraction | None = None
-    lookup_efficiency: Fraction | None = None
-    slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS)] | None = None
-    matmul: dict[Dtype, MatmulEntry] = Field(default_factory=dict)
-    ops: dict[OpKind, dict[AnyDtype, OpEntry]] = Field(default_factory=dict)
-    error: dict[str, Error] = Field(default_factory=dict)
-
-    @field_validator("ops")
-    @classmethod
-    def _of_convolutions(cls, ops: dict[str, dict[str, OpEntry]]) -> dict[str, dict[str, OpEntry]]:
-        for op, tables in ops.items():
-            if op not in CONVOLUTIONS and any(table.rates is not None for table in tables.values()):
-                raise ValueError(f"rates of {', '.join(CONVOLUTIONS)} alone, and times for {op}")
-        return ops
 
 
 class DeviceEntry(Entry):
@@ -181,9 +67,9 @@ class DeviceEntry(Entry):
     model: str
     memory: Size
     memory_bandwidth: Bandwidth | None = None
-    peak: dict[Dtype, Compute] = Field(default_factory=dict)
-    measured: dict[Dtype, Compute] = Field(default_factory=dict)
-    compute: ComputeEntry = Field(default_factory=ComputeEntry)
+    peak: dict[Dtype, ComputeRate] = Field(default_factory=dict)
+    measured: dict[Dtype, ComputeRate] = Field(default_factory=dict)
+    compute: Compute = Field(default_factory=Compute)
 
 
 class LinkEntry(Entry):
@@ -244,15 +130,6 @@ class NicEntry(LinkEntry):
     attach: LinkEntry
 
 
-class RingEntry(Entry):
-    """Measured numbers of one collective along an axis of a torus of devices; a bandwidth for each axis."""
-
-    collective: Literal["all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
-    launch: Seconds
-    step: Seconds
-    bandwidth: Annotated[list[Bandwidth], Field(min_length=1, max_length=MOST_DIMS)]
-
-
 class NetworkEntry(LinkEntry):
     """How machines (their NICs), or the devices of all machines, are joined."""
 
@@ -261,7 +138,7 @@ class NetworkEntry(LinkEntry):
     shape: Shape | None = None
     block: Shape | None = None
     levels: Levels | None = None
-    rings: list[RingEntry] = Field(default_factory=list)
+    rings: list[RingRate] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _complete(self) -> NetworkEntry:

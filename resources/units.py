@@ -11,7 +11,9 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 _QUANTITY = re.compile(
     r"\s*(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z]+\s*(/\s*[A-Za-z]+\s*)?)"
@@ -135,3 +137,15 @@ def format_si(value: float, unit: str) -> str:
         if abs(value) >= factor:
             return f"{value / factor:.4g} {prefix}{unit}"
     return f"{value / 1e-9:.4g} n{unit}"
+
+
+def _parser(unit: Unit) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse(value, unit))
+
+
+Size = Annotated[float, _parser(SIZE)]
+Bandwidth = Annotated[float, _parser(BANDWIDTH)]
+Seconds = Annotated[float, _parser(TIME)]
+Work = Annotated[float, _parser(WORK)]
+ComputeRate = Annotated[float, _parser(COMPUTE)]
+"""Quantities of a resource file, in their base units."""

@@ -53,16 +53,19 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
-def documented(*optional: str) -> Callable[[type[Parsed]], type[Parsed]]:
+def documented(*optional: str, complete: bool = True) -> Callable[[type[Parsed]], type[Parsed]]:
     """Decorate a dataclass that is an entry of a document as it is; its numbers have to be declared strict.
 
     Args:
-        optional: fields with a default that documents may leave out; the others are required there.
+        optional: fields with a default that documents may leave out.
+        complete: whether the other fields with a default are required in documents.
     """
 
     def schema_of(source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: Any = handler.resolve_ref_schema(handler(source))
-        for field in schema["schema"]["fields"]:
+        while "fields" not in (arguments := schema["schema"]):
+            schema = arguments
+        for field in arguments["fields"] if complete else ():
             if field["schema"]["type"] == "default" and field["name"] not in optional:
                 field["schema"] = field["schema"]["schema"]
         return schema  # type: ignore[no-any-return]

@@ -173,7 +173,7 @@ def fit_compute(
         if products:
             rate, half, starts, wrong = fit_matmul(products, per_byte)
             for op, start in starts.items():
-                launches.setdefault(op, {})[dtype] = OpTable("", (), (), launch=start)
+                launches.setdefault(op, {})[dtype] = OpTable(launch=start)
             if dtype not in peak:
                 measured[dtype] = rate
             efficiency = _fraction(rate / peak.get(dtype, rate))
@@ -265,7 +265,7 @@ def fit_tables(
         if unit == "bytes" and amounts.max() <= _SMALL:
             start = max(float(np.mean(_seconds(op_samples) - per_byte * amounts)), 1e-9)
             wrong = mean_error(start + per_byte * amounts, _seconds(op_samples))
-            tables.setdefault(op, {})[dtype] = OpTable("", (), (), wrong, start)
+            tables.setdefault(op, {})[dtype] = OpTable(error=wrong, launch=start)
         elif amounts.min() > 0:
             tables.setdefault(op, {})[dtype] = fit_table(unit, amounts, _seconds(op_samples))
     return tables
@@ -282,7 +282,7 @@ def fit_rates(samples: Sequence[tuple[Work, float]], least: float = 0.0) -> OpTa
     start, *rates = map(float, expected(rows, seconds, least * rows[:, 1]))
     per_flop, per_patch, per_row = rates[0] + least, rates[1], rates[2]
     wrong = mean_error(rows @ (start, per_flop, per_patch, per_row), seconds)
-    return OpTable("", (), (), wrong, max(start, 1e-9), (per_flop, per_patch, per_row))
+    return OpTable(error=wrong, launch=max(start, 1e-9), rates=(per_flop, per_patch, per_row))
 
 
 def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
@@ -308,7 +308,8 @@ def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
     steps = np.tril(np.ones((len(knots), len(knots))))
     times = np.maximum(np.cumsum(expected(weights @ steps, seconds)), 1e-9)
     start = float(times[0])
-    return OpTable(unit, tuple(knots), tuple(map(float, times)), mean_error(weights @ times, seconds), start)
+    table = OpTable(times=tuple(map(float, times)), error=mean_error(weights @ times, seconds), launch=start)
+    return replace(table, bytes=tuple(knots)) if unit == "bytes" else replace(table, flops=tuple(knots))
 
 
 def fit_host(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:

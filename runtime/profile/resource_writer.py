@@ -8,15 +8,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final
 
 import yaml
 
 from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster
-from distgraph.resources.cluster import Compute, MeasuredTable, OpTable
+from distgraph.resources.cluster import MeasuredTable
 from distgraph.resources.load import parse_cluster, read_document
 from distgraph.resources.units import SIZE, format_bytes, parse
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit
@@ -106,11 +106,11 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
         if fitted.measured:
             rates = entry.setdefault("measured", {})
             rates.update({dtype: f"{rate / 1e9:.5g} GFLOP/s" for dtype, rate in fitted.measured.items()})
-        entry["compute"] = _compute(fitted.compute)
+        entry["compute"] = _entry(fitted.compute)
     if measured.links is not None:
         _apply_links(document, measured.links)
     if measured.tables:
-        new = [_table(table) for table in measured.tables]
+        new = [_entry(table) for table in measured.tables]
         document["measured"] = [
             entry
             for entry in document.get("measured", [])
@@ -136,57 +136,16 @@ def _entry_at(document: Any, origin: str) -> Any:
     return document[0] if isinstance(document, list) else document
 
 
-def _compute(compute: Compute) -> dict[str, Any]:
-    entry: dict[str, Any] = {"launch": _format_time(compute.launch or 0.0)}
-    for name in ("message", "step", "task"):
-        if getattr(compute, name) is not None:
-            entry[name] = _format_time(getattr(compute, name))
-    for name in ("memory_efficiency", "lookup_efficiency"):
-        if getattr(compute, name) is not None:
-            entry[name] = _round(getattr(compute, name))
-    entry["matmul"] = {
-        dtype: {
-            "efficiency": _round(rate.efficiency),
-            "half": [_round(half) for half in rate.half],
-            "error": {name: _round(error) for name, error in rate.error.items()},
-        }
-        for dtype, rate in compute.matmul.items()
-    }
-    entry["ops"] = {kind: {d: _op(t) for d, t in by.items()} for kind, by in compute.ops.items()}
-    entry["error"] = {name: _round(error) for name, error in compute.error.items()}
-    return entry
-
-
-def _op(table: OpTable) -> dict[str, Any]:
-    entry: dict[str, Any] = {}
-    if table.launch is not None:
-        entry["launch"] = _format_time(table.launch)
-    if table.times:
-        unit = "B" if table.unit == "bytes" else "FLOP"
-        entry[table.unit] = [
-            _format_size(work) if unit == "B" else f"{work:.12g} FLOP" for work in table.work
-        ]
-        entry["times"] = [_format_time(seconds) for seconds in table.times]
-    if table.rates is not None:
-        entry["rates"] = [f"{rate * 1e9:.5g} ns" for rate in table.rates]
-    if table.error is not None:
-        entry["error"] = _round(table.error)
-    return entry
-
-
-def _table(table: MeasuredTable) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "collective": table.collective,
-        "machines": table.machines,
-        "devices_per_machine": table.devices_per_machine,
-        "sizes": [_format_size(size) for size in table.sizes],
-        "times": [_format_time(seconds) for seconds in table.times],
-    }
-    if table.groups is not None:
-        entry["groups"] = [list(group) for group in table.groups]
-    if table.busy is not None:
-        entry["busy"] = [_format_time(seconds) for seconds in table.busy]
-    return entry
+def _entry(value: Any, name: str = "") -> Any:
+    """A record of measurements as an entry of a resource file, without what is None or empty."""
+    if is_dataclass(value):
+        stated = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {key: _entry(each, key) for key, each in stated.items() if each not in (None, (), {})}
+    if isinstance(value, Mapping):
+        return {key: _entry(each, name) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_entry(each, name) for each in value]
+    return value if isinstance(value, (str, int)) else _FORMATS.get(name, _round)(value)
 
 
 def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
@@ -216,3 +175,12 @@ def _format_bandwidth(bandwidth: float) -> str:
 
 def _round(number: float) -> float:
     return float(f"{number:.4g}")
+
+
+_FORMATS: Final[Mapping[str, Callable[[float], Any]]] = {
+    **dict.fromkeys(("launch", "issue", "message", "step", "task", "times", "busy"), _format_time),
+    **dict.fromkeys(("bytes", "sizes"), _format_size),
+    "flops": lambda work: f"{work:.12g} FLOP",
+    "rates": lambda seconds: f"{seconds * 1e9:.5g} ns",
+}
+"""Field -> how its numbers are written; others as rounded numbers."""

@@ -68,7 +68,7 @@ def test_every_product_goes_where_it_is_fastest() -> None:
 
 def test_a_measured_table_bounds_by_its_best_rate() -> None:
     cluster = two_by_two()
-    table = OpTable("flops", (1e3, 1e4, 1e5), (1e-6, 4e-6, 5e-5))  # 2.5 GFLOP/s at 1e4
+    table = OpTable(flops=(1e3, 1e4, 1e5), times=(1e-6, 4e-6, 5e-5))  # 2.5 GFLOP/s at 1e4
     devices = tuple(
         replace(device, compute=replace(device.compute, ops={kind: {"f64": table} for kind in KINDS}))
         for device in cluster.devices
@@ -80,7 +80,7 @@ def test_a_measured_table_bounds_by_its_best_rate() -> None:
 def with_rates(cluster: Cluster) -> Cluster:
     """Convolutions by FLOPs and patches."""
     kinds = ("conv", "conv_grad_input", "conv_grad_weight")
-    table = OpTable("", (), (), None, 2e-6, (1e-11, 3e-9, 2e-8))
+    table = OpTable(launch=2e-6, rates=(1e-11, 3e-9, 2e-8))
     devices = tuple(
         replace(device, compute=replace(device.compute, ops={kind: {"f64": table} for kind in kinds}))
         for device in cluster.devices

@@ -335,10 +335,10 @@ measured:
 
 def numbers() -> Measured:
     ops = {
-        "gelu": {"f32": OpTable("bytes", (1024.0, 3000.0), (2e-6, 3e-6), 0.07)},
-        "attention": {"f32": OpTable("flops", (1e6, 1.23e9), (2e-5, 3e-3), 0.01)},
-        "conv": {"f32": OpTable("", (), (), 0.02, 2e-5, (1.25e-11, 1.5e-9, 3e-9))},
-        "einsum": {"f32": OpTable("", (), (), launch=9e-6)},
+        "gelu": {"f32": OpTable(bytes=(1024.0, 3000.0), times=(2e-6, 3e-6), error=0.07)},
+        "attention": {"f32": OpTable(flops=(1e6, 1.23e9), times=(2e-5, 3e-3), error=0.01)},
+        "conv": {"f32": OpTable(error=0.02, launch=2e-5, rates=(1.25e-11, 1.5e-9, 3e-9))},
+        "einsum": {"f32": OpTable(launch=9e-6)},
     }
     rates = {"f32": MatmulRate(1.0, (8.0, 4.0, 2.0), {"efficiency": 0.05})}
     compute = Compute(1.5e-6, 0.75, 0.25, rates, ops, {"launch": 0.11})
