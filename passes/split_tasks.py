@@ -193,7 +193,8 @@ def phases(graph: Graph) -> Parts:
 def _classify(state: _State, op: Op) -> None:
     inputs = [state.phase[v.name] for v in op.operands]
     phase = max(inputs, default=0)
-    if (op.kind == "input" and op.results[0].shape != ()) or lookup(op.kind).micro:
+    declared = lookup(op.kind)
+    if (op.kind == "input" and op.results[0].shape != ()) or declared.micro or declared.every_micro_batch:
         phase = max(phase, 1)
     mesh = state.mesh[op.results[0].name]
     level, tail = 0, op.kind not in SOURCES

@@ -137,6 +137,8 @@ class OpDef:
         view: the result aliases the operand's memory.
         ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
         cost: matmul, memory, lookup or launch: which cost model applies.
+        traffic: bytes that the op reads and writes, where it is not all of its operands and results.
+        every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
         workspace: `workspace(*arrays, **attrs)`: temporary bytes that the NumPy kernel allocates in addition
             to operands and results; it reads only shape, dtype and strides of the arrays. None means that no
@@ -162,6 +164,8 @@ class OpDef:
     view: bool = False
     ufunc: str = ""
     cost: str = "memory"
+    traffic: Callable[[Op], int] | None = None
+    every_micro_batch: bool = False
     micro: bool = False
     adds: Kernel | None = None
     workspace: Callable[..., int] | None = None

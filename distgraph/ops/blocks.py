@@ -72,7 +72,18 @@ def _slice_kernel(
     return xp.ascontiguousarray(part).reshape(shape)
 
 
-define("block_slice", _slice_rule, _slice_kernel, linear=((0,),))
+def _slice_traffic(op: Op) -> int:
+    return 2 * op.result.nbytes
+
+
+define(
+    "block_slice",
+    _slice_rule,
+    _slice_kernel,
+    linear=((0,),),
+    traffic=_slice_traffic,
+    every_micro_batch=True,  # a gathered slice lives until its product, not for the whole step
+)
 
 
 def _expand_rule(shapes: Shapes, attrs: Attrs) -> Rule:
@@ -125,6 +136,10 @@ def _insert_kernel(
     return _place(store(xp, x, out) if out is not None else x.copy(), part, dim, index, slices, block)
 
 
+def _insert_traffic(op: Op) -> int:
+    return 2 * op.operands[1].nbytes
+
+
 define(
     "block_insert",
     _insert_rule,
@@ -132,6 +147,7 @@ define(
     infer=_insert_infer,
     linear=((0, 1),),
     inplace=(0,),
+    traffic=_insert_traffic,
 )
 
 

@@ -66,6 +66,8 @@ def work_of(op: Op, read: Sequence[int], adds: bool = False) -> Work:
             min(size, written) if _is_located(op, i) else size for i, size in enumerate(read)
         )  # rows that nobody asks for are not read
     total = sum(read) + written * (2 if adds else 1)
+    if declared.traffic is not None:
+        total = declared.traffic(op)
     if declared.cost != "matmul" or len(op.operands) == 1:
         kind = "lookup" if declared.cost == "lookup" else "memory"
         return Work(kind, 0.0, total, dtype, op=op.kind)
@@ -91,7 +93,8 @@ def _dims(op: Op, count: int) -> Dims:
         )
         return math.prod(q.shape[:2]), q.shape[2], k.shape[2], q.shape[3]
     rule = rule_of(op)
-    left, right = ({i for dim in rule.operands[side] for i in dim} for side in (0, 1))
+    factors = rule.operands[1:] if op.kind == "einsum_add" else rule.operands[:2]
+    left, right = ({i for dim in term for i in dim} for term in factors)
     result = {i for dim in rule.results[0] for i in dim}
 
     def size(indices: set[str]) -> int:

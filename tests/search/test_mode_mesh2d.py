@@ -15,7 +15,6 @@ from distgraph.ir.graph import Graph
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.backward import differentiate
 from distgraph.passes.search.modes.mesh2d import layouts_by_tuner, linear_layers, shapes
-from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.tracing.tracer import Trace
 
 
@@ -65,12 +64,12 @@ def large(samples: int, inputs: int, outputs: int) -> Graph:
 
 
 def test_the_tuner_slices_where_communication_can_be_hidden() -> None:
-    communication = MeshCommunication(cluster((4, 4)))
+    boxes = cluster((4, 4))
     graph = large(16384, 4096, 16384)
     (layer,) = linear_layers(graph)
     assert (layer.samples, layer.inputs, layer.outputs) == (16384, 4096, 16384)
-    sliced = layouts_by_tuner(graph, shapes(8), communication, "meshslice")
-    whole = layouts_by_tuner(graph, shapes(8), communication, "collective")
+    sliced = layouts_by_tuner(graph, shapes(boxes), boxes, "meshslice")
+    whole = layouts_by_tuner(graph, shapes(boxes), boxes, "collective")
     assert [tuning.mesh for tuning, _ in sliced] != []
     assert sliced[0][0].seconds < whole[0][0].seconds
     algorithms = sliced[0][1].algorithms.values()

@@ -25,7 +25,6 @@ from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
 from distgraph.resources import Cluster
-from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes
 
 
@@ -187,11 +186,10 @@ def mesh2d_programs(
         InfeasibleError: the algorithm fits no mesh.
     """
     layered = layout_costs.layered_graph(micro_batches)
-    count = len(layout_costs.cluster.devices)
-    annotated = annotated_meshes(layered.graph, layout_costs.cluster)
-    meshes = [_two_axes(_only(annotated, "mesh2d"))] if annotated else mesh2d.shapes(count)
-    communication = MeshCommunication(layout_costs.cluster)
-    tuned = mesh2d.layouts_by_tuner(layered.graph, meshes, communication, algorithm)
+    cluster = layout_costs.cluster
+    annotated = annotated_meshes(layered.graph, cluster)
+    meshes = [_two_axes(_only(annotated, "mesh2d"))] if annotated else mesh2d.shapes(cluster)
+    tuned = mesh2d.layouts_by_tuner(layered.graph, meshes, cluster, algorithm)
     for tuning, graph in tuned[:most]:
         mesh = next(mesh for mesh in meshes if mesh.shape == tuning.mesh)
         yield tuning.seconds * micro_batches, partial(_mesh2d_program, layout_costs, layered, graph, mesh)
@@ -201,7 +199,9 @@ def _mesh2d_program(
     layout_costs: LayoutCosts, layered: LayeredGraph, graph: Graph, mesh: ProcessMesh
 ) -> BuiltCandidate:
     completed = replace(complete(graph, mesh), micro_batches=layered.graph.micro_batches)
-    devices = tuple(range(max(mesh.members) + 1))
+    whole = mesh.members == tuple(range(mesh.size))
+    every = tuple(range(max(mesh.members) + 1))
+    devices = mesh2d.devices_of(layout_costs.cluster, mesh.shape) if whole else every
     names = {algorithm.name for algorithm in graph.algorithms.values()}
     rows, cols = mesh.shape
     origin = f"mesh2d {rows} x {cols}, {', '.join(sorted(names))}"

@@ -33,18 +33,12 @@ from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow
 from distgraph.passes.matmul_algorithms.ring_prices import Ring
 from distgraph.passes.matmul_algorithms.tuner import Tuning, tune
+from distgraph.resources.cluster import Cluster
 from distgraph.resources.compute_cost import ComputeCost
 from distgraph.resources.mesh_communication import MeshCommunication
 
 ORIGIN = Origin("user", 'Strategy(mode="mesh2d")')
 AXES: Final = ("rows", "cols")
-_COLLECTIVES: Final = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "send_receive": "permute",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-}
 _SHORT, _LONG = 2.0**16, 2.0**24
 """Bytes that a rank sends in the two collectives whose seconds give the line of a ring."""
 
@@ -94,9 +88,8 @@ def _layer(graph: Graph, op: Op) -> LinearLayer | None:
         return None
     if graph.producers[activation.name].kind == "param":
         return None
-    if (*activation.shape[:-1], weight.shape[1]) != op.result.shape or activation.shape[-1] != weight.shape[
-        0
-    ]:
+    made = (*activation.shape[:-1], weight.shape[1])
+    if made != op.result.shape or activation.shape[-1] != weight.shape[0]:
         return None
     if op.kind == "einsum" and not _is_product(op.attrs["spec"]):
         return None
@@ -110,28 +103,41 @@ def _is_product(spec: str) -> bool:
     return len(second) == 2 and first[-1] == second[0] and result == first[:-1] + second[1]
 
 
+def devices_of(cluster: Cluster, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Device of every rank of a mesh: a block of a torus of devices, else the first devices in order."""
+    if _on_torus(cluster, shape):
+        return cluster.network.corner_block(shape)
+    return tuple(range(math.prod(shape)))
+
+
+def _on_torus(cluster: Cluster, shape: tuple[int, ...]) -> bool:
+    network = cluster.network
+    torus = network.topology == "torus" and network.over == "devices" and len(network.shape) == len(shape)
+    return torus and all(part <= length for part, length in zip(shape, network.shape, strict=True))
+
+
 @dataclass(frozen=True)
 class ClusterPrices:
     """Prices of rings on the devices of a cluster, as the tuner asks for them (`RingPrices`).
 
     Attributes:
-        communication: of the cluster; rank i of a mesh is on its device i.
+        cluster: a mesh is on the devices that `devices_of` gives.
     """
 
-    communication: MeshCommunication
+    cluster: Cluster
 
     def ring(self, kind: str, axis: int, mesh: tuple[int, int]) -> Ring:
         """The line through the seconds of a short and a long collective on all rings of an axis at once."""
         grid = ProcessMesh.grid(rows=mesh[0], cols=mesh[1])
-        collective = _COLLECTIVES[kind]
-        sizes = np.array([_SHORT, _LONG])
-        seconds = self.communication.prices(collective, grid, (AXES[axis],), sizes)
+        communication = MeshCommunication(self.cluster, devices_of(self.cluster, mesh))
+        collective = "permute" if kind == "send_receive" else kind
+        seconds = communication.prices(collective, grid, (AXES[axis],), np.array([_SHORT, _LONG]))
         slope = max(float(seconds[1] - seconds[0]) / (_LONG - _SHORT), 1e-30)
         return Ring(max(float(seconds[0]) - _SHORT * slope, 0.0), 0.0, 1 / slope)
 
 
 def layouts_by_tuner(
-    graph: Graph, meshes: Sequence[ProcessMesh], communication: MeshCommunication, algorithm: str
+    graph: Graph, meshes: Sequence[ProcessMesh], cluster: Cluster, algorithm: str
 ) -> list[tuple[Tuning, Graph]]:
     """The graph on each mesh, its layers with the dataflows and slices that the tuner chooses, best first.
 
@@ -141,25 +147,26 @@ def layouts_by_tuner(
     Args:
         graph: serial; its annotations stay.
         meshes: of two axes.
-        communication: of the cluster.
+        cluster: whose prices count.
         algorithm: "meshslice" or another that the tuner knows.
 
     Raises:
         ShardingError: the program has no linear layer that a mesh divides.
     """
     found = []
+    block = cluster.devices[0].compute.slice_block or 1
     for mesh in meshes:
         layers = [layer for layer in linear_layers(graph) if _divides(layer, mesh)]
         if not layers:
             continue
-        tuning = _tune(layers, mesh, communication, algorithm)
+        tuning = _tune(layers, mesh, cluster, algorithm)
         dataflows = {layer.op: each.dataflow for layer, each in zip(layers, tuning.layers, strict=True)}
         annotated, names = annotate(graph, mesh, dataflows)
         algorithms = dict(annotated.algorithms)
         for layer, each in zip(layers, tuning.layers, strict=True):
             if layer.op in names:
                 slices = [product.slices for product in each.products]
-                algorithms |= _algorithms(graph, layer, algorithm, slices)
+                algorithms |= _algorithms(graph, layer, algorithm, slices, block)
         found.append((tuning, replace(annotated, algorithms=algorithms)))
     if not found:
         raise ShardingError(
@@ -169,15 +176,13 @@ def layouts_by_tuner(
     return sorted(found, key=lambda each: each[0].seconds)
 
 
-def _tune(
-    layers: Sequence[LinearLayer], mesh: ProcessMesh, communication: MeshCommunication, algorithm: str
-) -> Tuning:
+def _tune(layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, algorithm: str) -> Tuning:
     rows, cols = mesh.shape
     first = layers[0]
     dims = (1, first.samples // rows, first.outputs // cols, first.inputs)
-    speed = ComputeCost(communication.cluster).matmul_rate(0, first.result.dtype, dims)
+    speed = ComputeCost(cluster).matmul_rate(0, first.result.dtype, dims)
     sizes = [Layer(layer.op, layer.samples, layer.inputs, layer.outputs) for layer in layers]
-    prices = ClusterPrices(communication)
+    prices, block = ClusterPrices(cluster), cluster.devices[0].compute.slice_block or 1
 
     def tuned(size: Layer, forward: str | None) -> Tuning:
         return tune(
@@ -186,7 +191,7 @@ def _tune(
             prices,
             speed,
             item_bytes=itemsize(first.result.dtype),
-            block=1,
+            block=block,
             algorithm=algorithm,
             forward=forward,
             meshes=[(rows, cols)],
@@ -207,10 +212,12 @@ def _divides(layer: LinearLayer, mesh: ProcessMesh) -> bool:
 
 
 def _algorithms(
-    graph: Graph, layer: LinearLayer, name: str, slices: Sequence[int]
+    graph: Graph, layer: LinearLayer, name: str, slices: Sequence[int], block: int
 ) -> dict[str, MatmulAlgorithm]:
     """Algorithms of a layer's forward product and of those of its gradients."""
-    forward, backward_data, backward_weight = (MatmulAlgorithm(name, count) for count in slices)
+    forward, backward_data, backward_weight = (
+        MatmulAlgorithm(name, count, block if count > 1 else 1) for count in slices
+    )
     algorithms = {layer.op: forward}
     for op in _backward(graph, layer):
         algorithms[op.name] = backward_data if _reads_weight(op, layer) else backward_weight
@@ -251,6 +258,7 @@ def annotate(graph: Graph, mesh: ProcessMesh, dataflows: Mapping[str, str]) -> t
         }
         for op in _backward(graph, layer):  # no partial sum is passed on
             layouts[op.result] = layouts[layer.activation if _reads_weight(op, layer) else layer.weight]
+            layouts[op.operands[0]] = layouts[layer.result]  # its gradient
         if all(_fits(attrs, value, attr) for value, attr in layouts.items()):
             attrs |= {value.name: attr for value, attr in layouts.items()}
             annotated.append(layer.op)
@@ -264,10 +272,10 @@ def _fits(attrs: Mapping[str, DistAttr], value: Value, attr: DistAttr) -> bool:
     return divides and attrs.get(value.name, attr) == attr
 
 
-def shapes(devices: int) -> list[ProcessMesh]:
-    """All meshes (rows, cols) of a number of devices, neither of which is 1."""
-    return [
-        ProcessMesh.grid(rows=rows, cols=devices // rows)
-        for rows in range(2, devices // 2 + 1)
-        if devices % rows == 0
-    ]
+def shapes(cluster: Cluster) -> list[ProcessMesh]:
+    """All meshes (rows, cols) of all devices, neither of which is 1; on a torus only blocks of it."""
+    devices = len(cluster.devices)
+    pairs = [(rows, devices // rows) for rows in range(2, devices // 2 + 1) if devices % rows == 0]
+    if any(_on_torus(cluster, pair) for pair in pairs):
+        pairs = [pair for pair in pairs if _on_torus(cluster, pair)]
+    return [ProcessMesh.grid(rows=rows, cols=cols) for rows, cols in pairs]

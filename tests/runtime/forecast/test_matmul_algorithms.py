@@ -1,0 +1,44 @@
+"""Products by MeshSlice under the simulated clock: communication is hidden, in less memory."""
+
+from __future__ import annotations
+
+import pytest
+from support.programs.matrix_products import FLOWS, Product
+from support.programs.search_cases import cluster
+
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.runtime.forecast.forecast import Forecast, forecast
+from distgraph.runtime.program.build import build
+
+SIZE = 4096
+
+
+def forecast_of(flow: str, algorithm: MatmulAlgorithm) -> Forecast:
+    case = Product(2, 4, flow, algorithm, SIZE, SIZE, SIZE)
+    return forecast(build(case.completed()), cluster((8,)), trace=True)
+
+
+def exposed(found: Forecast) -> float:
+    return sum(task.last.exposed for task in found.tasks.values())
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_slices_hide_communication_in_less_memory(flow: str) -> None:
+    whole = forecast_of(flow, MatmulAlgorithm("collective"))
+    sliced = forecast_of(flow, MatmulAlgorithm("meshslice", slices=8))
+    assert sliced.step_seconds < whole.step_seconds
+    assert exposed(sliced) < exposed(whole) / 3
+    peaks = [max(memory.total for memory in found.memory.values()) for found in (sliced, whole)]
+    assert peaks[0] < peaks[1]
+
+
+def test_gathered_slices_of_weights_are_made_where_they_are_used() -> None:
+    """Not once for the whole step, before it begins, when all of them would be kept."""
+    found = forecast_of("OS", MatmulAlgorithm("meshslice", slices=4))
+    assert not any(span.kind.startswith("comm.") for span in found.tasks["load.s0"].last.spans)
+    forward = found.tasks["forward.s0"].last.spans
+    gathers = [span for span in forward if span.kind == "comm.all_gather"]
+    products = [span for span in forward if span.kind in ("einsum", "einsum_add")]
+    assert (len(gathers), len(products)) == (8, 4)
+    both = [span for span in gathers if span.start < products[0].start + products[0].seconds]
+    assert len(both) == 4  # those of the first two slices, in both directions
