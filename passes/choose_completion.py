@@ -106,7 +106,7 @@ def operations(completed: Graph) -> float:
 
 @register_pass("choose_completion", requires="serial", stage="completed", excludes=("complete",))
 def _run(graph: Graph, context: PassContext) -> Graph:
-    """Complete where annotations compete so that least is sent."""
+    """Complete; if annotations compete, send fewest bytes."""
     return arrange(
         graph,
         context.mesh,

@@ -311,5 +311,5 @@ def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> 
 
 @register_pass("layout_local_search", stage="completed")
 def _run(graph: Graph, context: PassContext) -> Graph:
-    """Search layouts of what nobody annotated that send less."""
+    """Search unannotated layouts that send fewer bytes."""
     return refine(graph, context.layout_price, context.search_budget or BUDGET)

@@ -179,7 +179,7 @@ class _State:
 @register_pass("split_tasks", requires="lowered", stage="tasks")
 @collector_paused()
 def phases(graph: Graph) -> Parts:
-    """Cut the graph into the tasks of a step, for all ranks."""
+    """Split the graph into the tasks of a step, for all ranks."""
     places: dict[frozenset[int], ProcessMesh] = {}
     for attr in graph.attrs.values():
         places.setdefault(attr.mesh.rank_set, attr.mesh)

@@ -1,4 +1,4 @@
-"""The application: all commands, and how a mistake of the user ends."""
+"""The command line application: all commands, and the errors that they report."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Distributed training programs from serial ones."""
+    """Turn serial training programs into distributed ones: run, check, plan, forecast, inspect, profile."""
 
 
 def main() -> None:
-    """Entry point; a user's mistake is one message and exit code 1."""
+    """Entry point; a `DistGraphError` is printed as one message, with exit code 1."""
     try:
         app()
     except DistGraphError as error:

@@ -1,4 +1,4 @@
-"""`distgraph check`: partitioned against serial, value by value."""
+"""`distgraph check`: compares the partitioned program with the serial one, value by value."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from distgraph.resources import load_cluster
 def check(
     script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="At most so many samples; 0: a whole micro-batch.")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Maximum number of samples; 0: a whole micro-batch.")
+    ] = 0,
     plan: Annotated[str, PLAN] = "",
     cluster: Annotated[str, CLUSTER] = "",
 ) -> None:
-    """Compare partitioned with serial on the first batch of a script, value by value."""
+    """Compare the partitioned with the serial program of a script on the first batch, value by value."""
     if not samples:
         refuse_option_of_script("check", "--samples", script, args)
     (plan, cluster), left = split_options({"--plan": plan, "--cluster": cluster}, args)

@@ -18,13 +18,15 @@ from distgraph.runtime.execute.checkpoint.resharding import Checkpoint
 from distgraph.runtime.execute.checkpoint.retention import CheckpointFolder, by_run, delete, find, select
 from distgraph.serialization.documents import shown_path
 
-app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look after checkpoints.")
-_FOLDER = typer.Argument(help="Folder of a checkpoint, or one with several below it.")
+app = typer.Typer(
+    name="checkpoint", no_args_is_help=True, help="List, verify, show, convert and delete checkpoints."
+)
+_FOLDER = typer.Argument(help="Folder of a checkpoint, or a folder with checkpoints below it.")
 
 
 @app.command("list")
 def list_checkpoints(directory: Annotated[str, _FOLDER]) -> None:
-    """List checkpoints: step, epoch, size, when written, what the last epoch measured."""
+    """List checkpoints: step, epoch, size, time of writing, metrics of the last epoch."""
     rows = [("checkpoint", "step", "epoch", "size", "written", "last epoch")]
     for each in _found(directory):
         if each.checkpoint is None:
@@ -44,7 +46,7 @@ def list_checkpoints(directory: Annotated[str, _FOLDER]) -> None:
 
 @app.command()
 def verify(directories: Annotated[list[str], _FOLDER]) -> None:
-    """Compare every byte of checkpoints with its checksum; exit code 1 where one is damaged or missing."""
+    """Verify the checksums of every byte of checkpoints; exit code 1 if one is damaged or missing."""
     failed = False
     for path in [check_path(directory) for directory in directories]:
         try:
@@ -61,11 +63,9 @@ def verify(directories: Annotated[list[str], _FOLDER]) -> None:
 @app.command()
 def show(
     directory: Annotated[str, typer.Argument(help="Folder of one checkpoint.")],
-    blocks: Annotated[
-        bool, typer.Option("--blocks", help="Show every block, and the file it is in.")
-    ] = False,
+    blocks: Annotated[bool, typer.Option("--blocks", help="Show every block and its file.")] = False,
 ) -> None:
-    """Show a checkpoint: where training stood, and every tensor with shape, dtype, size and blocks."""
+    """Show a checkpoint: the training position, and every tensor with shape, dtype, size and blocks."""
     index = Checkpoint.open(directory).contents
     place = f", {index.position} samples into it" if index.position else ""
     typer.echo(f"step {index.step}, epoch {index.epoch}{place}, seed {index.seed}")
@@ -88,7 +88,7 @@ def show(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a safetensors file.")],
-    target: Annotated[str, typer.Argument(help="File, or folder, to make.")],
+    target: Annotated[str, typer.Argument(help="File or folder to write.")],
 ) -> None:
     """Write a checkpoint as one safetensors file, or a safetensors file as a checkpoint."""
     convert_checkpoint(check_path(source), check_path(target, "written"))
@@ -99,15 +99,17 @@ def convert(
 def prune(
     directory: Annotated[str, typer.Argument(help="Folder with checkpoints below it.")],
     keep: Annotated[
-        int, typer.Option("--keep", min=1, help="How many of the last ones of each training stay.")
+        int, typer.Option("--keep", min=1, help="Number of checkpoints of each run to keep: the last ones.")
     ],
     best: Annotated[
-        str, typer.Option("--best", help='The one with the best of these, such as "valid_loss", stays, too.')
+        str, typer.Option("--best", help='Also keep the checkpoint with the best "valid_loss", for example.')
     ] = "",
-    mode: Annotated[str, typer.Option("--mode", help="min or max: what best means.")] = "min",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")] = False,
+    mode: Annotated[str, typer.Option("--mode", help="min or max: which value is best.")] = "min",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be deleted; delete nothing.")
+    ] = False,
 ) -> None:
-    """Delete older checkpoints of each training; those that stay are verified first, and damaged ones do not
+    """Delete the older checkpoints of each run; those that stay are verified first, and damaged ones do not
     count."""
     if mode not in ("min", "max"):
         raise RuntimeFault(f'prune: --mode is {mode!r} but must be "min" or "max"')
@@ -115,8 +117,8 @@ def prune(
     if best and not any(each.metric(best) is not None for each in found):
         names = {n: None for f in found if f.checkpoint for e in f.checkpoint.contents.epochs[-1:] for n in e}
         raise RuntimeFault(
-            f"prune: no checkpoint measured {best!r}; give one of {', '.join(names) or 'nothing'}, or leave "
-            f"out --best"
+            f"prune: no checkpoint has the metric {best!r}; give one of {', '.join(names) or 'nothing'}, or "
+            f"leave out --best"
         )
 
     def good(each: CheckpointFolder) -> bool:
@@ -138,11 +140,11 @@ def prune(
         else:
             typer.echo(f"{_training(each)}: {'damaged, left' if each in damaged else 'kept'}")
     if not stay:
-        raise RuntimeFault(f"prune: no checkpoint in {directory} is whole; nothing was deleted")
+        raise RuntimeFault(f"prune: no checkpoint in {directory} is complete; nothing was deleted")
 
 
 def _verified(each: CheckpointFolder) -> bool:
-    """Verify a checkpoint and print what is found; returns whether it is whole."""
+    """Verify a checkpoint and print the result; returns whether it is complete."""
     wrong = each.checkpoint.verify() if each.checkpoint is not None else [_reason(each)]
     for problem in wrong:
         typer.echo(f"{_name(each)}: damaged: {problem}")
@@ -168,7 +170,7 @@ def _name(each: CheckpointFolder) -> str:
 
 
 def _training(each: CheckpointFolder) -> str:
-    """Where a checkpoint is, and of which training and step."""
+    """The folder of a checkpoint, its run and its step."""
     if each.checkpoint is None:
         return f"{_name(each)}: run unknown, step unknown"
     index = each.checkpoint.contents
@@ -180,7 +182,7 @@ def _reason(each: CheckpointFolder) -> str:
 
 
 def _layout(tensor: TensorEntry) -> str:
-    """How a tensor is cut, such as "2 x 1 blocks"."""
+    """The blocks of a tensor, such as "2 x 1 blocks"."""
     if len(tensor.shards) <= 1:
         return "1 block" if tensor.shards else "empty"
     cuts = [len({block.start[dim] for block in tensor.shards}) for dim in range(len(tensor.shape))]

@@ -1,4 +1,4 @@
-"""`distgraph cluster`: a resource file checked and described."""
+"""`distgraph cluster`: checks and describes a resource file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from distgraph.resources import describe, load_cluster, shipped_clusters
 
 
 def cluster(
-    name: Annotated[str, typer.Argument(help="Shipped name, resource file, or Paddle's JSON.")] = "",
+    name: Annotated[str, typer.Argument(help="Shipped name, resource file, or Paddle's cluster JSON.")] = "",
 ) -> None:
-    """Check a resource file and print the cluster; without a name, list those that are shipped."""
+    """Check a resource file and print the cluster; without a name list the shipped clusters."""
     if name:
         typer.echo(describe(load_cluster(name)))
         return

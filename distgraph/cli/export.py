@@ -1,4 +1,4 @@
-"""`distgraph export`: a plan in the terms of another framework."""
+"""`distgraph export`: translates a plan into the terms of another framework."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def export(
     plan: Annotated[str, typer.Argument(help="Plan file, see distgraph plan.")],
     framework: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPORTERS)}.")],
     output: Annotated[
-        str, typer.Option("-o", "--output", help="Write to this file; a name in .json gets the data.")
+        str, typer.Option("-o", "--output", help="Write to this file: source, or data if it ends in .json.")
     ] = "",
 ) -> None:
-    """Say a plan in the terms of another framework; what that does not express goes to stderr."""
+    """Translate a plan into the terms of another framework; notes on what it cannot express go to stderr."""
     exported = Plan.load(plan).export(framework)
     if output:
         exported.save(output)

@@ -1,4 +1,4 @@
-"""`distgraph forecast`: seconds and memory of a step before anything runs."""
+"""`distgraph forecast`: forecasts seconds and memory of a step before anything runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from distgraph.plan.plan import Plan
 
 def forecast(
     script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- all of them.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; all those after --.")] = None,
     cluster: Annotated[
         str,
-        typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
+        typer.Option(
+            "--cluster", help="Resource file or shipped name; default: that of the script's engine."
+        ),
     ] = "",
     plan: Annotated[str, PLAN] = "",
-    html: Annotated[str, typer.Option("--html", help="Write a report: one page, no network.")] = "",
+    html: Annotated[str, typer.Option("--html", help="Write a report as one offline HTML page.")] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
     measured: Annotated[
         str,
-        typer.Option("--measured", help="Timeline file of callbacks.Timeline, shown beside the forecast."),
+        typer.Option("--measured", help="Timeline file of callbacks.Timeline to compare with the forecast."),
     ] = "",
 ) -> None:
-    """Forecast a step of a script: seconds and memory on a cluster that need not be there. Nothing runs."""
+    """Forecast seconds and memory of a training step on a described cluster; nothing is trained."""
     timeline = check_outputs(html or None, measured or None)
     with giving(Plan.load(plan) if plan else None):
         result = forecast_script(script, args or (), cluster or None)

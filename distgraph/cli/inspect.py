@@ -1,4 +1,4 @@
-"""`distgraph inspect`: passes on the text of a graph."""
+"""`distgraph inspect`: runs passes on the text of a graph."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from distgraph.serialization.documents import MOST_BYTES, decode, read_text
 from distgraph.verifier import verify
 
 
-def _list_passes(asked: bool) -> None:
-    if asked:
+def _list_passes(requested: bool) -> None:
+    if requested:
         typer.echo(pass_table())
         raise typer.Exit
 
 
 def inspect(
-    file: Annotated[str, typer.Argument(help="Graph text (.dg), - for standard input.")],
+    file: Annotated[str, typer.Argument(help="File with graph text (.dg); - for standard input.")],
     passes: Annotated[
-        str, typer.Option("-p", "--passes", help="Names of passes, commas between; see --list-passes.")
+        str, typer.Option("-p", "--passes", help="Comma-separated names of passes; see --list-passes.")
     ] = "",
     list_passes: Annotated[
         bool,
@@ -38,13 +38,13 @@ def inspect(
     ] = False,
     show_conflicts: Annotated[
         bool,
-        typer.Option("--conflicts", help="Annotations that compete, with bytes and the cheapest change."),
+        typer.Option("--conflicts", help="List competing annotations, with bytes and the cheapest change."),
     ] = False,
     about: Annotated[
-        str, typer.Option("--explain", help="A value: who decided its layout, what follows.")
+        str, typer.Option("--explain", help="Explain the layout of a value: its origin and its consequences.")
     ] = "",
 ) -> None:
-    """Run passes on a graph text and print the result; the output is graph text again."""
+    """Run passes on graph text and print the result as graph text."""
     where = "standard input" if file == "-" else file
     try:
         graph = verify(parse_graph(_read(file), where))
@@ -73,12 +73,12 @@ def inspect(
 
 
 def _graph_passes(text: str) -> list[str]:
-    """Names of passes. Raises GraphError: there is no such pass, or what it gives is no graph."""
+    """Names of passes. Raises GraphError if there is no such pass, or its result is not a graph."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for each in find_passes(names):
         if each.stage not in GRAPH_STAGES:
             raise GraphError(
-                f"pass {each.name} gives no graph but inspect prints graphs; stop at the pass before it"
+                f"pass {each.name} gives no graph but inspect prints graphs; end with the pass before it"
             )
     return names
 

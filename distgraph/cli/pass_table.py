@@ -15,9 +15,9 @@ _WIDTH = 150
 
 
 def pass_table() -> str:
-    """Every registered pass by the stage that it takes: its name, place in the pipeline, needs, one line."""
+    """A table of all registered passes, ordered by the stage that they require."""
     table = Table(box=box.ASCII)
-    for heading in ("pass", "takes", "gives", "pipeline", "needs", "what it does"):
+    for heading in ("pass", "requires", "produces", "pipeline", "order", "what it does"):
         table.add_column(heading)
     for each in sorted(PASSES.values(), key=_order):
         place = str(PIPELINE.index(each.name) + 1) if each.name in PIPELINE else ""
@@ -28,7 +28,7 @@ def pass_table() -> str:
 
 
 def _order(each: Pass) -> tuple[int, int, int]:
-    """Stages, and within them the passes of the pipeline first."""
+    """Sort key: stages, and within a stage the passes of the pipeline first."""
     place = PIPELINE.index(each.name) if each.name in PIPELINE else len(PIPELINE)
     return STAGES.index(each.requires), STAGES.index(each.stage), place
 

@@ -1,4 +1,4 @@
-"""`distgraph plan`: the best plan for a script on a cluster."""
+"""`distgraph plan`: searches the best plan for a script on a cluster."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from distgraph.serialization.atomic_files import check_writable
 
 def plan(
     script: Annotated[str, typer.Argument(help="Python script that trains with an Engine.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- all of them.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments; all those after --.")] = None,
     cluster: Annotated[
         str,
-        typer.Option("--cluster", help="Resource file or shipped name; else that of the script's engine."),
+        typer.Option(
+            "--cluster", help="Resource file or shipped name; default: that of the script's engine."
+        ),
     ] = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
-    seconds: Annotated[float, typer.Option("--seconds", help="Search so long at most.")] = 60.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.")] = 60.0,
     about: Annotated[
-        str, typer.Option("--explain", help="A tensor, layer or decision: why, and what else it could be.")
+        str, typer.Option("--explain", help="A tensor, layer or decision to explain, with its runner-up.")
     ] = "",
-    other: Annotated[str, typer.Option("--compare", help="Another plan file: what differs.")] = "",
+    other: Annotated[str, typer.Option("--compare", help="Another plan file to compare with.")] = "",
 ) -> None:
-    """Search the best plan for a script on a cluster that need not be there; Ctrl-C keeps the best so far."""
+    """Search the best plan for a script on a described cluster; Ctrl-C ends it with the best so far."""
     compared = Plan.load(other) if other else None
     if output:
         check_writable(output, GraphError)

@@ -1,4 +1,4 @@
-"""`distgraph profile`: a resource file from measurements."""
+"""`distgraph profile`: measures devices and links and writes a resource file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from distgraph.runtime.profile.profiler import profile as run_profile
 
 def profile(
     output: Annotated[str, typer.Option("-o", "--output", help="Resource file to write.")],
-    ranks: Annotated[int, typer.Option("-n", min=1, help="How many ranks, one a device.")] = 1,
+    ranks: Annotated[int, typer.Option("-n", min=1, help="Number of ranks, one for each device.")] = 1,
     source: Annotated[
-        str, typer.Option("--cluster", help="Resource file to measure anew; without it, this machine.")
+        str, typer.Option("--cluster", help="Resource file to measure; default: this machine.")
     ] = "",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Measure so long at most.")] = 120.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier measurements.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of the measurement.")] = 120.0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start again, without earlier measurements.")
+    ] = False,
 ) -> None:
-    """Measure this machine, or those of the job, and write a resource file with the error of every fit."""
+    """Measure this machine, or those of an MPI job, and write a resource file with the errors of the fits."""
     raise typer.Exit(run_profile(Request(output, source, ranks, seconds, fresh=fresh), overheads))

@@ -1,4 +1,4 @@
-"""`distgraph run`: a script on N MPI ranks of this machine."""
+"""`distgraph run`: runs a script on N MPI ranks of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     script: Annotated[str, typer.Argument(help="Python script.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     ranks: Annotated[
-        int | None, typer.Option("-n", help="How many ranks; 1, or as many as the plan has, by default.")
+        int | None, typer.Option("-n", help="Number of ranks; by default that of the plan, else 1.")
     ] = None,
     plan: Annotated[str, PLAN] = "",
     cluster: Annotated[str, CLUSTER] = "",
@@ -36,7 +36,7 @@ def run(
     (plan, cluster), left = split_options({"--plan": plan, "--cluster": cluster}, args)
     needed, env = 1, dict(os.environ)
     if cluster:
-        load_cluster(cluster)  # a mistake in the file is reported here, once, and not by every rank
+        load_cluster(cluster)  # an error in the file is reported once, here, instead of by every rank
         env[CLUSTER_VARIABLE] = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
     if plan:
         needed, env[VARIABLE] = max(Plan.load(plan).ranks) + 1, str(Path(plan).resolve())

@@ -1,4 +1,4 @@
-"""Options of commands that run a script: which are the command's, and which are the script's."""
+"""Options of commands that run a script: separates options of the command from those of the script."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import typer
 
 from distgraph.errors import GraphError
 
-PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; also behind the script.")
+PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; may follow the script.")
 CLUSTER = typer.Option(
-    "--cluster", help="Resource file or shipped name that prices changes of layout; also behind the script."
+    "--cluster", help="Resource file or shipped name, for the costs of collectives; may follow the script."
 )
 ARGUMENTS_OF_SCRIPT = {"allow_interspersed_args": False}
 """Typer settings of commands where options after the script belong to the script."""
 
 
 def refuse_option_of_script(command: str, option: str, script: str, args: list[str] | None) -> None:
-    """Refuse an option of the command that stands behind the script, where options belong to the script.
+    """Refuse an option of the command that follows the script, where options belong to the script.
 
     Raises:
         GraphError: the option is among the script's arguments, as `-n 2`, `-n2` or `-n=2`, and no `--` says
@@ -30,21 +30,21 @@ def refuse_option_of_script(command: str, option: str, script: str, args: list[s
             continue
         written = " ".join(words[position : position + 1 + (word == option)])
         raise GraphError(
-            f"{command}: {written} stands behind {script}, where options are the script's; write distgraph "
-            f"{command} {written} {script}, or, if it is the script's, distgraph {command} {script} -- "
+            f"{command}: {written} follows {script}, where options belong to the script; write distgraph "
+            f"{command} {written} {script}, or, for an option of the script, distgraph {command} {script} -- "
             f"{written}"
         )
 
 
 def split_options(values: Mapping[str, str], args: list[str] | None) -> tuple[list[str], list[str]]:
-    """Take options of the command out of the arguments behind a script.
+    """Separate options of the command from the arguments after a script.
 
     Args:
-        values: option -> its value where it stood before the script, else "".
-        args: the arguments behind the script. What follows `--` belongs to the script alone.
+        values: option -> its value if it was given before the script, else "".
+        args: the arguments after the script. Arguments after `--` belong to the script.
 
     Returns:
-        The values of the options in the same order, and the arguments that are left for the script.
+        The values of the options in the same order, and the arguments of the script.
     """
     words, rest = _split_at_dashes(args)
     final = dict(values)

@@ -19,7 +19,7 @@ from distgraph.passes.pass_registry import register_pass
 
 @register_pass("distribute_matmuls", requires="completed", stage="completed")
 def distribute_matmuls(graph: Graph) -> Graph:
-    """Compute matrix products by the algorithms that are named.
+    """Compute matrix products by annotated algorithms.
 
     Raises:
         ShardingError: an algorithm does not exist, or does not fit the layouts or sizes of its contraction.

@@ -204,7 +204,7 @@ def test_prune(runs: Path) -> None:
     assert names(runs) == ["4"]
     for name in ("2", "1", "7"):
         code, text = command("prune", runs, "--keep", "1", "--best", f"loss{name}")
-        assert "no checkpoint measured" in text
+        assert "no checkpoint has the metric" in text
         assert "give one of epoch, loss, valid_loss" in text
 
 
@@ -277,7 +277,7 @@ def test_prune_never_deletes_the_only_good_one(runs: Path) -> None:
     assert names(runs) == ["1", "2", "3", "4"]
     cut(runs / "1")
     code, text = command("prune", runs, "--keep", "1")
-    assert (code, "no checkpoint in" in text, "is whole; nothing was deleted" in text) == (1, True, True)
+    assert (code, "no checkpoint in" in text, "is complete; nothing was deleted" in text) == (1, True, True)
     assert names(runs) == ["1", "2", "3", "4"]
 
 

@@ -163,7 +163,7 @@ def test_ranks_behind_the_script_are_refused_unless_they_are_the_script_s(given,
     code, output = invoke("run", "train.py", *given)
     said = " ".join(word for word in given if word != "-v")
     assert code == 1
-    assert f"run: {said} stands behind train.py" in output
+    assert f"run: {said} follows train.py" in output
     assert f"write distgraph run {said} train.py, or" in output
     assert f"distgraph run train.py -- {said}" in output
     assert seen == []
@@ -175,7 +175,7 @@ def test_ranks_behind_the_script_are_refused_unless_they_are_the_script_s(given,
 def test_samples_behind_the_script_are_refused_unless_they_are_the_script_s(script):
     code, output = invoke("check", str(script), "--samples", "3")
     assert code == 1
-    assert f"check: --samples 3 stands behind {script}" in output
+    assert f"check: --samples 3 follows {script}" in output
     code, output = invoke("check", str(script), "--", "--samples", "3")
     assert code == 0, output
 
