@@ -139,6 +139,7 @@ def tune(
     algorithm: str = "meshslice",
     forward: str | None = None,
     meshes: Sequence[Mesh] | None = None,
+    tolerance: float = 0.0,
 ) -> Tuning:
     """Choose the fastest mesh and slices for a sequence of fully connected layers, forward and backward.
 
@@ -154,6 +155,8 @@ def tune(
         forward: dataflow of the forward product of every layer, instead of the one in which the largest
             matrix stays.
         meshes: shapes (rows, cols) to choose among; by default all with two axes from 2 up.
+        tolerance: a product takes the fewest slices whose seconds are at most the least times (1 +
+            tolerance). The model does not count that each slice reads and writes the result once more.
 
     Returns:
         The tuning with the least seconds. Of equal ones the one with fewer rows, and fewer slices.
@@ -182,10 +185,10 @@ def tune(
 
     def best(product: Product, mesh: Mesh) -> ProductTuning:
         options = legal_slices(product, mesh, block) if algorithm == "meshslice" else (1,)
-        return min(
-            (ProductTuning(product, slices, forecast(product, mesh, slices)) for slices in options),
-            key=lambda option: option.seconds.total,
-        )
+        tuned = [ProductTuning(product, slices, forecast(product, mesh, slices)) for slices in options]
+        least = min(option.seconds.total for option in tuned)
+        enough = [option for option in tuned if option.seconds.total <= least * (1 + tolerance)]
+        return min(enough, key=lambda option: option.slices)
 
     def forecast(product: Product, mesh: Mesh, slices: int) -> ProductSeconds:
         return unchecked_seconds(algorithm, product, mesh, slices, prices, flops_per_second, item_bytes)

@@ -39,6 +39,8 @@ from distgraph.resources.mesh_communication import MeshCommunication
 
 ORIGIN = Origin("user", 'Strategy(mode="mesh2d")')
 AXES: Final = ("rows", "cols")
+_TOLERANCE: Final = 0.02
+"""Share of its seconds by which a product may be slower by the tuner's model than with more slices."""
 _SHORT, _LONG = 2.0**16, 2.0**24
 """Bytes that a rank sends in the two collectives whose seconds give the line of a ring."""
 
@@ -195,6 +197,7 @@ def _tune(layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, al
             algorithm=algorithm,
             forward=forward,
             meshes=[(rows, cols)],
+            tolerance=_TOLERANCE,
         )
 
     chosen = []
