@@ -3,7 +3,8 @@
 In:   a completed graph with `Graph.algorithms`.
 Out:  a completed graph in which these contractions, and the backward ones that belong to them, are explicit
       ops: slices, changes of layout, partial products, sums.
-Invariant: same values in the same layouts; contractions without an algorithm stay as they are.
+Invariant: same values in the same layouts; contractions without an algorithm, or on a mesh of one rank, stay
+      as they are.
 
     algorithm %c "meshslice(slices=2, block=1)"    ->    see `meshslice.py`
 """
@@ -30,11 +31,12 @@ def distribute_matmuls(graph: Graph) -> Graph:
     attrs = dict(graph.attrs)
     for op in graph.ops:
         algorithm = algorithm_of(graph, op)
-        if algorithm is None:
+        rewrite = None if algorithm is None else find_matmul_algorithm(algorithm.name)
+        if algorithm is None or rewrite is None or graph.attrs[op.name].mesh.size == 1:
             ops.append(op)
             continue
         product = product_of(graph, op, algorithm)
-        find_matmul_algorithm(algorithm.name)(product, algorithm)
+        rewrite(product, algorithm)
         ops += product.ops
         attrs |= {name: attr for name, attr in product.attrs.items() if name != op.name}
     return graph.with_ops(ops, attrs=attrs, algorithms={})

@@ -11,10 +11,12 @@ give the dataflow, which says what stays in place (Nam et al., "MeshSlice", 2025
     LS   A [m:x, k:y]   B [k:y, n:x]   C [m:x, n:y]   A stays, slices along n
     RS   A [m:y, k:x]   B [k:x, n:y]   C [m:x, n:y]   B stays, slices along m
     AG   A [m:y, k]     B [k, n:y]     C [m, n:y]     one axis: A is gathered, slices along m
+         A [m, k:y]     B [k, n:y]     C [m, n:y]     one axis: A is gathered, slices along k
     SC   A [m, k:y]     B [k:y, n]     C [m:y, n]     one axis: C is scattered, slices along m
 
-AG and SC also with A and B exchanged. The backward contractions of a forward one in OS are in LS
-(dA = dC B^T) and RS (dB = A^T dC), and so on: no operand is transposed, and the same matrix stays in place.
+AG and SC also with A and B exchanged; they are OS, LS and RS where the other axis has one rank. The backward
+contractions of a forward one in OS are in LS (dA = dC B^T) and RS (dB = A^T dC), and so on: no operand is
+transposed, and the same matrix stays in place.
 """
 
 from __future__ import annotations
@@ -275,6 +277,10 @@ def _dataflow(a: Axes, b: Axes, c: Axes) -> Dataflow | None:
             return Dataflow("AG", "m", {"m": None, "n": axis})
         case (str(axis), None, None, str(other), str(last), None) if axis == other == last:
             return Dataflow("AG", "n", {"m": axis, "n": None})
+        case (None, str(axis), None, str(other), None, str(last)) if axis == other == last:
+            return Dataflow("AG", "k", {"n": axis})
+        case (str(axis), None, str(other), None, str(last), None) if axis == other == last:
+            return Dataflow("AG", "k", {"m": axis})
         case (None, str(axis), str(other), None, str(last), None) if axis == other == last:
             return Dataflow("SC", "m", {"k": axis}, axis)
         case (None, str(axis), str(other), None, None, str(last)) if axis == other == last:

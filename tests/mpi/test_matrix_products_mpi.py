@@ -1,37 +1,46 @@
-"""Distributed matrix products on 4 ranks of an MPI job:
+"""Distributed matrix products and their gradients on MPI ranks.
 
-mpiexec -n 4 python -m pytest -m mpi tests/mpi/test_matrix_products_mpi.py
+mpiexec -n 4 python -m pytest -m mpi tests/mpi/test_matrix_products_mpi.py     # or -n 2
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.programs.matrix_products import FLOWS, product
+from support.programs.matrix_products import FLOWS, Product, product
 from support.programs.partitioned import joined, run_rank
 
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
 from distgraph.runtime.launch.launch import current_transport
+from distgraph.runtime.launch.mpi_rank import ranks_of_job
 from distgraph.runtime.program.build import build
 
 pytestmark = pytest.mark.mpi
+MESHES = ((2, 2), (1, 2), (2, 1), (4, 1), (1, 4))
+SLICED = ((2, 1), (4, 8))
+
+
+def check(case: Product) -> None:
+    """Compute on all ranks; rank 0 compares with NumPy."""
+    transport = current_transport()
+    assert transport is not None
+    built = build(case.completed())
+    feeds, params = case.arrays()
+    mine = run_rank(built, transport, [feeds], params) if transport.rank in built.ranks else None
+    held = transport.gather_objects(mine)
+    if held is not None:
+        outputs, _ = joined(built, held)
+        for name, expected in case.expected().items():
+            (value,) = outputs[name]
+            assert np.abs(value - expected).max() <= 1e-12 * max(1.0, np.abs(expected).max()), name
+    transport.barrier()
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("name", MATMUL_ALGORITHMS)
-def test_every_algorithm_equals_the_serial_product(name: str, flow: str) -> None:
-    transport = current_transport()
-    assert transport is not None
-    if transport.size < 4:
-        pytest.skip(f"needs 4 ranks; there are {transport.size}")
-    case = product(2, 2, flow, name, *((2, 2) if name == "meshslice" else ()))
-    feeds, params = case.arrays()
-    built = build(case.completed())
-    mine = transport.rank in built.ranks
-    held = transport.gather_objects(run_rank(built, transport, [feeds], params) if mine else None)
-    if held is not None:
-        found, _ = joined(built, held)
-        for label, expected in case.expected().items():
-            (value,) = found[label]
-            assert np.abs(value - expected).max() <= 1e-12 * max(1.0, np.abs(expected).max()), label
-    transport.barrier()
+@pytest.mark.parametrize("mesh", MESHES, ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize("name", sorted(MATMUL_ALGORITHMS))
+def test_products_and_gradients_are_those_of_numpy(name: str, mesh: tuple[int, int], flow: str) -> None:
+    if mesh[0] * mesh[1] > ranks_of_job():
+        pytest.skip(f"needs {mesh[0] * mesh[1]} ranks; there are {ranks_of_job()}")
+    for slices, block in SLICED if name == "meshslice" else ((1, 1),):
+        check(product(*mesh, flow, name, slices, block))

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.programs.matrix_products import FLOWS, MESHES, Product, product
+from support.programs.matrix_products import FLOWS, MESHES, NARROW, Product, product
 from support.programs.partitioned import run_partitioned
 
 import distgraph as dg
 from distgraph import ops
+from distgraph.engine.commands.check import check as compare
 from distgraph.errors import ShardingError
+from distgraph.ir.graph import SOURCES
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.op_registry import REGISTRY
 from distgraph.ir.parser import parse_graph as parse
@@ -42,6 +44,14 @@ def test_equals_the_serial_product_and_sends_what_the_dataflow_says(mesh: tuple[
         check(product(*mesh, flow, "meshslice", slices, block))
 
 
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("mesh", NARROW)
+def test_a_mesh_axis_may_have_one_rank(mesh: tuple[int, int], flow: str) -> None:
+    """Then one matrix moves along the other axis, and on one rank none does."""
+    check(product(*mesh, flow, "collective"))
+    check(product(*mesh, flow, "meshslice", 2, 2))
+
+
 def test_every_stage_is_verified_and_means_the_same_on_whole_tensors() -> None:
     case = product(2, 4, "LS", "meshslice", 2, 2)
     completed, (feeds, params) = case.completed(pruned=False), case.arrays()
@@ -67,6 +77,19 @@ def test_communication_stands_before_the_product_that_hides_it() -> None:
             f"sum{index - 1}"
         ]
     assert order == [*expected, name]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_check_compares_every_slice_and_partial_product(flow: str) -> None:
+    """`distgraph check` sees each op of the rewrite as an op with a meaning on whole tensors."""
+    case = product(2, 4, flow, "meshslice", 2)
+    graph, (feeds, params) = case.graph(), case.arrays()
+    report = compare(case.completed(), feeds, params, graph)
+    assert report.ok, str(report)
+    assert report.ranks == 8
+    kinds = {op.kind for op in report.graph.ops}
+    assert {"block_slice", "einsum_add", "block_insert", "comm.all_gather", "comm.reduce_scatter"} <= kinds
+    assert report.compared > sum(op.kind not in SOURCES for op in report.graph.ops)
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 2), (2, 8)])
@@ -131,7 +154,9 @@ def test_wrong_input_is_refused() -> None:
     with pytest.raises(ShardingError, match=message):
         distribute_matmuls(case.completed())
     unknown = Product(2, 4, "OS", MatmulAlgorithm("strassen"), 48, 48, 48)
-    with pytest.raises(
-        ShardingError, match="algorithm 'strassen' for matrix products does not exist; the alg"
-    ):
-        distribute_matmuls(unknown.completed())
+    alone = Product(1, 1, "OS", MatmulAlgorithm("strassen"), 48, 48, 48)
+    for case in (unknown, alone):
+        with pytest.raises(
+            ShardingError, match="algorithm 'strassen' for matrix products does not exist; the alg"
+        ):
+            distribute_matmuls(case.completed())

@@ -19,6 +19,7 @@ from distgraph.tracing.annotations import shard_op, shard_tensor
 from distgraph.tracing.tracer import Trace
 
 MESHES = ((4, 4), (2, 4), (4, 2), (2, 8), (8, 2), (3, 6))
+NARROW = ((1, 4), (4, 1), (1, 1))
 FLOWS = ("OS", "LS", "RS")
 
 
