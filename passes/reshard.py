@@ -10,8 +10,7 @@ Invariant: same program; no layout names an axis of one rank, which splits nothi
       reader. What ops of another mesh read in several layouts goes there once, in the layout from which the
       others cost least, where that sends no more. Where an op reads neighbours' positions of a split dim (see
       `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the same layout,
-      blocks that overlap; or in the layout of a mesh with the same ranks in another order. Where the ranks
-      hold just what they read (see `reads_as_held`), the op reads the tensor as it is.
+      blocks that overlap; or in the layout of a mesh with the same ranks in another order.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -28,7 +27,7 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import Windows, operand_layout, operand_windows, reads_as_held, result_layout
+from distgraph.ir.op_registry import Windows, operand_layout, operand_windows, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.pass_registry import register_pass
 from distgraph.passes.redistribution.cross_mesh import transfer_cost
@@ -135,8 +134,6 @@ def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr],
     windows = operand_windows(op, position)
     if not windows:
         return _operand(op, position, ops, attrs, shared)
-    if reads_as_held(op, position, attrs[op.operands[position].name]):
-        return op.operands[position]
     value, wanted = op.operands[position], _wanted(op, position)
     if not fetches(attrs[value.name], wanted):
         value = _operand(op, position, ops, attrs, shared)

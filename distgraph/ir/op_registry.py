@@ -21,7 +21,7 @@ from distgraph.ir.dtypes import promote, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.kernels._common import in_f32, widened
 
 if TYPE_CHECKING:
@@ -336,26 +336,6 @@ def window_bounds(
     for dim, read in windows:
         bounds[dim] = read[mesh.index(rank, spec.dims[dim])]
     return tuple(bounds)
-
-
-def reads_as_held(op: Op, operand: int, held: DistAttr) -> bool:
-    """Whether ranks read other positions of an operand than their block, and each holds just these.
-
-    So where the operand lies on the same ranks in another order (or the blocks that go round a ring have
-    arrived): nothing is fetched or copied.
-    """
-    windows, spec, mesh = operand_windows(op, operand), operand_layout(op, operand), _completed(op).mesh
-    if not windows or held.mesh.rank_set != mesh.rank_set or held.spec != spec:
-        return False
-    shape = op.operands[operand].shape
-    if len({spec.local_shape(shape, mesh, rank) for rank in mesh.members}) > 1:
-        return False  # blocks of unequal size do not change places
-    for rank in mesh.members:
-        own, read = spec.bounds(shape, held.mesh, rank), window_bounds(shape, mesh, spec, windows, rank)
-        for length, (start, stop), (first, last) in zip(shape, own, read, strict=True):
-            if stop - start != last - first or (stop > start and (first - start) % length):
-                return False
-    return True
 
 
 def _completed(op: Op) -> OpLayout:

@@ -15,9 +15,6 @@ from distgraph.ops import (
     shape,
     sorting,
 )
-from distgraph.ops import (
-    ring_products as ring_products,
-)
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
 from distgraph.ops.attention import attention
 from distgraph.ops.collective_ops import accumulate
