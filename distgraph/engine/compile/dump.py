@@ -29,12 +29,12 @@ def dump_stage(mode: str, stage: str, graph: Graph) -> None:
 
 
 def dump_pass(mode: str) -> Watch:
-    """A watch that writes the graph after each pass, named by its stage if that is new, else by the pass."""
+    """A watch that writes the graph after each pass that changed it, named by a new stage, else by the pass."""
 
     def watch(run: PassRun) -> None:
-        if isinstance(run.after, Graph):
-            changed = run.ran.requires != run.ran.stage
-            dump_stage(mode, run.ran.stage if changed else run.name, run.after)
+        new_stage = run.ran.requires != run.ran.stage
+        if isinstance(run.after, Graph) and (new_stage or run.after is not run.before):
+            dump_stage(mode, run.ran.stage if new_stage else run.name, run.after)
 
     return watch
 
