@@ -29,7 +29,7 @@ def dump_stage(mode: str, stage: str, graph: Graph) -> None:
 
 
 def dump_pass(mode: str) -> Watch:
-    """A watch that writes the graph after each pass that changed it, named by a new stage, else by the pass."""
+    """A watch that writes the graph after each pass that changed it, named by stage if new, else by pass."""
 
     def watch(run: PassRun) -> None:
         new_stage = run.ran.requires != run.ran.stage
