@@ -92,7 +92,9 @@ def test_what_a_mode_that_searches_needs() -> None:
         GraphError, match=r"searches a plan for training but the first program is one to predict"
     ):
         engine.predict(CASE.data()[0])
-    with pytest.raises(ShardingError, match="modes are manual, semi, sharding_propagation, recursive, mesh2d, auto"):
+    with pytest.raises(
+        ShardingError, match="modes are manual, semi, sharding_propagation, recursive, mesh2d, auto"
+    ):
         dg.Strategy(mode="fast")
     with pytest.raises(GraphError, match="mode 'fast' of the search does not exist"):
         SearchOptions(mode="fast")
