@@ -157,7 +157,7 @@ def _relaxed(batch: int, members: Sequence[Member], capacities: Sequence[int]) -
     samples, slowest = cp.Variable(len(members), nonneg=True), cp.Variable()
     limits = [cp.sum(samples) == batch, samples <= cap, cp.multiply(rate / scale, samples) <= slowest]
     problem = cp.Problem(cp.Minimize(slowest), limits)
-    problem.solve(solver=cp.HIGHS)
+    problem.solve(solver=cp.SCIPY)  # HiGHS too, but highspy 1.16 writes its licence on standard output
     if problem.value is None:
         raise InfeasibleError(f"shares of {batch} samples: the solver ended with {problem.status}")
     return max(0.0, float(problem.value)) * scale * (1 - _ROUNDING)
