@@ -33,6 +33,7 @@ from distgraph.plan.components import (
     Stage,
     Stored,
 )
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import Export, Surface, export
 from distgraph.plan.plan_diff import changed
 from distgraph.plan.report import CHANGED, Comparison, compared, shown, stage_cells, told
@@ -47,18 +48,15 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Decisions):
     """What is decided about a program. Immutable; print it.
 
-    Attributes:
+    Attributes, besides those of `Decisions`:
         program: what it is for.
         cluster: name of the cluster that it was made for; empty where there was none.
         batch: samples of a step.
-        micro_batches: parts into which the batch is cut.
-        schedule: name of a pipeline schedule (see `schedule_policies.py`).
         layers: runs of the forward ops in program order; together they are all of them.
         stages: in order of layers; those without layers last.
-        recompute: numbers of layers that are computed again in the backward part.
         tensors: name -> where an input, parameter or state lies.
         ops: per layer how its ops are computed.
         rest: the same for ops that belong to no layer.
@@ -87,11 +85,8 @@ class Plan:
     program: Program
     cluster: str = ""
     batch: int
-    micro_batches: int
-    schedule: str
     layers: tuple[Layer, ...]
     stages: tuple[Stage, ...]
-    recompute: tuple[int, ...] = ()
     tensors: Mapping[str, Stored]
     ops: tuple[LayerOps, ...]
     rest: Rest = field(default_factory=Rest)

@@ -95,10 +95,11 @@ def _rows(left: Plan, right: Plan) -> Iterable[tuple[str, Any, Any]]:
     """(what, in the one, in the other), equal or not."""
     for name in ("name", "fingerprint", "parameters"):
         yield f"program {name}", getattr(left.program, name), getattr(right.program, name)
-    for name in ("cluster", "batch", "micro_batches", "schedule"):
+    for name in ("cluster", "batch"):
         yield name, getattr(left, name) or "none", getattr(right, name) or "none"
+    others = right.texts()
+    yield from ((name, text, others[name]) for name, text in left.texts().items())
     yield "layers", len(left.layers), len(right.layers)
-    yield "recompute", spans(left.recompute) or "none", spans(right.recompute) or "none"
     for i in range(max(len(left.stages), len(right.stages))):
         yield f"stage {i}", _stage_text(left, i), _stage_text(right, i)
     names = dict.fromkeys([*left.tensors, *right.tensors])

@@ -35,6 +35,7 @@ from distgraph.plan.components import (
     placed_text,
     split_names,
 )
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
 from distgraph.plan.schedule_policies import schedule_names
 from distgraph.serialization.documents import (
@@ -145,9 +146,7 @@ class PlanFile(Entry):
     surface: Surface | None
 
 
-DECIDED: Final = frozenset(
-    {"batch", "micro_batches", "schedule", "stages", "recompute", "layers", "tensors", "ops", "rest"}
-)
+DECIDED: Final = frozenset({"batch", "stages", "layers", "tensors", "ops", "rest", *Decisions().decided()})
 """The fields of a file that make the program."""
 
 

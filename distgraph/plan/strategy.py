@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.schedule_policies import schedule_names
 
 SEARCHED = ("sharding_propagation", "recursive", "mesh2d", "auto")
@@ -147,7 +149,7 @@ class Strategy:
             )
 
     def _check_nothing_is_given_to_the_search(self) -> None:
-        for name, default in (("micro_batches", 1), ("schedule", "1f1b")):
+        for name, default in _shared(Decisions()).items():
             value = getattr(self, name)
             if value != default:
                 raise ShardingError(
@@ -161,6 +163,17 @@ class Strategy:
         if self.batch_axis is None:
             return ()
         return (self.batch_axis,) if isinstance(self.batch_axis, str) else tuple(self.batch_axis)
+
+
+def _shared(decisions: Decisions) -> dict[str, Any]:
+    """The decisions that a strategy may make as well."""
+    own = {field.name for field in fields(Strategy)}
+    return {name: value for name, value in decisions.decided().items() if name in own}
+
+
+def with_decisions(strategy: Strategy, decisions: Decisions) -> Strategy:
+    """A strategy of mode "semi" that says what was decided."""
+    return replace(strategy, mode="semi", **_shared(decisions))
 
 
 def _is_change(change: object) -> bool:

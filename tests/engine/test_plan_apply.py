@@ -32,6 +32,7 @@ from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.formulate import formulate
 from distgraph.passes.search.layering.layer_sequence import cluster_layers, layering
 from distgraph.passes.search.solver import solve
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.plan import Plan, Stored
 from distgraph.verifier import verify
 
@@ -167,8 +168,8 @@ def test_a_searched_program_is_made_from_its_plan(sizes: dict[str, int]) -> None
     placements = {op.name: meshes[found.of[op.name] >= half] for op in serial.ops}
     completed = replace(assign(serial, placements, formulation.decode(choice)), micro_batches=2)
     plan = plan_of_graph(
-        serial, completed, found.layers, program=program_of(model, serial), batch=8, schedule="1f1b",
-        placements=placements,
+        serial, completed, found.layers, program=program_of(model, serial), batch=8,
+        decisions=Decisions(micro_batches=2), placements=placements,
     )  # fmt: skip
     assert [(stage.mesh, stage.first, stage.last) for stage in plan.stages] == [
         (meshes[0], 0, half), (meshes[1], half, len(found.layers))
@@ -209,8 +210,7 @@ def test_layers_are_recomputed_as_planned() -> None:
         layers_by_first_ops(marked, firsts),
         program=program_of(request.training_spec.model, plain),
         batch=case.batch,
-        schedule="1f1b",
-        recompute=chosen,
+        decisions=Decisions(micro_batches=request.micro_batches, recompute=chosen),
     )
     planned = case.engine(Plan.parse(again.text()))
     x, y = case.data()

@@ -37,7 +37,7 @@ def test_local_search_ends_where_the_evaluator_likes_no_neighbour_better() -> No
     evaluator = ByBorder(best_border=4)
     state = SearchState(CHAIN.compile_request(), two_by_two(), "auto", SECONDS, evaluator=evaluator)
     stages = (StageChoice(0, 1, (0, 1), TWO), StageChoice(1, 5, (2, 3), TWO))
-    start = Candidate("search", 2, "1f1b", stages, (), "none", 1.0)
+    start = Candidate("search", stages, "none", 1.0, micro_batches=2)
     state.record(evaluator.evaluate(start))
     events = list(local_search(state))
     assert state.best is not None

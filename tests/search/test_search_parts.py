@@ -84,7 +84,7 @@ def test_uniform_rows_split_what_they_say(layout_costs: LayoutCosts) -> None:
 
 
 def pipeline(*stages: StageChoice, micro_batches: int = 2) -> Candidate:
-    return Candidate("search", micro_batches, "1f1b", stages, (), "none", 0.0)
+    return Candidate("search", stages, "none", 0.0, micro_batches=micro_batches)
 
 
 def borders(candidate: Candidate) -> list[tuple[int, tuple[int, ...]]]:
@@ -256,7 +256,7 @@ def test_a_number_of_micro_batches_between_those_that_are_climbed() -> None:
     layout_costs = LayoutCosts(program.compile_request(), roomy, pools_of(roomy))
     stage = StageChoice(0, len(layout_costs.layered_graph(1).layers), (0,), Shape((("dp", 1),)))
     made = {
-        m: evaluate(Candidate("one", m, "1f1b", (stage,), (), "none", 0.0), layout_costs) for m in (3, 4, 6)
+        m: evaluate(Candidate("one", (stage,), "none", 0.0, micro_batches=m), layout_costs) for m in (3, 4, 6)
     }
     peaks = {m: found.program.forecast.peak_memory for m, found in made.items() if found.program}
     assert peaks[3] > peaks[4] > peaks[6]
@@ -276,7 +276,7 @@ def test_the_climb_goes_on_from_the_first_number_that_fits() -> None:
         asked.append(count)
         if count >= 16:
             estimate = abs(math.log2(count / 256)) + 1
-            pipelines[count] = Candidate("search", count, "1f1b", (), (), "none", estimate)
+            pipelines[count] = Candidate("search", (), "none", estimate, micro_batches=count)
     assert asked == [4, 8, 16, 32, 128, 256, 512]
     assert best_count(pipelines) == 256
 

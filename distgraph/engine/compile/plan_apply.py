@@ -24,21 +24,15 @@ from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.layering.layer_sequence import REST
 from distgraph.plan.plan import Computed, Plan, Program
+from distgraph.plan.strategy import with_decisions
 from distgraph.resources import Cluster
 from distgraph.verifier import verify
 
 
 def with_plan_settings(training_spec: TrainingSpec, plan: Plan) -> TrainingSpec:
     """The training specification with the strategy's settings replaced by the decisions of the plan."""
-    strategy = replace(
-        training_spec.strategy,
-        mode="semi",
-        mesh=None,
-        batch_axis=None,
-        micro_batches=plan.micro_batches,
-        schedule=plan.schedule,
-    )
-    return replace(training_spec, strategy=strategy)
+    unplaced = replace(training_spec.strategy, mode="semi", mesh=None, batch_axis=None)
+    return replace(training_spec, strategy=with_decisions(unplaced, plan))
 
 
 def layouts_of(plan: Plan) -> dict[str, DistAttr]:

@@ -20,6 +20,7 @@ from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.plan.components import KINDS
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.export import surface_of
 from distgraph.plan.plan import Computed, Estimate, Layer, LayerOps, Plan, Program, Rest, Stage, Stored
 from distgraph.plan.plan_diff import layer_line, rest_line
@@ -58,7 +59,7 @@ def extract_plan(
         layers,
         program=program_of(request.training_spec.model, serial),
         batch=request.size,
-        schedule=build.policy,
+        decisions=Decisions(micro_batches=build.completed.micro_batches, schedule=build.policy),
         cluster="" if cluster is None else cluster.name,
         devices=() if mapping is None else mapping.devices,
     )
@@ -71,25 +72,23 @@ def plan_of_graph(
     *,
     program: Program,
     batch: int,
-    schedule: str,
+    decisions: Decisions,
     cluster: str = "",
     devices: Sequence[int] = (),
-    recompute: Sequence[int] = (),
     placements: Mapping[str, ProcessMesh] | None = None,
     exported: bool = True,
 ) -> Plan:
     """The plan of a completed graph.
 
     Args:
-        serial: the graph that was completed; it includes the ops that recompute the layers of `recompute`.
+        serial: the graph that was completed; it includes the ops of layers that are recomputed.
         completed: the graph with all layouts; its `micro_batches` are those of the plan.
         layers: the layers of the graph, together all forward ops.
         program: the program that was traced (see `program_of`), without recomputation.
         batch: samples of a step.
-        schedule: name of the schedule.
+        decisions: about the whole program.
         cluster: name of the cluster.
         devices: device of every rank.
-        recompute: numbers of the recomputed layers.
         placements: mesh of every op of the serial graph; by default the result of `assign_meshes.place`.
         exported: whether the plan includes the module interface that exports need.
     """
@@ -107,13 +106,11 @@ def plan_of_graph(
         program=program,
         cluster=cluster,
         batch=batch,
-        micro_batches=completed.micro_batches,
-        schedule=schedule,
+        **decisions.decided(),
         layers=tuple(
             Layer(first=layer.ops[0], scope=serial.producers[layer.ops[0]].scope) for layer in layers
         ),
         stages=stages,
-        recompute=tuple(recompute),
         tensors=describer.tensors(),
         ops=ops,
         rest=rest,

@@ -68,7 +68,7 @@ def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
         if nbytes <= state.cluster.devices[device].memory and not state.expired():
             stage = StageChoice(0, len(layered.layers), (device,), Shape((("dp", 1),)))
             yield Event("one device")
-            candidate = Candidate("search", 1, "1f1b", (stage,), (), "none", math.inf)
+            candidate = Candidate("search", (stage,), "none", math.inf)
             yield state.record(state.evaluations.evaluator.evaluate(candidate))
 
 

@@ -22,7 +22,9 @@ from distgraph.passes.assign_meshes import place
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation
+from distgraph.plan.decisions import Decisions
 from distgraph.plan.plan import Plan, Program
+from distgraph.plan.strategy import with_decisions
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.forecast.memory_forecast import Shortage
 from distgraph.runtime.program.build import Build, build
@@ -45,29 +47,25 @@ class StageChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Decisions):
     """All decisions about a program but its layouts.
 
     Attributes:
         origin: where it comes from, such as "search" or "uniform dp=2 x tp=4, 2 stages".
-        micro_batches, schedule, stages: of the pipeline.
-        recompute: numbers of the layers that are recomputed.
+        stages: of the pipeline.
         restriction: of the layouts.
         estimate: seconds of a step, from costs by layer.
     """
 
     origin: str
-    micro_batches: int
-    schedule: str
     stages: tuple[StageChoice, ...]
-    recompute: tuple[int, ...]
     restriction: Restriction
     estimate: float
 
     @property
     def decisions(self) -> tuple[object, ...]:
         """A key that is the same for two candidates with the same program."""
-        return self.micro_batches, self.schedule, self.stages, self.recompute, self.restriction
+        return *self.decided().values(), self.stages, self.restriction
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
@@ -81,6 +79,7 @@ class BuiltCandidate:
 
     Attributes:
         origin, candidate: what it was built from; no candidate where completion or a mode made its layouts.
+        decisions: about the whole program.
         layered: the serial graph and its layers.
         placements: mesh of every op of the serial graph; None where `place` finds them.
         completed, build, devices, forecast: the program on the cluster.
@@ -90,6 +89,7 @@ class BuiltCandidate:
 
     origin: str
     candidate: Candidate | None
+    decisions: Decisions
     layered: LayeredGraph
     placements: Mapping[str, ProcessMesh] | None
     completed: Graph
@@ -120,34 +120,31 @@ def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCan
         key = layout_costs.reference_devices(stage.devices), stage.shape, stage.memory_multiplier
         solved[mesh] = layout_costs.stage_layouts(layered, *key, candidate.restriction)
     completed = _completed(layered, placements, solved)
-    schedule, origin = candidate.schedule, candidate.origin
-    built = build_program(layout_costs, completed, layered, devices, schedule, origin, candidate, placements)
+    origin = candidate.origin
+    built = build_program(layout_costs, completed, layered, devices, origin, candidate, placements)
     return replace(built, solved=solved)
 
 
 def layout_identity(candidate: Candidate, layout_costs: LayoutCosts) -> tuple[object, ...]:
     """A key that is the same for two candidates of different restrictions only where their programs are the
     same: layouts came out the same in all stages."""
-    micro, recompute = candidate.micro_batches, candidate.recompute
     kinds = dict.fromkeys(
         (layout_costs.reference_devices(s.devices), s.shape, s.memory_multiplier) for s in candidate.stages
     )
-    layered = layout_costs.layered_graph(micro, recompute)
+    layered = layout_costs.layered_graph(candidate.micro_batches, candidate.recompute)
     layouts = tuple(layout_costs.layout_key(layered, kind, candidate.restriction) for kind in kinds)
-    return micro, candidate.schedule, candidate.stages, recompute, layouts
+    return *candidate.decided().values(), candidate.stages, layouts
 
 
 def with_layouts(program: BuiltCandidate, solved: Solved, layout_costs: LayoutCosts) -> BuiltCandidate:
     """A program with other choices of layouts, everything else as it is."""
     assert program.placements is not None
     completed = _completed(program.layered, program.placements, solved)
-    schedule = program.build.policy
     built = build_program(
         layout_costs,
         completed,
         program.layered,
         program.devices,
-        schedule,
         program.origin,
         program.candidate,
         program.placements,
@@ -182,10 +179,7 @@ def with_stages(
                 return None
             solved[mesh] = target, choice
     completed = _completed(layered, placements, solved)
-    schedule = program.build.policy
-    built = build_program(
-        layout_costs, completed, layered, devices, schedule, program.origin, candidate, placements
-    )
+    built = build_program(layout_costs, completed, layered, devices, program.origin, candidate, placements)
     return replace(built, solved=solved)
 
 
@@ -207,20 +201,26 @@ def build_program(
     completed: Graph,
     layered: LayeredGraph,
     devices: tuple[int, ...],
-    schedule: str,
     origin: str,
     candidate: Candidate | None = None,
     placements: Mapping[str, ProcessMesh] | None = None,
 ) -> BuiltCandidate:
-    """Build and forecast a completed graph."""
+    """Build and forecast a completed graph, with the decisions of a candidate where there is one."""
+    decisions = replace(
+        Decisions() if candidate is None else Decisions(**candidate.decided()),
+        micro_batches=completed.micro_batches,
+        recompute=layered.recompute,
+    )
     price = layout_costs.cost_model(devices).price
-    passes = strategy_pipeline(layout_costs.request.training_spec.strategy)
+    passes = strategy_pipeline(with_decisions(layout_costs.request.training_spec.strategy, decisions))
     micro_batches = completed.micro_batches
-    built = build(completed, micro_batches=micro_batches, policy=schedule, price=price, passes=passes)
+    built = build(
+        completed, micro_batches=micro_batches, policy=decisions.schedule, price=price, passes=passes
+    )
     result = forecast(built, layout_costs.cluster, devices)
     shortages = out_of_memory(result, layout_costs.cluster)
     return BuiltCandidate(
-        origin, candidate, layered, placements, completed, built, devices, result, shortages
+        origin, candidate, decisions, layered, placements, completed, built, devices, result, shortages
     )
 
 
@@ -237,10 +237,9 @@ def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = 
         layered.layers,
         program=unnamed if outline else program_of(request.training_spec.model, unmarked),
         batch=request.size,
-        schedule=program.build.policy,
+        decisions=program.decisions,
         cluster=layout_costs.cluster.name,
         devices=program.devices,
-        recompute=layered.recompute,
         placements=program.placements,
         exported=not outline,
     )

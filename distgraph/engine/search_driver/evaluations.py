@@ -77,12 +77,7 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
         max((s.needed / s.available for s in shortages), default=1.0),
         max((s.missing for s in shortages), default=0.0),
         len(program.build.lowered.ops),
-        {
-            "micro_batches": str(program.layered.graph.micro_batches),
-            "stages": _stages(program),
-            "recompute": f"{len(program.layered.recompute)} of {len(program.layered.layers)} layers",
-            "schedule": program.build.policy,
-        },
+        {**program.decisions.choices(len(program.layered.layers)), "stages": _stages(program)},
         program,
     )
 

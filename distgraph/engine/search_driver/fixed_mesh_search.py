@@ -70,7 +70,7 @@ def best_on_given_meshes(
         for mesh in dict.fromkeys(placements.values())
     }
     layouts = {mesh: formulation.decode(choice) for mesh, (formulation, choice) in solved.items()}
-    return replace(_assigned(layout_costs, layered, placements, layouts, "1f1b", "search"), solved=solved)
+    return replace(_assigned(layout_costs, layered, placements, layouts, "search"), solved=solved)
 
 
 def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> BuiltCandidate:
@@ -79,7 +79,7 @@ def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> Buil
     meshes = annotated_meshes(layered.graph, layout_costs.cluster)
     completed = replace(complete(layered.graph, meshes[0]), micro_batches=micro_batches)
     devices = tuple(range(max(rank for mesh in completed.meshes for rank in mesh.members) + 1))
-    return build_program(layout_costs, completed, layered, devices, "1f1b", "annotations, completed")
+    return build_program(layout_costs, completed, layered, devices, "annotations, completed")
 
 
 def data_parallel(
@@ -106,7 +106,7 @@ def data_parallel(
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
         completed = replace(complete(with_data_parallel_inputs(layered.graph, mesh), mesh), micro_batches=1)
-        return build_program(layout_costs, completed, layered, devices, "1f1b", name)
+        return build_program(layout_costs, completed, layered, devices, name)
     except DistGraphError as error:
         return f"there is none: {error}"
 
@@ -164,7 +164,7 @@ def double_recursion(
     price = layout_costs.cost_model(tuple(range(count))).price
     mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
-    return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "double recursion")
+    return _assigned(layout_costs, layered, placements, {mesh: layouts}, "double recursion")
 
 
 def mesh2d_programs(
@@ -205,7 +205,7 @@ def _mesh2d_program(
     names = {algorithm.name for algorithm in graph.algorithms.values()}
     rows, cols = mesh.shape
     origin = f"mesh2d {rows} x {cols}, {', '.join(sorted(names))}"
-    return build_program(layout_costs, completed, layered, devices, "1f1b", origin)
+    return build_program(layout_costs, completed, layered, devices, origin)
 
 
 def _two_axes(mesh: ProcessMesh) -> ProcessMesh:
@@ -234,7 +234,7 @@ def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> Built
     price = layout_costs.cost_model(tuple(range(len(layout_costs.cluster.devices)))).price
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     layouts = propagate(layered.graph, mesh, price)
-    return _assigned(layout_costs, layered, placements, {mesh: layouts}, "1f1b", "sharding propagation")
+    return _assigned(layout_costs, layered, placements, {mesh: layouts}, "sharding propagation")
 
 
 def _only(meshes: Sequence[ProcessMesh], mode: str) -> ProcessMesh:
@@ -251,13 +251,12 @@ def _assigned(
     layered: LayeredGraph,
     placements: Mapping[str, ProcessMesh],
     layouts: Mapping[ProcessMesh, Layouts],
-    schedule: str,
     origin: str,
 ) -> BuiltCandidate:
     completed = assign(layered.graph, placements, layouts)
     completed = replace(completed, micro_batches=layered.graph.micro_batches)
     devices = tuple(range(max(rank for mesh in layouts for rank in mesh.members) + 1))
-    return build_program(layout_costs, completed, layered, devices, schedule, origin, None, placements)
+    return build_program(layout_costs, completed, layered, devices, origin, None, placements)
 
 
 def given_mesh_trials(

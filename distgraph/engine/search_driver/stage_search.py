@@ -305,10 +305,10 @@ def _candidate(table: VariantTable, stages: Stages, schedule: str) -> Candidate:
         recompute += stage.recomputed
     return Candidate(
         "search",
-        table.micro_batches,
-        schedule,
         tuple(choices),
-        tuple(sorted(recompute)),
         "none",
         stages.seconds,
+        micro_batches=table.micro_batches,
+        schedule=schedule,
+        recompute=tuple(sorted(recompute)),
     )

@@ -148,9 +148,8 @@ def _candidate_of(
         if np.isfinite(seconds):
             stages = f"{count} stage{'s' * (count > 1)}"
             name = f"{RESTRICTION_NAMES[variant.restriction]}: {pipeline.shape}, {stages}"
-            return Candidate(
-                name, pipeline.micro_batches, "1f1b", choices, recompute, variant.restriction, seconds
-            )
+            micro_batches, own = pipeline.micro_batches, variant.restriction
+            return Candidate(name, choices, own, seconds, micro_batches=micro_batches, recompute=recompute)
     return None
 
 

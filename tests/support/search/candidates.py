@@ -43,7 +43,7 @@ def candidates(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[Candid
                 stages = [
                     StageChoice(first, stop, devices, shape) for (first, stop), (_, devices), shape in parts
                 ]
-                yield Candidate("exhaustive", micro_batches, "1f1b", tuple(stages), (), "none", 0.0)
+                yield Candidate("exhaustive", tuple(stages), "none", 0.0, micro_batches=micro_batches)
 
 
 def every_shape(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> list[Shape]:
