@@ -83,6 +83,7 @@ from distgraph.ops import (  # noqa: F401 (names of the array API standard)
     subtract,
     take,
     tan,
+    tanh,
     tile,
     tril,
     triu,
@@ -92,7 +93,7 @@ from distgraph.ops import (  # noqa: F401 (names of the array API standard)
     zeros,
 )
 from distgraph.ops.contraction import as_tensors, reshape_to
-from distgraph.tracing.tensor import Tensor, emit_one
+from distgraph.tracing.tensor import Tensor
 
 float64, float32, float16, bfloat16 = "f64", "f32", "f16", "bf16"
 int64, int32, int16, int8 = "i64", "i32", "i16", "i8"
@@ -120,16 +121,15 @@ def way_out(name: str) -> str:
 
 # array API names that differ from ours
 
+abs, acos, asin, atan, atan2 = ops.absolute, ops.arccos, ops.arcsin, ops.arctan, ops.arctan2
+bitwise_invert, bitwise_left_shift, bitwise_right_shift = ops.bitwise_not, ops.left_shift, ops.right_shift
+astype, positive, pow = ops.cast, ops.identity, ops.power
+
 
 def asarray(x: Any, dtype: Any = None) -> Tensor:
     """A tensor of the current trace."""
     (tensor,) = as_tensors(x)
     return tensor if dtype is None else ops.cast(tensor, dtype)
-
-
-def astype(x: Any, dtype: Any) -> Tensor:
-    """The same numbers in another dtype."""
-    return ops.cast(x, dtype)
 
 
 def sum(x: Any, axis: Any = None, dtype: Any = None, keepdims: builtins.bool = False) -> Tensor:
@@ -179,66 +179,11 @@ def cumulative_prod(x: Any, axis: int | None = None) -> Tensor:
     return ops.cumprod(reshape_to(tensor, (tensor.size,)), 0) if axis is None else ops.cumprod(tensor, axis)
 
 
-def abs(x: Any) -> Tensor:
-    """Distance from 0."""
-    return ops.absolute(x)
-
-
-def pow(x: Any, y: Any) -> Tensor:
-    """x to the power y."""
-    return ops.power(x, y)
-
-
-def positive(x: Any) -> Tensor:
-    """`x` itself."""
-    return ops.identity(x)
-
-
 def round(x: Any, decimals: int = 0) -> Tensor:
     """Nearest integer, halves to even. Raises GraphError for decimals."""
     if decimals:
         raise GraphError(f"round to {decimals} decimals does not trace; multiply, round and divide")
     return ops.rint(x)
-
-
-def acos(x: Any) -> Tensor:
-    """Arc cosine."""
-    return ops.arccos(x)
-
-
-def asin(x: Any) -> Tensor:
-    """Arc sine."""
-    return ops.arcsin(x)
-
-
-def atan(x: Any) -> Tensor:
-    """Arc tangent."""
-    return ops.arctan(x)
-
-
-def atan2(y: Any, x: Any) -> Tensor:
-    """Angle of the point (x, y)."""
-    return ops.arctan2(y, x)
-
-
-def tanh(x: Any) -> Tensor:
-    """Hyperbolic tangent."""
-    return emit_one("tanh", x)
-
-
-def bitwise_invert(x: Any) -> Tensor:
-    """Bitwise not."""
-    return ops.bitwise_not(x)
-
-
-def bitwise_left_shift(x: Any, y: Any) -> Tensor:
-    """x shifted left by y bits."""
-    return ops.left_shift(x, y)
-
-
-def bitwise_right_shift(x: Any, y: Any) -> Tensor:
-    """x shifted right by y bits."""
-    return ops.right_shift(x, y)
 
 
 def logaddexp(x: Any, y: Any) -> Tensor:

@@ -162,8 +162,3 @@ class Graph:
 
     def __str__(self) -> str:
         return print_graph(self)
-
-
-def rename(value: Value, names: Mapping[str, Value]) -> Value:
-    """The replacement of a value in a table by name; the value itself where there is none."""
-    return names.get(value.name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distgraph import ops
@@ -53,36 +53,34 @@ class Conv2d(Module):
         return y if self.bias is None else y + ops.reshape(self.bias, (1, -1, 1, 1))
 
 
-class MaxPool2d(Module):
+class _Pool2d(Module):
+    """`_pool` of each window."""
+
+    _pool: Callable[..., Tensor]
+
+    def __init__(
+        self,
+        window: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[Any] = 0,
+    ) -> None:
+        self.window, self.stride, self.padding = window, stride, padding
+
+    def forward(self, x: Any) -> Tensor:
+        """x [n, c, h, w] -> [n, c, h', w']."""
+        return self._pool(x, self.window, self.stride, self.padding)
+
+
+class MaxPool2d(_Pool2d):
     """Largest element of each window; `stride` is the window by default."""
 
-    def __init__(
-        self,
-        window: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[Any] = 0,
-    ) -> None:
-        self.window, self.stride, self.padding = window, stride, padding
-
-    def forward(self, x: Any) -> Tensor:
-        """x [n, c, h, w] -> [n, c, h', w']."""
-        return ops.max_pool(x, self.window, self.stride, self.padding)
+    _pool = staticmethod(ops.max_pool)
 
 
-class AvgPool2d(Module):
+class AvgPool2d(_Pool2d):
     """Mean of each window; `stride` is the window by default; padding counts as zeros."""
 
-    def __init__(
-        self,
-        window: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[Any] = 0,
-    ) -> None:
-        self.window, self.stride, self.padding = window, stride, padding
-
-    def forward(self, x: Any) -> Tensor:
-        """x [n, c, h, w] -> [n, c, h', w']."""
-        return ops.avg_pool(x, self.window, self.stride, self.padding)
+    _pool = staticmethod(ops.avg_pool)
 
 
 class BatchNorm2d(Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from distgraph.errors import RuntimeFault, installing
 from distgraph.resources import Cluster
@@ -36,43 +36,12 @@ from distgraph.runtime.report.plots import (
     task_figure,
     timeline_figure,
 )
+from distgraph.runtime.report.tensor_row import TensorRow
 from distgraph.runtime.report.timeline_segments import row_name
 from distgraph.serialization.atomic_files import write_atomically
 
 _MANY = 64  # ranks above which the matrix shows machines
 _MENU = 32  # ranks whose memory is shown over time
-
-
-class Tensor(Protocol):
-    """A row of the table of tensors; bytes are of the largest block of a rank."""
-
-    @property
-    def name(self) -> str:
-        """Of the input, parameter, state or output."""
-
-    @property
-    def kind(self) -> str:
-        """What it is: input, param, state or output."""
-
-    @property
-    def type(self) -> str:
-        """Dtype and shape."""
-
-    @property
-    def layout(self) -> str:
-        """Its sharding."""
-
-    @property
-    def mesh(self) -> str:
-        """The mesh on which it is stored."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the largest block."""
-
-    @property
-    def origin(self) -> str:
-        """Who decided its layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +61,7 @@ class Subject:
     title: str = "forecast"
     build: Build | None = None
     cluster: Cluster | None = None
-    tensors: Sequence[Tensor] = ()
+    tensors: Sequence[TensorRow] = ()
     beside: Mapping[str, Forecast | str] = field(default_factory=dict)
     measured: MeasuredTimeline | None = None
 

@@ -29,21 +29,9 @@ from distgraph.resources.mesh_communication import MeshCommunication
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.storage import nbytes
+from distgraph.runtime.report.tensor_row import TensorRow
 
 _MANY = 64  # in a program with more ranks, collectives are counted on one rank of every mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One tensor of the plan; `nbytes` is the size of its largest block."""
-
-    name: str
-    kind: str
-    type: str
-    layout: str
-    mesh: str
-    nbytes: int
-    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +85,7 @@ class PlanView:
         return self.build.lowered.meshes
 
     @cached_property
-    def tensors(self) -> tuple[Line, ...]:
+    def tensors(self) -> tuple[TensorRow, ...]:
         """Inputs, parameters, states and outputs."""
         graph = self.build.completed
         lines = [
@@ -257,11 +245,11 @@ class PlanView:
         parts.append(f"a rank sends at most {format_bytes(most)} in a step")
         return "\n".join(parts)
 
-    def _row(self, line: Line) -> tuple[str, ...]:
+    def _row(self, line: TensorRow) -> tuple[str, ...]:
         where = (line.mesh,) if len(self.meshes) > 1 else ()
         return (line.name, line.type, line.layout, *where, format_bytes(line.nbytes), line.origin)
 
-    def _line(self, graph: Graph, name: str, kind: str, value: Value) -> Line:
+    def _line(self, graph: Graph, name: str, kind: str, value: Value) -> TensorRow:
         attr = graph.attrs[value.name]
         rank = attr.mesh.members[0]
         size = (
@@ -269,14 +257,14 @@ class PlanView:
             if value.name in self.build.lowered.values
             else value.nbytes
         )
-        return Line(name, kind, value.type, str(attr.spec), str(attr.mesh), size, str(attr.origin))
+        return TensorRow(name, kind, value.type, str(attr.spec), str(attr.mesh), size, str(attr.origin))
 
     def _program(self, rank: int) -> RankProgram:
         if rank not in self._programs:
             self._programs[rank] = self.build.program(rank)
         return self._programs[rank]
 
-    def _differs_from_parameter(self, line: Line) -> bool:
+    def _differs_from_parameter(self, line: TensorRow) -> bool:
         """Whether a state has another layout than the parameter that it belongs to."""
         owner, _, _ = line.name.rpartition(".")
         parameter = next((p for p in self.tensors if p.kind == "param" and p.name == owner), None)

@@ -10,6 +10,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.programs.peak_live import peak_live
 from support.programs.task_graphs import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
@@ -42,7 +43,7 @@ def test_makespan_of_equal_stages(
     timeline = simulate(plain(stages, micro), {"forward": forward, "backward": backward}, policy=policy)
     assert timeline.makespan == pytest.approx((micro + stages - 1) * (forward + backward), rel=1e-12)
     peak = [min(micro, stages - stage) if policy == "1f1b" else micro for stage in range(stages)]
-    assert timeline.peak_live() == tuple(peak)
+    assert peak_live(timeline) == tuple(peak)
     assert timeline.busy() == pytest.approx(
         dict.fromkeys(range(stages), micro * (forward + backward)), rel=1e-12
     )
@@ -51,7 +52,7 @@ def test_makespan_of_equal_stages(
 def test_inference_takes_a_clock_per_stage_and_micro_batch() -> None:
     timeline = simulate(pipeline([(0,), (1,), (2,)], 5, backward=False))
     assert timeline.makespan == 3 + 5 - 1
-    assert timeline.peak_live() == (1, 1, 1)
+    assert peak_live(timeline) == (1, 1, 1)
 
 
 def test_the_update_adds_one_clock() -> None:
@@ -64,13 +65,13 @@ def test_unlimited_credit_costs_memory_and_gains_nothing() -> None:
     first_come = SchedulePolicy("first come", room(None, 2), lambda phase, micro, request: (request,))
     timeline = simulate(plain(4, 8), {"forward": 1, "backward": 2}, policy=first_come)
     assert timeline.makespan == 33
-    assert timeline.peak_live() == (8, 6, 4, 2)
+    assert peak_live(timeline) == (8, 6, 4, 2)
     # the priority alone, without credits, saves one micro-batch per stage
     timeline = simulate(
         plain(4, 8), {"forward": 1, "backward": 2}, policy=SchedulePolicy("x", room(None, 2), backward_first)
     )
     assert timeline.makespan == 33
-    assert all(low <= high for low, high in zip(timeline.peak_live(), (8, 6, 4, 2), strict=True))
+    assert all(low <= high for low, high in zip(peak_live(timeline), (8, 6, 4, 2), strict=True))
 
 
 def test_credit_one_runs_one_micro_batch_at_a_time() -> None:
@@ -78,7 +79,7 @@ def test_credit_one_runs_one_micro_batch_at_a_time() -> None:
         plain(4, 8), {"forward": 1, "backward": 2}, policy=SchedulePolicy("one", room(1, 2), backward_first)
     )
     assert timeline.makespan == 96
-    assert timeline.peak_live() == (1, 1, 1, 1)
+    assert peak_live(timeline) == (1, 1, 1, 1)
 
 
 def test_eager_1f1b_is_another_credit_on_the_same_actors() -> None:
@@ -87,7 +88,7 @@ def test_eager_1f1b_is_another_credit_on_the_same_actors() -> None:
 
     timeline = simulate(plain(4, 8), policy=SchedulePolicy("eager", eager, backward_first))
     assert timeline.makespan == 2 * (4 + 8 - 1)
-    assert timeline.peak_live() == (7, 5, 3, 1)
+    assert peak_live(timeline) == (7, 5, 3, 1)
 
 
 def test_gpipe_runs_all_forwards_first_even_when_it_has_to_wait_for_them() -> None:
@@ -162,7 +163,7 @@ def test_transfers_that_take_no_time_change_nothing(policy: str, stages: int, mi
         compute = tuple(step for step in order if step[0].startswith(("forward", "backward")))
         assert compute == direct.orders()[rank]
     assert explicit.makespan == pytest.approx(direct.makespan, rel=1e-12)
-    assert explicit.peak_live() == direct.peak_live()
+    assert peak_live(explicit) == peak_live(direct)
 
 
 def test_events_of_tasks_without_duration_are_handled_before_longer_tasks_start() -> None:
@@ -270,7 +271,7 @@ def test_1f1b_never_holds_more_than_the_stages_that_are_left(
 ) -> None:
     graph = plain(stages, micro)
     durations = {task.name: data.draw(st.sampled_from([0.0, 0.5, 1.0, 5.0])) for task in graph.tasks}
-    peak = simulate(graph, durations).peak_live()
+    peak = peak_live(simulate(graph, durations))
     assert all(alive <= min(micro, stages - stage) for stage, alive in enumerate(peak))
 
 
