@@ -1,10 +1,14 @@
 """Keeps the doctest collection away from modules that need a device library at import and from programs that
-tests run with another framework, and what tests solve out of the cache of the user."""
+tests run with another framework, and what tests solve out of the cache of the user. Programs that tests start
+share their bytecode."""
 
 from __future__ import annotations
 
 import ast
 import os
+import shutil
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,15 @@ PACKAGE = Path(__file__).parent / "distgraph"
 NEEDS_DEVICE = {"cupy", "mpi4py"}
 OTHERS = {"torch", "jax"}
 os.environ["DISTGRAPH_CACHE"] = "off"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where Python writes no bytecode, it is kept in a temporary folder: tests start hundreds of programs,
+    and each of them would compile every module that it imports."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        folder = tempfile.mkdtemp(prefix="distgraph-bytecode-")
+        os.environ["PYTHONPYCACHEPREFIX"] = folder
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def imported_roots(source: str) -> set[str]:
