@@ -1,0 +1,60 @@
+"""Probes time every op that costs, with the kernels that training calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+
+import pytest
+
+from distgraph.ir.op_registry import flops as flops_of
+from distgraph.resources import load_cluster
+from distgraph.runtime.profile import op_probes as probing
+from distgraph.runtime.profile.op_probes import PreparedProbe, probes
+
+
+def test_probe_times_every_op_that_costs() -> None:
+    probe = next(p for p in probes() if p.name.startswith("perceptron"))
+    timed = PreparedProbe(probe, load_cluster("local"))
+    seconds = timed.run(0.0)
+    assert len(seconds) == len(timed.works) > 20
+    assert all(s > 0 for s in seconds)
+    ops = [work.op for work in timed.works]
+    assert ops.count("momentum") == 6  # a weight and a bias of each of three layers
+    assert {"matmul", "einsum", "relu", "relu_grad", "cross_entropy_grad"} <= set(ops)
+    first = timed.works[ops.index("matmul")]
+    assert first.dims == (1, 8, 64, 64)
+    assert first.flops == 2 * 8 * 64 * 64
+
+
+def test_probe_of_micro_batches_meets_the_kernels_that_add() -> None:
+    """Every op once, the mean over the micro-batches; gradients of weights are added up as they are made."""
+    probe = next(p for p in probes() if p.name == "perceptron/micro")
+    timed = PreparedProbe(probe, load_cluster("local"))
+    seconds = timed.run(0.0)
+    ops = [work.op for work in timed.works]
+    assert len(set(timed.ops)) == len(seconds) == len(ops)
+    assert ops.count("einsum+=") == 3  # the weights of three layers
+    assert ops.count("einsum") == 2  # the inputs of two of them
+    assert all(s > 1e-7 for s in seconds)
+
+
+@pytest.mark.parametrize(("wall", "taken"), [(1e-3, 2e-4), (5e-5, 5e-5)])
+def test_long_ops_take_their_cpu_time_and_short_ones_wall_time(
+    wall: float, taken: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clocks that go on by so much whenever they are read, that of the processor by 0.2 ms."""
+    clocks = tuple(partial(next, count(0.0, step)) for step in (wall, 2e-4))
+    monkeypatch.setattr(probing, "CLOCKS", clocks)
+    monkeypatch.setattr(probing, "_clock_seconds", lambda clock: 0.0)
+    probe = next(probe for probe in probes() if probe.name == "perceptron/8x64")
+    seconds = PreparedProbe(probe, load_cluster("local")).run()
+    assert seconds == pytest.approx([taken] * len(seconds))
+
+
+def test_convolutions_are_met_at_sizes_that_train() -> None:
+    """What starting one costs hides the rates of small ones."""
+    graphs = [probe.graph() for probe in probes() if probe.name.startswith("convolution")]
+    flops = [flops_of(op) for graph in graphs for op in graph.ops if op.kind == "conv"]
+    assert min(flops) < 1e5
+    assert max(flops) == 2 * 64 * 8 * 8 * 64 * 128 * 9
