@@ -116,7 +116,10 @@ class ProcessMesh:
 
     def count(self, axes: Iterable[str]) -> int:
         """Product of the sizes of several axes (1 for none): the number of parts they split a dim into."""
-        return math.prod(self.axis_size(axis) for axis in axes)
+        sizes, product = self.sizes, 1
+        for axis in axes:
+            product *= sizes.get(axis) or self.axis_size(axis)
+        return product
 
     @cached_property
     def _borders(self) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -273,7 +276,7 @@ class ProcessMesh:
             and self.axes == other.axes
             and self.shape == other.shape
             and self.weights == other.weights
-            and bool((self.ranks == other.ranks).all())
+            and self.members == other.members
         )
 
     def __hash__(self) -> int:
