@@ -15,6 +15,7 @@ from distgraph.plan.plan import (
     Computed,
     Plan,
 )
+from distgraph.plan.schedule_policies import schedule_names
 
 
 def saved(tmp_path: Path, change: Any = None) -> Path:
@@ -125,7 +126,10 @@ def saved(tmp_path: Path, change: Any = None) -> Path:
             lambda d: d["ops"][0].update(placed="4@1, 4@0"),
             r"ops\[0\].placed: expected ops that are given once",
         ),
-        (lambda d: d.update(schedule="zigzag"), "schedule: expected one of 1f1b, gpipe"),
+        (
+            lambda d: d.update(schedule="zigzag"),
+            f"schedule: expected one of {', '.join(schedule_names())}, got",
+        ),
         (lambda d: d["forecast"].update(memory=[1]), r"forecast.memory: expected 2 numbers, one a stage"),
         (lambda d: d["forecast"].update(seconds=0), r"forecast.seconds: expected a number greater than 0"),
         (

@@ -11,7 +11,7 @@ import pytest
 
 import distgraph.runtime.schedule.actor
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, schedule_policy
+from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, schedule_names, schedule_policy
 from distgraph.runtime.schedule.actor import (
     Actor,
     BufferFreed,
@@ -166,7 +166,9 @@ def test_a_limit_of_the_graph_goes_before_the_policy() -> None:
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(GraphError, match="schedule '2f2b' does not exist; choose one of 1f1b, gpipe"):
+    with pytest.raises(
+        GraphError, match=f"schedule '2f2b' does not exist; choose one of {', '.join(schedule_names())}$"
+    ):
         schedule_policy("2f2b")
 
 

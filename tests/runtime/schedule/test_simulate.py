@@ -55,9 +55,16 @@ def test_inference_takes_a_clock_per_stage_and_micro_batch() -> None:
     assert peak_live(timeline) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+def test_a_step_with_its_update_takes_the_published_clocks(policy: str) -> None:
+    assert simulate(pipeline([(0,), (1, 2), (3,)], 4), policy=policy).makespan == 2 * (3 + 4 - 1) + 1
+
+
 def test_the_update_adds_one_clock() -> None:
+    meshes = [(0,), (1, 2), (3,)]
     for policy in schedule_names():
-        assert simulate(pipeline([(0,), (1, 2), (3,)], 4), policy=policy).makespan == 2 * (3 + 4 - 1) + 1
+        without = simulate(pipeline(meshes, 4, optimize=False), policy=policy)
+        assert simulate(pipeline(meshes, 4), policy=policy).makespan == without.makespan + 1
 
 
 # tests/data/schedules.txt, last line: n=4 m=8, forward 1, backward 2, buffers 2 on the edges between ranks.
