@@ -12,6 +12,7 @@ from distgraph.resources.cluster import (
     Network,
     Switch,
 )
+from distgraph.resources.cluster_builder import with_torus_shape
 from distgraph.resources.collective_cost import CollectiveCost, Estimate, shared_cost, wire_bytes
 from distgraph.resources.compute_cost import ComputeCost
 from distgraph.resources.describe import describe
@@ -44,4 +45,5 @@ __all__ = [
     "RankMapping",
     "Requirement",
     "map_ranks",
+    "with_torus_shape",
 ]

@@ -311,6 +311,8 @@ class Network:
         shape: shape of the ring or torus.
         members: machine or device index at each position of the ring or torus, row-major.
         rings: measured numbers of collectives along one axis, on a ring or torus of devices.
+        reconfigurable: whether the devices can be wired as a torus of another shape (`with_torus_shape`), as
+            by the optical switches of a TPU pod.
     """
 
     topology: str = "none"
@@ -318,6 +320,7 @@ class Network:
     shape: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
     rings: tuple[RingRate, ...] = ()
+    reconfigurable: bool = False
 
     def corner_block(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Members of a block at the first corner of the torus, row-major: devices for a mesh of this shape.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import (
@@ -283,7 +285,22 @@ def _device_torus(
             f"{file}: network.block: expected a block of the torus {shape} that holds the "
             f"{sorted(per_machine)} devices of a machine, got {block}"
         )
-    members = [0] * len(devices)
+    members = _torus_members(machines, shape, block)
+    wire = Wire(net.kind, net.bandwidth, net.latency, "network")
+    links, _ = torus([devices[member].node for member in members], shape, wire)
+    if any(machine.inside is not None for machine in entry.machines):
+        raise ResourceError(
+            f"{file}: machines[].inside: the network joins the devices already; remove inside"
+        )
+    network = Network(
+        net.topology, "devices", tuple(shape), tuple(members), tuple(net.rings), net.reconfigurable
+    )
+    return network, (links, [])
+
+
+def _torus_members(machines: Sequence[Machine], shape: Sequence[int], block: Sequence[int]) -> list[int]:
+    """Device at each position of a torus in which every machine holds a block."""
+    members = [0] * math.prod(shape)
     grid = [length // part for length, part in zip(shape, block, strict=True)]
     for machine in machines:
         corner = _unravel(machine.index, grid)
@@ -293,16 +310,67 @@ def _device_torus(
             for length, part, outer, offset in zip(shape, block, corner, inner, strict=True):
                 place = place * length + outer * part + offset
             members[place] = device
-    wire = Wire(net.kind, net.bandwidth, net.latency, "network")
-    links, _ = torus([devices[member].node for member in members], shape, wire)
-    if any(machine.inside is not None for machine in entry.machines):
+    return members
+
+
+def with_torus_shape(cluster: Cluster, shape: Sequence[int]) -> Cluster:
+    """The first machines of a cluster, their devices wired as a torus of another shape.
+
+    Numbers of links and rings stay those of their axes. Every machine holds a block of the torus, as nearly
+    cubic as divides the shape.
+
+    Args:
+        cluster: whose network is a torus of devices.
+        shape: as many lengths as the torus has axes, of at most as many devices.
+
+    Raises:
+        ResourceError: another network; another number of axes; more devices than the cluster has, or a number
+            or shape that blocks of its machines do not fill.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> cluster = with_torus_shape(load_cluster("tpu_v4_16x16"), (32, 8))
+        >>> cluster.network.shape, len(cluster.devices), len(cluster.links)
+        ((32, 8), 256, 512)
+    """
+    network, wanted = cluster.network, " x ".join(map(str, shape))
+    if network.over != "devices" or network.topology != "torus":
         raise ResourceError(
-            f"{file}: machines[].inside: the network joins the devices already; remove inside"
+            f"cluster {cluster.name}: its network is no torus of devices ({network.topology} over "
+            f"{network.over}), so it has no shape {wanted}; use a cluster with a torus"
         )
-    return Network(net.topology, "devices", tuple(shape), tuple(members), tuple(net.rings)), (links, [])
+    size, own = math.prod(shape), " x ".join(map(str, network.shape))
+    per_machine = len(cluster.machines[0].devices)
+    if len(shape) != len(network.shape) or min(shape) < 1 or size > len(cluster.devices):
+        raise ResourceError(
+            f"cluster {cluster.name}: its torus is {own}, and {wanted} does not fit; give "
+            f"{len(network.shape)} lengths from 1 up, of at most {len(cluster.devices)} devices"
+        )
+    parts = [[part for part in range(1, per_machine + 1) if length % part == 0] for length in shape]
+    blocks = [block for block in itertools.product(*parts) if math.prod(block) == per_machine]
+    if not blocks:
+        raise ResourceError(
+            f"cluster {cluster.name}: a torus {wanted} has no blocks of the {per_machine} devices of a "
+            f"machine; give lengths whose divisors multiply to {per_machine}"
+        )
+    machines = cluster.machines[: size // per_machine]
+    members = _torus_members(machines, shape, min(blocks, key=max))
+    devices = cluster.devices[:size]
+    wires = [Wire(link.kind, link.bandwidth, link.latency, link.origin) for link in cluster.links[:1]]
+    wire = next(iter(wires), Wire("link", None, None, "network"))  # of one device there is no link
+    links, _ = torus([devices[member].node for member in members], shape, wire)
+    tables = [table for table in cluster.measured if table.groups is None]
+    return dataclasses.replace(
+        cluster,
+        machines=machines,
+        devices=devices,
+        links=tuple(links),
+        network=dataclasses.replace(network, shape=tuple(shape), members=tuple(members)),
+        measured=tuple(tables),
+    )
 
 
-def _unravel(index: int, shape: list[int]) -> list[int]:
+def _unravel(index: int, shape: Sequence[int]) -> list[int]:
     place = []
     for length in reversed(shape):
         index, coordinate = divmod(index, length)

@@ -59,6 +59,7 @@ class Line:
         bottleneck: the link that decides beta.
         packet, fill: D packets take D * packet + fill * bytes / D seconds more, with the best whole number D
             of packets of at least a byte. Both are zero where nothing is pipelined.
+        launch: the part of alpha that starts the operation; the rest is latency.
     """
 
     algorithm: str
@@ -67,16 +68,31 @@ class Line:
     bottleneck: Link | None
     packet: float = 0.0
     fill: float = 0.0
+    launch: float = 0.0
 
     def seconds(self, nbytes: Any) -> Any:
         """Seconds for one size in bytes, or for an array of them."""
         plain = self.alpha + self.beta * nbytes
         if not self.fill:
             return plain
+        return plain + np.minimum(
+            *(count * self.packet + self.fill * nbytes / count for count in self._packets(nbytes))
+        )
+
+    def parts(self, nbytes: float) -> tuple[float, float, float]:
+        """Seconds for one size in bytes: of the launch, of latency and synchronisation, of transfer."""
+        latency, transfer = self.alpha - self.launch, self.beta * nbytes
+        if self.fill:
+            packets = [float(count) for count in self._packets(nbytes)]
+            best = min(packets, key=lambda count: count * self.packet + self.fill * nbytes / count)
+            latency, transfer = latency + best * self.packet, transfer + self.fill * nbytes / best
+        return self.launch, latency, transfer
+
+    def _packets(self, nbytes: Any) -> list[Any]:
+        """Two whole numbers of packets, of which one is the best."""
         most = np.maximum(1.0, np.floor(nbytes))
         ideal = np.sqrt(self.fill * nbytes / self.packet) if self.packet else most
-        counts = [np.clip(rounded, 1.0, most) for rounded in (np.floor(ideal), np.ceil(ideal))]
-        return plain + np.minimum(*(count * self.packet + self.fill * nbytes / count for count in counts))
+        return [np.clip(rounded, 1.0, most) for rounded in (np.floor(ideal), np.ceil(ideal))]
 
 
 Algorithms = Callable[[Router, Group], dict[str, Stages]]

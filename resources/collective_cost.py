@@ -7,8 +7,8 @@ The time is the least over the algorithms that apply (see `algorithms`) of
 
 so that a NIC shared by the ranks of one machine, an oversubscribed switch, a narrow PCIe bridge and the axes
 of a torus are modelled in the same way: as a link with a load. Groups that communicate at the same time are
-given as `concurrent`; their loads add up. Collectives along one axis of a torus of devices with measured
-numbers for its rings cost what `ring_cost` says instead.
+given as `concurrent`; their loads add up. Collectives on rings and blocks of a torus of devices with
+measured numbers for its rings cost what `ring_cost` says instead.
 
 A measured table of the cluster for the shape (machines, devices per machine) takes precedence: first a table
 for exactly these groups at once; then a table for any group, unless another group uses the same links at the
@@ -223,9 +223,9 @@ class CollectiveCost:
         return lines
 
     def _compute_lines(self, kind: str, group: Group, concurrent: tuple[Group, ...]) -> tuple[Line, ...]:
-        ring = self.rings.line(kind, group, concurrent)
-        if ring is not None:
-            return (ring,)
+        rings = self.rings.lines(kind, group, concurrent)
+        if rings:
+            return rings
         launch = self._launch(kind)
         everyone = (group, *concurrent)
         if kind == "all_to_all" and max(map(len, everyone)) > _EXACT_PAIRS and self._is_tree():
@@ -262,7 +262,7 @@ class CollectiveCost:
             beta += cost
             if cost > worst:
                 worst, bottleneck = cost, link
-        return Line(name, alpha, beta, bottleneck)
+        return Line(name, alpha, beta, bottleneck, launch=launch)
 
     def _load(self, flows: Sequence[Flow]) -> dict[int, float]:
         """Directed link -> what flows put on it, in order of first use."""
@@ -317,7 +317,7 @@ class CollectiveCost:
             self._count_pairs(load, members)
         latency = max(self._latency("all_to_all", group[0], other) for other in group[1:])
         beta, bottleneck = self._slowest("all_to_all", load)
-        return Line("pairwise", launch + (len(group) - 1) * latency, beta, bottleneck)
+        return Line("pairwise", launch + (len(group) - 1) * latency, beta, bottleneck, launch=launch)
 
     def _count_pairs(self, load: dict[int, float], members: Group) -> None:
         size = len(members)

@@ -14,7 +14,7 @@ def describe(cluster: Cluster) -> str:
     Example:
         >>> from distgraph.resources.load import load_cluster
         >>> print(describe(load_cluster("tpu_v4_16x16")))
-        cluster tpu_v4_16x16 (resources/files/tpu_v4_16x16.yaml): 256 devices in 64 machines, torus 16 x 16
+        cluster tpu_v4_16x16 (resources/files/tpu_v4_16x16.yaml): 256 devices in 64 machines, torus 16 x 16...
           mesh tpu: 256 x TPU-v4, 32 GiB, memory 1.2 TB/s, peak bf16 275 TFLOP/s, measured bf16 266 TFLOP/s
           512 x ici: 50 GB/s, 1 us
           ring all_gather: launch 13 us, step 5 us, 27.5 GB/s along axis 0, 79.8 GB/s along axis 1
@@ -23,6 +23,7 @@ def describe(cluster: Cluster) -> str:
     network = cluster.network
     shape = " ".join([network.topology, " x ".join(map(str, network.shape))]).strip()
     joined = "" if network.topology == "none" else f", {shape}"
+    joined += " (reconfigurable)" if network.reconfigurable else ""
     size = f"{len(cluster.devices)} devices in {len(cluster.machines)} machines"
     lines = [f"cluster {cluster.name} ({cluster.source}): {size}{joined}"]
     for mesh in cluster.device_meshes:

@@ -1,22 +1,28 @@
-"""Seconds of collectives on rings along an axis of a torus of devices, from measured numbers.
+"""Seconds of collectives on the rings of a torus of devices, from measured numbers.
 
-A group is a ring if its devices differ in one coordinate and stand at consecutive places of that axis: a
-whole row or column, or a part of one. On P devices, with the numbers of `Network.rings` for the collective:
+Devices that differ in one coordinate alone are a ring, in the order of that axis: a whole row or column, a
+part of one, or every second device of one. On P devices, with the numbers of `Network.rings`:
 
     all_gather, reduce_scatter   launch + (P - 1) * (step + bytes of a shard / bandwidth)
     all_reduce                   a reduce_scatter and an all_gather of its result
     broadcast, reduce            launch + (D + P - 1) * (step + bytes / D / bandwidth), pipelined in the best
                                  whole number D of packets
-    send, permute                launch + step + most bytes on a link / bandwidth
+    send, permute                launch + step + most of bytes on a link / bandwidth of its axis
 
 (Nam et al., "MeshSlice", 2025, section 3.2.2; the stages of a pipelined broadcast are those of SUMMA, van de
 Geijn and Watts, 1997.) A bandwidth is divided by the number of groups that use the same link at the same
-time. Rings along different axes have no link in common. Other groups, and collectives without numbers, have
-no ring cost: `collective_algorithms` applies to them.
+time. Rings along different axes have no link in common.
+
+A block of several axes (all devices whose coordinates are among given ones) gathers, scatters or reduces axis
+by axis: either the axes follow one another, with a launch each, or the bytes are divided into as many parts
+as axes, every part starts with another axis, and each stage takes as long as its slowest part. Other groups,
+and collectives without numbers, have no ring cost: `collective_algorithms` applies to them.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +30,20 @@ from itertools import pairwise
 
 import numpy as np
 
+from distgraph.resources.cluster import Link, RingRate
 from distgraph.resources.collective_algorithms import Flow, Group, Line
 from distgraph.resources.routing import Router
+
+_MOST_ORDERS = 3
+"""Blocks of up to so many axes are priced for every order of the axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A group along one axis of the torus, in the order of that axis; `closed` if it is the whole axis."""
+    """A group along one axis of the torus, in the order of that axis.
+
+    `closed` if the devices are equally far apart all the way round.
+    """
 
     axis: int
     order: Group
@@ -49,7 +62,9 @@ class RingCost:
         places = np.array(np.unravel_index(np.arange(len(members)), network.shape or (1,))).T
         self._place = dict(zip(members, map(tuple, places.tolist()), strict=True))
         self._rings: dict[Group, Ring | None] = {}
+        self._blocks: dict[Group, dict[int, tuple[Ring, ...]] | None] = {}
         self._used: dict[Group, frozenset[int]] = {}
+        self._axes: dict[int, int] = {}
 
     def ring(self, group: Group) -> Ring | None:
         """The group as a ring along one axis of a torus of devices, None if it is none."""
@@ -58,97 +73,177 @@ class RingCost:
         return self._rings[group]
 
     def _find_ring(self, group: Group) -> Ring | None:
-        if not self._place:
+        if not self._place or len(group) < 2:
             return None
         places = [self._place[device] for device in group]
         varying = [axis for axis in range(len(self._shape)) if len({place[axis] for place in places}) > 1]
         if len(varying) != 1:
             return None
         axis = varying[0]
-        length = self._shape[axis]
-        device_at = {place[axis]: device for place, device in zip(places, group, strict=True)}
-        starts = [at for at in sorted(device_at) if (at - 1) % length not in device_at]
-        if len(starts) > 1:
-            return None
-        first = starts[0] if starts else 0
-        return Ring(axis, tuple(device_at[(first + step) % length] for step in range(len(group))), not starts)
+        at = {place[axis]: device for place, device in zip(places, group, strict=True)}
+        ordered = sorted(at)
+        gaps = [(b - a) % self._shape[axis] for a, b in pairwise([ordered[-1], *ordered])]  # before each
+        start = gaps.index(max(gaps))
+        order = tuple(at[place] for place in (*ordered[start:], *ordered[:start]))
+        return Ring(axis, order, len(set(gaps)) == 1)
 
-    def line(self, kind: str, group: Group, concurrent: Sequence[Group] = ()) -> Line | None:
-        """The cost of a collective on a ring, None where the collective or the group has no ring cost.
+    def block(self, group: Group) -> dict[int, tuple[Ring, ...]] | None:
+        """The rings of a block by axis; None if the group is no block of two or more axes."""
+        if group not in self._blocks:
+            self._blocks[group] = self._find_block(group)
+        return self._blocks[group]
+
+    def _find_block(self, group: Group) -> dict[int, tuple[Ring, ...]] | None:
+        if not self._place:
+            return None
+        places = {self._place[device]: device for device in group}
+        along = [sorted({place[axis] for place in places}) for axis in range(len(self._shape))]
+        axes = [axis for axis, coordinates in enumerate(along) if len(coordinates) > 1]
+        if len(axes) < 2 or math.prod(map(len, along)) != len(group):
+            return None
+        rings: dict[int, tuple[Ring, ...]] = {}
+        for axis in axes:
+            others = itertools.product(*(along[other] for other in range(len(along)) if other != axis))
+            lines = (
+                tuple(places[(*rest[:axis], here, *rest[axis:])] for here in along[axis]) for rest in others
+            )
+            rings[axis] = tuple(ring for ring in map(self.ring, lines) if ring is not None)
+        return rings
+
+    def lines(self, kind: str, group: Group, concurrent: Sequence[Group] = ()) -> tuple[Line, ...]:
+        """The costs of a collective on a ring or a block, by algorithm; the least of them counts.
 
         Args:
             kind: name of the collective.
             group: devices, the root or the source first.
             concurrent: groups that run the same collective at the same time.
+
+        Returns:
+            Nothing where the collective or the group has no ring cost.
         """
-        if not self.rates:
-            return None
+        if not self.rates or not self._place:
+            return ()
         if kind in ("send", "permute"):
             own = _flows(kind, group)
-            return self.exchange(own, [flow for other in concurrent for flow in _flows(kind, other)])
+            line = self.exchange(own, [flow for other in concurrent for flow in _flows(kind, other)])
+            return () if line is None else (line,)
         parts = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
         rates = [self.rates[part] for part in parts if part in self.rates]
-        ring = self.ring(group) if len(rates) == len(parts) else None
-        if ring is None:
-            return None
-        links = self.links(group)
-        users = Counter(link for other in concurrent for link in self.links(other) if link in links)
-        sharing = 1 + max(users.values(), default=0)
-        bottleneck = self.router.link(self.router.route(ring.order[0], ring.order[1]).links[0])
-        steps = len(group) - 1
-        alpha = sum(rate.launch + steps * rate.step for rate in rates)
+        if len(rates) < len(parts):
+            return ()
+        ring = self.ring(group)
+        if ring is not None:
+            return (self._ring_line(kind, ring, rates, self._sharing(self.links(group), concurrent)),)
+        block = self.block(group)
+        if block is None or kind in ("broadcast", "reduce"):
+            return ()
+        return self._block_lines(block, rates, concurrent)
+
+    def _ring_line(self, kind: str, ring: Ring, rates: Sequence[RingRate], sharing: int) -> Line:
+        size, steps, bottleneck = len(ring.order), len(ring.order) - 1, self._first_link(ring)
+        launch = sum(rate.launch for rate in rates)
+        alpha = launch + sum(steps * rate.step for rate in rates)
         per_byte = sum(sharing / rate.bandwidth[ring.axis] for rate in rates)
         if kind in ("broadcast", "reduce"):
-            return Line("axis", alpha, per_byte, bottleneck, rates[0].step, steps * per_byte)
-        return Line("axis", alpha, steps / len(group) * per_byte, bottleneck)
+            return Line("axis", alpha, per_byte, bottleneck, rates[0].step, steps * per_byte, launch)
+        return Line("axis", alpha, steps / size * per_byte, bottleneck, launch=launch)
+
+    def _block_lines(
+        self, block: dict[int, tuple[Ring, ...]], rates: Sequence[RingRate], concurrent: Sequence[Group]
+    ) -> tuple[Line, ...]:
+        """Axes after one another in every order, and the bytes in parts that start with different axes."""
+        size = {axis: len(rings[0].order) for axis, rings in block.items()}
+        sharing = {
+            axis: self._sharing(frozenset().union(*(self._ring_links(ring) for ring in rings)), concurrent)
+            for axis, rings in block.items()
+        }
+        axes = tuple(block)
+        orders = list(itertools.permutations(axes)) if len(axes) <= _MOST_ORDERS else [axes, axes[::-1]]
+        turned = [axes[at:] + axes[:at] for at in range(len(axes))]
+        slowest = min(axes, key=lambda axis: min(rate.bandwidth[axis] for rate in rates))
+        bottleneck = self._first_link(block[slowest][0])
+
+        def seconds_per_byte(order: Sequence[int], at: int, rate: RingRate) -> float:
+            """Of stage `at` of a reduce_scatter in this order; an all_gather has the same stages backward."""
+            axis, left = order[at], math.prod(size[earlier] for earlier in order[:at])
+            return (size[axis] - 1) / size[axis] / left * sharing[axis] / rate.bandwidth[axis]
+
+        steps = sum(size[axis] - 1 for axis in axes)
+        launch = sum(len(axes) * rate.launch for rate in rates)
+        alpha = launch + sum(steps * rate.step for rate in rates)
+        found = []
+        for order in orders:
+            beta = sum(seconds_per_byte(order, at, rate) for rate in rates for at in range(len(axes)))
+            found.append(Line("axes", alpha, beta, bottleneck, launch=launch))
+        most = len(axes) * max(size[axis] - 1 for axis in axes)
+        beta = sum(
+            max(seconds_per_byte(order, at, rate) for order in turned) / len(axes)
+            for rate in rates
+            for at in range(len(axes))
+        )
+        alpha = launch + sum(most * rate.step for rate in rates)
+        found.append(Line("axes at once", alpha, beta, bottleneck, launch=launch))
+        return tuple(found)
 
     def exchange(self, flows: Sequence[Flow], concurrent: Sequence[Flow] = ()) -> Line | None:
-        """The cost of messages that are sent at the same time, each along one axis.
+        """The cost of messages that are sent at the same time, each along its route.
 
         Args:
             flows: (source, target, fraction of the size) of each message.
             concurrent: other messages that are sent at the same time.
 
         Returns:
-            None where no numbers of send are stated, or one of `flows` does not follow one axis.
+            None where no numbers of send are stated, or there is no message.
         """
         rate = self.rates.get("send")
-        if rate is None or not flows:
-            return None
-        axes = [self.axis(source, target) for source, target, _ in flows]
-        if None in axes:
+        if rate is None or not flows or not self._place:
             return None
         load: dict[int, float] = defaultdict(float)
         for source, target, share in (*flows, *concurrent):
             for link in self.router.route(source, target).links:
                 load[link] += share
-        worst, slowest = max(
-            (load[link] / rate.bandwidth[axis], link)
-            for (source, target, _), axis in zip(flows, axes, strict=True)
-            if axis is not None
-            for link in self.router.route(source, target).links
-        )
-        return Line("axis", rate.launch + rate.step, worst, self.router.link(slowest))
-
-    def axis(self, source: int, target: int) -> int | None:
-        """The one axis in which two devices differ, None if they differ in several."""
-        pairs = zip(self._place[source], self._place[target], strict=True)
-        differing = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-        return differing[0] if len(differing) == 1 else None
+        own = self.router.links((source, target) for source, target, _ in flows)
+        worst, slowest = max((load[link] / rate.bandwidth[self._axis(link)], link) for link in own)
+        return Line("axis", rate.launch + rate.step, worst, self.router.link(slowest), launch=rate.launch)
 
     def links(self, group: Group) -> frozenset[int]:
-        """Directed links between neighbours of a group, both ways; a ring in the order of its axis."""
+        """Directed links between neighbours of a group, both ways: of a ring or a block along its axes."""
         if group not in self._used:
             self._used[group] = self._find_links(group)
         return self._used[group]
 
     def _find_links(self, group: Group) -> frozenset[int]:
-        ring = self.ring(group)
-        order = group if ring is None else ring.order
-        pairs = list(pairwise(order))
-        if ring is None or ring.closed:
-            pairs.append((order[-1], order[0]))
-        return self.router.links(way for a, b in pairs for way in ((a, b), (b, a)))
+        ring, block = self.ring(group), self.block(group)
+        if ring is not None:
+            return self._ring_links(ring)
+        if block is not None:
+            return frozenset().union(*(self._ring_links(each) for rings in block.values() for each in rings))
+        return self.router.links(_both_ways([*pairwise(group), (group[-1], group[0])]))
+
+    def _ring_links(self, ring: Ring) -> frozenset[int]:
+        closing = [(ring.order[-1], ring.order[0])] if ring.closed else []
+        return self.router.links(_both_ways([*pairwise(ring.order), *closing]))
+
+    def _sharing(self, links: frozenset[int], concurrent: Sequence[Group]) -> int:
+        """Groups that use the busiest of some links at the same time."""
+        users = Counter(link for other in concurrent for link in self.links(other) if link in links)
+        return 1 + max(users.values(), default=0)
+
+    def _first_link(self, ring: Ring) -> Link:
+        return self.router.link(self.router.route(ring.order[0], ring.order[1]).links[0])
+
+    def _axis(self, directed: int) -> int:
+        """The axis of the torus along which a link runs."""
+        if not self._axes:
+            place = {self.router.cluster.devices[device].node: at for device, at in self._place.items()}
+            for number, link in enumerate(self.router.cluster.links):
+                ends = zip(place[link.source], place[link.target], strict=True)
+                self._axes[number] = next(axis for axis, (a, b) in enumerate(ends) if a != b)
+        return self._axes[directed // 2]
+
+
+def _both_ways(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [way for a, b in pairs for way in ((a, b), (b, a))]
 
 
 def _flows(kind: str, group: Group) -> list[Flow]:

@@ -139,6 +139,7 @@ class NetworkEntry(LinkEntry):
     block: Shape | None = None
     levels: Levels | None = None
     rings: list[RingRate] = Field(default_factory=list)
+    reconfigurable: bool = False
 
     @model_validator(mode="after")
     def _complete(self) -> NetworkEntry:
@@ -151,6 +152,8 @@ class NetworkEntry(LinkEntry):
             )
         if self.block is not None and (self.over != "devices" or len(self.block) != len(self.shape or ())):
             raise ValueError('block with as many numbers as shape, and only with over "devices"')
+        if self.reconfigurable and (self.topology, self.over) != ("torus", "devices"):
+            raise ValueError('reconfigurable only with topology torus and over "devices"')
         self._check_rings()
         return self
 

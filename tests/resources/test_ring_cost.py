@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from distgraph.cli.application import app
 from distgraph.errors import ResourceError
-from distgraph.resources import CollectiveCost, load_cluster
+from distgraph.resources import CollectiveCost, load_cluster, with_torus_shape
 
 GATHER = {
     "collective": "all_gather",
@@ -102,17 +102,81 @@ def test_without_a_step_packets_are_single_bytes():
 @pytest.mark.parametrize(
     ("kind", "group"),
     [
-        ("all_gather", (0, 2, 4)),  # not neighbours
-        ("all_gather", (0, 1, 6, 7)),  # a block of both axes
-        ("all_gather", tuple(range(24))),
+        ("all_gather", (0, 1, 7)),  # no block
+        ("all_gather", (0, 1, 2, 6, 7, 9)),
+        ("broadcast", (0, 1, 6, 7)),  # packets go along one axis
+        ("reduce", tuple(range(24))),
         ("all_to_all", ROW),  # no numbers
-        ("send", (0, 7)),
-        ("permute", (0, 1, 7)),
     ],
 )
 def test_other_groups_are_priced_by_links(kind, group):
     plain, rings = costs([4, 6], []), costs([4, 6])
     assert rings.lines(kind, group) == plain.lines(kind, group)
+
+
+@pytest.mark.parametrize("group", [(0, 2, 4), (4, 0, 2), (1, 4), (0, 3, 5)])
+def test_devices_apart_are_a_ring(group):
+    seconds = 13e-6 + (len(group) - 1) * (5e-6 + SIZE / len(group) / 79.8e9)
+    assert costs([4, 6]).time("all_gather", group, SIZE) == pytest.approx(seconds)
+
+
+def test_interleaved_rings_share_their_links():
+    cost = costs([4, 6])
+    shared = 13e-6 + 2 * (5e-6 + SIZE / 3 / (79.8e9 / 2))
+    assert cost.time("all_gather", (0, 2, 4), SIZE, [(1, 3, 5)]) == pytest.approx(shared)
+    third = 13e-6 + 5e-6 + SIZE / 2 / (79.8e9 / 3)
+    assert cost.time("all_gather", (0, 3), SIZE, [(1, 4), (2, 5)]) <= third
+    columns = [(6, 8, 10), (7, 9, 11), (12, 14, 16)]
+    alone = cost.time("all_gather", (0, 2, 4), SIZE)
+    assert cost.time("all_gather", (0, 2, 4), SIZE, columns) == alone
+
+
+def test_blocks_take_the_better_order_of_axes_or_both_at_once():
+    cost = costs([4, 6])
+    rows_first = 3 / 24 / 27.5e9 + 5 / 6 / 79.8e9  # 1/24 of the bytes 3 times, then 1/6 of them 5 times
+    cols_first = 5 / 24 / 79.8e9 + 3 / 4 / 27.5e9
+    both = max(3 / 24 / 27.5e9, 5 / 24 / 79.8e9) / 2 + max(5 / 6 / 79.8e9, 3 / 4 / 27.5e9) / 2
+    one_by_one, at_once = 26e-6 + 8 * 5e-6, 26e-6 + 2 * 5 * 5e-6
+    every = tuple(range(24))
+    found = [(line.algorithm, line.alpha, line.beta) for line in cost.lines("all_gather", every)]
+    assert found == [
+        ("axes", pytest.approx(one_by_one), pytest.approx(cols_first)),
+        ("axes", pytest.approx(one_by_one), pytest.approx(rows_first)),
+        ("axes at once", pytest.approx(at_once), pytest.approx(both)),
+    ]
+    assert cost.time("all_gather", every, 1.0) == pytest.approx(one_by_one)
+    least = min(one_by_one + rows_first * 1e9, at_once + both * 1e9)
+    assert cost.estimate("all_gather", every, 1e9).seconds == pytest.approx(least)
+    pair = cost.lines("all_reduce", (0, 1, 6, 7))[0]
+    assert pair.launch == pytest.approx(2 * (13e-6 + 26e-6))
+    assert pair.alpha == pytest.approx(2 * (13e-6 + 26e-6) + 2 * 2 * 5e-6)
+
+
+def test_a_block_of_every_second_column_is_slower_beside_the_other():
+    cost = costs([4, 6])
+    even = tuple(6 * row + at for row in range(4) for at in (0, 2, 4))
+    odd = tuple(device + 1 for device in even)
+    alone, beside = cost.lines("all_gather", even), cost.lines("all_gather", even, (odd,))
+    rows, cols = 3 / 4 / 27.5e9, 2 / 12 / 79.8e9  # cols first: only the rows' links are shared
+    assert alone[0].beta == pytest.approx(rows + cols)
+    assert beside[0].beta == pytest.approx(rows + 2 * cols)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "size"),
+    [
+        ("all_reduce", ROW, 24e6),
+        ("broadcast", ROW, 5e4),
+        ("reduce", COLUMN, 3e9),
+        ("all_gather", (0, 1, 6, 7), 8.0),
+    ],
+)
+def test_the_parts_of_a_cost_add_up(kind, group, size):
+    for line in costs([4, 6]).lines(kind, group):
+        launch, latency, transfer = line.parts(size)
+        assert launch + latency + transfer == pytest.approx(float(line.seconds(size)), rel=1e-12)
+        assert launch >= 13e-6
+        assert latency / 5e-6 == pytest.approx(round(latency / 5e-6))
 
 
 def test_a_collective_without_numbers_is_priced_by_links():
@@ -140,8 +204,9 @@ def test_exchanges_along_axes():
     assert cost.exchange(skew) == pytest.approx(50e-6 + 2 * SIZE / 35.2e9)  # two rows away: two on each link
     both = {(0, 1): SIZE, (0, 6): SIZE}
     assert cost.exchange(both) == pytest.approx(50e-6 + SIZE / 35.2e9)
-    diagonal = {(0, 7): SIZE}
-    assert cost.exchange(diagonal) == costs([4, 6], []).exchange(diagonal)
+    assert cost.exchange({(0, 7): SIZE}) == pytest.approx(50e-6 + SIZE / 35.2e9)  # along both axes
+    assert cost.exchange({(0, 7): SIZE, (1, 7): SIZE}) == pytest.approx(50e-6 + SIZE / 35.2e9)
+    assert cost.exchange({(0, 7): SIZE, (6, 7): SIZE}) == pytest.approx(50e-6 + SIZE / (35.2e9 / 2))
     assert cost.exchange({}) == 0.0
 
 
@@ -209,6 +274,71 @@ def test_a_block_of_the_torus_has_rings_along_both_axes():
             ResourceError, match=r"block .*: does not fit in the network, which is 16 x 16; give"
         ):
             cluster.network.corner_block(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "links"),
+    [
+        ((32, 8), [0, 1, 4, 5, 8, 9, 12, 13], 512),
+        ((4, 64), [*range(0, 128, 4)], 512),
+        ((4, 4), [0, 1, 4, 5], 32),
+        ((1, 256), [*range(256)], 256),
+        ((128, 2), [0, 1], 384),
+    ],
+)
+def test_a_torus_of_another_shape(shape, rows, links):
+    cluster = with_torus_shape(load_cluster("tpu_v4_16x16"), shape)
+    devices = np.array(cluster.network.members).reshape(shape)
+    assert (
+        sorted(devices.ravel().tolist())
+        == list(range(shape[0] * shape[1]))
+        == list(range(len(cluster.devices)))
+    )
+    row = devices[0].tolist()
+    assert row[: len(rows)] == rows if shape != (4, 64) else row[::2] == rows
+    assert len(cluster.links) == links
+    for machine_ in cluster.machines:  # its devices are a block
+        places = np.argwhere(np.isin(devices, machine_.devices))
+        assert np.prod(np.ptp(places, axis=0) + 1) == 4
+    cost = CollectiveCost(cluster)
+    for group, launch, speed in ((row, 13e-6, 79.8e9), (devices[:, 0].tolist(), 13e-6, 27.5e9)):
+        if len(group) > 1:
+            want = launch + (len(group) - 1) * (5e-6 + SIZE / len(group) / speed)
+            assert cost.time("all_gather", group, SIZE) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "shape", "message"),
+    [
+        (
+            "dgx_a100_pod",
+            (2, 2),
+            "cluster dgx_a100_pod: its network is no torus of devices .switch over machines",
+        ),
+        (
+            "tpu_v4_16x16",
+            (32, 16),
+            "its torus is 16 x 16, and 32 x 16 does not fit; give 2 lengths from 1 up",
+        ),
+        ("tpu_v4_16x16", (4, 4, 4), "and 4 x 4 x 4 does not fit; give 2 lengths from 1 up, of at most 256"),
+        ("tpu_v4_16x16", (0, 4), "and 0 x 4 does not fit"),
+        ("tpu_v4_16x16", (3, 6), "a torus 3 x 6 has no blocks of the 4 devices of a machine"),
+    ],
+)
+def test_shapes_that_no_torus_has(cluster, shape, message):
+    with pytest.raises(ResourceError, match=message):
+        with_torus_shape(load_cluster(cluster), shape)
+
+
+def test_only_a_torus_of_devices_is_reconfigurable():
+    entry = document([5], [])
+    entry["network"] |= {"topology": "ring", "reconfigurable": True}
+    del entry["network"]["shape"]
+    with pytest.raises(
+        ResourceError, match='network: expected reconfigurable only with topology torus and over "d'
+    ):
+        cluster_of(entry)
+    assert not cluster_of(document([2, 3], [])).network.reconfigurable
 
 
 def test_the_numbers_of_the_shipped_torus():
