@@ -55,7 +55,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ops.reference_interpreter import interpret
-from distgraph.passes.choose_completion import arrange
+from distgraph.passes.choose_completion import choose_completion
 from distgraph.passes.complete import complete
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
@@ -217,7 +217,7 @@ def measure(case: Case, *, search: bool = True, check: bool = False) -> Result:
     start = time.perf_counter()
     graph = complete(traced, case.mesh)
     middle = time.perf_counter()
-    graph = arrange(traced, case.mesh) if search else graph
+    graph = choose_completion(traced, case.mesh) if search else graph
     end = time.perf_counter()
     built = build(graph)
     for label, value in built.lowered.outputs:

@@ -57,7 +57,7 @@ def searched(seed: int, budget: float, limit: int | None = None) -> dict[str, An
 
     start = time.process_time()
     with patch.object(choose_completion, "refined", counted):
-        best = choose_completion.arrange(graph, CUBE, price=latency_price, budget=budget)
+        best = choose_completion.choose_completion(graph, CUBE, price=latency_price, budget=budget)
     seconds = time.process_time() - start
     parts = phases(lower(reshard(best)))
     return {

@@ -1,14 +1,13 @@
-"""First phase of completion: every op gets a mesh.
+"""Assigns meshes, the first phase of completion: every op gets a mesh.
 
-In:   a graph in which some values carry a mesh (annotations) and some ops a placement.
-Out:  op name -> mesh for every op; sources that several meshes read are cloned, one a mesh, when they are
-      free to load anywhere (constants, scalar inputs); others stay where their first reader is.
-Invariant: deterministic in program order. An op that the user placed keeps its mesh; otherwise, in this
-order:
-      annotated results, annotated operands (the larger mesh where one contains the other, else the later
-      one), the operand that was produced last, the next op in program order that has a mesh. A single number
-      goes where tensors are: among operands it counts only where all are such. Backward ops take the mesh of
-      their forward op, optimizer ops that of their parameter.
+In:   a graph in which some values have a mesh (annotations) and some ops a placement.
+Out:  the mesh of every op. A source that several meshes read is cloned for each of them if any mesh can
+      produce it (constants, scalar inputs); other sources are on the mesh of their first reader.
+Invariant: deterministic in program order. An op that the user placed keeps its mesh. The mesh of any other op
+      is, in this order of precedence, that of an annotated result; of the forward op of a backward op, of the
+      parameter of an optimizer op; of an annotated operand (if one mesh contains the other the larger, else
+      that of the later operand); of the operand that was produced last; of the next op in program order that
+      has a mesh. Scalar operands count only if all operands are scalars.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
 
-_ANYWHERE = ("constant", "full", "iota")  # free to be made on every mesh that reads them
+_ANYWHERE = ("constant", "full", "iota")  # every mesh can produce these at no cost
 
 
 def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict[str, ProcessMesh]]:
-    """Meshes of all ops.
+    """Assign a mesh to every op.
 
     Args:
         graph: annotated graph.
-        default: mesh of a graph without any annotation.
+        default: mesh of a graph without annotations.
 
     Returns:
-        the graph (with cloned sources) and op name -> mesh.
+        The graph, with cloned sources, and op name -> mesh.
 
     Raises:
-        ShardingError: nothing names a mesh and there is no default.
+        ShardingError: no annotation names a mesh, and there is no default.
     """
     known = dict.fromkeys(attr.mesh for attr in graph.attrs.values())
     known.update(dict.fromkeys(graph.placements.values()))
@@ -56,7 +55,7 @@ def _assign(graph: Graph) -> dict[str, ProcessMesh]:
     meshes: dict[str, ProcessMesh] = {}
     of_value: dict[str, ProcessMesh] = {}
     position = {v.name: i for i, op in enumerate(graph.ops) for v in op.results}
-    waiting: list[Op] = []
+    undecided: list[Op] = []  # ops whose mesh is that of the next op with a mesh
     for op in graph.ops:
         mesh = graph.placements.get(op.name) or _annotated(graph, op.results)
         if mesh is None and op.kind in SOURCES:
@@ -68,24 +67,25 @@ def _assign(graph: Graph) -> dict[str, ProcessMesh]:
         if mesh is None:
             mesh = _annotated(graph, op.operands) or _latest(op.operands, of_value, position)
         if mesh is None:
-            waiting.append(op)
+            undecided.append(op)
             continue
-        _settle(graph, op, mesh, meshes, of_value)
-        for earlier in waiting:
-            _settle(graph, earlier, mesh, meshes, of_value)
-        waiting.clear()
+        _set_mesh(graph, op, mesh, meshes, of_value)
+        for earlier in undecided:
+            _set_mesh(graph, earlier, mesh, meshes, of_value)
+        undecided.clear()
     last = next(reversed(meshes.values()))
-    for op in waiting:
-        _settle(graph, op, last, meshes, of_value)
+    for op in undecided:
+        _set_mesh(graph, op, last, meshes, of_value)
     for op in graph.ops:
-        if op.name not in meshes:  # a source that nobody reads
-            _settle(graph, op, last, meshes, of_value)
+        if op.name not in meshes:  # a source without readers
+            _set_mesh(graph, op, last, meshes, of_value)
     return meshes
 
 
-def _settle(
+def _set_mesh(
     graph: Graph, op: Op, mesh: ProcessMesh, meshes: dict[str, ProcessMesh], of_value: dict[str, ProcessMesh]
 ) -> None:
+    """Set the mesh of an op, and of the sources that it is the first to read."""
     meshes[op.name] = mesh
     for value in op.results:
         of_value[value.name] = mesh
@@ -93,10 +93,11 @@ def _settle(
         if value.name not in of_value:
             source = graph.producers[value.name]
             attr = graph.attrs.get(value.name)
-            _settle(graph, source, attr.mesh if attr else mesh, meshes, of_value)
+            _set_mesh(graph, source, attr.mesh if attr else mesh, meshes, of_value)
 
 
 def _annotated(graph: Graph, values: Sequence[Value]) -> ProcessMesh | None:
+    """The mesh of the annotated values: of two meshes the one that contains the other, else the later."""
     best: ProcessMesh | None = None
     for value in values:
         attr = graph.attrs.get(value.name)
@@ -114,27 +115,28 @@ def _annotated(graph: Graph, values: Sequence[Value]) -> ProcessMesh | None:
 def _latest(
     values: Sequence[Value], of_value: Mapping[str, ProcessMesh], position: Mapping[str, int]
 ) -> ProcessMesh | None:
+    """The mesh of the value that was produced last, or a larger mesh of another value that contains it."""
     placed = [v for v in values if v.name in of_value]
     if not placed:
         return None
-    found = [v.name for v in placed if v.shape] or [v.name for v in placed]
-    best = of_value[max(found, key=lambda name: position[name])]
-    for name in found:
+    names = [v.name for v in placed if v.shape] or [v.name for v in placed]
+    best = of_value[max(names, key=lambda name: position[name])]
+    for name in names:
         if of_value[name].size > best.size and of_value[name].contains(best):
             best = of_value[name]
     return best
 
 
 def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, dict[str, ProcessMesh]]:
-    """Give every mesh its own copy of the sources that it reads and that are free to load anywhere.
+    """Clone sources that any mesh can produce, so that every mesh that reads one has its own copy.
 
     Args:
         graph: a serial graph.
-        meshes: op name -> mesh; gets those of the copies, which are named after the source with an ending.
+        meshes: op name -> mesh; extended by the copies, which have the name of the source with a suffix.
     """
     ops: list[Op] = []
     clones: dict[tuple[str, ProcessMesh], Value] = {}
-    free = {
+    cloneable = {
         op.name: op
         for op in graph.ops
         if not op.operands and op.name not in graph.attrs and (op.kind in _ANYWHERE or _scalar_input(op))
@@ -142,7 +144,7 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
     for op in graph.ops:
         operands = []
         for value in op.operands:
-            source = free.get(value.name)
+            source = cloneable.get(value.name)
             if source is None or meshes[source.name] == meshes[op.name]:
                 operands.append(value)
                 continue

@@ -1,10 +1,10 @@
-"""Choose between completions where annotations compete for an axis, and refine when asked to.
+"""Chooses between completions if annotations compete for an axis, and refines the completion on request.
 
 In:   an annotated serial graph.
 Out:  a completed graph.
-Invariant: annotations stay; of several completions one that is computed in fewer parts than the first is
-      never taken; ties go to the first policy, so that a program without competing annotations is completed
-      as `complete` does.
+Invariant: annotations stay. A completion that computes in fewer parts than the first one is never chosen.
+    Ties go to the first policy, so that a program without competing annotations is completed as by
+    `complete`.
 
     %x : f32[256, 512] [x, _]   # user        policy "data":        w1, w2 gathered, their gradients scattered
     %w1 : f32[512, 2048] [_, x] # user   ->   policy "parameters":  x gathered, the result scattered
@@ -26,10 +26,10 @@ from distgraph.passes.redistribution.planner import Price, wire_price
 from distgraph.passes.split_tasks import Parts
 
 _GAIN = 0.5  # bytes
-_SLACK = 1.01  # computation per rank that a completion may have above the first one
+_SLACK = 1.01  # FLOP per rank of a completion, relative to the first one, up to which it may be chosen
 
 
-def arrange(
+def choose_completion(
     graph: Graph,
     default: ProcessMesh | None = None,
     *,
@@ -37,15 +37,15 @@ def arrange(
     search: bool = True,
     budget: float = BUDGET,
 ) -> Graph:
-    """Complete under every policy where annotations compete for an axis, keep the cheapest.
+    """Complete under every policy if annotations compete for an axis, and return the cheapest completion.
 
     Args:
         graph: annotated graph.
-        default: mesh of a graph that names none.
+        default: mesh of a graph without annotations.
         price: cost of one collective, for the search.
-        search: also refine each completion (`refine`); without, they are compared by the bytes that a rank
-        sends.
-        budget: work of all searches together (see `refine`); each gets an equal share of what is left.
+        search: also refine each completion (`refine`); otherwise they are compared by the bytes that a rank
+            sends.
+        budget: work of all searches together (see `refine`); each gets an equal share of the remaining work.
     """
     first = complete(graph, default)
     compete = any(lost.reason == "taken" for lost in first.lost)
@@ -67,19 +67,19 @@ def arrange(
 def _measured(
     completed: Graph, price: Price, search: bool, budget: float, count: int
 ) -> tuple[float, Graph, float]:
-    """Cost of a completion, the graph, refined where that is asked for, and what is left of the budget.
+    """Cost of a completion, its graph (refined if `search`), and the remaining budget.
 
     Args:
         completed: the graph.
         price: cost of one collective.
         search: whether to refine it.
-        budget: work left for this one and those to come.
-        count: how many these are.
+        budget: work left for this completion and those that follow.
+        count: the number of these completions.
     """
     if not search:
         return sent(completed), completed, budget
-    found = refined(completed, price, budget / count)
-    return found.cost, found.graph, budget - found.work
+    result = refined(completed, price, budget / count)
+    return result.cost, result.graph, budget - result.work
 
 
 def sent(completed: Graph) -> float:
@@ -96,7 +96,7 @@ def sent(completed: Graph) -> float:
 
 
 def operations(completed: Graph) -> float:
-    """Floating point operations of the largest part of every op, summed."""
+    """Floating point operations of one rank: the sum over ops, each divided by its number of parts."""
     total = 0.0
     for op in completed.ops:
         if op.layout is not None and op.operands:
@@ -107,7 +107,7 @@ def operations(completed: Graph) -> float:
 @register_pass("choose_completion", requires="serial", stage="completed", excludes=("complete",))
 def _run(graph: Graph, context: PassContext) -> Graph:
     """Complete; if annotations compete, send fewest bytes."""
-    return arrange(
+    return choose_completion(
         graph,
         context.mesh,
         price=context.layout_price,

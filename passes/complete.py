@@ -1,11 +1,11 @@
-"""Completion: from a few annotations to a mesh and a layout for every value and every op.
+"""Completion: derives a mesh and a layout for every value and every op from a few annotations.
 
-In:   a graph (forward, or forward + backward + optimizer) in which some values carry a user's annotation.
-Out:  the same program; every value has a DistAttr and every op an OpLayout. Fused ops whose whole dim
-      arrives split are replaced by their decomposition.
-Invariant: annotations are never changed; no dim loses an axis that an annotation gave it; the result does
-      not depend on any visiting order and completing twice changes nothing. An axis of one rank splits
-      nothing: only annotations name one.
+In:   a graph (forward, or forward + backward + optimizer) in which some values are annotated by the user.
+Out:  the same program; every value has a DistAttr and every op an OpLayout. A fused op that needs an unsplit
+      dim is decomposed if the operand is split along it.
+Invariant: annotations do not change; no dim loses an axis of its annotation; the result does not depend on a
+      visiting order, and a second completion changes nothing. Axes of one rank split nothing; only
+      annotations mention them.
 
     %x  : f32[64, 128] [dp, _] = input          # user             %x  : f32[64, 128] [dp, _]
     %w1 : f32[128, 512] [_, tp] = param         # user             %w1 : f32[128, 512] [_, tp]
@@ -14,7 +14,7 @@ Invariant: annotations are never changed; no dim loses an axis that an annotatio
     %y  : f32[64, 128] = matmul(%h, %w2)                           %y  : f32[64, 128] [dp, _]    #
     partial(tp), reduced
 
-Phases: meshes (`place`), axes (`claims`), pending reductions (`defer`).
+Phases: meshes (`assign_meshes`), axes (`propagate_shardings`), deferred reductions (`deferral`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.decompose import decompose
-from distgraph.passes.deferral.defer_cross_mesh_sums import postpone
-from distgraph.passes.deferral.defer_partials import Kept, deferred, passing_group
+from distgraph.passes.deferral.defer_cross_mesh_sums import defer_cross_mesh_sums
+from distgraph.passes.deferral.defer_partials import Partials, deferred_partials, passing_group
 from distgraph.passes.pass_registry import PassContext, register_pass
-from distgraph.passes.propagate_shardings import Settled, op_layout, propagate, value_spec
+from distgraph.passes.propagate_shardings import Shardings, op_layout, propagate, value_spec
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
-_ROUNDS = 4  # a decomposition may bring a fused op of its own whose dim is split
+_ROUNDS = 4  # a decomposition may contain a fused op that must be decomposed in turn
 
 
 @collector_paused()
@@ -46,93 +46,96 @@ def complete(graph: Graph, default: ProcessMesh | None = None, policy: str = "da
     Args:
         graph: annotated graph.
         default: mesh to use when nothing is annotated (everything is then replicated on it).
-        policy: which annotations win where two claim one axis: those of "data", of "parameters", or the
-        "nearest".
+        policy: which annotation wins if two claim one axis: those of "data", of "parameters", or the
+            "nearest".
 
     Raises:
-        ShardingError: an annotation does not fit, or no mesh is named anywhere.
+        ShardingError: an annotation does not fit, or there is no mesh.
     """
     pinned = {name: attr for name, attr in graph.attrs.items() if attr.pinned}
     serial = replace(graph, attrs=pinned)
-    graph, meshes = postpone(*place(serial, default))
-    settled = propagate(graph, meshes, policy)
+    graph, meshes = defer_cross_mesh_sums(*place(serial, default))
+    shardings = propagate(graph, meshes, policy)
     for _ in range(_ROUNDS):
-        split = _split_whole(graph, settled, meshes)
+        split = _to_decompose(graph, shardings, meshes)
         if not split:
             break
-        # not what is postponed already, where place would not see the sums
+        # the serial graph is decomposed, because `place` must see the sums before they are deferred
         serial = decompose(serial, split, meshes if len({*meshes.values()}) > 1 else None)
-        graph, meshes = postpone(*place(serial, default))
-        settled = propagate(graph, meshes, policy)
-    layouts = {op.name: op_layout(meshes[op.name], settled.ops[op.name]) for op in graph.ops}
-    kept = deferred(graph, settled, layouts)
-    return _assemble(graph, meshes, settled, layouts, kept)
+        graph, meshes = defer_cross_mesh_sums(*place(serial, default))
+        shardings = propagate(graph, meshes, policy)
+    layouts = {op.name: op_layout(meshes[op.name], shardings.ops[op.name]) for op in graph.ops}
+    deferred = deferred_partials(graph, layouts)
+    return _assemble(graph, meshes, shardings, layouts, deferred)
 
 
-def _split_whole(graph: Graph, settled: Settled, meshes: Mapping[str, ProcessMesh]) -> tuple[str, ...]:
-    """Decomposable ops one of whose operands really lies split along a dim that the op needs whole."""
-    found = []
-    for name in settled.split_whole:
+def _to_decompose(graph: Graph, shardings: Shardings, meshes: Mapping[str, ProcessMesh]) -> tuple[str, ...]:
+    """Decomposable ops with an operand that is split along a dim that the op needs unsplit."""
+    names = []
+    for name in shardings.split_whole:
         op = graph.producers[name]
         rule = rule_of(op)
         for value, term in zip(op.operands, rule.operands, strict=True):
             attr = graph.attrs.get(value.name)
-            there = meshes[graph.producers[value.name].name] if attr is None else attr.mesh
-            held = {
+            mesh = meshes[graph.producers[value.name].name] if attr is None else attr.mesh
+            split_dims = {
                 dim
-                for axis, (dim, _, _) in settled.values[value.name].items()
-                if dim is not None and there.sizes.get(axis, 1) > 1
+                for axis, (dim, _, _) in shardings.values[value.name].items()
+                if dim is not None and mesh.sizes.get(axis, 1) > 1
             }
-            if any(rule.whole.intersection(term[dim]) for dim in held):
-                found.append(name)
+            if any(rule.whole.intersection(term[dim]) for dim in split_dims):
+                names.append(name)
                 break
-    return tuple(found)
+    return tuple(names)
 
 
 def _assemble(
     graph: Graph,
     meshes: Mapping[str, ProcessMesh],
-    settled: Settled,
+    shardings: Shardings,
     layouts: Mapping[str, OpLayout],
-    kept: Kept,
+    deferred: Partials,
 ) -> Graph:
+    """The completed graph."""
     attrs: dict[str, DistAttr] = {}
     ops: list[Op] = []
     partial_axes: dict[str, list[str]] = {}
-    for name, axis in sorted(kept):
+    for name, axis in sorted(deferred):
         partial_axes.setdefault(name, []).append(axis)
     for op in graph.ops:
         mesh = meshes[op.name]
         for value in op.results:
             attr = graph.attrs.get(value.name)
             if attr is None:
-                held = settled.values[value.name]
-                spec = value_spec(len(value.shape), mesh, held)
+                sharding = shardings.values[value.name]
+                spec = value_spec(len(value.shape), mesh, sharding)
                 axes = partial_axes.get(value.name)
                 if axes:
                     dims = tuple(tuple(a for a in dim if a not in axes) for dim in spec.dims)
                     spec = ShardSpec(dims, tuple((a, "sum") for a in axes))
-                attr = DistAttr(mesh, spec, _origin(held, op))
+                attr = DistAttr(mesh, spec, _origin(sharding, op))
             attrs[value.name] = attr
-        ops.append(replace(op, layout=_layout_of(op, mesh, layouts[op.name], kept, attrs, layouts)))
-    return graph.with_ops(ops, attrs=attrs, lost=tuple(settled.lost[key] for key in sorted(settled.lost)))
+        ops.append(replace(op, layout=_layout_of(op, mesh, layouts[op.name], deferred, attrs, layouts)))
+    lost = tuple(shardings.lost[key] for key in sorted(shardings.lost))
+    return graph.with_ops(ops, attrs=attrs, lost=lost)
 
 
 def _layout_of(
     op: Op,
     mesh: ProcessMesh,
     layout: OpLayout,
-    kept: Kept,
+    deferred: Partials,
     attrs: Mapping[str, DistAttr],
     layouts: Mapping[str, OpLayout],
 ) -> OpLayout:
+    """The layout of an op, with the axes over which its operands stay partial."""
     if op.kind in SOURCES or op.kind == "reshard":
         return follow(op, attrs[op.results[0].name])
     passed: dict[str, int] = {}
     for value in op.operands:
         for axis in mesh.axes:
-            if (value.name, axis) in kept and axis not in passed:
-                group = passing_group(op, value.name, axis, kept, layouts)
+            if (value.name, axis) in deferred and axis not in passed:
+                group = passing_group(op, value.name, axis, deferred, layouts)
                 if group is not None:
                     passed[axis] = group
     if not passed:
@@ -142,7 +145,7 @@ def _layout_of(
 
 
 def follow(op: Op, attr: DistAttr) -> OpLayout:
-    """Layout of an op without operands that makes its result right where it is wanted."""
+    """The layout of a source that loads its result directly in the layout of the value."""
     axes, spec = [], without_unit_axes(attr.spec, attr.mesh)
     for term, split in zip(rule_of(op).results[0], spec.dims, strict=True):
         if split and term:
@@ -150,8 +153,8 @@ def follow(op: Op, attr: DistAttr) -> OpLayout:
     return OpLayout(attr.mesh, tuple(sorted(axes)))
 
 
-def _origin(held: Mapping[str, tuple[int | None, int, Origin]], op: Op) -> Origin:
-    from_user = dict.fromkeys(o.where for dim, _, o in held.values() if dim is not None)
+def _origin(sharding: Mapping[str, tuple[int | None, int, Origin]], op: Op) -> Origin:
+    from_user = dict.fromkeys(o.where for dim, _, o in sharding.values() if dim is not None)
     if not from_user:
         return Origin("default", "replicated: no claim reached it")
     return Origin("rule", f"of %{op.name} {op.kind}, from {', '.join(from_user)}")

@@ -1,24 +1,24 @@
-"""Move layouts that nobody pinned where that lowers the bytes on the wire.
+"""Local search over layouts without annotations, for a completed graph that sends fewer bytes.
 
 In:   a completed graph.
-Out:  the same graph; some unpinned values and ops have another layout, with origin "search".
-Invariant: annotations stay; no contraction is computed with fewer parts than completion gave it (unless its
-      result itself is annotated), no parameter or state is stored in fewer; the modelled cost never rises;
-      deterministic.
+Out:  the same graph; some values and ops without annotations have another layout, with origin "search".
+Invariant: annotations stay. No contraction is computed in fewer parts than by completion (unless its result
+    is annotated), and no parameter or state is stored in fewer. The modelled cost never increases.
+    Deterministic.
 
-Completion decides by priority, one axis at a time, and so leaves borders where two claims meet. Here the
-borders move. With P(v) the layout in which a value is made, R(v) those in which it is read (with the windows
-that ops read of it) and S(v) the one in which it is kept,
+Completion decides by priority, one axis at a time, so layouts change at borders where two claims meet. The
+search moves these borders. With P(v) the layout in which a value is produced, R(v) those in which it is read
+(with the windows of ops) and S(v) the one in which it is stored,
 
     cost = sum over values of times(v) * (min over S of  wire(P -> S) + sum over distinct R of wire(S -> R))
          + epsilon * bytes touched per rank,
 
 where times is the number of micro-batches for values inside the micro-batch part. An op may also be computed
-on its ranks in another order, where an op that slides reads less from others under it (`halo.nearest`): a
-reversal of a split dim leaves its result on the ranks reversed, and sends nothing. Moves: best response of
-one op, and flood moves in the manner of Kernighan and Lin (1970): give an op another layout, let the
-neighbours follow one by one whatever it costs, keep the best prefix. Situations that look alike (repeated
-layers) are tried once when they fail.
+on its ranks in another order, if an op with a sliding index then reads less from other ranks
+(`halo.nearest`): for example, a reversal of a split dim sends nothing if its result is stored on the reversed
+ranks. Moves are the best response of one op, and flood moves in the manner of Kernighan and Lin (1970): give
+an op another layout, let the neighbours follow one by one whatever it costs, and keep the best prefix. A move
+that fails is not repeated in equal situations (repeated layers).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from distgraph.passes.redistribution.planner import Price, wire_price
 
 BUDGET = 500_000  # work of one search, see `refine`
 _GAIN = 0.5  # a move must save at least half a byte
-_FLOOD = 40  # ops that one move may carry along
+_FLOOD = 40  # ops that one flood move may change
 _ROUNDS = 6
 _EQUAL = 1e-9  # bytes
 
 
 class _Refiner:
-    """Local search over the layouts of one graph; ops, values and layouts are numbers."""
+    """Local search over the layouts of one graph; ops, values and layouts are represented by indices."""
 
     def __init__(self, graph: Graph, times: dict[str, int], price: Price, budget: float = math.inf) -> None:
         self.space = LayoutSpace(graph, times)
@@ -54,45 +54,44 @@ class _Refiner:
         self.values = ValueCosts(self.space.kinds, self.space.layouts, price)
         self.failed: set[object] = set()
         self.budget = budget
-        self.compared = 0  # options of ops
+        self.compared = 0  # options of ops that were compared
         self.choice = [node.options.index(op.layout) for node, op in zip(self.nodes, graph.ops, strict=True)]  # type: ignore[arg-type]
         self.costs = [self.cost(i) for i in range(len(self.edges))]
 
     # ------------------------------------------------------------------ costs
 
-    def made(self, value: int) -> int:
-        """Layout in which a value is made."""
+    def produced(self, value: int) -> int:
+        """Layout in which a value is produced."""
         edge = self.edges[value]
-        return self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
+        return self.nodes[edge.producer].produced[self.choice[edge.producer]][edge.position]
 
-    def key(self, value: int, wanted: set[int] | None = None) -> Key:
-        """Where a value is made and where it is read (or wanted) under the present choices."""
+    def key(self, value: int, read: set[int] | None = None) -> Key:
+        """The key of a value under the current choices; `read` replaces the layouts in which it is read."""
         edge = self.edges[value]
-        made = self.nodes[edge.producer].made[self.choice[edge.producer]][edge.position]
-        if wanted is None:
-            wanted = {self.nodes[reader].need[self.choice[reader]][place] for reader, place in edge.readers}
-        if edge.like >= 0:
-            wanted.add(self.made(edge.like))
-        return edge.kind, made, tuple(sorted(wanted))
+        if read is None:
+            read = {self.nodes[reader].read[self.choice[reader]][operand] for reader, operand in edge.readers}
+        if edge.replaces >= 0:
+            read.add(self.produced(edge.replaces))
+        return edge.kind, self.produced(value), tuple(sorted(read))
 
-    def kept(self, value: int) -> int:
-        """Layout to keep a value in."""
+    def stored(self, value: int) -> int:
+        """Cheapest layout in which to store a value."""
         return self.values.cheapest(self.key(value))[1]
 
     def cost(self, value: int) -> float:
-        """Cost of a value under the present choices."""
+        """Cost of a value under the current choices."""
         edge = self.edges[value]
         key = self.key(value)
         return edge.times * self.values.cheapest(key)[0] + edge.touch / self.split[key[1]]
 
     def bound(self, value: int) -> float:
-        """At most the cost of a value under the present choices."""
+        """Lower bound of the cost of a value under the current choices."""
         edge = self.edges[value]
         key = self.key(value)
         return edge.times * self.values.bound(key) + edge.touch / self.split[key[1]]
 
     def moves(self, value: int) -> bool:
-        """True when the value costs something on the wire."""
+        """Whether the value is sent between ranks."""
         return self.costs[value] > self.edges[value].touch + _GAIN
 
     def set(self, node: int, option: int) -> float:
@@ -109,7 +108,7 @@ class _Refiner:
 
     @property
     def work(self) -> float:
-        """What the search has taken so far, see `refine`."""
+        """Work of the search so far, see `refine`."""
         return self.compared + self.values.work
 
     @property
@@ -118,9 +117,13 @@ class _Refiner:
         return self.work >= self.budget
 
     def best_response(self, number: int, through: int = -1, moved: Container[int] = ()) -> tuple[float, int]:
-        """Option of one op with the least cost; the first of equal ones.
+        """Option of one op with the least cost; of equal options the first.
 
-        `through`: only options under which this value costs nothing to move between `moved` ops and this one.
+        Args:
+            number: the op.
+            through: a value; only options under which it is not sent between the `moved` ops and this one
+                count. -1 for all options.
+            moved: ops that have changed their option.
         """
         node, present = self.nodes[number], self.choice[number]
         before = sum(self.costs[v] for v in node.around)
@@ -141,19 +144,19 @@ class _Refiner:
         return (best, best_option) if best < math.inf else (0.0, present)
 
     def ranked(self, number: int) -> list[tuple[float, int]]:
-        """Options of an op, each with a bound of the cost of all values around it, the least first."""
+        """(lower bound of the cost of all values around an op, option), in ascending order."""
         node, present = self.nodes[number], self.choice[number]
-        found = []
+        options = []
         for option in range(len(node.options)):
             self.choice[number] = option
-            found.append((sum(map(self.bound, node.around)), option))
+            options.append((sum(map(self.bound, node.around)), option))
         self.choice[number] = present
-        found.sort()
-        self.compared += len(found)
-        return found
+        options.sort()
+        self.compared += len(options)
+        return options
 
     def total(self, values: Sequence[int], limit: float) -> float:
-        """What some values cost together; inf where that is known to be above a limit."""
+        """Total cost of some values; inf if it exceeds a limit."""
         costs = list(map(self.bound, values))
         least = sum(costs)
         for i, value in enumerate(values):
@@ -165,19 +168,20 @@ class _Refiner:
         return sum(costs)
 
     def agrees(self, value: int, end: int, moved: Container[int]) -> bool:
-        """True when a value moves for nothing between one of its ends and those in `moved`; the others may
-        still follow."""
+        """Whether no message carries the value between its ops and those in `moved` (others may follow)."""
         edge = self.edges[value]
-        wanted = {
-            self.nodes[r].need[self.choice[r]][place] for r, place in edge.readers if r == end or r in moved
+        read = {
+            self.nodes[reader].read[self.choice[reader]][operand]
+            for reader, operand in edge.readers
+            if reader == end or reader in moved
         }
         if edge.producer != end and edge.producer not in moved:
-            return len(wanted) < 2
-        key = self.key(value, wanted)
+            return len(read) < 2
+        key = self.key(value, read)
         return edge.times * self.values.bound(key) <= _GAIN >= edge.times * self.values.cheapest(key)[0]
 
     def relax(self, numbers: list[int]) -> None:
-        """Best responses until none helps."""
+        """Apply best responses until none saves anything."""
         queue = deque(numbers)
         queued = set(numbers)
         while queue and not self.spent:
@@ -195,7 +199,7 @@ class _Refiner:
                         queue.append(other)
 
     def flood(self, number: int, option: int, worth: float) -> bool:
-        """Give an op another option and let neighbours follow; keep the best prefix if it saves anything."""
+        """Give an op another option, let neighbours follow, and keep the best prefix if it saves anything."""
         journal = [(number, self.choice[number])]
         total = self.set(number, option)
         best, best_length = (total, 1) if total < -_GAIN else (-_GAIN, 0)
@@ -223,14 +227,15 @@ class _Refiner:
         return best_length > 0
 
     def situation(self, number: int) -> object:
-        """What an op and its neighbours look like, so that repeated layers are recognised."""
+        """A key of an op and its neighbours that is equal in repeated layers."""
         near = (number, *self.nodes[number].neighbours)
         return tuple((self.nodes[n].kind, self.nodes[n].options[self.choice[n]]) for n in near)
 
     def try_op(self, number: int, value: int) -> bool:
-        """Flood from one end of a border with each option that does not raise the cost of the border.
+        """Flood from one op of a border with each option that does not increase the cost of the border.
 
-        It may stay: a value that two readers want in different layouts costs the same until both have moved.
+        The cost may stay equal: a value that two readers read in different layouts costs the same until both
+        have changed.
         """
         node = self.nodes[number]
         if len(node.options) < 2:
@@ -253,7 +258,7 @@ class _Refiner:
         return improved
 
     def run(self) -> None:
-        """Relax, then flood from every border, dearest first, until nothing helps."""
+        """Relax, then flood from every border, the most expensive first, until nothing saves anything."""
         everything = list(range(len(self.nodes)))
         self.relax(everything)
         for _ in range(_ROUNDS):
@@ -271,21 +276,21 @@ class _Refiner:
 
 
 def refine(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> Graph:
-    """Lower what a completed graph spends on communication.
+    """Reduce the communication of a completed graph.
 
     Args:
         graph: a completed graph.
         price: cost of one collective.
-        budget: work after which the search ends with what it has found: 1 for each layout of an op that is
-            compared, 20 for each change of layout priced, 1 for each step that the search for its collectives
-            examines, and 12 for each way to cut it into tiles between two meshes. Counted, not timed, so that
-            every rank and every run ends with the same layouts.
+        budget: work after which the search ends with its current result: 1 for each layout of an op that is
+            compared, 20 for each change of layout that is costed, 1 for each step that the planner of its
+            collectives examines, and 12 for each division into tiles between two meshes. Work is counted, not
+            timed, so that every rank and every run ends with the same layouts.
     """
     return refined(graph, price, budget).graph
 
 
 class Refined(NamedTuple):
-    """A graph with other layouts, the cost that is left, and the work that this took (see `refine`)."""
+    """The result of a search: the remaining cost, the graph, and the work of the search (see `refine`)."""
 
     cost: float
     graph: Graph
@@ -293,7 +298,7 @@ class Refined(NamedTuple):
 
 
 def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> Refined:
-    """As `refine`, with the cost that is left."""
+    """`refine` with the remaining cost and the work."""
     refiner = _Refiner(graph, multiplicity(graph), price, budget)
     refiner.run()
     ops = [
@@ -302,9 +307,11 @@ def refined(graph: Graph, price: Price = wire_price, budget: float = BUDGET) -> 
     ]
     attrs = {}
     for number, (name, attr) in enumerate((e.name, graph.attrs[e.name]) for e in refiner.edges):
-        kept = refiner.space.layouts.reads[refiner.kept(number)][0]
+        stored = refiner.space.layouts.reads[refiner.stored(number)][0]
         attrs[name] = (
-            attr if kept == attr else replace(kept, origin=Origin("search", f"moves less than {attr.spec}"))
+            attr
+            if stored == attr
+            else replace(stored, origin=Origin("search", f"moves less than {attr.spec}"))
         )
     return Refined(sum(refiner.costs), graph.with_ops(ops, attrs=attrs), refiner.work)
 

@@ -1,19 +1,18 @@
-"""Second phase of completion: which axis splits which dim of every value and which index of every op.
+"""Sharding propagation, the second phase of completion: which axes split the dims of values and indices.
 
-A *claim* says "axis a wants dim d of value v" (or "index i of op o"). Claims start at what the user wrote
-and travel through the index rules, forward and backward. Every value and every op gives an axis to one claim
-only: the least in the total order
+A *claim* states that an axis is to split a dim of a value (or an index of an op). Claims start at annotations
+and propagate through the index rules, forward and backward. Every value and every op grants an axis to one
+claim only, the least in the total order
 
-    (class of the seed, worst class of op passed, hops, position of the seed, order inside its dim)
+    (class of the seed, worst class of op passed, hops, position of the seed, order inside its dim).
 
-where the class of a seed (under the policy "data", the default) is 0 for inputs and activations, 2 for
-parameters, states and gradients, and the class of an op passed is 3 for elementwise ones, 4 for
-contractions, 5 for the rest. A claim only ever gets greater as it travels, so the least claims can be
-settled first and for good (the argument of Dijkstra's algorithm): the result is the unique fixpoint in which
-every value and op holds the least claim that reaches it, whatever order the work-list has. A user's spec
-settles all axes of its value at once. A claim that comes second is kept as *lost*. Over an axis of one rank
-nothing is split: such a claim travels on, for the axis of that name may be longer on another mesh, but it
-loses nothing.
+Under the policy "data", the default, the class of a seed is 0 for inputs and activations and 2 for
+parameters, states and gradients. The class of a passed op is 3 for elementwise ops, 4 for contractions, and 5
+for others. The key of a claim only grows as the claim propagates, so the least claims can be granted first
+and finally (the argument of Dijkstra's algorithm). The result is the unique fixpoint in which every value and
+op grants each axis to the least claim that reaches it, whatever the order of the work list. An annotation
+grants all axes of its value. A later claim is *lost* and recorded. An axis of one rank splits nothing: its
+claims propagate, because an axis of that name may have more ranks on another mesh, but they are never lost.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from distgraph.ir.sharding_spec import Origin, ShardSpec
 Key = tuple[int, int, int, int, int]
 _CONTRACTIONS = ("matmul", "einsum", "conv", "attention", "embedding")
 _STEPS_PER_ITEM = 64
-# policy -> class of a seed that is (no, a) parameter, state or gradient
+# policy -> class of seeds that are (inputs or activations; parameters, states or gradients)
 _SEED_CLASS = {"data": (0, 2), "parameters": (2, 0), "nearest": (0, 0)}
 POLICIES = tuple(_SEED_CLASS)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An axis that wants a dim of a value or an index of an op.
+    """The claim of an axis to split a dim of a value or an index of an op.
 
     Attributes:
-        key: place in the total order.
-        axis: mesh axis.
+        key: its key in the total order.
+        axis: the mesh axis.
         order: position of the axis among those that split the same dim at the seed (major first).
-        origin: the user annotation it started from.
+        origin: the annotation where it started.
     """
 
     key: Key
@@ -56,16 +55,17 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A claim that found its axis taken.
+    """A claim that was not granted.
 
     Attributes:
         op: name of the op where it was lost.
         source: file:line of the op.
-        index: index of the op's rule that it wanted ("" on a value).
-        value: value on whose dim it arrived.
+        index: the index of the op's rule that it claimed ("" on a value).
+        value: the value on whose dim it arrived.
         axis: the axis.
-        claimed, held: origins of the claim that lost and of the one that holds the axis.
-        reason: "taken", "whole" (the op needs the dim whole) or "small" (fewer positions than parts).
+        claimed, held: origins of this claim and of the claim to which the axis is granted.
+        reason: "taken" (another claim has the axis), "whole" (the op needs an unsplit dim) or "small" (the
+            dim has fewer positions than parts).
     """
 
     op: str
@@ -79,14 +79,14 @@ class Lost:
 
 
 @dataclass(slots=True)
-class Settled:
-    """What the propagation found.
+class Shardings:
+    """The result of the propagation.
 
     Attributes:
         values: value name -> axis -> (dim or None, order, origin).
         ops: op name -> axis -> (index, order, origin).
-        lost: claims that were dropped.
-        split_whole: names of ops whose whole index arrived split and that could be decomposed.
+        lost: claims that were not granted.
+        split_whole: names of decomposable ops for which an axis claims an index that must not be split.
     """
 
     values: dict[str, dict[str, tuple[int | None, int, Origin]]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Settled:
 
 
 class _Propagation:
-    """Work-list over one graph: a heap of claims on values; an op settles as soon as a claim reaches it."""
+    """The propagation on one graph: a heap of claims on values; ops grant claims as soon as they arrive."""
 
     def __init__(self, graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str) -> None:
         self.graph = graph
@@ -104,19 +104,19 @@ class _Propagation:
         self.mesh_of = {v.name: meshes[op.name] for op in graph.ops for v in op.results}
         self.op_mesh = meshes
         self.rules: dict[str, Rule] = {op.name: rule_of(op) for op in graph.ops}
-        self.hop = {op.name: _class_of(op) for op in graph.ops}
+        self.op_class = {op.name: _class_of(op) for op in graph.ops}
         self.touching: dict[str, list[tuple[Op, bool, int]]] = {name: [] for name in graph.values}
         for op in graph.ops:
             if op.kind in SOURCES or op.kind == "reshard":
-                continue  # nothing to infer, or a border that the user drew
+                continue  # sources infer nothing; a reshard of the user separates layouts
             for is_result, values in ((False, op.operands), (True, op.results)):
                 for i, value in enumerate(values):
                     self.touching[value.name].append((op, is_result, i))
-        self.result = Settled({name: {} for name in graph.values}, {op.name: {} for op in graph.ops})
+        self.result = Shardings({name: {} for name in graph.values}, {op.name: {} for op in graph.ops})
         self.heap: list[tuple[Key, str, str, int, int, Claim]] = []
 
-    def run(self) -> Settled:
-        """Settle claims in order until none is left. Raises ShardingError if that does not end (our bug)."""
+    def run(self) -> Shardings:
+        """Grant claims in order until none is left. Raises ShardingError if this does not end (a bug)."""
         self.seed()
         limit = _STEPS_PER_ITEM * (len(self.graph.values) + len(self.graph.ops)) + 1024
         steps = 0
@@ -125,7 +125,7 @@ class _Propagation:
             if claim.key[2] == 0:
                 self.offer(claim, name, dim)
             else:
-                self.settle_value(claim, name, dim)
+                self.grant_value(claim, name, dim)
             steps += 1
             if steps > limit:
                 raise ShardingError(
@@ -137,45 +137,47 @@ class _Propagation:
     def seed(self) -> None:
         position = {name: i for i, name in enumerate(self.graph.values)}
         for name, attr in self.graph.attrs.items():
-            settled = self.result.values[name]
+            granted = self.result.values[name]
             for axis in attr.mesh.axes:
-                settled[axis] = (None, 0, attr.origin)
+                granted[axis] = (None, 0, attr.origin)
             producer = self.graph.producers[name]
             weight = producer.kind in ("param", "state") or producer.role in ("backward", "optimize")
             kind = _SEED_CLASS[self.policy][bool(weight)]
             for dim, axes in enumerate(attr.spec.dims):
                 for order, axis in enumerate(axes):
-                    settled[axis] = (dim, order, attr.origin)
+                    granted[axis] = (dim, order, attr.origin)
                     self.push(Claim((kind, 0, 0, position[name], order), axis, order, attr.origin), name, dim)
 
     def push(self, claim: Claim, name: str, dim: int) -> None:
-        # equal keys are told apart by axis, name and dim, never by the order of insertion
+        # claims with equal keys are ordered by axis, name and dim, never by the order of insertion
         heapq.heappush(self.heap, (claim.key, claim.axis, name, dim, len(self.heap), claim))
 
-    def settle_value(self, claim: Claim, name: str, dim: int) -> None:
-        settled, axis = self.result.values[name], claim.axis
-        if axis in settled:
-            if settled[axis][0] != dim:
-                self.lose(claim, self.graph.producers[name], "", name, settled[axis][2], "taken")
+    def grant_value(self, claim: Claim, name: str, dim: int) -> None:
+        """Grant a claim on a dim of a value, unless the axis is granted already."""
+        granted, axis = self.result.values[name], claim.axis
+        if axis in granted:
+            if granted[axis][0] != dim:
+                self.lose(claim, self.graph.producers[name], "", name, granted[axis][2], "taken")
             return
-        settled[axis] = (dim, claim.order, claim.origin)
+        granted[axis] = (dim, claim.order, claim.origin)
         self.offer(claim, name, dim)
 
     def offer(self, claim: Claim, name: str, dim: int) -> None:
-        """A settled dim claims the index it stands for in every op that touches the value."""
+        """Propagate a granted claim on a dim to the index of the dim in every op that touches the value."""
         for op, is_result, position in self.touching[name]:
             if claim.axis not in self.op_mesh[op.name].sizes:
                 continue
             rule = self.rules[op.name]
             term = (rule.results if is_result else rule.operands)[position][dim]
             if term:
-                self.settle_op(claim, op, rule, term, name)
+                self.grant_op(claim, op, rule, term, name)
 
-    def settle_op(self, claim: Claim, op: Op, rule: Rule, term: tuple[str, ...], via: str) -> None:
-        settled, axis = self.result.ops[op.name], claim.axis
-        if axis in settled:
-            if settled[axis][0] not in term:
-                self.lose(claim, op, term[0], via, settled[axis][2], "taken")
+    def grant_op(self, claim: Claim, op: Op, rule: Rule, term: tuple[str, ...], via: str) -> None:
+        """Grant a claim on an index of an op, unless the axis is granted or the index cannot be split."""
+        granted, axis = self.result.ops[op.name], claim.axis
+        if axis in granted:
+            if granted[axis][0] not in term:
+                self.lose(claim, op, term[0], via, granted[axis][2], "taken")
             return
         index = term[0] if len(term) == 1 else self.index_with_room(op, rule, term, axis)
         if index is None:
@@ -188,35 +190,35 @@ class _Propagation:
                 self.result.split_whole[op.name] = None
             self.lose(claim, op, index, via, claim.origin, "whole")
             return
-        settled[axis] = (index, claim.order, claim.origin)
-        layout = op_layout(self.op_mesh[op.name], settled)
+        granted[axis] = (index, claim.order, claim.origin)
+        layout = op_layout(self.op_mesh[op.name], granted)
         if index in rule.composite and not representable(rule, layout):
-            del settled[axis]
+            del granted[axis]
             self.lose(claim, op, index, via, claim.origin, "small")
             return
         self.spread(claim, op, rule, index)
 
     def spread(self, claim: Claim, op: Op, rule: Rule, index: str) -> None:
-        """An index that got an axis passes the claim on to every dim that carries it."""
+        """Propagate a granted claim on an index to every dim that has the index."""
         seed, worst, hops, position, order = claim.key
-        key = (seed, max(worst, self.hop[op.name]), hops + 1, position, order)
+        key = (seed, max(worst, self.op_class[op.name]), hops + 1, position, order)
         for is_result, tensor, dim in rule.dims_of(index):
             name = (op.results if is_result else op.operands)[tensor].name
             if claim.axis not in self.mesh_of[name].sizes:
                 continue
             term = (rule.results if is_result else rule.operands)[tensor][dim]
             place = claim.order if len(term) == 1 else claim.order + 16 * term.index(index)
-            held = self.result.values[name].get(claim.axis)
-            if held is None or held[0] != dim:
+            granted = self.result.values[name].get(claim.axis)
+            if granted is None or granted[0] != dim:
                 self.push(Claim(key, claim.axis, place, claim.origin), name, dim)
 
     def index_with_room(self, op: Op, rule: Rule, term: tuple[str, ...], axis: str) -> str | None:
-        """The index of a composite dim that a further axis splits: the major one until it is used up."""
-        mesh, settled = self.op_mesh[op.name], self.result.ops[op.name]
+        """The index of a composite dim that a further axis splits: the major index until no part is left."""
+        mesh, granted = self.op_mesh[op.name], self.result.ops[op.name]
         for index in term:
             parts, even = 1, True
-            for other, (held, _, _) in settled.items():
-                if held == index:
+            for other, (split, _, _) in granted.items():
+                if split == index:
                     parts *= mesh.units((other,))
                     even = even and other not in mesh.weights
             if even and parts == rule.sizes[index]:
@@ -232,14 +234,14 @@ class _Propagation:
             )
 
 
-def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "data") -> Settled:
-    """Settle every axis on every value and op.
+def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "data") -> Shardings:
+    """Decide which dim of every value and which index of every op each axis splits.
 
     Args:
         graph: annotated graph.
         meshes: op name -> mesh (see `place`).
-        policy: which seeds win: "data" (inputs and activations), "parameters", or "nearest" (no class of
-        seeds).
+        policy: which seeds have precedence: "data" (inputs and activations), "parameters", or "nearest"
+            (none).
 
     Raises:
         ShardingError: an annotation does not fit its value.
@@ -249,11 +251,11 @@ def propagate(graph: Graph, meshes: Mapping[str, ProcessMesh], policy: str = "da
     return _Propagation(graph, meshes, policy).run()
 
 
-def op_layout(mesh: ProcessMesh, settled: Mapping[str, tuple[str, int, Origin]]) -> OpLayout:
-    """Layout of an op from its settled axes; axes on one index stand in the order of their seed, then of the
+def op_layout(mesh: ProcessMesh, granted: Mapping[str, tuple[str, int, Origin]]) -> OpLayout:
+    """Layout of an op from its granted axes; axes of one index are in the order of their seed, then of the
     mesh."""
     by_index: dict[str, list[tuple[int, int, str]]] = {}
-    for axis, (index, order, _) in settled.items():
+    for axis, (index, order, _) in granted.items():
         if mesh.axis_size(axis) > 1:
             by_index.setdefault(index, []).append((order, mesh.axes.index(axis), axis))
     return OpLayout(
@@ -262,11 +264,11 @@ def op_layout(mesh: ProcessMesh, settled: Mapping[str, tuple[str, int, Origin]])
 
 
 def value_spec(
-    ndim: int, mesh: ProcessMesh, settled: Mapping[str, tuple[int | None, int, Origin]]
+    ndim: int, mesh: ProcessMesh, granted: Mapping[str, tuple[int | None, int, Origin]]
 ) -> ShardSpec:
-    """Spec of a value from its settled axes."""
+    """Spec of a value from its granted axes."""
     dims: list[list[tuple[int, int, str]]] = [[] for _ in range(ndim)]
-    for axis, (dim, order, _) in settled.items():
+    for axis, (dim, order, _) in granted.items():
         if dim is not None and mesh.axis_size(axis) > 1:
             dims[dim].append((order, mesh.axes.index(axis), axis))
     return ShardSpec(tuple(tuple(a for _, _, a in sorted(dim)) for dim in dims))

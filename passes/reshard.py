@@ -1,16 +1,16 @@
-"""Make every change of layout an explicit op.
+"""Makes every change of layout an explicit op.
 
-In:   a completed graph, in which an op may read a value in another layout than it is stored in, or leave it
-in one.
-Out:  a graph in which every op reads and leaves its values exactly as they are stored; the differences are
-`reshard` ops.
-Invariant: same program; no layout names an axis of one rank, which splits nothing; a new value of a param
-      lies as the old one; users that need the same layout of a value share one reshard; a result is resharded
-      right where it is made (so that communication can start early), an operand right before its first
-      reader. What ops of another mesh read in several layouts goes there once, in the layout from which the
-      others cost least, where that sends no more. Where an op reads neighbours' positions of a split dim (see
-      `operand_windows`), a `comm.halo` lengthens the local blocks: the same global tensor in the same layout,
-      blocks that overlap; or in the layout of a mesh with the same ranks in another order.
+In:   a completed graph, in which an op may read or produce a value in another layout than it is stored in.
+Out:  a graph in which every op reads and produces its values in the layouts in which they are stored;
+    `reshard` ops make the differences explicit.
+Invariant: the program is the same, and layouts mention no axis of one rank. A new value of a parameter is
+      stored in the layout of the old one. Readers that need the same layout of a value share one reshard. A
+      result is resharded directly after its op, so that communication can start early; an operand directly
+      before its first reader. A value that ops of another mesh read in several layouts is sent there once,
+      in the layout from which the others cost least, if that does not send more. If an op reads positions
+      of neighbouring blocks of a split dim (see `operand_windows`), a `comm.halo` extends the local blocks:
+      the same global tensor with overlapping blocks, in the same layout, or in that of a mesh with the same
+      ranks in another order.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -35,19 +35,20 @@ from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.redistribution.tiles import without_unit_axes
 
 Key = tuple[str, DistAttr] | tuple[str, DistAttr, Windows]
-Landings = dict[tuple[str, ProcessMesh], DistAttr]
+Arrivals = dict[tuple[str, ProcessMesh], DistAttr]
 
 
-class Shared(dict[Key, Value]):
-    """Copies made so far: value and layout (and windows) -> copy.
+class Copies(dict[Key, Value]):
+    """Copies so far: (value, layout) or (value, layout, windows) -> the copy.
 
     Attributes:
-        landings: value and another mesh -> layout in which the value goes there, where it is read in several.
+        arrivals: (value, another mesh) -> the layout in which the value is sent to the mesh, if it is read
+            there in several.
     """
 
-    def __init__(self, landings: Landings) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
         super().__init__()
-        self.landings = landings
+        self.arrivals = arrivals
 
 
 @register_pass("reshard", requires="completed", stage="resharded")
@@ -58,30 +59,30 @@ def reshard(graph: Graph) -> Graph:
     Raises:
         GraphError: the graph is not completed.
     """
-    bare = next((op for op in graph.ops if op.layout is None), None)
-    if bare is not None:
-        raise GraphError(f"{bare} has no layout; run the pass complete before reshard")
+    incomplete = next((op for op in graph.ops if op.layout is None), None)
+    if incomplete is not None:
+        raise GraphError(f"{incomplete} has no layout; run the pass complete before reshard")
     graph = _without_unit_axes(graph)
     attrs = dict(graph.attrs)
-    attrs.update(_lying_as_replaced(graph))
+    attrs.update(_layouts_of_updates(graph))
     ops: list[Op] = []
-    shared = Shared(_landings(graph, attrs))
+    copies = Copies(_arrivals(graph, attrs))
     for op in graph.ops:
         if op.kind == "reshard":
             ops.append(op)
             continue
-        operands = tuple(_with_halo(op, i, ops, attrs, shared) for i in range(len(op.operands)))
+        operands = tuple(_with_halo(op, i, ops, attrs, copies) for i in range(len(op.operands)))
         results, after = _results(op, attrs)
         both = zip((*operands, *results), (*op.operands, *op.results), strict=True)
         same = all(new is old for new, old in both)
         ops.append(op if same else replace(op, operands=operands, results=results))
         ops.extend(after)
-    updates = tuple((old, _as_replaced(graph, old, new, ops, attrs, shared)) for old, new in graph.updates)
+    updates = tuple((old, _in_layout_of(graph, old, new, ops, attrs, copies)) for old, new in graph.updates)
     return graph.with_ops(ops, attrs=attrs, updates=updates)
 
 
 def _without_unit_axes(graph: Graph) -> Graph:
-    """The same layouts with no mention of axes of one rank."""
+    """The graph with layouts that do not mention axes of one rank."""
     meshes = {*graph.meshes, *(op.layout.mesh for op in graph.ops if op.layout is not None)}
     if all(1 not in mesh.shape for mesh in meshes):
         return graph
@@ -101,8 +102,8 @@ def _layout_without(op: Op) -> OpLayout:
     return OpLayout(layout.mesh, tuple((index, split) for index, split in axes if split), partial)
 
 
-def _lying_as_replaced(graph: Graph) -> dict[str, DistAttr]:
-    """New values of params that nothing else reads are kept right where the old value lies."""
+def _layouts_of_updates(graph: Graph) -> dict[str, DistAttr]:
+    """New values of parameters that nothing else reads -> the layout of the old value."""
     returned = {value.name for _, value in graph.outputs}
     return {
         new.name: replace(graph.attrs[old], origin=Origin("rule", f"replaces %{old}"))
@@ -115,80 +116,82 @@ def _lying_as_replaced(graph: Graph) -> dict[str, DistAttr]:
     }
 
 
-def _as_replaced(
-    graph: Graph, old: str, new: Value, ops: list[Op], attrs: dict[str, DistAttr], shared: Shared
+def _in_layout_of(
+    graph: Graph, old: str, new: Value, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies
 ) -> Value:
-    """The new value of a param in the layout of the one that it replaces."""
-    wanted = attrs[old]
-    if attrs[new.name] == wanted:
+    """The new value of a parameter in the layout of the value that it replaces."""
+    layout = attrs[old]
+    if attrs[new.name] == layout:
         return new
-    key = (new.name, wanted)
-    if key not in shared:
-        shared[key] = replace(new, name=f"{new.name}.r{len(shared)}")
-        attrs[shared[key].name] = wanted
-        ops.append(replace(_reshard_op(graph.producers[new.name], new, shared[key], wanted), role="optimize"))
-    return shared[key]
+    key = (new.name, layout)
+    if key not in copies:
+        copies[key] = replace(new, name=f"{new.name}.r{len(copies)}")
+        attrs[copies[key].name] = layout
+        ops.append(replace(_reshard_op(graph.producers[new.name], new, copies[key], layout), role="optimize"))
+    return copies[key]
 
 
-def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Shared) -> Value:
+def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies) -> Value:
+    """An operand in the layout in which an op reads it, with a halo if its windows need one."""
     windows = operand_windows(op, position)
     if not windows:
-        return _operand(op, position, ops, attrs, shared)
-    value, wanted = op.operands[position], _wanted(op, position)
-    if not fetches(attrs[value.name], wanted):
-        value = _operand(op, position, ops, attrs, shared)
-    key = (value.name, wanted, windows)
-    if key not in shared:
-        shared[key] = replace(value, name=f"{value.name}.h{len(shared)}")
-        attrs[shared[key].name] = wanted
-        made = _reshard_op(op, value, shared[key], wanted)
-        axes = tuple(axis for dim, _ in windows for axis in wanted.spec.dims[dim])
-        ops.append(replace(made, kind="comm.halo", attrs={"axes": axes, "windows": windows}))
-    return shared[key]
+        return _operand(op, position, ops, attrs, copies)
+    value, layout = op.operands[position], _read_layout(op, position)
+    if not fetches(attrs[value.name], layout):
+        value = _operand(op, position, ops, attrs, copies)
+    key = (value.name, layout, windows)
+    if key not in copies:
+        copies[key] = replace(value, name=f"{value.name}.h{len(copies)}")
+        attrs[copies[key].name] = layout
+        halo = _reshard_op(op, value, copies[key], layout)
+        axes = tuple(axis for dim, _ in windows for axis in layout.spec.dims[dim])
+        ops.append(replace(halo, kind="comm.halo", attrs={"axes": axes, "windows": windows}))
+    return copies[key]
 
 
-def fetches(held: DistAttr, wanted: DistAttr) -> bool:
-    """Whether windows of a layout are fetched straight from another one: the same ranks in another order."""
-    same = held.mesh.rank_set == wanted.mesh.rank_set and held.spec.partial == wanted.spec.partial
-    return same and held.mesh != wanted.mesh
+def fetches(stored: DistAttr, read: DistAttr) -> bool:
+    """Whether a halo fetches windows directly from a layout on the same ranks in another order."""
+    same = stored.mesh.rank_set == read.mesh.rank_set and stored.spec.partial == read.spec.partial
+    return same and stored.mesh != read.mesh
 
 
-def _wanted(op: Op, position: int) -> DistAttr:
-    """Layout in which an op reads an operand, or the blocks that its windows belong to."""
+def _read_layout(op: Op, position: int) -> DistAttr:
+    """Layout in which an op reads an operand; for an operand with windows that of its blocks without them."""
     assert op.layout is not None
     return DistAttr(op.layout.mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
 
 
-def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], shared: Shared) -> Value:
-    value, wanted = op.operands[position], _wanted(op, position)
-    if attrs[value.name] == wanted:
+def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies) -> Value:
+    """An operand in the layout in which an op reads it."""
+    value, layout = op.operands[position], _read_layout(op, position)
+    if attrs[value.name] == layout:
         return value
-    landing = shared.landings.get((value.name, wanted.mesh), wanted)
-    landed = _copy(op, value, landing, value, ops, attrs, shared)
-    return landed if landing == wanted else _copy(op, value, wanted, landed, ops, attrs, shared)
+    arrival = copies.arrivals.get((value.name, layout.mesh), layout)
+    arrived = _copy(op, value, arrival, value, ops, attrs, copies)
+    return arrived if arrival == layout else _copy(op, value, layout, arrived, ops, attrs, copies)
 
 
 def _copy(
     op: Op,
     value: Value,
-    wanted: DistAttr,
+    layout: DistAttr,
     source: Value,
     ops: list[Op],
     attrs: dict[str, DistAttr],
-    shared: Shared,
+    copies: Copies,
 ) -> Value:
-    """A value in another layout, made of `source`, which is the value itself or a copy of it."""
-    key = (value.name, wanted)
-    if key not in shared:
-        shared[key] = replace(value, name=f"{value.name}.r{len(shared)}")
-        attrs[shared[key].name] = wanted
-        ops.append(_reshard_op(op, source, shared[key], wanted))
-    return shared[key]
+    """A value in another layout, resharded from `source`, which is the value itself or a copy of it."""
+    key = (value.name, layout)
+    if key not in copies:
+        copies[key] = replace(value, name=f"{value.name}.r{len(copies)}")
+        attrs[copies[key].name] = layout
+        ops.append(_reshard_op(op, source, copies[key], layout))
+    return copies[key]
 
 
-def _landings(graph: Graph, attrs: Mapping[str, DistAttr]) -> Landings:
-    """Where values go once that ops of another mesh read in several layouts."""
-    wanted: dict[tuple[str, ProcessMesh], dict[DistAttr, None]] = {}
+def _arrivals(graph: Graph, attrs: Mapping[str, DistAttr]) -> Arrivals:
+    """The layouts in which values are sent to a mesh whose ops read them in several layouts."""
+    read: dict[tuple[str, ProcessMesh], dict[DistAttr, None]] = {}
     for op in graph.ops:
         if op.kind == "reshard" or op.layout is None:
             continue
@@ -196,44 +199,45 @@ def _landings(graph: Graph, attrs: Mapping[str, DistAttr]) -> Landings:
         for position, value in enumerate(op.operands):
             if attrs[value.name].mesh.rank_set == ranks:
                 continue
-            there = _wanted(op, position)
-            if not there.spec.partial:
-                wanted.setdefault((value.name, there.mesh), {}).setdefault(there)
+            layout = _read_layout(op, position)
+            if not layout.spec.partial:
+                read.setdefault((value.name, layout.mesh), {}).setdefault(layout)
     return {
-        key: landing
-        for key, layouts in wanted.items()
+        key: arrival
+        for key, layouts in read.items()
         if len(layouts) > 1
-        and (landing := _landing(graph.values[key[0]], attrs[key[0]], list(layouts))) is not None
+        and (arrival := _arrival(graph.values[key[0]], attrs[key[0]], list(layouts))) is not None
     }
 
 
-def _landing(value: Value, held: DistAttr, wanted: list[DistAttr]) -> DistAttr | None:
-    """The layout to arrive in for which least is sent; None where that is more than to send each apart."""
+def _arrival(value: Value, stored: DistAttr, layouts: list[DistAttr]) -> DistAttr | None:
+    """The layout of arrival with the least total cost; None if separate transfers cost less."""
     shape, size = value.shape, itemsize(value.dtype)
-    arriving = {there: transfer_cost(shape, size, held, there) for there in wanted}
+    transfers = {layout: transfer_cost(shape, size, stored, layout) for layout in layouts}
 
-    def total(landing: DistAttr) -> float:
-        mesh = landing.mesh
-        onward = (redistribute_cost(shape, size, mesh, landing.spec, there.spec) for there in wanted)
-        return arriving[landing] + sum(onward)
+    def total(arrival: DistAttr) -> float:
+        mesh = arrival.mesh
+        onward = (redistribute_cost(shape, size, mesh, arrival.spec, layout.spec) for layout in layouts)
+        return transfers[arrival] + sum(onward)
 
-    best = min(wanted, key=total)
-    return best if total(best) <= sum(arriving.values()) else None
+    best = min(layouts, key=total)
+    return best if total(best) <= sum(transfers.values()) else None
 
 
 def _results(op: Op, attrs: dict[str, DistAttr]) -> tuple[tuple[Value, ...], list[Op]]:
+    """The results of an op in the layouts in which it produces them, and the reshards after it."""
     if op.kind in SOURCES:
         return op.results, []
     layout = op.layout
     assert layout is not None
     results, after = [], []
     for position, value in enumerate(op.results):
-        made = DistAttr(layout.mesh, result_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
-        if attrs[value.name] == made:
+        produced = DistAttr(layout.mesh, result_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+        if attrs[value.name] == produced:
             results.append(value)
             continue
         raw = replace(value, name=f"{value.name}.raw")
-        attrs[raw.name] = made
+        attrs[raw.name] = produced
         results.append(raw)
         after.append(_reshard_op(op, raw, value, attrs[value.name]))
     return tuple(results), after

@@ -1,21 +1,19 @@
-"""Cut a lowered graph into tasks: what runs once before the micro-batches, once a micro-batch, and once
-after them.
+"""Splits a lowered graph into tasks that run once before, once for each, or once after the micro-batches.
 
-In:   a lowered graph (layouts known, changes of layout are `comm.*` ops).
-Out:  tasks, each a run of ops on one mesh with one role, and the edges between them.
-Invariant: an edge between tasks of different ranks is a transfer; the tasks form a DAG; together they hold
-      every op that is not a source exactly once (a transfer twice: its send with the producer, its receive
-      with the consumer). Meshes that name the same ranks in another order or shape are one place: the first
-      of them stands for all, and a transfer between them is an op like any other.
+In:   a lowered graph, in which changes of layout are `comm.*` ops.
+Out:  tasks, each a sequence of ops on one mesh with one role, and the edges between them.
+Invariant: an edge between tasks of different ranks is a transfer. The tasks form a DAG. Together they have
+    every op that is not a source exactly once (a transfer twice: its send with the producer, its receive with
+    the consumer). Meshes with the same ranks in another order or shape count as one mesh, represented by the
+    first of them; a transfer between them is an ordinary op.
 
-An op belongs to the part of the step that its inputs allow: *load* when it depends on no micro-batch,
-*forward* or *backward* when it does; once it follows an `accumulate`, *optimize* when it is part of the
-update of parameters and states and *sync* otherwise (the sum of a gradient over stages). A sync task reads no
-result of an optimize task, so that all gradients of a step are known before the first update. Inside a part,
-the *level* counts the changes of mesh on the longest path to the op; ops of one part, mesh and level form a
-task. What follows an `accumulate` on the same mesh without leaving it (the reduction of a gradient) is the
-*tail* of that task: it runs with the last micro-batch, so that communication starts as soon as the gradient
-is there.
+The kind of the task of an op follows from its inputs: *load* if it depends on no micro-batch, *forward* or
+*backward* if it does. After an `accumulate` it is *optimize* if the op is part of the update of parameters
+and states, and *sync* otherwise (the sum of a gradient over stages). A sync task reads no result of an
+optimize task, so that all gradients of a step are complete before the first update. The *level* of an op is
+the number of changes of mesh on the longest path to it; ops of one kind, mesh and level form a task. Ops that
+follow an `accumulate` on the same mesh (the reduction of a gradient) are the *tail* of its task: they run
+with the last micro-batch, so that communication starts as soon as the gradient is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.passes.pass_registry import register_pass
 
 Key = tuple[str, ProcessMesh, int]
-Block = tuple[tuple[int, ...], str, ShardSpec, Windows]  # shape, dtype, layout, and halo where there is one
+Block = tuple[tuple[int, ...], str, ShardSpec, Windows]  # shape, dtype, layout, halo (empty if none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +43,12 @@ class Part:
     Attributes:
         name: unique, such as "forward.s1".
         kind: load, forward, backward, sync or optimize.
-        mesh: ranks that run it together, under the first mesh that has just these.
+        mesh: the ranks that run it together, as the first mesh with these ranks.
         stage: position of its mesh in the pipeline.
-        per_micro: once a micro-batch, or once a step.
-        body: ops in program order; `comm.transfer` appears as the send in its source's task, as the receive
-        in its target's. tail: names of ops of the body that run with the last micro-batch only.
+        per_micro: whether it runs once for each micro-batch, or once a step.
+        body: its ops in program order; a `comm.transfer` is a send in the task of its source, a receive in
+            that of its target.
+        tail: names of the ops of the body that run with the last micro-batch only.
     """
 
     name: str
@@ -63,12 +62,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """All tasks of a step; what every rank asks of the whole program is found once, at the first question.
+    """All tasks of a step, and properties of the whole program that are computed once for all ranks.
 
     Attributes:
         graph: the lowered graph.
-        tasks: in an order in which they could run one after the other.
-        edges: (source task, target task) of every value that crosses.
+        tasks: in a topological order.
+        edges: (source task, target task) of every value that one task reads from another.
         phase: value name -> 0 before the micro-batches, 1 per micro-batch, 2 after them.
     """
 
@@ -79,58 +78,58 @@ class Parts:
 
     @cached_property
     def codes(self) -> dict[str, CodeType]:
-        """Generated text -> its code, for the ranks whose programs read the same; see `compiling`."""
+        """Cache: generated text -> compiled code, for ranks with equal programs; see `compiling`."""
         return {}
 
     @cached_property
     def compiling(self) -> Lock:
-        """Held while `codes` is filled: one rank compiles, the others wait and take it."""
+        """The lock of `codes`: one rank compiles, the others wait for the result."""
         return Lock()
 
     @cached_property
     def packed(self) -> dict[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
-        """Blocks of scratch memory -> their offsets, for the ranks that need the same; see `packing`."""
+        """Cache: blocks of scratch memory -> offsets, for ranks with equal blocks; see `packing`."""
         return {}
 
     @cached_property
     def packing(self) -> Lock:
-        """Held while `packed` is filled: one rank finds the places, the others wait and take them."""
+        """The lock of `packed`: one rank packs, the others wait for the result."""
         return Lock()
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Name of every communication -> its place in the graph, the tag of its messages."""
+        """Name of every communication op -> its position in the graph, the tag of its messages."""
         return {op.name: i for i, op in enumerate(self.graph.ops) if op.kind.startswith("comm.")}
 
     @cached_property
     def blocks(self) -> dict[ProcessMesh, dict[Block, list[str]]]:
-        """Mesh -> kind of block -> names of the values on that mesh that are cut so."""
-        graph, found = self.graph, dict[ProcessMesh, dict[Block, list[str]]]()
+        """Mesh -> kind of block -> names of the values on that mesh with such blocks."""
+        graph, blocks = self.graph, dict[ProcessMesh, dict[Block, list[str]]]()
         for op in graph.ops:
             windows: Windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
             for value in op.results:
                 attr = graph.attrs[value.name]
                 block = (value.shape, value.dtype, attr.spec, windows)
-                found.setdefault(attr.mesh, {}).setdefault(block, []).append(value.name)
-        return found
+                blocks.setdefault(attr.mesh, {}).setdefault(block, []).append(value.name)
+        return blocks
 
     @cached_property
     def sources(self) -> dict[ProcessMesh, list[tuple[int, str]]]:
-        """Mesh -> place in the program and name of the values that are there before the step."""
-        found: dict[ProcessMesh, list[tuple[int, str]]] = {}
+        """Mesh -> (position in the program, name) of the values that exist before the step."""
+        sources: dict[ProcessMesh, list[tuple[int, str]]] = {}
         for place, op in enumerate(self.graph.sources()):
             for value in op.results:
-                found.setdefault(self.graph.attrs[value.name].mesh, []).append((place, value.name))
-        return found
+                sources.setdefault(self.graph.attrs[value.name].mesh, []).append((place, value.name))
+        return sources
 
     def sources_of(self, rank: int) -> tuple[str, ...]:
-        """Names of the values that a rank holds before the step, in program order."""
-        found = (value for mesh, values in self.sources.items() if rank in mesh for value in values)
-        return tuple(name for _, name in sorted(found))
+        """Names of the values that a rank stores before the step, in program order."""
+        of_rank = (value for mesh, values in self.sources.items() if rank in mesh for value in values)
+        return tuple(name for _, name in sorted(of_rank))
 
     @cached_property
     def updates(self) -> dict[str, tuple[int, str]]:
-        """Name of a param or state -> place among the updates, name of the value to replace it."""
+        """Name of a parameter or state -> position among the updates, name of its new value."""
         return {old: (place, new.name) for place, (old, new) in enumerate(self.graph.updates)}
 
     @cached_property
@@ -146,14 +145,14 @@ class Parts:
 
     @cached_property
     def before(self) -> dict[str, frozenset[str]]:
-        """Task -> all tasks that are over before it may begin."""
+        """Task -> all tasks that have ended before it may begin."""
         sources: dict[str, list[str]] = {part.name: [] for part in self.tasks}
         for source, target in self.edges:
             sources[target].append(source)
-        found: dict[str, frozenset[str]] = {}
+        before: dict[str, frozenset[str]] = {}
         for name in TopologicalSorter(sources).static_order():
-            found[name] = frozenset(sources[name]).union(*(found[source] for source in sources[name]))
-        return found
+            before[name] = frozenset(sources[name]).union(*(before[source] for source in sources[name]))
+        return before
 
     @cached_property
     def stages(self) -> dict[str, int]:
@@ -161,7 +160,7 @@ class Parts:
         return {part.name: part.stage for part in self.tasks}
 
     @cached_property
-    def at(self) -> dict[frozenset[int], int]:
+    def stage_of(self) -> dict[frozenset[int], int]:
         """Ranks of a mesh -> their stage."""
         return {part.mesh.rank_set: part.stage for part in self.tasks}
 
@@ -169,7 +168,7 @@ class Parts:
 @dataclass(slots=True)
 class _State:
     graph: Graph
-    mesh: dict[str, ProcessMesh] = field(default_factory=dict)  # value -> the place where it lies
+    mesh: dict[str, ProcessMesh] = field(default_factory=dict)  # value -> mesh that represents its ranks
     phase: dict[str, int] = field(default_factory=dict)
     level: dict[str, int] = field(default_factory=dict)  # op name -> level
     kind: dict[str, str] = field(default_factory=dict)  # op name -> kind of task
@@ -205,36 +204,36 @@ def _classify(state: _State, op: Op) -> None:
         inside = state.phase[value.name] < 2 or producer.kind == "accumulate" or producer.name in state.tail
         tail = tail and inside and not (crossing and phase == 2)
     state.level[op.name] = level
-    behind = any(state.kind[state.graph.producers[v.name].name] == "backward" for v in op.operands)
+    after_backward = any(state.kind[state.graph.producers[v.name].name] == "backward" for v in op.operands)
     if op.kind == "accumulate":
-        state.kind[op.name] = "backward" if op.role == "backward" or behind else "forward"
+        state.kind[op.name] = "backward" if op.role == "backward" or after_backward else "forward"
         phase = 2
     elif phase == 0:
         state.kind[op.name] = "load"
     elif phase == 1:
-        state.kind[op.name] = "backward" if op.role == "backward" or behind else "forward"
+        state.kind[op.name] = "backward" if op.role == "backward" or after_backward else "forward"
     else:
         updates = op.role == "optimize" and not _moves_gradient(state, op)
         state.kind[op.name] = "optimize" if updates else "sync"
-        homes = {
+        tasks = {
             (state.kind[p.name], state.level[p.name])
             for p in (state.graph.producers[v.name] for v in op.operands if state.phase[v.name] == 2)
         }
-        if tail and op.role != "optimize" and len(homes) == 1:
-            ((state.kind[op.name], state.level[op.name]),) = homes
+        if tail and op.role != "optimize" and len(tasks) == 1:
+            ((state.kind[op.name], state.level[op.name]),) = tasks
             state.tail.add(op.name)
     for value in op.results:
         state.phase[value.name] = phase
 
 
 def _moves_gradient(state: _State, op: Op) -> bool:
-    """Whether an op brings a gradient to where its update is computed: a part of no update itself."""
-    made_by = (state.graph.producers[v.name].name for v in op.operands)
-    return op.kind.startswith("comm.") and all(state.kind.get(name) != "optimize" for name in made_by)
+    """Whether an op communicates a gradient for an update, and is not part of the update itself."""
+    producers = (state.graph.producers[v.name].name for v in op.operands)
+    return op.kind.startswith("comm.") and all(state.kind.get(name) != "optimize" for name in producers)
 
 
 def _sink(state: _State) -> None:
-    """Move ops to the latest level that their readers allow, so that fewer tasks are left."""
+    """Move ops to the latest level that their readers allow, which gives fewer tasks."""
     last: dict[tuple[str, ProcessMesh], int] = {}
     for op in state.graph.ops:
         if op.kind not in SOURCES:
@@ -257,7 +256,7 @@ def _sink(state: _State) -> None:
 def _collect(state: _State) -> Parts:
     graph = state.graph
     bodies: dict[Key, list[Op]] = {}
-    home: dict[str, Key] = {}  # value -> task that makes it
+    task_of: dict[str, Key] = {}  # value -> task that produces it
     edges: dict[tuple[Key, Key], None] = {}
     for op in graph.ops:
         if op.kind in SOURCES:
@@ -265,9 +264,9 @@ def _collect(state: _State) -> Parts:
         key = (state.kind[op.name], state.mesh[op.name], state.level[op.name])
         bodies.setdefault(key, []).append(op)
         for value in op.results:
-            home[value.name] = key
+            task_of[value.name] = key
         for value in op.operands:
-            source = home.get(value.name)
+            source = task_of.get(value.name)
             if op.kind == "comm.transfer" and state.mesh[value.name] != key[1]:
                 source = source or (key[0], state.mesh[value.name], state.level[op.name] - 1)
                 if source != key:
@@ -296,17 +295,18 @@ def _collect(state: _State) -> Parts:
 
 
 def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) -> dict[Key, tuple[Op, ...]]:
-    """Order of the ops of every task: program order, but
+    """The order of the ops of every task: program order with two exceptions.
 
-    * what communicates, and `accumulate`, comes right behind what it needs, so that messages leave early;
-    * the optimize part follows the order in which gradients become ready, so that the first wait is for the
-    oldest message.
+    * A communication op or an `accumulate` directly follows its operands, so that messages leave early.
+    * The optimize part follows the order in which gradients become complete, so that the first wait is for
+        the
+      oldest message.
 
-    The sort key is (number of the last op that holds this one back, own number): an op comes behind all of
+    The sort key is (index of the last op that delays this op, index of the op), so that an op follows all of
     its operands.
     """
     index = {op.name: i for i, op in enumerate(graph.ops)}
-    ready: dict[str, int] = {}  # value -> place of its op in the tasks before, counted through
+    ready: dict[str, int] = {}  # value -> position of its op in the preceding tasks, counted over all of them
     count = 0
     ordered = {}
     for key in keys:
@@ -346,7 +346,7 @@ def _stages(state: _State, bodies: dict[Key, list[Op]]) -> dict[ProcessMesh, int
     for kind, mesh, level in bodies:
         at = (_ORDER[kind], level)
         first[mesh] = min(first.get(mesh, at), at)
-    # load tasks say nothing about the pipeline: order by forward level where there is one
+    # load tasks do not determine the pipeline: meshes with forward tasks are ordered by their level
     forward: dict[ProcessMesh, int] = {}
     for kind, mesh, level in bodies:
         if kind == "forward":

@@ -1,10 +1,10 @@
-"""The layouts among which `refine` chooses, as numbers: ops with their options, values with their readers.
+"""The search space of `layout_local_search`: ops with their options, values with their readers, as indices.
 
 In:   a completed graph.
-Out:  for every op the layouts it may have, for each of these the layouts in which it makes its results and
-      reads its operands; for every value who makes and who reads it.
-Invariant: option by option no contraction is computed in fewer parts than completion gave it (unless its
-      result itself is annotated), and no parameter or state is stored in fewer; annotations have one option.
+Out:  for every op its possible layouts and, for each of these, the layouts in which it produces its results
+    and reads its operands; for every value its producer and its readers.
+Invariant: in no option is a contraction computed in fewer parts than by completion (unless its result is
+      annotated), or a parameter or state stored in fewer. Annotated values have one option.
 """
 
 from __future__ import annotations
@@ -21,19 +21,29 @@ from distgraph.passes.analysis.redistribution_cost import TOUCH
 from distgraph.passes.analysis.value_cost import LayoutNumbers, ValueKind
 from distgraph.passes.redistribution.halo import nearest
 
-_OPTIONS = 64  # layouts of one op that are looked at, on its ranks in one order
-_ORDERS = 4  # other orders of the ranks of one mesh that are looked at
+_OPTIONS = 64  # layouts of one op, at most, for each order of its ranks
+_ORDERS = 4  # other orders of the ranks of one mesh, at most
 
 
 @dataclass(slots=True)
 class Node:
-    """An op that may move: for every option the layouts (by number) in which it makes its results and reads
-    its operands."""
+    """An op with its options.
+
+    Attributes:
+        name: name of the op.
+        options: its possible layouts.
+        produced: for every option the layout of each result.
+        read: for every option the layout of each operand.
+        operands, results: indices of values.
+        around: indices of the values whose cost depends on the option.
+        neighbours: indices of the ops that produce or read these values.
+        kind: kind of the op and shapes of its operands.
+    """
 
     name: str
     options: list[OpLayout]
-    made: list[tuple[int, ...]]
-    need: list[tuple[int, ...]]
+    produced: list[tuple[int, ...]]
+    read: list[tuple[int, ...]]
     operands: tuple[int, ...]
     results: tuple[int, ...]
     around: tuple[int, ...] = ()
@@ -43,20 +53,30 @@ class Node:
 
 @dataclass(slots=True)
 class Edge:
-    """A value: who makes it, who reads it, what it costs to move."""
+    """A value with its producer and readers.
+
+    Attributes:
+        name: name of the value.
+        kind: index of its `ValueKind`; values of one kind share their costs.
+        producer, position: index of the op that produces it, and of the result.
+        readers: (index of an op, index of the operand) of every read.
+        replaces: index of the parameter whose new value it is, or -1.
+        times: number of times that it is produced in a step.
+        touch: cost of copying the whole value locally.
+    """
 
     name: str
-    kind: int  # values of one kind (shape, dtype, pinned layout, leaves the graph) share their costs
+    kind: int
     producer: int
     position: int
-    readers: list[tuple[int, int]]  # (op, operand)
-    like: int  # value whose made layout this one must end in (update of a parameter), or -1
+    readers: list[tuple[int, int]]
+    replaces: int
     times: int
     touch: float
 
 
 class LayoutSpace:
-    """Ops, values and layouts of one graph, by number."""
+    """Ops, values and layouts of one graph by index."""
 
     def __init__(self, graph: Graph, times: dict[str, int]) -> None:
         self.graph = graph
@@ -76,17 +96,17 @@ class LayoutSpace:
         fixed = op.kind == "reshard" or (op.kind in SOURCES and self.graph.attrs[op.name].pinned)
         options = [layout] if fixed else self._options(op, layout)
         if fixed:
-            made = [tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results)]
-            need = [made[0] * len(op.operands)]
+            produced = [tuple(self.layouts.number(self.graph.attrs[v.name]) for v in op.results)]
+            read = [produced[0] * len(op.operands)]
         else:
-            made = [
+            produced = [
                 tuple(
                     self.layouts.number(DistAttr(o.mesh, result_spec(rule, i, o, reduction)))
                     for i in range(len(op.results))
                 )
                 for o in options
             ]
-            need = [
+            read = [
                 tuple(
                     self.layouts.number(
                         DistAttr(o.mesh, operand_spec(rule, i, o, linear)), operand_windows(op, i, o)
@@ -98,20 +118,18 @@ class LayoutSpace:
         shapes = tuple(v.shape for v in op.operands)
         operands = tuple(position[v.name] for v in op.operands)
         results = tuple(position[v.name] for v in op.results)
-        return Node(op.name, options, made, need, operands, results, kind=(op.kind, shapes))
+        return Node(op.name, options, produced, read, operands, results, kind=(op.kind, shapes))
 
     def _options(self, op: Op, completed: OpLayout) -> list[OpLayout]:
         costly = lookup(op.kind).cost == "matmul"
         groups = () if len(op.results) != 1 or costly or op.role == "optimize" else linear_groups(op)
-        found = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
-        asked = (
-            op.role == "forward" and self.graph.attrs[op.name].pinned
-        )  # the user wants it whole in many places
-        if (costly and not asked) or op.kind in ("param", "state"):
-            found = [o for o in found if _parts(o) >= _parts(completed)]
-        found = [completed, *found[: _OPTIONS - 1]]
+        options = [o for o in choices(rule_of(op), completed.mesh, groups) if o != completed]
+        annotated = op.role == "forward" and self.graph.attrs[op.name].pinned  # perhaps replicated on purpose
+        if (costly and not annotated) or op.kind in ("param", "state"):
+            options = [o for o in options if _parts(o) >= _parts(completed)]
+        options = [completed, *options[: _OPTIONS - 1]]
         others = self.orders.get(completed.mesh, ()) if op.operands else ()
-        return found + [replace(option, mesh=mesh) for mesh in others for option in found]
+        return options + [replace(option, mesh=mesh) for mesh in others for option in options]
 
     def _edges(
         self, position: dict[str, int], times: dict[str, int], kinds: dict[ValueKind, int]
@@ -128,10 +146,10 @@ class LayoutSpace:
                 size = itemsize(value.dtype)
                 kind = ValueKind(value.shape, size, pinned, value.name in leaving, source)
                 number_of_kind = kinds.setdefault(kind, len(kinds))
-                like = replaced.get(value.name, -1)
+                replaces = replaced.get(value.name, -1)
                 touch = TOUCH * value.nbytes
                 edges.append(
-                    Edge(value.name, number_of_kind, number, place, [], like, times[value.name], touch)
+                    Edge(value.name, number_of_kind, number, place, [], replaces, times[value.name], touch)
                 )
         for number, node in enumerate(self.nodes):
             for place, value_number in enumerate(node.operands):
@@ -141,13 +159,13 @@ class LayoutSpace:
     def _connect(self) -> None:
         updated_by: dict[int, list[int]] = {}
         for number, edge in enumerate(self.edges):
-            if edge.like >= 0:
-                updated_by.setdefault(edge.like, []).append(number)
+            if edge.replaces >= 0:
+                updated_by.setdefault(edge.replaces, []).append(number)
         free = [
             self.graph.ops[e.producer].kind in SOURCES and self.kinds[e.kind].shape == () for e in self.edges
         ]
         for number, node in enumerate(self.nodes):
-            # scalars from outside cost nothing to move and would make neighbours of everything
+            # scalar inputs cost nothing and would make all ops neighbours of each other
             around = dict.fromkeys(v for v in (*node.operands, *node.results) if not free[v])
             for value in node.results:
                 around.update(dict.fromkeys(updated_by.get(value, ())))
@@ -156,21 +174,21 @@ class LayoutSpace:
             for value in around:
                 near[self.edges[value].producer] = None
                 near.update(dict.fromkeys(reader for reader, _ in self.edges[value].readers))
-                if self.edges[value].like >= 0:
-                    near[self.edges[self.edges[value].like].producer] = None
+                if self.edges[value].replaces >= 0:
+                    near[self.edges[self.edges[value].replaces].producer] = None
             near.pop(number, None)
             node.neighbours = tuple(near)
 
 
 def _orders(graph: Graph) -> dict[ProcessMesh, tuple[ProcessMesh, ...]]:
-    """For every mesh those with its ranks in another order under which some op reads less from others."""
-    found: dict[ProcessMesh, dict[ProcessMesh, None]] = {}
+    """For every mesh: its other rank orders, under which an op reads less from other ranks."""
+    orders: dict[ProcessMesh, dict[ProcessMesh, None]] = {}
     for op in graph.ops:
         if op.layout is not None and rule_of(op).sliding:
             mesh = nearest(op, op.layout)
             if mesh != op.layout.mesh:
-                found.setdefault(op.layout.mesh, {})[mesh] = None
-    return {mesh: tuple(others)[:_ORDERS] for mesh, others in found.items()}
+                orders.setdefault(op.layout.mesh, {})[mesh] = None
+    return {mesh: tuple(others)[:_ORDERS] for mesh, others in orders.items()}
 
 
 def _parts(layout: OpLayout) -> int:

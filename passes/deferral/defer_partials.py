@@ -1,13 +1,13 @@
-"""Partial results that need not be reduced yet.
+"""Defers the reduction of partial results past linear ops.
 
-A split index that is missing from a result leaves it partial over an axis. Where every reader is linear and
-cheap, and the sum of several partials is smaller than the partials themselves, the reduction waits: two
+A split index that is missing from a result makes the result partial over an axis. If every reader is linear
+and cheap, and the sum of several partials is smaller than the partials, the reduction is deferred: two
 all_reduces become one, and a gradient is reduced once a step instead of once a micro-batch (`accumulate` is
 linear).
 
-`deferred` computes the greatest set of (value, axis) such that every reader of a kept value passes it on;
-the greatest fixpoint is unique, so the order in which values are visited does not matter. From it goes what
-would only be reduced later.
+`deferred_partials` computes the greatest set of (value, axis) such that every reader of a value in the set
+passes the partial on. The greatest fixpoint is unique, so the order in which values are visited does not
+matter. Reductions that gain nothing from being deferred are then removed from the set.
 """
 
 from __future__ import annotations
@@ -17,64 +17,67 @@ from collections.abc import Mapping
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, Rule
 from distgraph.ir.op_registry import linear_groups, lookup, operand_layout, rule_of
-from distgraph.passes.propagate_shardings import Settled
 
-_COSTLY = ("matmul", "conv", "attention")  # cost classes through which a partial is never carried
-Kept = set[tuple[str, str]]
+_COSTLY = ("matmul", "conv", "attention")  # cost classes of ops that never pass a partial on
+Partials = set[tuple[str, str]]
+"""(value, axis) pairs: the value is partial over the axis."""
 
 
 def produced_partials(op: Op, layout: OpLayout) -> dict[str, frozenset[str]]:
-    """Result name -> axes over which the op itself leaves a partial(sum) result."""
+    """Result name -> axes over which the op itself makes the result a partial sum."""
     rule = rule_of(op)
     if lookup(op.kind).reduction != "sum":
         return {}
-    found = {}
+    partial = {}
     for i, value in enumerate(op.results):
         axes = frozenset(axis for index in rule.reduced(i) for axis in layout.of(index))
         if axes:
-            found[value.name] = axes
-    return found
+            partial[value.name] = axes
+    return partial
 
 
-def deferred(graph: Graph, settled: Settled, layouts: Mapping[str, OpLayout]) -> Kept:
-    """(value, axis) pairs whose reduction waits for the readers."""
-    own = {op.name: produced_partials(op, layouts[op.name]) for op in graph.ops}
-    candidates = _candidates(graph, layouts, own)
-    kept: Kept = {
+def deferred_partials(graph: Graph, layouts: Mapping[str, OpLayout]) -> Partials:
+    """(value, axis) pairs whose reduction is deferred past the readers of the value."""
+    produced = {op.name: produced_partials(op, layouts[op.name]) for op in graph.ops}
+    candidates = _candidates(graph, layouts, produced)
+    deferred: Partials = {
         (name, axis)
         for name, axes in candidates.items()
         for axis in axes
         if name not in graph.attrs and name not in graph.live_out and graph.users[name]
     }
-    waiting = sorted(kept)
-    while waiting:
-        name, axis = waiting.pop()
-        if (name, axis) not in kept:
+    worklist = sorted(deferred)
+    while worklist:
+        name, axis = worklist.pop()
+        if (name, axis) not in deferred:
             continue
         producer = graph.producers[name]
-        made = axis in own[producer.name].get(name, ()) or any(
-            passing_group(producer, v.name, axis, kept, layouts) is not None for v in producer.operands
+        is_partial = axis in produced[producer.name].get(name, ()) or any(
+            passing_group(producer, v.name, axis, deferred, layouts) is not None for v in producer.operands
         )
-        if made and all(passing_group(op, name, axis, kept, layouts) is not None for op in graph.users[name]):
+        if is_partial and all(
+            passing_group(op, name, axis, deferred, layouts) is not None for op in graph.users[name]
+        ):
             continue
-        kept.discard((name, axis))
-        # readers that needed this one no longer pass: look at what depends on them again
+        deferred.discard((name, axis))
+        # readers of this value no longer pass other partials on: test all values around them again
         for op in (producer, *graph.users[name]):
-            waiting.extend((v.name, axis) for v in (*op.operands, *op.results) if (v.name, axis) in kept)
-    return _without_idle_waits(graph, kept, layouts)
+            values = (*op.operands, *op.results)
+            worklist.extend((v.name, axis) for v in values if (v.name, axis) in deferred)
+    return _without_useless_deferrals(graph, deferred, layouts)
 
 
-def _without_idle_waits(graph: Graph, kept: Kept, layouts: Mapping[str, OpLayout]) -> Kept:
-    """Drop, from the last op to the first, what would wait for an op and then be reduced all the same.
+def _without_useless_deferrals(graph: Graph, deferred: Partials, layouts: Mapping[str, OpLayout]) -> Partials:
+    """Remove, from the last op to the first, partials that would be reduced right after an op anyway.
 
-    Reduced at once it can travel while other ops run: in tensor parallel backward, the gradient of an input
-    is under way while that of the weight is computed, instead of only after the gradient of the activation
-    between.
+    A reduction that starts immediately can overlap with other ops: in the backward part of tensor
+    parallelism, the gradient of an input is reduced while the gradient of the weight is computed, instead of
+    only after the gradient of the activation in between.
     """
-    left = set(kept)
+    left = set(deferred)
     for value in (value for op in reversed(graph.ops) for value in op.results):
         for axis in layouts[graph.producers[value.name].name].mesh.axes:
-            readers = graph.users[value.name] if (value.name, axis) in kept else ()
+            readers = graph.users[value.name] if (value.name, axis) in deferred else ()
             if readers and all(
                 _gains_nothing(graph, reader, value, axis, left, layouts) for reader in readers
             ):
@@ -83,15 +86,17 @@ def _without_idle_waits(graph: Graph, kept: Kept, layouts: Mapping[str, OpLayout
 
 
 def _gains_nothing(
-    graph: Graph, op: Op, value: Value, axis: str, kept: Kept, layouts: Mapping[str, OpLayout]
+    graph: Graph, op: Op, value: Value, axis: str, deferred: Partials, layouts: Mapping[str, OpLayout]
 ) -> bool:
-    """Whether a reduction behind an op moves the same bytes as one before it: it adds no other partial
-    value, its result is as large and reduced right behind it, and nobody wants that split over the axis (a
-    reduce_scatter)."""
+    """Whether a reduction after an op sends the same bytes as one before it.
+
+    This is so if the op adds no other partial value, its result has the same size and is reduced right after
+    it, and no reader needs the result split over the axis (which would allow a reduce_scatter).
+    """
     result = op.results[0]
-    if op.kind == "accumulate" or (result.name, axis) in kept or result.nbytes != value.nbytes:
+    if op.kind == "accumulate" or (result.name, axis) in deferred or result.nbytes != value.nbytes:
         return False
-    group = passing_group(op, value.name, axis, kept, layouts)
+    group = passing_group(op, value.name, axis, deferred, layouts)
     if group is None or len(linear_groups(op)[group]) > 1:
         return group is None
     return not any(
@@ -103,29 +108,35 @@ def _gains_nothing(
     )
 
 
-def passing_group(op: Op, name: str, axis: str, kept: Kept, layouts: Mapping[str, OpLayout]) -> int | None:
-    """Linear group through which an op passes a partial value on, or None when it must be reduced first."""
+def passing_group(
+    op: Op, name: str, axis: str, deferred: Partials, layouts: Mapping[str, OpLayout]
+) -> int | None:
+    """Linear group through which an op passes a partial value on; None if it must be reduced first."""
     if lookup(op.kind).cost in _COSTLY or axis not in layouts[op.name].mesh.sizes or len(op.results) != 1:
         return None
     if op.role == "optimize":
-        return None  # a gradient is reduced as soon as it is there, beside the rest of the backward part
-    if not _splits_last(rule_of(op), layouts[op.name], axis):
+        return (
+            None  # a gradient is reduced when it is complete, overlapping with the rest of the backward part
+        )
+    if not _has_plain_blocks(rule_of(op), layouts[op.name], axis):
         return None
     for number, group in enumerate(linear_groups(op)):
         inside = [op.operands[i] for i in group]
         outside = [v for i, v in enumerate(op.operands) if i not in group]
         if any(v.name == name for v in outside) or all(v.name != name for v in inside):
             continue
-        if any((v.name, axis) not in kept for v in inside):
+        if any((v.name, axis) not in deferred for v in inside):
             continue
         if op.results[0].nbytes <= sum(v.nbytes for v in inside):
             return number
     return None
 
 
-def _splits_last(rule: Rule, layout: OpLayout, axis: str) -> bool:
-    """Whether an op still reads and makes plain blocks when an axis splits no index of it any more: of a dim
-    made of several indices, those behind one that is whole cannot be split."""
+def _has_plain_blocks(rule: Rule, layout: OpLayout, axis: str) -> bool:
+    """Whether an op still reads and produces contiguous blocks if an axis splits none of its indices.
+
+    In a dim that is composed of several indices, an index after an unsplit one cannot be split.
+    """
     split = {index for index, axes in layout.axes if layout.mesh.count(axes) > 1}
     over = {index for index, axes in layout.axes if axis in axes}
     return not any(
@@ -137,19 +148,20 @@ def _splits_last(rule: Rule, layout: OpLayout, axis: str) -> bool:
 
 
 def _candidates(
-    graph: Graph, layouts: Mapping[str, OpLayout], own: Mapping[str, Mapping[str, frozenset[str]]]
+    graph: Graph, layouts: Mapping[str, OpLayout], produced: Mapping[str, Mapping[str, frozenset[str]]]
 ) -> dict[str, frozenset[str]]:
-    """Upper bound: partial by the op itself, or by a linear op all of whose group's operands are
-    candidates."""
-    found: dict[str, frozenset[str]] = {}
+    """Value -> axes over which it may be partial: by its op, or by linearity in a candidate operand."""
+    candidates: dict[str, frozenset[str]] = {}
     for op in graph.ops:
         layout = layouts[op.name]
-        found.update(own[op.name])
+        candidates.update(produced[op.name])
         if lookup(op.kind).cost in _COSTLY or len(op.results) != 1 or op.kind == "reshard":
             continue
         for group in linear_groups(op):
-            axes = frozenset.intersection(*(found.get(op.operands[i].name, frozenset()) for i in group))
+            operands = (candidates.get(op.operands[i].name, frozenset()) for i in group)
+            axes = frozenset.intersection(*operands)
             axes = frozenset(a for a in axes if a in layout.mesh.sizes)
             if axes:
-                found[op.results[0].name] = found.get(op.results[0].name, frozenset()) | axes
-    return found
+                result = op.results[0].name
+                candidates[result] = candidates.get(result, frozenset()) | axes
+    return candidates

@@ -114,7 +114,7 @@ class _CanonicalForm:
     def _mesh(self, mesh: ProcessMesh) -> int:
         if mesh not in self.meshes:
             self.meshes[mesh] = len(self.meshes)
-            stage = self.parts.at.get(mesh.rank_set, self.stage) - self.stage
+            stage = self.parts.stage_of.get(mesh.rank_set, self.stage) - self.stage
             ranks = (mesh.ranks - self.base).tobytes()
             self.lines.append((mesh.axes, mesh.shape, tuple(mesh.weights.items()), ranks, stage))
         return self.meshes[mesh]

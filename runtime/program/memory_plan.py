@@ -438,7 +438,7 @@ class StoragePlan:
         """
         parts, attrs = self.program.parts, self.program.graph.attrs
         reach = (
-            abs(parts.at[attrs[local.op.result.name].mesh.rank_set] - parts.stages[task])
+            abs(parts.stage_of[attrs[local.op.result.name].mesh.rank_set] - parts.stages[task])
             for task, local in self._sends(root)
         )
         task = self.made[root][0]

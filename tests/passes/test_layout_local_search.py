@@ -20,7 +20,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
-from distgraph.passes import choose_completion as arrange_module
+from distgraph.passes import choose_completion as completion_module
 from distgraph.passes.analysis.redistribution_cost import move_cost, multiplicity
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import Refined, _Refiner, refine, refined
@@ -168,8 +168,8 @@ def test_all_policies_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         works.append(found.work)
         return found
 
-    monkeypatch.setattr(arrange_module, "refined", counted)
-    arrange_module.arrange(seeded_program(1), CUBE, price=latency_price, budget=1500)
+    monkeypatch.setattr(completion_module, "refined", counted)
+    completion_module.choose_completion(seeded_program(1), CUBE, price=latency_price, budget=1500)
     assert len(works) == 3  # its annotations compete, so that it is completed under every policy
     assert sum(works) < 1500 + 3 * (320 + 30_000)
 
