@@ -26,6 +26,7 @@ from distgraph.ir.op_registry import (
     lookup,
     operand_layout,
     operand_windows,
+    reads_stored_blocks,
     result_layout,
     rule_of,
 )
@@ -306,6 +307,37 @@ def _check_updates(graph: Graph) -> None:
             _end_fault(graph, line, str(new.spec), f"%{name} is stored as {old} but its new value as {new}")
 
 
+def _check_windows(graph: Graph, op: Op) -> None:
+    """Check that operands have the windows that an op reads, or that the ranks store what they read."""
+    for position, value in enumerate(op.operands):
+        producer, read = graph.producers[value.name], operand_windows(op, position)
+        windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
+        if not windows and reads_stored_blocks(op, position, graph.attrs[value.name]):
+            continue
+        if windows != read:
+            message = (
+                f"operand %{value.name} has windows {windows} but the op reads {read}; run the pass reshard"
+            )
+            _fault(graph, op, _CALL, f"%{value.name}", message)
+
+
+def _check_operands(graph: Graph, op: Op, layout: OpLayout) -> None:
+    """Check that operands are stored as an op reads them."""
+    for position, value in enumerate(op.operands):
+        needed = DistAttr(layout.mesh, operand_layout(op, position))
+        if reads_stored_blocks(op, position, graph.attrs[value.name]):
+            continue
+        if _blocks(graph.attrs[value.name]) != _blocks(needed):
+            stored = graph.attrs[value.name]
+            _fault(
+                graph,
+                op,
+                _CALL,
+                f"%{value.name}",
+                f"operand %{value.name} is stored as {stored} but read as {needed}; run the pass reshard",
+            )
+
+
 def _check_stored(graph: Graph, op: Op, level: int) -> None:
     if op.kind == "reshard" and level > 2:
         _fault(graph, op, _CALL, "reshard", "change of layout is not lowered; run the pass lower")
@@ -316,27 +348,10 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
         return
     layout = op.layout
     assert layout is not None  # checked above
-    for position, value in enumerate(op.operands):
-        producer, read = graph.producers[value.name], operand_windows(op, position)
-        windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
-        if windows != read:
-            message = (
-                f"operand %{value.name} has windows {windows} but the op reads {read}; run the pass reshard"
-            )
-            _fault(graph, op, _CALL, f"%{value.name}", message)
+    _check_windows(graph, op)
     if op.kind == "identity" and _blocks(graph.attrs[op.operands[0].name]) == _blocks(graph.attrs[op.name]):
         return  # the layouts differ only by axes of size 1
-    for position, value in enumerate(op.operands):
-        needed = DistAttr(layout.mesh, operand_layout(op, position))
-        if _blocks(graph.attrs[value.name]) != _blocks(needed):
-            stored = graph.attrs[value.name]
-            _fault(
-                graph,
-                op,
-                _CALL,
-                f"%{value.name}",
-                f"operand %{value.name} is stored as {stored} but read as {needed}; run the pass reshard",
-            )
+    _check_operands(graph, op, layout)
     if op.kind in SOURCES:
         return  # constants are computed on every rank that reads them
     for position, value in enumerate(op.results):

@@ -21,7 +21,7 @@ from distgraph.ir.dtypes import promote, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.kernels._common import in_f32, widened
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class OpDef:
             for the block start:stop (never empty) of its leading tensor: the first result that carries the
             index, or where none does the last operand. Positions that reach below 0 or past the end wrap
             around.
+        blocks_move: whether the op reads an operand without a halo where it is stored on the same ranks in
+            another order, if each rank then has exactly the block that it reads (see `reads_stored_blocks`).
         localize: returns the attrs of the local op; needed where attrs contain shapes or positions.
         decompose: the same computation in simpler ops, used where an index that the fused op needs whole is
             split.
@@ -158,6 +160,7 @@ class OpDef:
     linear: Groups | Callable[[int, Attrs], Groups] = ()
     reduction: str = "sum"
     reads: Reads | None = None
+    blocks_move: bool = False
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
     inplace: tuple[int, ...] = ()
@@ -336,6 +339,28 @@ def window_bounds(
     for dim, read in windows:
         bounds[dim] = read[mesh.index(rank, spec.dims[dim])]
     return tuple(bounds)
+
+
+def reads_stored_blocks(op: Op, operand: int, stored: DistAttr) -> bool:
+    """Whether every rank stores exactly the positions of an operand that it reads, in place of its block.
+
+    This is so for an op that declares `blocks_move` if the operand is stored on the same ranks in another
+    order, in which each rank has the block that it reads. Nothing is then fetched or copied.
+    """
+    if not lookup(op.kind).blocks_move:
+        return False
+    windows, spec, mesh = operand_windows(op, operand), operand_layout(op, operand), _completed(op).mesh
+    if not windows or stored.mesh.rank_set != mesh.rank_set or stored.spec != spec:
+        return False
+    shape = op.operands[operand].shape
+    if len({spec.local_shape(shape, mesh, rank) for rank in mesh.members}) > 1:
+        return False  # blocks of unequal size do not change places
+    for rank in mesh.members:
+        block, read = spec.bounds(shape, stored.mesh, rank), window_bounds(shape, mesh, spec, windows, rank)
+        for length, (start, stop), (first, last) in zip(shape, block, read, strict=True):
+            if stop - start != last - first or (stop > start and (first - start) % length):
+                return False
+    return True
 
 
 def _completed(op: Op) -> OpLayout:

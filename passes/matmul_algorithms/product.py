@@ -152,13 +152,17 @@ class Product:
         return value
 
     def follow(self, kind: str, operands: Sequence[Value], attr: DistAttr, name: str, **attrs: Any) -> Value:
-        """Add an op computed where its result is stored: each axis splits the first index of its dim."""
+        """Add an op computed where its result is stored: each axis splits the first index of its dim.
+
+        What is partial in the result is partial in all operands.
+        """
         ((shape, dtype),) = infer_results(kind, operands, attrs)
         rule = rule_of(Op(kind, tuple(operands), (Value("", tuple(shape), dtype),), attrs))
         axes = sorted(
             (term[0], split) for term, split in zip(rule.results[0], attr.spec.dims, strict=True) if split
         )
-        return self.emit(kind, operands, attr, OpLayout(self.mesh, tuple(axes)), name, **attrs)
+        partial = tuple((axis, 0) for axis, _ in attr.spec.partial if kind != "reshard")
+        return self.emit(kind, operands, attr, OpLayout(attr.mesh, tuple(axes), partial), name, **attrs)
 
     def reshard(self, value: Value, attr: DistAttr, name: str) -> Value:
         """Add a change of layout, which starts here and is awaited where its result is read."""

@@ -329,3 +329,50 @@ add(
     "einsum_add", normal(5, 3), normal(5, 6), normal(6, 3),
     reference=lambda t, x, y: t + x @ y, wrt=(), spec="mk,kn->mn",
 )  # fmt: skip
+
+
+def _ring(x: Any, y: Any, outer: str, inner: str, parts: int, shift: int) -> Any:
+    """Every element of x y that has matching blocks of both letters; where both are in y, joined."""
+    (m, k), n = x.shape, y.shape[1]
+    lengths = {"m": m, "k": k, "n": n}
+    block = {c: np.arange(lengths[c]) * parts // lengths[c] for c in (outer, inner)}
+    where = {"m": (slice(None), None, None), "k": (None, slice(None), None), "n": (None, None, slice(None))}
+    match = (block[outer][where[outer]] + shift) % parts == block[inner][where[inner]]
+    full = np.where(match, x[:, :, None] * y[None], 0).sum(1)
+    if "k" in (outer, inner):
+        return full
+    rolled = [
+        np.roll(row, -((q + shift) % parts) * (n // parts)) for q, row in zip(block["m"], full, strict=True)
+    ]
+    return np.stack(rolled)[:, : n // parts]
+
+
+for _outer, _inner, _whole in (("n", "k", "k"), ("m", "k", "k"), ("n", "k", "n"), ("m", "n", "n")):
+    _RING = {
+        "outer": _outer,
+        "inner": _inner,
+        "whole": _whole,
+        "parts": 4 if _whole == "n" else 6,
+        "shift": 3,
+    }
+    _expected = lambda x, y, a=_RING: _ring(x, y, *(a[i] for i in ("outer", "inner", "parts", "shift")))  # noqa: E731
+    add("ring_einsum", normal(12, 12), normal(12, 12), reference=_expected, wrt=(), spec="mk,kn->mn", **_RING)
+    if _inner == "k":
+        add(
+            "ring_einsum_add", normal(12, 12), normal(12, 12), normal(12, 12),
+            reference=lambda t, x, y, f=_expected: t + f(x, y), wrt=(), spec="mk,kn->mn", **_RING,
+        )  # fmt: skip
+
+
+def _joined(*steps: Any) -> Any:
+    parts, (m, n) = len(steps), steps[0].shape
+    y = np.zeros((m, n * parts))
+    for shift, step in enumerate(steps):
+        for row in range(m):
+            at = (row * parts // m + shift) % parts
+            y[row, at * n : (at + 1) * n] = step[row]
+    return y
+
+
+add("ring_join", *(normal(12, 3) for _ in range(4)), reference=_joined, wrt=(), outer=0, inner=1)
+add("ring_join", *(normal(6, 3) for _ in range(6)), reference=_joined, wrt=(), outer=0, inner=1)

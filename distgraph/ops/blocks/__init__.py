@@ -1,0 +1,5 @@
+"""Ops that see a dim as blocks: the passes of `distgraph/passes/matmul_algorithms/` make them."""
+
+from distgraph.ops.blocks import ring, slices
+
+__all__ = ["ring", "slices"]

@@ -1,0 +1,88 @@
+"""Wang's algorithm: values, bytes, order of the ops, and wrong input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.programs.matrix_products import FLOWS, MESHES, Product, product
+from support.programs.partitioned import run_partitioned
+
+import distgraph as dg
+from distgraph import ops
+from distgraph.errors import ShardingError
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.parser import parse_graph as parse
+from distgraph.ops.reference_interpreter import interpret
+from distgraph.passes.complete import complete
+from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
+from distgraph.passes.pass_pipeline import run_passes
+from distgraph.runtime.program.build import build
+
+
+def check(case: Product) -> None:
+    feeds, params = case.arrays()
+    found, _, built = run_partitioned(case.completed(), [feeds], params)
+    for name, expected in case.expected().items():
+        (value,) = found[name]
+        assert np.abs(value - expected).max() <= 1e-12 * max(1.0, np.abs(expected).max()), name
+    for rank in built.ranks:
+        assert built.program(rank).bytes_sent() == pytest.approx(case.moved_bytes())
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equals_the_serial_product_and_sends_what_the_dataflow_says(mesh: tuple[int, int], flow: str) -> None:
+    check(product(*mesh, flow, "wang"))
+
+
+def test_every_stage_is_verified_and_means_the_same_on_whole_tensors() -> None:
+    for flow in FLOWS:
+        case = product(2, 4, flow, "wang")
+        feeds, params = case.arrays()
+        rewritten = run_passes(case.completed(pruned=False), ["distribute_matmuls"])
+        assert parse(str(rewritten)) == rewritten
+        run_passes(rewritten, ["reshard", "lower"])
+        outputs, _ = interpret(rewritten, feeds, params)
+        for name, expected in case.expected().items():
+            np.testing.assert_allclose(outputs[name], expected, rtol=0, atol=1e-11)
+
+
+def test_a_block_leaves_for_the_neighbour_before_it_is_multiplied() -> None:
+    """No product reads a copy: it reads what arrived, on the ranks in another order."""
+    lowered = build(product(2, 4, "OS", "wang").completed()).lowered
+    name = next(op.name for op in lowered.ops if op.kind == "ring_einsum").removesuffix(".product0")
+    order = [op.name.removeprefix(f"{name}.") for op in lowered.ops if op.name.startswith(name)]
+    assert order == ["b.gathered", "a1", "product0", "a2", "product1", "a3", "product2", name]
+    kinds = [op.kind for op in lowered.ops]
+    assert kinds.count("comm.transfer") == 3 * (4 - 1)
+    assert "comm.halo" not in kinds
+
+
+@pytest.mark.parametrize(
+    ("first", "weight", "last"),
+    [
+        (["tp", None], [None, "tp"], [None, "tp"]),
+        ([None, "tp"], ["tp", None], ["tp", None]),
+        ([None, "tp"], ["tp", None], [None, "tp"]),
+    ],
+)
+def test_one_axis(first: list[str | None], weight: list[str | None], last: list[str | None]) -> None:
+    mesh = dg.ProcessMesh.grid(tp=3)
+    rng = np.random.default_rng(3)
+    x, w = rng.normal(size=(9, 12)), rng.normal(size=(12, 6))
+
+    def multiply(x: dg.Tensor, w: dg.Tensor) -> dg.Tensor:
+        function = dg.shard_op(ops.matmul, mesh, in_specs=[first, weight], out_specs=last, algorithm="wang")
+        return function(x, w)
+
+    graph = dg.trace(multiply, ((9, 12), "f64"), ((12, 6), "f64"), names=("x", "w"))
+    found, _, _ = run_partitioned(complete(graph, mesh), [{"x": x, "w": w}], {})
+    ((value,),) = found.values()
+    np.testing.assert_allclose(value, x @ w, rtol=0, atol=1e-12)
+
+
+def test_dims_that_the_ring_does_not_divide_are_refused() -> None:
+    case = Product(2, 4, "OS", MatmulAlgorithm("wang"), 8, 10, 48)
+    message = r"multiple of 4 but dim k of mk,kn->mn has length 10; use 8 or 12"
+    with pytest.raises(ShardingError, match=message):
+        distribute_matmuls(case.completed())
