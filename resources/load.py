@@ -15,8 +15,8 @@ from distgraph.resources.cluster import Cluster
 from distgraph.resources.cluster_builder import build_cluster
 from distgraph.resources.paddle_cluster_json import load_paddle
 from distgraph.resources.schema import check
-from distgraph.resources.yaml_reader import MOST_BYTES, parse_yaml
 from distgraph.serialization.documents import read_text, shown_path
+from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
 
 def shipped_clusters() -> tuple[str, ...]:

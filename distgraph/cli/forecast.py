@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distgraph.cli.script_options import (
-    PLAN,
-)
+from distgraph.cli.script_options import PLAN, RUNTIME
 from distgraph.engine.commands.overrides import giving
 from distgraph.engine.commands.script_plans import forecast_script
 from distgraph.engine.compile.program_forecast import check_outputs
@@ -24,6 +22,7 @@ def forecast(
             "--cluster", help="Resource file or shipped name; default: that of the script's engine."
         ),
     ] = "",
+    runtime: Annotated[str, RUNTIME] = "",
     plan: Annotated[str, PLAN] = "",
     html: Annotated[str, typer.Option("--html", help="Write a report as one offline HTML page.")] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a Chrome trace, for ui.perfetto.dev.")] = "",
@@ -35,6 +34,6 @@ def forecast(
     """Forecast seconds and memory of a training step on a described cluster; nothing is trained."""
     timeline = check_outputs(html or None, measured or None)
     with giving(Plan.load(plan) if plan else None):
-        result = forecast_script(script, args or (), cluster or None)
+        result = forecast_script(script, args or (), cluster or None, runtime or None)
     typer.echo(result)
     result.write(html or None, trace or None, timeline)

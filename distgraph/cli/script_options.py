@@ -13,6 +13,9 @@ PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; may follow th
 CLUSTER = typer.Option(
     "--cluster", help="Resource file or shipped name, for the costs of collectives; may follow the script."
 )
+RUNTIME = typer.Option(
+    "--runtime", help="What executes the program, such as megatron (docs/runtimes.md); default: distgraph."
+)
 ARGUMENTS_OF_SCRIPT = {"allow_interspersed_args": False}
 """Typer settings of commands where options after the script belong to the script."""
 

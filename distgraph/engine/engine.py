@@ -39,6 +39,7 @@ from distgraph.optim import Optimizer
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster, load_cluster
+from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.execute.checkpoint import Checkpoint, SavedTensor, write_checkpoint
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.execute.process_group import enter, is_chief
@@ -348,6 +349,7 @@ class Engine:
         self,
         cluster: Cluster | str | Path | None = None,
         *,
+        runtime: RuntimeModel | str | None = None,
         html: str | Path | None = None,
         trace: str | Path | None = None,
         measured: MeasuredTimeline | str | Path | None = None,
@@ -356,6 +358,8 @@ class Engine:
 
         Args:
             cluster: where; that of the engine by default. For another one the program is compiled anew.
+            runtime: what executes it: distgraph by default, or a name such as "megatron", the path of a file,
+                or a model (docs/runtimes.md).
             html: also write a report there, one page that needs no network; needs the extra `report`.
             trace: also write a Chrome trace there, for ui.perfetto.dev.
             measured: what `stop_recording` returned, or the path of a file that `callbacks.Timeline` wrote:
@@ -363,14 +367,15 @@ class Engine:
 
         Raises:
             RuntimeFault: there is no program yet; plotly is not installed; a file cannot be written.
-            ResourceError: there is no cluster, it has too few devices, or gives no number that a cost needs.
+            ResourceError: there is no cluster, it has too few devices, or gives no number that a cost needs;
+                there is no such runtime.
         """
         compiled = self._compiled("forecast")
         timeline = check_outputs(html, measured)
         chosen = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
         chosen = cluster_for(chosen, self.cluster, "forecast(cluster=...)")
         built = (compiled.build, compiled.mapping) if chosen is self.cluster else None
-        found = forecast_training(compiled.request, chosen, built)
+        found = forecast_training(compiled.request, chosen, built, runtime)
         found.write(html, trace, timeline)
         return found.forecast
 

@@ -1,10 +1,11 @@
 """The forecast: seconds of a training step and bytes of memory of every rank, before anything runs.
 
-*In:* a `Build`, a cluster, a device for every rank.
+*In:* a `Build`, a cluster, a device for every rank, the model of a runtime.
 *Out:* a `Forecast`.
 *Invariant:* the forecast times what the runtime runs: the tasks of the rank programs, op by op on their
 streams (see `stream_model`), in the order of the build's schedule, under the actors of the runtime (see
-`simulate`).
+`simulate`). Another runtime than distgraph's runs the same tasks in the same order; what is special about it
+is in its `RuntimeModel`.
 
 Ranks that run the same tasks are represented by one of them if all their blocks have one size. Otherwise the
 ranks at the corners of their mesh are timed and the slowest decides; `Forecast.exact` tells the two cases
@@ -19,9 +20,17 @@ from dataclasses import dataclass, field, replace
 from distgraph.errors import ResourceError
 from distgraph.passes.partition import RankProgram
 from distgraph.resources import Cluster, ComputeCost, RankMapping
+from distgraph.resources.runtimes.load_runtime import default_runtime, load_runtime
+from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
 from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.forecast.communication_cost import TrafficCost
-from distgraph.runtime.forecast.memory_forecast import RankMemory, Shortage, rank_memory, shortages
+from distgraph.runtime.forecast.memory_forecast import (
+    RankMemory,
+    Shortage,
+    rank_memory,
+    shortages,
+    with_overhead,
+)
 from distgraph.runtime.forecast.op_cost import OpCost, Work
 from distgraph.runtime.forecast.rank_equivalence import (
     RankClass,
@@ -65,6 +74,7 @@ class Forecast:
         exact: False if ranks differ and the slowest corner of a mesh represents the others.
         traffic: kind of the bottleneck link -> bytes that all ranks send over it in a step.
         workspaces: representative rank -> task -> bytes that its kernels allocate while they run.
+        runtime: what executes the program; None for distgraph.
     """
 
     step_seconds: float
@@ -77,6 +87,7 @@ class Forecast:
     exact: bool
     traffic: Mapping[str, float]
     workspaces: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    runtime: RuntimeModel | None = None
 
     def _per_rank(self, field: str) -> dict[int, float]:
         """Sum of a field of `TaskTime` over a step, by first rank of a column."""
@@ -126,7 +137,8 @@ class Forecast:
 
     def __str__(self) -> str:
         kind = "all ranks alike" if self.exact else "ranks differ: the slowest corner of every mesh decides"
-        head = f"step {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}"
+        runtime = "" if self.runtime is None else f" under {self.runtime.name}"
+        head = f"step{runtime} {format_si(self.step_seconds, 's')}, bubble {self.bubble:.1%}"
         lines = [
             f"{head}, peak memory {format_bytes(self.peak_memory)} ({kind})",
             f"{'task':<18}{'stage':>6}{'seconds':>12}{'last':>12}{'compute':>12}{'exposed':>12}",
@@ -146,7 +158,7 @@ def forecast(
     cluster: Cluster,
     mapping: RankMapping | Sequence[int] | None = None,
     *,
-    overlap: bool = True,
+    runtime: RuntimeModel | str | None = None,
     trace: bool = False,
 ) -> Forecast:
     """Forecast one step.
@@ -155,14 +167,18 @@ def forecast(
         build: the compiled program.
         cluster: what it is to run on.
         mapping: device of every rank; rank i on device i by default.
-        overlap: False for a runtime that waits for every collective where it starts it.
+        runtime: what executes the program: a model, the name of one, or the path of its file (see
+            docs/runtimes.md); by default distgraph.
         trace: also list what runs on which stream inside every task, for pictures (`TaskTime.spans`).
 
     Raises:
-        ResourceError: too few devices, or a number that a cost needs is not in the resource file.
+        ResourceError: too few devices, a number that a cost needs is not in the resource file, or there is no
+            such runtime.
     """
     devices = _devices(build, cluster, mapping)
-    return _Forecaster(build, cluster, devices, overlap, trace).run()
+    if isinstance(runtime, str):
+        runtime = load_runtime(runtime)
+    return _Forecaster(build, cluster, devices, runtime, trace).run()
 
 
 def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int] | None) -> tuple[int, ...]:
@@ -181,7 +197,7 @@ def _devices(build: Build, cluster: Cluster, mapping: RankMapping | Sequence[int
 
 @dataclass(frozen=True, slots=True)
 class _Representative:
-    """The representative of an equivalence class of ranks. It has workspaces (by task) only on CPUs."""
+    """The representative of an equivalence class of ranks. It has workspaces (by task) if kernels do."""
 
     rank_class: RankClass
     program: RankProgram
@@ -192,10 +208,15 @@ class _Representative:
 
 class _Forecaster:
     def __init__(
-        self, build: Build, cluster: Cluster, devices: tuple[int, ...], overlap: bool, trace: bool
+        self,
+        build: Build,
+        cluster: Cluster,
+        devices: tuple[int, ...],
+        runtime: RuntimeModel | None,
+        trace: bool,
     ) -> None:
         self.build, self.cluster, self.devices = build, cluster, devices
-        self.overlap, self.trace = overlap, trace
+        self.runtime, self.trace = runtime, trace
         self.traffic = TrafficCost(build.lowered, cluster, devices)
         self.compute = ComputeCost(cluster)
         self.op_costs: dict[object, tuple[Work, float]] = {}
@@ -217,6 +238,8 @@ class _Forecaster:
                 self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
         tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
         transfers = self.transfers()
+        if self.runtime is not None and self.runtime.messages.blocking:
+            tasks, transfers = _waiting(tasks, transfers), {}
         graph = self.build.task_graph
         timeline = simulate(
             graph,
@@ -233,9 +256,8 @@ class _Forecaster:
             for link in {**time.body.wire, **time.last.wire}:
                 total = (micro - 1) * time.body.wire.get(link, 0.0) + time.last.wire.get(link, 0.0)
                 sent[link] = sent.get(link, 0.0) + total
-        used = (self.cluster.devices[device] for device in self.devices)
         return Forecast(
-            timeline.makespan + max(device.compute.step or 0.0 for device in used),
+            timeline.makespan + max(map(self.host_seconds, set(self.devices))),
             tasks,
             timeline,
             transfers,
@@ -245,7 +267,17 @@ class _Forecaster:
             exact,
             sent,
             self.workspaces,
+            self.runtime,
         )
+
+    def runtime_of(self, device: int) -> RuntimeModel:
+        """What executes the program of a device."""
+        return self.runtime or default_runtime(self.cluster.devices[device].type)
+
+    def host_seconds(self, device: int) -> float:
+        """Work of the host of a device once per step."""
+        own = self.runtime_of(device).host.step
+        return (self.cluster.devices[device].compute.step if own is None else own) or 0.0
 
     def slowest(self, name: str) -> TaskForecast:
         """The task on the rank whose last micro-batch is slowest, with the longest body of all ranks."""
@@ -268,7 +300,9 @@ class _Forecaster:
         for writer, transfer, depth, posting in model.plan.sent_rings(storage):
             receiver = self.build.parts.transfers[values_here[transfer]][1]
             self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
-        self.memory[rank] = replace(rank_memory(model.program, storage, model.workspace), rank=rank)
+        rules = self.runtime_of(self.devices[rank]).memory
+        memory = rank_memory(model.program, storage, model.workspace)
+        self.memory[rank] = replace(with_overhead(memory, rules), rank=rank)
         streams = self.streams(model, rank, rank_class)
         tasks = {task.name: task for task in model.program.tasks}
         bodies = {
@@ -298,8 +332,9 @@ class _Forecaster:
             program = self.build.program(rank)
             plan = planned(program)
             ops = OpCost(program, plan.storage, self.compute, self.devices[rank], self.op_costs)
-            streams = Streams(program, plan.storage, ops, self.traffic, overlap=self.overlap)
-            workspace = task_workspace(program, plan.storage) if device.type == "cpu" else None
+            runtime = self.runtime_of(device.index)
+            streams = Streams(program, plan.storage, ops, self.traffic, runtime)
+            workspace = task_workspace(program, plan.storage) if runtime.memory.kernels else None
             self.representatives[key] = _Representative(rank_class, program, plan, streams, workspace)
         return self.representatives[key]
 
@@ -339,6 +374,24 @@ class _Forecaster:
         return delays
 
 
+def _waiting(
+    tasks: Mapping[str, TaskForecast], transfers: Mapping[tuple[str, str], float]
+) -> dict[str, TaskForecast]:
+    """Tasks whose ranks compute nothing while messages from and to other tasks are transferred."""
+    waiting: dict[str, float] = dict.fromkeys(tasks, 0.0)
+    for ends, seconds in transfers.items():
+        for name in ends:
+            waiting[name] += seconds
+
+    def later(time: TaskTime, seconds: float) -> TaskTime:
+        return replace(time, seconds=time.seconds + seconds, exposed=time.exposed + seconds)
+
+    return {
+        name: replace(task, body=later(task.body, waiting[name]), last=later(task.last, waiting[name]))
+        for name, task in tasks.items()
+    }
+
+
 def _renamed(time: TaskTime, names: Mapping[str, str]) -> TaskTime:
     sends = {names[sent]: end for sent, end in time.sends.items()}
     return replace(time, sends=sends, late={names[value]: end for value, end in time.late.items()})
@@ -350,4 +403,5 @@ def _remaining(pending: Mapping[str, float], seconds: float) -> dict[str, float]
 
 def out_of_memory(forecast: Forecast, cluster: Cluster) -> tuple[Shortage, ...]:
     """Ranks that need more memory than their device has, the worst first; empty when the program fits."""
-    return shortages(forecast.memory, cluster, forecast.devices)
+    rules = Memory() if forecast.runtime is None else forecast.runtime.memory
+    return shortages(forecast.memory, cluster, forecast.devices, rules)

@@ -10,10 +10,11 @@ for the whole step, so the peak is their sum plus the largest workspace of a ker
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from distgraph.passes.partition import RankProgram
 from distgraph.resources import Cluster
+from distgraph.resources.runtimes.runtime_model import Memory
 from distgraph.resources.units import format_bytes
 from distgraph.runtime.program.storage import Storage, nbytes
 
@@ -98,6 +99,17 @@ def rank_memory(
     return RankMemory(program.rank, **sizes)
 
 
+def with_overhead(memory: RankMemory, rules: Memory) -> RankMemory:
+    """The bytes of a rank with what a runtime takes beside the tensors of the program.
+
+    Args:
+        memory: of the tensors.
+        rules: of the runtime.
+    """
+    lost = rules.fragmentation * (memory.activations + memory.temporary)
+    return replace(memory, temporary=memory.temporary + round(rules.workspace + lost))
+
+
 def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
     """Value -> category, of every value that has its own memory outside of the scratch memory."""
     producers, phase = program.graph.producers, program.parts.phase
@@ -123,7 +135,7 @@ def categories(program: RankProgram, storage: Storage) -> dict[str, str]:
 
 
 def shortages(
-    memory: Mapping[int, RankMemory], cluster: Cluster, devices: tuple[int, ...]
+    memory: Mapping[int, RankMemory], cluster: Cluster, devices: tuple[int, ...], rules: Memory
 ) -> tuple[Shortage, ...]:
     """The ranks that need more than their device has, the worst first.
 
@@ -131,10 +143,12 @@ def shortages(
         memory: memory of the representative ranks.
         cluster: its devices.
         devices: device number of every rank.
+        rules: of the runtime, which may take a part of the memory for itself.
     """
     short = []
     for rank, need in memory.items():
         device = cluster.devices[devices[rank]]
-        if need.total > device.memory:
-            short.append(Shortage(rank, device.index, device.node, need.total, device.memory))
+        available = rules.available(device.memory)
+        if need.total > available:
+            short.append(Shortage(rank, device.index, device.node, need.total, available))
     return tuple(sorted(short, key=lambda shortage: -shortage.missing))

@@ -18,7 +18,8 @@ the task.
     communicate       | all_reduce      |
 
 Collectives that the last micro-batch starts for the optimize task (`late`) overlap with the tasks that
-follow.
+follow. Which collectives overlap with computation is a matter of the runtime (`RuntimeModel.overlap`): the
+program waits for the others where they start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from dataclasses import dataclass, field, replace
 
 from distgraph.ir.graph import Op
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.resources.runtimes.load_runtime import default_runtime
+from distgraph.resources.runtimes.runtime_model import Purpose, RuntimeModel
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
 from distgraph.runtime.program.storage import Storage, is_started
@@ -95,7 +98,8 @@ class Streams:
         program, storage: program and memory of the rank.
         ops: costs of its computations.
         traffic: costs of the communication of all ranks.
-        overlap: False where a device cannot compute while it communicates; then every collective is exposed.
+        runtime: what executes the program: which collectives overlap with computation, and host times;
+            by default distgraph.
     """
 
     def __init__(
@@ -104,19 +108,15 @@ class Streams:
         storage: Storage,
         ops: OpCost,
         traffic: TrafficCost,
-        *,
-        overlap: bool = True,
+        runtime: RuntimeModel | None = None,
     ) -> None:
-        self.program, self.storage, self.ops, self.traffic, self.overlap = (
-            program,
-            storage,
-            ops,
-            traffic,
-            overlap,
-        )
-        compute = ops.cost.cluster.devices[ops.device].compute
-        self.issue, self.message = compute.issue or 0.0, compute.message or 0.0
-        self.task = compute.task or 0.0
+        self.program, self.storage, self.ops, self.traffic = program, storage, ops, traffic
+        hardware = ops.cost.cluster.devices[ops.device]
+        compute, runtime = hardware.compute, runtime or default_runtime(hardware.type)
+        self.overlap, self.messages, host = runtime.overlap, runtime.messages, runtime.host
+        self.issue = (compute.issue if host.op is None else host.op) or 0.0
+        self.message, self.task = compute.message or 0.0, compute.task or 0.0
+        self.micro_batch = host.micro_batch or 0.0
         self._priced_ops: dict[str, list[_PricedOp]] = {}
 
     def run(
@@ -150,9 +150,29 @@ class Streams:
         return _PricedOp(local, waits, *self.ops.of(local))
 
     def _message_cost(self, program: RankProgram, local: LocalOp) -> Message:
-        if local.mode in ("send", "exchange"):
+        if local.mode == "send":
+            return self._sent(self.traffic.exchange(local.op))
+        if local.mode == "exchange":
             return self.traffic.exchange(local.op)
         return self.traffic.collective(program, local)
+
+    def _sent(self, message: Message) -> Message:
+        """A message between stages with the start of the runtime in place of that of the cluster."""
+        if self.messages.start is None or not message.link:
+            return message
+        launch = self.traffic.cluster.launch or 0.0
+        return replace(message, seconds=max(0.0, message.seconds - launch) + self.messages.start)
+
+    def overlaps(self, task: LocalTask, local: LocalOp) -> bool:
+        """Whether a collective of a task runs while the device computes."""
+        return self.overlap.hides(self._purpose(task, local), local.mode.removeprefix("comm."))
+
+    def _purpose(self, task: LocalTask, local: LocalOp) -> Purpose:
+        """What a collective is for (see `RuntimeModel`)."""
+        if task.per_micro:
+            return "gradients" if self.program.parts.phase[local.op.result.name] == 2 else "activations"
+        gathers = task.kind == "load" or local.mode == "comm.all_gather"
+        return "parameters" if gathers else "gradients"
 
     def with_messages_of(self, program: RankProgram, ops: Mapping[str, Op]) -> Streams:
         """The same tasks with the message costs of an equivalent rank (see `rank_equivalence`).
@@ -216,6 +236,8 @@ class _Run:
                 else:
                     self._receive(name)
         self.clock = max(self.clock, self.issued * self.streams.issue) + self.streams.task
+        if self.task.kind == "forward" and self.task.per_micro:
+            self.clock += self.streams.micro_batch
         remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
         return TaskTime(
             self.clock,
@@ -301,7 +323,7 @@ class _Run:
         self.channels[channel], self.latest[channel] = end, local.op
         self.ends[name], self.carrier[name], self.busy[name] = end, channel, message.busy
         self._record_span("communicate", local, start, end - start)
-        if not self.streams.overlap:
+        if not self.streams.overlaps(self.task, local):
             self.busy[name] = 0.0
             self._wait(end)
 

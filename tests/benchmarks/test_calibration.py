@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from support.paths import BENCHMARKS, ROOT
+from support.programs.forecasts import WAITING
 
 from benchmarks.support.calibration import (
     Parameter,
@@ -158,7 +159,7 @@ def test_the_closed_form_is_the_forecast(sizes, issue):
     run = run_of(*sizes)
     shape = Shape(run.hidden, run.heads, run.sequence, run.micro, run.tp)
     built = gpt_build(shape, [run.layers // run.pp] * run.pp, run.dp, run.micro_batches)
-    whole = forecast(built, cluster, overlap=False)
+    whole = forecast(built, cluster, runtime=WAITING)
     closed = Costs([run], cluster, plain=True).seconds(numbers(cluster))
     # Slow hosts: the forecast knows how many ops follow a message, and at which op the host falls behind.
     assert closed[0] == pytest.approx(whole.step_seconds, rel=5e-3 if issue else 1e-6)

@@ -15,7 +15,7 @@ import distgraph
 from distgraph.errors import DistGraphError
 from distgraph.ir.parser import parse_graph
 from distgraph.plan.plan import Plan
-from distgraph.resources.yaml_reader import parse_yaml
+from distgraph.serialization.yaml_reader import parse_yaml
 
 PACKAGE = Path(distgraph.__file__).parent
 DANGEROUS = {
@@ -42,7 +42,7 @@ ALLOWED = {
     "runtime/launch/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
     "runtime/launch/mpi_rank.py": {"runpy.run_path"},  # the user's script
     "engine/commands/script_runner.py": {"runpy.run_path"},  # the user's script
-    "resources/yaml_reader.py": {"yaml.load"},  # with a loader of seven harmless tags
+    "serialization/yaml_reader.py": {"yaml.load"},  # with a loader of seven harmless tags
 }
 LAZY = {"import_module", "importlib.import_module"}
 
@@ -173,9 +173,9 @@ def test_the_page_names_every_environment_variable() -> None:
 def test_the_limits_on_the_page_are_those_of_the_readers() -> None:
     from distgraph.ir import parser, range_notation
     from distgraph.plan import schema as plan_schema
-    from distgraph.resources import schema, units, yaml_reader
+    from distgraph.resources import schema, units
     from distgraph.runtime.execute import measured_timeline
-    from distgraph.serialization import documents
+    from distgraph.serialization import documents, yaml_reader
 
     assert (documents.MOST_BYTES, measured_timeline.MOST_BYTES) == (64 << 20, 256 << 20)
     assert (yaml_reader.MOST_BYTES, yaml_reader.MOST_ITEMS) == (512 << 10, 200_000)

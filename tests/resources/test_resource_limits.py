@@ -14,7 +14,7 @@ import yaml
 from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster, load_paddle
 from distgraph.resources.load import parse_cluster
-from distgraph.resources.yaml_reader import parse_yaml
+from distgraph.serialization.yaml_reader import parse_yaml
 
 BASE: dict[str, Any] = {
     "name": "x",

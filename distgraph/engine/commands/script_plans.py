@@ -11,10 +11,11 @@ from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.program_forecast import ProgramForecast, cluster_for, forecast_training
 from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster, load_cluster
+from distgraph.resources.runtimes.load_runtime import load_runtime
 
 
 def forecast_script(
-    path: str | Path, argv: Sequence[str] = (), cluster: str | None = None
+    path: str | Path, argv: Sequence[str] = (), cluster: str | None = None, runtime: str | None = None
 ) -> ProgramForecast:
     """Run a script up to its first program, and forecast that in place of running it.
 
@@ -22,16 +23,19 @@ def forecast_script(
         path: of the script.
         argv: its arguments.
         cluster: resource file or name of a shipped one; that of the script's engine by default.
+        runtime: what executes it: the name of a runtime model or the path of its file; distgraph by default.
 
     Raises:
         GraphError: there is no such file, or the script ends, exits or raises without a training step.
-        ResourceError: there is no cluster, it is too small, or lacks a number that a cost needs.
+        ResourceError: there is no cluster, it is too small, or lacks a number that a cost needs; there is no
+            such runtime.
     """
     given = None if cluster is None else load_cluster(cluster)
+    executes = None if runtime is None else load_runtime(runtime)
 
     def forecast(request: CompileRequest, engine_cluster: Cluster | None) -> ProgramForecast:
         target = cluster_for(given, engine_cluster, "distgraph forecast --cluster")
-        return forecast_training(with_searched_plan(request, target), target)
+        return forecast_training(with_searched_plan(request, target), target, runtime=executes)
 
     return run_script(path, argv, ScriptHook(forecast), "forecast", "there is nothing to forecast")
 

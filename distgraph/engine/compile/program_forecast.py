@@ -23,6 +23,7 @@ from distgraph.passes.pass_pipeline import run_passes
 from distgraph.passes.pass_registry import PassContext
 from distgraph.resources import Cluster, RankMapping
 from distgraph.resources.mesh_communication import MeshCommunication
+from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.execute.measured_timeline import MeasuredTimeline
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.program.build import Build, build
@@ -112,7 +113,7 @@ class ProgramForecast:
             passes = strategy_pipeline(request.training_spec.strategy)
             price = MeshCommunication(self.cluster, devices).price
             built = build(completed, price=price, passes=passes)
-            return {name: forecast(built, self.cluster, devices)}
+            return {name: forecast(built, self.cluster, devices, runtime=self.forecast.runtime)}
         except DistGraphError as error:
             return {name: f"there is none: {error}"}
 
@@ -123,19 +124,28 @@ class ProgramForecast:
 
 
 def forecast_training(
-    request: CompileRequest, cluster: Cluster, built: tuple[Build, RankMapping | None] | None = None
+    request: CompileRequest,
+    cluster: Cluster,
+    built: tuple[Build, RankMapping | None] | None = None,
+    runtime: RuntimeModel | str | None = None,
 ) -> ProgramForecast:
     """Compile a program for a cluster (unless `built` is given) and forecast a step.
+
+    Args:
+        request: the program.
+        cluster: what it is to run on.
+        built: the compiled program with the device of every rank.
+        runtime: what executes it, see `forecast`.
 
     Raises:
         GraphError, ShardingError: the program or its annotations do not fit.
         ResourceError: the meshes need more devices than the cluster has, or it lacks a number that a cost
-            needs.
+            needs; there is no such runtime.
     """
     if built is None:
         built = compile_program(request, cluster)
     program, mapping = built
-    step = forecast(program, cluster, mapping, trace=True)
+    step = forecast(program, cluster, mapping, runtime=runtime, trace=True)
     return ProgramForecast(request, cluster, program, mapping, step)
 
 

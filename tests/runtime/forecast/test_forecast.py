@@ -6,7 +6,7 @@ from dataclasses import replace
 import networkx as nx
 import pytest
 from support.files.clusters import cluster_of
-from support.programs.forecasts import BANDWIDTH, LAUNCH, RATE, chain, document, machines
+from support.programs.forecasts import BANDWIDTH, LAUNCH, RATE, WAITING, chain, document, machines
 
 from distgraph.errors import GraphError, ResourceError
 from distgraph.ir.graph import Op, Value
@@ -136,7 +136,7 @@ def test_reductions_hide_behind_computation():
 
 def test_without_overlap_everything_is_exposed():
     build = chain(64, [64] * 6, [grid(dp=2)] * 5, micro_batches=3)
-    found = forecast(build, machines(2), overlap=False)
+    found = forecast(build, machines(2), runtime=WAITING)
     total = sum(task.last.communication for task in found.tasks.values())
     assert found.exposed_seconds[0] == pytest.approx(total)
     assert found.step_seconds >= forecast(build, machines(2)).step_seconds
@@ -338,7 +338,7 @@ def test_what_devices_send_themselves_hides_behind_nothing():
     total = sum(task.last.communication for task in found.tasks.values())
     assert hidden.exposed_seconds[0] < found.exposed_seconds[0]
     assert found.exposed_seconds[0] == pytest.approx(total)
-    alone = forecast(build, at_work(2), overlap=False)
+    alone = forecast(build, at_work(2), runtime=WAITING)
     assert found.step_seconds == pytest.approx(alone.step_seconds)
 
 

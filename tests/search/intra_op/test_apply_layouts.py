@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs.forecasts import WAITING
 from support.programs.search_cases import MESHES, SLOW, cluster, cost_model, task, train
 
 from distgraph import optim
@@ -127,7 +128,7 @@ def forecast_of(formulation: Formulation, choice: tuple[int, ...], speed: float)
         micro_batches=formulation.graph.micro_batches,
         price=formulation.cost_model.price,
     )
-    return forecast(built, cluster(speed=speed), overlap=False)
+    return forecast(built, cluster(speed=speed), runtime=WAITING)
 
 
 def communication(found: Forecast, micro: int) -> float:

@@ -13,9 +13,12 @@ from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
 from distgraph.resources.cluster import Cluster
+from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.annotations import on, shard_tensor
 
+WAITING = RuntimeModel(name="waiting", about="waits for every collective where it starts")
+"""A runtime in which no collective overlaps with computation."""
 LAUNCH, BANDWIDTH, RATE = 2e-6, 0.5e12, 5e12
 """Of one op, of streaming through memory, of matmuls of any shape, on the devices of `machines`."""
 

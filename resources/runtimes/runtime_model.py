@@ -1,0 +1,141 @@
+"""The runtime model: how a runtime executes a program, as far as time and memory depend on it.
+
+The resource file describes hardware. A runtime model describes the software that runs on it: distgraph
+itself, PyTorch, Megatron-LM, DeepSpeed or XLA. The forecast reads both. A number that a model does not state
+is None and comes from the resource file, where a machine was measured with the runtime of distgraph.
+
+A file of a runtime model is a `RuntimeModel` in YAML. Its `sources` say for every other field where the value
+comes from; see docs/runtimes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from distgraph.resources.cluster import Fraction
+from distgraph.resources.units import Seconds, Size
+from distgraph.serialization.documents import documented
+
+Kinds = Literal["published", "implementation", "measured", "fitted", "guess"]
+Share = Annotated[float, Field(ge=0, le=10, strict=True)]
+Purpose = Literal["activations", "gradients", "parameters"]
+PURPOSES: Final = ("activations", "gradients", "parameters")
+"""What a collective is for: values of a micro-batch, the reduction of gradients, or whole parameters."""
+Text = Annotated[str, Field(min_length=1, max_length=400)]
+
+
+@documented("held_out")
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value comes from.
+
+    Attributes:
+        kind: published (a paper or a manual), implementation (the code of the runtime does so), measured,
+            fitted (to measured runs), or guess.
+        about: the publication, the measurement, the benchmark that fitted it, or the reason.
+        held_out: of a fitted number, the runs that were kept out of the fit, and the error on them.
+    """
+
+    kind: Kinds
+    about: Text
+    held_out: Text | None = None
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Collectives that run while the device computes. The program waits for the others where they start.
+
+    Attributes:
+        activations, gradients, parameters: kinds of collectives by what they are for; "all" for every kind.
+    """
+
+    activations: tuple[str, ...] | Literal["all"] = ()
+    gradients: tuple[str, ...] | Literal["all"] = ()
+    parameters: tuple[str, ...] | Literal["all"] = ()
+
+    def hides(self, purpose: Purpose, kind: str) -> bool:
+        """Whether a collective of this kind for this purpose runs while the device computes."""
+        kinds: tuple[str, ...] | str = getattr(self, purpose)
+        return kinds == "all" or kind in kinds
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages between stages.
+
+    Attributes:
+        start: seconds to start one; None for `launch` of the resource file.
+        blocking: whether both ends wait, and compute nothing, while a message is transferred.
+    """
+
+    start: Seconds | None = None
+    blocking: bool = False
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Work of the host, in seconds. None for the numbers of the resource file (`compute`).
+
+    Attributes:
+        op: to issue one op or collective while the device runs earlier ones (`compute.issue`).
+        micro_batch: once per micro-batch on every stage, while the device waits.
+        step: once per step, while the device waits (`compute.step`).
+    """
+
+    op: Seconds | None = None
+    micro_batch: Seconds | None = None
+    step: Seconds | None = None
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a runtime takes beside the tensors of the program.
+
+    Attributes:
+        usable: share of the memory of a device that it lets a program use.
+        context: bytes of a device that it takes for itself, outside of what a program may use.
+        workspace: bytes of buffers of its libraries, allocated once.
+        kernels: whether the kernels of distgraph for NumPy run, whose workspace is known.
+        fragmentation: bytes lost between tensors, relative to activations and temporary values.
+    """
+
+    usable: Fraction = 1.0
+    context: Size = 0.0
+    workspace: Size = 0.0
+    kernels: bool = False
+    fragmentation: Share = 0.0
+
+    def available(self, memory: float) -> float:
+        """Bytes that a program may use on a device with so many."""
+        return memory * self.usable - self.context
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeModel:
+    """How a runtime executes a program.
+
+    Attributes:
+        name, about: of the runtime.
+        overlap: collectives that run while the device computes.
+        messages: between stages.
+        host: work of the host.
+        memory: bytes beside the tensors of the program.
+        sources: path of a field, such as "memory.context" -> where its value comes from.
+    """
+
+    name: Text
+    about: Text
+    overlap: Overlap = Overlap()
+    messages: Messages = Messages()
+    host: Host = Host()
+    memory: Memory = Memory()
+    sources: Mapping[str, Source] = field(default_factory=dict, hash=False)

@@ -1,0 +1,110 @@
+"""The runtime model decides what overlaps, what the host costs and what memory is left for a program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.programs.forecasts import WAITING, chain, machines
+
+from distgraph.errors import ResourceError
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.resources.runtimes.load_runtime import default_runtime
+from distgraph.resources.runtimes.runtime_model import Host, Memory, Messages, Overlap, RuntimeModel
+from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
+from distgraph.runtime.program.build import Build
+
+grid = ProcessMesh.grid
+OVERLAPPED = default_runtime("gpu")
+
+
+def data_parallel() -> Build:
+    return chain(64, [64] * 6, [grid(dp=2)] * 5, 3)
+
+
+def pipeline(micro_batches: int = 3) -> Build:
+    return chain(64, [64] * 3, [grid(0, x=1), grid(1, x=1)], micro_batches)
+
+
+def with_runtime(build: Build, runtime: RuntimeModel | str | None) -> Forecast:
+    return forecast(build, machines(2), runtime=runtime)
+
+
+def test_without_a_runtime_distgraph_executes():
+    build = data_parallel()
+    ours, explicit = with_runtime(build, None), with_runtime(build, "distgraph_gpu")
+    assert ours.step_seconds == explicit.step_seconds
+    assert ours.memory == explicit.memory
+    assert "under" not in str(ours)
+    assert "step under distgraph_gpu" in str(explicit)
+
+
+def test_collectives_overlap_by_what_they_are_for():
+    build = data_parallel()
+    waiting = with_runtime(build, WAITING)
+    others = replace(WAITING, overlap=Overlap(activations="all", parameters="all"))
+    gradients = replace(WAITING, overlap=Overlap(gradients=("all_reduce",)))
+    scattered = replace(WAITING, overlap=Overlap(gradients=("reduce_scatter",)))
+    assert with_runtime(build, others).step_seconds == waiting.step_seconds
+    assert with_runtime(build, scattered).step_seconds == waiting.step_seconds
+    hidden = with_runtime(build, gradients)
+    assert hidden.step_seconds < waiting.step_seconds
+    assert hidden.step_seconds == with_runtime(build, OVERLAPPED).step_seconds
+
+
+def test_a_blocking_message_stops_both_ends():
+    build = pipeline(1)
+    passing = with_runtime(build, WAITING)
+    stopping = with_runtime(build, replace(WAITING, messages=Messages(blocking=True)))
+    assert not stopping.transfers
+    for (source, target), seconds in passing.transfers.items():
+        for name in (source, target):
+            assert stopping.tasks[name].last.exposed >= passing.tasks[name].last.exposed + seconds * 0.999
+    assert stopping.step_seconds > passing.step_seconds
+
+
+def test_the_start_of_a_message_is_that_of_the_runtime():
+    build = pipeline(1)
+    slow = with_runtime(build, replace(WAITING, messages=Messages(start=1e-3)))
+    usual = with_runtime(build, WAITING)
+    launch = machines(2).launch
+    assert launch is not None
+    added = (1e-3 - launch) * len(usual.transfers)
+    assert slow.step_seconds == pytest.approx(usual.step_seconds + added, rel=1e-3)
+
+
+def test_host_times():
+    build = pipeline()
+    usual = with_runtime(build, WAITING)
+    step = with_runtime(build, replace(WAITING, host=Host(step=2e-3)))
+    assert step.step_seconds == pytest.approx(usual.step_seconds + 2e-3)
+    micro = with_runtime(build, replace(WAITING, host=Host(micro_batch=1e-3)))
+    assert micro.step_seconds == pytest.approx(usual.step_seconds + 4e-3, rel=0.05)  # 3, and 1 to fill
+    slow = with_runtime(build, replace(WAITING, host=Host(op=1e-3)))
+    assert slow.step_seconds > 10 * usual.step_seconds
+
+
+def test_memory_of_the_runtime():
+    build = data_parallel()
+    usual = with_runtime(build, WAITING)
+    own = usual.memory[0]
+    rules = Memory(workspace=1000, fragmentation=0.5)
+    more = with_runtime(build, replace(WAITING, memory=rules)).memory[0]
+    assert more.temporary - own.temporary == 1000 + round(0.5 * (own.activations + own.temporary))
+    assert replace(more, temporary=own.temporary) == own
+
+
+@pytest.mark.parametrize(("usable", "context"), [(0.9, 0.0), (1.0, 1e3)])
+def test_a_runtime_leaves_less_memory_to_programs(usable: float, context: float):
+    build = data_parallel()
+    bytes_needed = int(with_runtime(build, WAITING).peak_memory)
+    cluster = machines(2, memory=f"{bytes_needed} B")
+    assert not out_of_memory(forecast(build, cluster, runtime=WAITING), cluster)
+    runtime = replace(WAITING, memory=Memory(usable=usable, context=context))
+    shortage = out_of_memory(forecast(build, cluster, runtime=runtime), cluster)[0]
+    assert shortage.available == pytest.approx(usable * bytes_needed - context)
+
+
+def test_an_unknown_runtime_is_refused():
+    with pytest.raises(ResourceError, match="fast_one: neither a file nor a runtime"):
+        with_runtime(pipeline(), "fast_one")
