@@ -1,0 +1,230 @@
+"""How far the search is behind the best plan known, by its own forecast.
+
+    python benchmarks/search_quality.py [--only NAME ...] [--seconds S] [--rival S] [--verbose] [--json FILE]
+
+Every setting of `data/search/settings.json` (a model, a batch, machines) is searched for `--seconds`, and
+with `--rival` by a simple rival too (`support/simple_rival.py`: uniform pipelines sorted by estimate, then
+random-restart local search). Both are compared with the best step known, which came from such rivals given
+minutes, so that it is an upper limit of the optimum. Settings that are held out were not looked at while the
+search was changed.
+
+Seconds are CPU seconds of one process: 120 of them are about a minute on two cores, whatever else the machine
+does. A search is behind by (its step / best step known - 1), below 0 where it is ahead. The estimate stands
+beside the forecast of the plan that won: where they are far apart, the dynamic programme minimises another
+objective than the forecast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.support.simple_rival import Rival
+from distgraph import nn, optim
+from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.compile.training_spec import TrainingSpec
+from distgraph.engine.search_driver.run_search import run_search
+from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.errors import InfeasibleError
+from distgraph.models import (
+    GPT,
+    GPT_PRESETS,
+    LLAMA_PRESETS,
+    MOE_PRESETS,
+    GPTConfig,
+    GShardMoE,
+    Llama,
+    LlamaConfig,
+    MoEConfig,
+)
+from distgraph.plan.strategy import Strategy
+from distgraph.resources import Cluster
+from distgraph.resources.cluster_builder import build_cluster
+from distgraph.resources.schema import check
+
+SETTINGS = Path(__file__).parent / "data" / "search" / "settings.json"
+FILES = Path(__file__).parent.parent / "resources" / "files"
+_MODELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {
+    "GPT": (GPT, GPTConfig, GPT_PRESETS),
+    "Llama": (Llama, LlamaConfig, LLAMA_PRESETS),
+    "GShardMoE": (GShardMoE, MoEConfig, MOE_PRESETS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A program on a cluster.
+
+    Attributes:
+        name: for the table.
+        request, cluster: the problem.
+        best_known: seconds of the best step known; None where nobody has searched for one.
+        held_out: whether the search was changed without a look at it.
+    """
+
+    name: str
+    request: CompileRequest
+    cluster: Cluster
+    best_known: float | None = None
+    held_out: bool = False
+
+
+def settings(path: Path = SETTINGS) -> dict[str, dict[str, Any]]:
+    """The descriptions in a file, by name, with the parts that all share."""
+    document = json.loads(path.read_text())
+    shared = {key: value for key, value in document.items() if key != "settings"}
+    return {entry["name"]: {**shared, **entry} for entry in document["settings"]}
+
+
+def setting(description: Mapping[str, Any]) -> Setting:
+    """The problem of a description."""
+    cluster = _cluster(description)
+    known, held_out = description["best_known"], description["held_out"]
+    return Setting(description["name"], _request(description), cluster, known, held_out)
+
+
+def _request(description: Mapping[str, Any]) -> CompileRequest:
+    given = dict(description["model"])
+    model, config_type, presets = _MODELS[given.pop("kind")]
+    preset = given.pop("preset", None)
+    fields = {**({} if preset is None else dataclasses.asdict(presets[preset])), **given}
+    config = config_type(**fields)
+    tokens = ((config.sequence,), "i32")
+    training_spec = TrainingSpec(model(config), nn.CrossEntropy(), optim.Adam(), {}, Strategy())
+    inputs = {"batch.0": tokens, "batch.1": tokens}
+    return CompileRequest(training_spec, "train", description["batch"], inputs, {})
+
+
+def _cluster(description: Mapping[str, Any]) -> Cluster:
+    name, given = description["name"], description["machines"]
+    if isinstance(given, dict):
+        document = yaml.safe_load((FILES / f"{given['file']}.yaml").read_text())
+        document["machines"][0]["count"] = given["machines"]
+        if given["machines"] == 1:
+            document.pop("network")
+    else:
+        machines = [_machine(description, *machine) for machine in given]
+        document = {"name": name, "launch": description["launch"], "machines": machines}
+        if sum(machine["count"] for machine in machines) > 1:
+            document["network"] = {"topology": "switch", "kind": "ethernet"}
+    return build_cluster(check(document, name), name)
+
+
+def _machine(
+    description: Mapping[str, Any], model: str, count: int, each: int, inside: str, rate: str, nics: int
+) -> dict[str, Any]:
+    own = dict(description["devices"][model])
+    costs = ("launch", "memory_efficiency", "lookup_efficiency", "matmul")
+    compute = {key: own.pop(key) for key in costs}
+    topology, bandwidth, latency = description["inside"][inside].split(", ")
+    return {
+        "count": count,
+        "name": f"{model.lower()}_",
+        "devices": {"count": each, "type": "gpu", **own, "compute": compute},
+        "inside": {"topology": topology, "kind": inside, "bandwidth": bandwidth, "latency": latency},
+        "nics": {"count": nics, "kind": "ethernet", "bandwidth": rate, **description["nic"]},
+    }
+
+
+def searched(problem: Setting, seconds: float, verbose: bool = False) -> dict[str, Any]:
+    """What the search finds in some CPU seconds."""
+    start = time.process_time()
+    state = SearchState(problem.request, problem.cluster, "auto", seconds, clock=time.process_time)
+    try:
+        for event in run_search(state):
+            if verbose:
+                print(f"    {time.process_time() - start:7.1f}  {_described(event)}", flush=True)
+    except InfeasibleError as error:
+        return {"step": None, "plan": str(error), "forecasts": len(state.evaluations.all)}
+    assert state.best is not None
+    candidate = state.best.candidate
+    return {
+        "step": state.best.seconds,
+        "estimate": None if candidate is None else candidate.estimate,
+        "plan": f"{state.best.origin}: {candidate or dict(state.best.choices)}",
+        "forecasts": len(state.evaluations.all),
+        "cpu_seconds": time.process_time() - start,
+    }
+
+
+def _described(event: Any) -> str:
+    evaluation = event.evaluation
+    if evaluation is None:
+        return str(event.phase)
+    of = evaluation.candidate
+    memory = "" if evaluation.fits else f", {evaluation.memory_ratio:.2f} of the memory"
+    estimate = "" if of is None else f" ({of.restriction}; estimate {of.estimate:.4g} s)"
+    return f"{evaluation.seconds:.4g} s{memory}: {evaluation.origin}: {of or ''}{estimate}"
+
+
+def rival(problem: Setting, seconds: float, seed: int = 0) -> dict[str, Any]:
+    """What the rival finds in some CPU seconds."""
+    search = Rival(problem.request, problem.cluster, seconds, seed)
+    search.run()
+    step = None if search.best is None else search.best_seconds
+    restriction = "" if search.best is None else f"{search.best.restriction}: "
+    return {"step": step, "plan": f"{restriction}{search.best}", "forecasts": search.forecasts}
+
+
+def compared(
+    problem: Setting, seconds: float, rival_seconds: float, seed: int = 0, verbose: bool = False
+) -> dict[str, Any]:
+    """A row of the table: the search, the rival where it has time, and how far the search is behind."""
+    ours = searched(problem, seconds, verbose)
+    other = rival(problem, rival_seconds, seed) if rival_seconds else None
+    steps = [problem.best_known, None if other is None else other["step"]]
+    best = min((step for step in steps if step is not None), default=None)
+    behind = None if best is None or ours["step"] is None else ours["step"] / best - 1
+    return {
+        "name": problem.name,
+        "held_out": problem.held_out,
+        "best_known": best,
+        "behind": behind,
+        "ours": ours,
+        "rival": other,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", help="names of settings")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of a search, CPU seconds")
+    parser.add_argument("--rival", type=float, default=0.0, help="CPU seconds of the rival; none by default")
+    parser.add_argument("--seed", type=int, default=0, help="of the rival")
+    parser.add_argument("--verbose", action="store_true", help="every program that the search forecasts")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    given = parser.parse_args()
+    os.environ["DISTGRAPH_CACHE"] = "off"
+    descriptions = settings()
+    rows = []
+    print(f"{'setting':<18}{'ours':>9}{'rival':>9}{'best':>9}{'behind':>8}{'CPU s':>7}{'estimate':>10}  plan")
+    for name in given.only or descriptions:
+        problem = setting(descriptions[name])
+        row = compared(problem, given.seconds, given.rival, given.seed, given.verbose)
+        rows.append(row)
+        ours, other = row["ours"], row["rival"] or {"step": None, "plan": ""}
+        figures = (ours["step"], other["step"], row["best_known"])
+        numbers = "".join(f"{'-' if figure is None else format(figure, '.4g'):>9}" for figure in figures)
+        behind = "-" if row["behind"] is None else format(row["behind"], ".1%")
+        estimate = ours.get("estimate")
+        estimated = "-" if estimate is None else format(estimate, ".4g")
+        used = f"{ours.get('cpu_seconds', 0.0):>7.0f}"
+        print(f"{name:<18}{numbers}{behind:>8}{used}{estimated:>10}  {ours['plan']}", flush=True)
+        if other["plan"]:
+            print(f"{'':<18}the rival's: {other['plan']}", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
