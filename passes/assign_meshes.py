@@ -18,8 +18,7 @@ from dataclasses import replace
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
-
-_ANYWHERE = ("constant", "full", "iota")  # every mesh can produce these at no cost
+from distgraph.ir.op_registry import lookup
 
 
 def place(graph: Graph, default: ProcessMesh | None = None) -> tuple[Graph, dict[str, ProcessMesh]]:
@@ -139,7 +138,7 @@ def clone_sources(graph: Graph, meshes: dict[str, ProcessMesh]) -> tuple[Graph, 
     cloneable = {
         op.name: op
         for op in graph.ops
-        if not op.operands and op.name not in graph.attrs and (op.kind in _ANYWHERE or _scalar_input(op))
+        if not op.operands and op.name not in graph.attrs and (lookup(op.kind).anywhere or _scalar_input(op))
     }
     for op in graph.ops:
         operands = []

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.ir.collective_registry import Collective, RankCall
-from distgraph.ir.collectives import COLLECTIVES, collective_of
+from distgraph.ir.collectives import collective_of
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -148,24 +148,18 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     """Mode and attributes of a collective on one rank: on its group, tile by tile, or on its block alone."""
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     mesh, shape = source.mesh, op.result.shape
-    kind = op.kind.removeprefix("comm.")
+    declared = collective_of(op.kind)
+    assert declared is not None, op.kind
     itemsize = op.result.nbytes // max(1, op.result.size)
-    if kind == "halo":  # its axes are those of the mesh that reads
+    if "windows" in op.attrs:  # a halo, whose axes are those of the mesh that reads
         return "exchange", _halo(op, source, target, rank, itemsize, number)
-    if kind == "permute":
+    if declared.traffic == "tiles":
         tiles = exchange_by_rank(shape, mesh, source.spec, target.spec).get(rank, ())
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
-    axes = tuple(op.attrs.get("axes", ()))
-    if kind == "slice":
-        outer, inner = source.spec.bounds(shape, mesh, rank), target.spec.bounds(shape, mesh, rank)
-        return op.kind, {
-            "slices": tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))
-        }
-    if kind == "mask":
-        keep = mesh.index(rank, axes) == 0
-        return op.kind, {"keep": keep, "reduction": op.attrs.get("reduction", "sum")}
-    declared, group = COLLECTIVES[kind], mesh.group(rank, axes)
+    group = () if declared.local else mesh.group(rank, tuple(op.attrs.get("axes", ())))
     arguments = declared.arguments(RankCall(op, source, target, rank, group)) if declared.arguments else {}
+    if declared.local:
+        return op.kind, dict(arguments)
     larger = target if declared.growth > 0 else source
     size = itemsize * math.prod(larger.spec.local_shape(shape, mesh, rank))
     return op.kind, {"group": group, **arguments, "wire": declared.sent_share(len(group)) * size}

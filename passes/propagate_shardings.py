@@ -29,7 +29,6 @@ from distgraph.ir.op_registry import elementwise, lookup, rule_of
 from distgraph.ir.sharding_spec import Origin, ShardSpec
 
 Key = tuple[int, int, int, int, int]
-_CONTRACTIONS = ("matmul", "einsum", "conv", "attention", "embedding")
 _STEPS_PER_ITEM = 64
 # policy -> class of seeds that are (inputs or activations; parameters, states or gradients)
 _SEED_CLASS = {"data": (0, 2), "parameters": (2, 0), "nearest": (0, 0)}
@@ -275,6 +274,7 @@ def value_spec(
 
 
 def _class_of(op: Op) -> int:
-    if op.kind.removesuffix("_grad") in _CONTRACTIONS:
+    declared = lookup(op.kind)
+    if declared.cost == "matmul" or declared.one_hot:
         return 4
-    return 3 if lookup(op.kind).rule is elementwise else 5
+    return 3 if declared.rule is elementwise else 5

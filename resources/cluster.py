@@ -38,8 +38,6 @@ Error = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 Half = Annotated[float, Field(ge=0, le=1e12, strict=True)]
 RATED_DTYPES: Final = ("f16", "bf16", "f32", "f64", "f8", "i8")
 """Dtypes for which a device may state a compute rate."""
-CONVOLUTIONS: Final = ("conv", "conv_grad_input", "conv_grad_weight")
-"""Kinds of ops that copy patches of their input."""
 _MOST_ROWS: Final = 1 << 16
 
 
@@ -142,14 +140,15 @@ class OpTable:
         return self
 
 
-def _of_convolutions(ops: Mapping[str, Mapping[str, OpTable]]) -> Mapping[str, Mapping[str, OpTable]]:
+def _rates_of_patches(ops: Mapping[str, Mapping[str, OpTable]]) -> Mapping[str, Mapping[str, OpTable]]:
     for op, tables in ops.items():
-        if op not in CONVOLUTIONS and any(table.rates is not None for table in tables.values()):
-            raise ValueError(f"rates of {', '.join(CONVOLUTIONS)} alone, and times for {op}")
+        rated = [name for name, declared in REGISTRY.items() if declared.patches is not None]
+        if op not in rated and any(table.rates is not None for table in tables.values()):
+            raise ValueError(f"rates of {', '.join(rated)} alone, and times for {op}")
     return ops
 
 
-OpTables = Annotated[Mapping[OpKind, Mapping[AnyDtype, OpTable]], AfterValidator(_of_convolutions)]
+OpTables = Annotated[Mapping[OpKind, Mapping[AnyDtype, OpTable]], AfterValidator(_rates_of_patches)]
 
 
 @documented(complete=False)

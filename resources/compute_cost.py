@@ -33,14 +33,12 @@ from __future__ import annotations
 import numpy as np
 
 from distgraph.errors import ResourceError
+from distgraph.ir.op_registry import MatmulDims, Patches
 from distgraph.resources.cluster import Cluster, Device, OpTable
 
 _EXAMPLES = {"launch": "5 us", "memory_efficiency": "0.8", "lookup_efficiency": "0.3"}
 _RATE = "{efficiency: 0.8, half: [128, 128, 64]}"
 CLASSES = ("matmul", "memory", "lookup", "launch")
-Dims = tuple[int, int, int, int]
-Patches = tuple[float, float]
-"""Number of elements of the patches, and number of their contiguous rows."""
 
 
 class ComputeCost:
@@ -63,7 +61,7 @@ class ComputeCost:
         flops: float,
         nbytes: float,
         dtype: str,
-        dims: Dims = (1, 1, 1, 1),
+        dims: MatmulDims = (1, 1, 1, 1),
         op: str = "",
         patches: Patches = (0.0, 0.0),
     ) -> float:
@@ -101,7 +99,7 @@ class ComputeCost:
             return seconds + max(flops / self.matmul_rate(device, dtype, dims), moving)
         return seconds + moving
 
-    def matmul_rate(self, device: int, dtype: str, dims: Dims) -> float:
+    def matmul_rate(self, device: int, dtype: str, dims: MatmulDims) -> float:
         """FLOP/s of a contraction of this shape, were its bytes there at no cost.
 
         Raises:

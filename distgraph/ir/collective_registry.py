@@ -26,12 +26,13 @@ import numpy as np
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, define, elementwise
+from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, View, define, elementwise
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 
 Dims = tuple[tuple[str, ...], ...]
 Traffic = Literal["ring", "pairs", "tiles", "none"]
 ResultMemory = Literal["new", "operand", "replaced"]
+SplitRule = Literal["", "leads_to", "worth_scattering", "worth_slicing"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -147,6 +148,8 @@ class Collective:
             op; None where they do not fit. Absent for a collective that is no change of layout in the graph.
         steps: the steps that the collective offers on the way from one layout to another. Generators may be
             shared by several collectives.
+        split_rule: of a collective whose steps split a dim over further axes: the method of `Space` that
+            decides whether such a step may lead to the goal.
         growth: the block after has the size of the block before times (members of the group) ** growth. The
             size by which costs are stated is that of the larger of the two.
         tie_break: fraction of a byte, the same for all sizes, that decides between steps that send equally
@@ -154,11 +157,13 @@ class Collective:
         ordered: whether the bytes on links depend on the order of the group.
         parameters: names of the attributes of a rank that its transport call takes between the operand and
             `out`, in order, such as ("dim", "group").
-        arguments: returns those attributes for one rank; "group" is added by the code generator.
+        arguments: returns those attributes for one rank, without "group"; of a collective that sends nothing,
+            the attributes of the rank's part of it ("slices", or "keep" and "reduction").
         packed: "operand" or "result" -> the attribute that names a dim. That block is copied into contiguous
             memory unless all dims before it have length 1.
         result_memory: where the result is written. "new": in newly allocated memory. "operand": in the memory
             of the operand, if nothing else reads it. "replaced": also in that of the parameter it replaces.
+        view: whether the result aliases the operand's memory (see `OpDef.view`); only where nothing is sent.
     """
 
     name: str
@@ -166,6 +171,7 @@ class Collective:
     traffic: Traffic
     layout_after: LayoutAfter | None = None
     steps: StepGenerator | None = None
+    split_rule: SplitRule = ""
     growth: int = 0
     tie_break: float = 1e-3
     ordered: bool = True
@@ -173,6 +179,7 @@ class Collective:
     arguments: Callable[[RankCall], Attrs] | None = None
     packed: Mapping[str, str] = field(default_factory=dict)
     result_memory: ResultMemory = "new"
+    view: View = ""
 
     @property
     def local(self) -> bool:

@@ -270,6 +270,20 @@ def _exchange_arguments(call: RankCall) -> Attrs:
     }
 
 
+def _own_part(call: RankCall) -> Attrs:
+    (inner, outer) = (
+        layout.spec.bounds(call.op.result.shape, layout.mesh, call.rank)
+        for layout in (call.target, call.source)
+    )
+    return {"slices": tuple(slice(b - a, e - a) for (a, _), (b, e) in zip(outer, inner, strict=True))}
+
+
+def _keeps(call: RankCall) -> Attrs:
+    reduction = call.op.attrs["reduction"]
+    first = call.source.mesh.index(call.rank, call.op.attrs["axes"]) == 0
+    return {"keep": first or reduction in ("max", "min"), "reduction": reduction}
+
+
 # ---------------------------------------------------------------------- declarations
 # The order decides ties: of equally cheap redistributions, the one whose steps are tried first is chosen.
 
@@ -294,12 +308,23 @@ for _collective in (
         "pairs",
         layout_after=_exchanged,
         steps=_all_to_alls,
+        split_rule="leads_to",
         parameters=("split_dim", "split_sizes", "concat_dim", "concat_sizes", "group"),
         arguments=_exchange_arguments,
         packed={"operand": "split_dim", "result": "concat_dim"},
     ),
-    Collective("slice", _nothing, "none", layout_after=_sliced, steps=_slices, growth=-1),
-    Collective("mask", _nothing, "none", layout_after=_masked, steps=_masks),
+    Collective(
+        "slice",
+        _nothing,
+        "none",
+        layout_after=_sliced,
+        steps=_slices,
+        split_rule="worth_slicing",
+        growth=-1,
+        arguments=_own_part,
+        view="strided",
+    ),
+    Collective("mask", _nothing, "none", layout_after=_masked, steps=_masks, arguments=_keeps, view="same"),
     Collective(
         "all_reduce",
         _all_pieces_twice,
@@ -317,6 +342,7 @@ for _collective in (
         "ring",
         layout_after=_scattered,
         steps=_reductions,
+        split_rule="worth_scattering",
         growth=-1,
         ordered=False,
         parameters=("dim", "sizes", "reduction", "group"),

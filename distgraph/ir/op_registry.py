@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,10 @@ Kernel = Callable[..., Any]
 Groups = tuple[tuple[int, ...], ...]
 Windows = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (dim, (start, stop) for every part of it)
 Reads = Callable[[Op, int, int, int, int], tuple[int, int]]
+View = Literal["", "same", "contiguous", "strided"]
+MatmulDims = tuple[int, int, int, int]
+Patches = tuple[float, float]
+"""Number of elements of the patches, and number of their contiguous rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +140,20 @@ class OpDef:
         decompose: the same computation in simpler ops, used where an index that the fused op needs whole is
             split.
         inplace: operands whose buffer the first result may reuse (same shape and dtype).
-        view: the result aliases the operand's memory.
+        view: whether the result aliases the memory of operand 0, and how. "same": its elements in the same
+            order. "contiguous": the same order in another shape, which needs a contiguous operand and is a
+            copy of any other. "strided": some of its elements, or another order. "": it does not.
         ufunc: name of a NumPy ufunc that is the kernel, so that programs may call it directly.
         cost: matmul, memory, lookup or launch: which cost model applies.
+        factors: for cost matmul, the two operands whose index terms give (batch, m, n, k).
+        matmul_dims: (batch, m, n, k) of an op with cost matmul that is more than a product of two operands,
+            and therefore has a measured table of its own.
+        patches: for cost matmul, the number of elements that the kernel copies out of its operands to
+            multiply them, and of their contiguous rows.
+        one_hot: whether the op is a product with a matrix of one-hot rows, as a look-up in a table is:
+            completion propagates axes through it as through a matmul.
+        anywhere: whether an op without operands gives its result on every mesh at no cost: each mesh that
+            reads it has its own copy.
         traffic: bytes that the op reads and writes, where it is not all of its operands and results.
         every_micro_batch: whether the op runs in every micro-batch even if its operands are the same in all.
         micro: the kernel also takes `micro`, the number of the micro-batch (random ops).
@@ -164,9 +179,14 @@ class OpDef:
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
     inplace: tuple[int, ...] = ()
-    view: bool = False
+    view: View = ""
     ufunc: str = ""
     cost: str = "memory"
+    factors: tuple[int, int] = (0, 1)
+    matmul_dims: Callable[[Op], MatmulDims] | None = None
+    patches: Callable[[Op], Patches] | None = None
+    one_hot: bool = False
+    anywhere: bool = False
     traffic: Callable[[Op], int] | None = None
     every_micro_batch: bool = False
     micro: bool = False
@@ -377,6 +397,22 @@ def flops(op: Op) -> int:
     if callable(declared):
         return declared(op, rule_of(op))
     return int(declared * max(v.size for v in op.operands + op.results))
+
+
+def matmul_dims(op: Op) -> MatmulDims:
+    """(batch, m, n, k) of an op with cost matmul."""
+    declared = lookup(op.kind)
+    if declared.matmul_dims is not None:
+        return declared.matmul_dims(op)
+    rule = rule_of(op)
+    left, right = ({i for dim in rule.operands[factor] for i in dim} for factor in declared.factors)
+    result = {i for dim in rule.results[0] for i in dim}
+
+    def size(indices: set[str]) -> int:
+        return math.prod(rule.sizes[i] for i in indices)
+
+    batch, m, n = size(left & right & result), size((left & result) - right), size((right & result) - left)
+    return batch, m, n, max(1, size(left | right)) // max(1, batch * m * n)
 
 
 def local_attrs(op: Op, rank: int) -> Attrs:

@@ -41,6 +41,30 @@ class Window:
         return prod(self.kernel) == 1 and prod(self.stride) == 1 and not any(a or b for a, b in self.padding)
 
 
+def patches(
+    what: str,
+    x: Sequence[int],
+    w: Sequence[int],
+    y: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+) -> tuple[float, float]:
+    """Number of elements that a kernel copies to multiply them or to add them up, and of contiguous rows.
+
+    Args:
+        what: conv, which copies nothing where its input is its own im2col, or a gradient of it.
+        x, w, y: shapes of input, kernel and output.
+        stride, padding, dilation: by spatial dim.
+    """
+    if not all(map(prod, (x, w, y))):
+        return 0.0, 0.0  # a block of nothing, or of padding alone
+    if what == "conv" and window_of(what, x[2:], w[2:], stride, padding, dilation).plain:
+        return 0.0, 0.0
+    elements = prod(x[:2]) * prod(w[2:]) * prod(y[2:])
+    return float(elements), elements / y[-1]
+
+
 def window_of(
     what: str,
     size: Sequence[int],

@@ -6,13 +6,13 @@ partial sums (one reduce_scatter): the scores are never materialised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
-from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
+from distgraph.ir.op_registry import Attrs, GradientContext, Local, MatmulDims, Shape, Shapes, define
 from distgraph.kernels import attention as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import store_all
@@ -131,6 +131,16 @@ def _gradient(c: GradientContext) -> Grads:
     return grads
 
 
+def _matmul_dims(first: int) -> Callable[[Op], MatmulDims]:
+    """Dims of the scores, of which the queries are operand number `first` and the keys the next one."""
+
+    def matmul_dims(op: Op) -> MatmulDims:
+        q, k = op.operands[first].shape, op.operands[first + 1].shape
+        return q[0] * q[1], q[2], k[2], q[3]
+
+    return matmul_dims
+
+
 define(
     "attention",
     _rule,
@@ -140,6 +150,7 @@ define(
     flops=_flops,
     localize=_visible,
     cost="matmul",
+    matmul_dims=_matmul_dims(0),
     workspace=workspace.attention,
 )
 define(
@@ -150,6 +161,7 @@ define(
     flops=_grad_flops,
     localize=_visible,
     cost="matmul",
+    matmul_dims=_matmul_dims(1),
     workspace=workspace.attention_grad,
 )
 

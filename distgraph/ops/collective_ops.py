@@ -33,7 +33,7 @@ define(
     _no_kernel,
     infer=_same,
     linear=((0,),),
-    view=True,
+    view="same",
     cost="launch",
 )
 
@@ -49,7 +49,7 @@ define(
     infer=_same,
     gradient=_reshard_gradient,
     linear=((0,),),
-    view=True,
+    view="same",
     cost="comm",
 )
 

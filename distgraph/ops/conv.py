@@ -10,14 +10,25 @@ single group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import itemgetter
 from typing import Any
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, bind
-from distgraph.ir.op_registry import Attrs, GradientContext, Local, Shape, Shapes, define
+from distgraph.ir.op_registry import (
+    Attrs,
+    GradientContext,
+    Local,
+    MatmulDims,
+    Patches,
+    Shape,
+    Shapes,
+    define,
+    flops,
+)
 from distgraph.kernels import conv as kernels
 from distgraph.kernels import pooling, workspace
 from distgraph.kernels._common import store
@@ -221,6 +232,20 @@ def _windows_in(x: Shape, kernel: Shape, attrs: Attrs) -> Shape:
     return tuple(lengths)
 
 
+def _matmul_dims(columns: Callable[[Shape], int]) -> Callable[[Op], MatmulDims]:
+    """`OpDef.matmul_dims` of the product of patches whose result has some number of columns."""
+
+    def matmul_dims(op: Op) -> MatmulDims:
+        size, n = max(1, op.result.size), max(1, columns(op.result.shape))
+        return 1, size // n, n, max(1, round(flops(op) / (2 * size)))
+
+    return matmul_dims
+
+
+def _patches(op: Op, x: Value, w: Value, y: Value) -> Patches:
+    return kernels.patches(op.kind, x.shape, w.shape, y.shape, **_options(op.attrs))
+
+
 define(
     "conv",
     _conv_rule,
@@ -232,6 +257,8 @@ define(
     reads=_reads_conv,
     localize=_local_conv,
     cost="matmul",
+    matmul_dims=_matmul_dims(itemgetter(1)),
+    patches=lambda op: _patches(op, op.operands[0], op.operands[1], op.result),
     workspace=workspace.conv,
 )
 define(
@@ -244,6 +271,8 @@ define(
     reads=_reads_grad_input,
     localize=_local_input,
     cost="matmul",
+    matmul_dims=_matmul_dims(itemgetter(1)),
+    patches=lambda op: _patches(op, op.result, op.operands[1], op.operands[0]),
     workspace=workspace.conv_grad_input,
 )
 define(
@@ -256,6 +285,8 @@ define(
     reads=_reads_grad_weight,
     localize=_local_kernel,
     cost="matmul",
+    matmul_dims=_matmul_dims(lambda shape: math.prod(shape[1:])),
+    patches=lambda op: _patches(op, op.operands[0], op.result, op.operands[1]),
     workspace=workspace.conv_grad_weight,
 )
 

@@ -44,6 +44,7 @@ for _kind in SOURCES:
         flops=0,
         localize=_localize_constant if _kind == "constant" else None,
         cost="launch",
+        anywhere=_kind == "constant",
     )
 
 
@@ -72,6 +73,7 @@ define(
     gradient=lambda c: [],
     flops=0,
     localize=_localize_shape,
+    anywhere=True,
 )
 
 
@@ -93,6 +95,7 @@ define(
     gradient=lambda c: [],
     flops=0,
     localize=_localize_iota,
+    anywhere=True,
 )
 
 
@@ -169,7 +172,7 @@ define(
     flops=0,
     linear=((0,),),
     localize=lambda attrs, local: {"sizes": local.result_shapes[0]},
-    view=True,
+    view="strided",
 )
 define(
     "dynamic_update_slice",

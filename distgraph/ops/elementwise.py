@@ -237,7 +237,7 @@ define(
     _identity_kernel,
     gradient=lambda c: [c.grad],
     linear=((0,),),
-    view=True,
+    view="same",
     infer=_infer,
 )
 identity = _function("identity", 1)
@@ -249,7 +249,7 @@ define(
     _identity_kernel,
     gradient=lambda c: [None],
     linear=((0,),),
-    view=True,
+    view="same",
     infer=_infer,
 )
 stop_gradient = _function("stop_gradient", 1)

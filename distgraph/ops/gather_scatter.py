@@ -139,6 +139,7 @@ _define_lookup(
     _embedding_kernel,
     infer=_infer_take,
     gradient=_take_gradient,
+    one_hot=True,
     workspace=workspace.embedding,
 )
 
@@ -169,6 +170,7 @@ _define_lookup(
     infer=_infer_embedding_grad,
     gradient=lambda c: [emit_one("embedding", c.grad, c.operands[1]), None],
     flops=lambda op, rule: op.operands[0].size,
+    one_hot=True,
 )
 
 

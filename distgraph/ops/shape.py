@@ -71,7 +71,7 @@ _define_move(
     infer=_infer_reshape,
     gradient=lambda c: [emit_one("reshape", c.grad, shape=c.operands[0].shape)],
     localize=_local_result,
-    view=True,
+    view="contiguous",
 )
 
 
@@ -106,7 +106,7 @@ _define_move(
     _transpose_kernel,
     infer=_infer_transpose,
     gradient=_transpose_gradient,
-    view=True,
+    view="strided",
 )
 
 
@@ -147,7 +147,7 @@ _define_move(
     infer=_infer_broadcast,
     gradient=_broadcast_gradient,
     localize=_local_result,
-    view=True,
+    view="strided",
 )
 
 
@@ -216,7 +216,7 @@ _define_move(
     gradient=_slice_gradient,
     reads=_reads_slice,
     localize=_localize_slice,
-    view=True,
+    view="strided",
 )
 
 
@@ -376,7 +376,7 @@ _define_move(
     _flip_kernel,
     gradient=lambda c: [emit_one("flip", c.grad, dims=c.attrs["dims"])],
     reads=_reads_flip,
-    view=True,
+    view="strided",
 )
 
 

@@ -18,7 +18,6 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, Rule
 from distgraph.ir.op_registry import linear_groups, lookup, operand_layout, rule_of
 
-_COSTLY = ("matmul", "conv", "attention")  # cost classes of ops that never pass a partial on
 Partials = set[tuple[str, str]]
 """(value, axis) pairs: the value is partial over the axis."""
 
@@ -112,7 +111,7 @@ def passing_group(
     op: Op, name: str, axis: str, deferred: Partials, layouts: Mapping[str, OpLayout]
 ) -> int | None:
     """Linear group through which an op passes a partial value on; None if it must be reduced first."""
-    if lookup(op.kind).cost in _COSTLY or axis not in layouts[op.name].mesh.sizes or len(op.results) != 1:
+    if lookup(op.kind).cost == "matmul" or axis not in layouts[op.name].mesh.sizes or len(op.results) != 1:
         return None
     if op.role == "optimize":
         return (
@@ -155,7 +154,7 @@ def _candidates(
     for op in graph.ops:
         layout = layouts[op.name]
         candidates.update(produced[op.name])
-        if lookup(op.kind).cost in _COSTLY or len(op.results) != 1 or op.kind == "reshard":
+        if lookup(op.kind).cost == "matmul" or len(op.results) != 1 or op.kind == "reshard":
             continue
         for group in linear_groups(op):
             operands = (candidates.get(op.operands[i].name, frozenset()) for i in group)

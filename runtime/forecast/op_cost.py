@@ -82,14 +82,14 @@ class OpCost:
             return self._compute_work(local)
         if mode == "accumulate":
             return self._accumulation_work(local)
-        if mode in ("comm.slice", "comm.mask"):
-            copied = mode == "comm.slice" or local.attrs["keep"]
-            return self._copy_work(local) if copied and not self._is_view(local) else NOTHING
+        declared = local.collective
+        if declared is not None and declared.local:
+            copied = local.attrs.get("keep", True) and not self._is_view(local)
+            return self._copy_work(local) if copied else NOTHING
         if mode == "recv" and local.attrs["copies"]:
             size = itemsize(local.op.result.dtype)
             moved = sum(math.prod(s.stop - s.start for s in want) for _, want in local.attrs["copies"])
             return Work("memory", nbytes=2 * size * moved, dtype=local.op.result.dtype)
-        declared = local.collective
         return NOTHING if declared is None else self._packing_work(local, declared)
 
     def _packing_work(self, local: LocalOp, declared: Collective) -> Work:

@@ -30,6 +30,7 @@ from typing import Any, Final
 import numpy as np
 
 from distgraph.errors import ResourceError
+from distgraph.ir.op_registry import REGISTRY
 from distgraph.resources import Cluster, CollectiveCost
 from distgraph.resources.cluster import Compute, MatmulRate, OpTable
 from distgraph.runtime.forecast.op_cost import Work
@@ -38,7 +39,6 @@ Vector = np.ndarray
 _HUBER: Final = 0.1  # relative error from which a measurement counts as disturbed
 _SPREAD: Final = 0.5  # the same where places differ, after the mean over rounds
 _SMALL, _LARGE = 2**16, 2**18  # bytes up to which starting an op, and from which moving bytes, decides
-_CONTRACTIONS: Final = ("matmul", "einsum", "einsum+=", "linear")  # priced by shape; others have tables
 _SPACING: Final = 3.0  # least factor between two knots of a table
 _TURNS: Final = 8
 
@@ -169,7 +169,7 @@ def fit_compute(
     measured, rates, launches = {}, {}, dict[str, dict[str, OpTable]]()
     per_flop: dict[str, float] = {}
     for dtype in dict.fromkeys(work.dtype for work, _ in samples):
-        products = [s for s in _select(samples, "matmul") if s[0].dtype == dtype and s[0].op in _CONTRACTIONS]
+        products = [s for s in _select(samples, "matmul") if s[0].dtype == dtype and _costs_by_shape(s[0].op)]
         if products:
             rate, half, starts, wrong = fit_matmul(products, per_byte)
             for op, start in starts.items():
@@ -182,6 +182,12 @@ def fit_compute(
     ops = {**fit_tables(samples, per_byte, per_flop), **launches}
     compute = Compute(launch, _fraction(1 / (per_byte * bandwidth)), lookup_efficiency, rates, ops, error)
     return ComputeFit(compute, bandwidth, measured)
+
+
+def _costs_by_shape(kind: str) -> bool:
+    """Whether the rate of a matmul of its shape gives the cost of an op; others have tables."""
+    declared = REGISTRY.get(kind.removesuffix("+="))
+    return declared is not None and declared.cost == "matmul" and declared.matmul_dims is None
 
 
 def _fraction(number: float) -> float:
@@ -253,7 +259,7 @@ def fit_tables(
     """
     kinds: dict[tuple[str, str], list[tuple[Work, float]]] = {}
     for work, seconds in samples:
-        if work.op and work.op not in _CONTRACTIONS:
+        if work.op and not _costs_by_shape(work.op):
             kinds.setdefault((work.op, work.dtype), []).append((work, seconds))
     tables: dict[str, dict[str, OpTable]] = {}
     for (op, dtype), op_samples in sorted(kinds.items()):

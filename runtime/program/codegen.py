@@ -237,7 +237,7 @@ class Writer:
             self.add_to_total(local, operands, self.target(total))
             return
         targets = [self.target(v.name) for v in op.results]
-        if declared.view and op.kind != "reshape":  # an output, which needs memory of its own
+        if declared.view in ("same", "strided"):  # an output, which needs memory of its own
             kernel = self.bind(op.kind, functools.partial(declared.kernel, self.xp, **local.attrs))
             source = operands[0]
             if op.operands[0].shape == () and self.storage.slots[op.operands[0].name].kind == "source":
@@ -249,7 +249,7 @@ class Writer:
         outs = targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
         if total is not None:
             outs = f"{self.target(total)} if m == 0 else {outs}"
-        if op.kind == "reshape":
+        if declared.view:  # the shapes may differ
             self.line(f"copyto(({outs}).reshape({operands[0]}.shape), {operands[0]})", op)
             return
         if declared.ufunc:
@@ -290,7 +290,7 @@ class Writer:
         name = local.op.result.name
         if self.storage.slots[name].kind == "view":
             self.read(name)
-        elif local.mode == "comm.slice" or local.attrs["keep"]:
+        elif local.attrs.get("keep", True):
             source, target = self.read(local.op.operands[0].name), self.target(name)
             slices = self.bind("slices", local.attrs.get("slices", ...))
             self.line(f"copyto({target}, {source}[{slices}])", local.op)

@@ -137,21 +137,17 @@ class StoragePlan:
         if declared is not None and declared.result_memory == "operand":
             operand = op.operands[0].name
             return (self.slots[operand].root, True) if self.is_only_reader(operand) else None
-        if local.mode == "accumulate":
-            if self.program.graph.micro_batches > 1:
-                return None
-        elif local.mode == "comm.mask":
-            if not (local.attrs["keep"] or local.attrs["reduction"] in ("max", "min")):
-                return None
-        elif local.mode != "comm.slice" and not (local.mode == "compute" and lookup(op.kind).view):
+        view = lookup(op.kind).view if declared is None else declared.view
+        if not view or (local.mode == "accumulate" and self.program.graph.micro_batches > 1):
             return None
+        if declared is not None and not local.attrs.get("keep", True):
+            return None  # a mask that holds the identity of the reduction
         source = self.slots[op.operands[0].name]
-        same = op.kind in ("identity", "stop_gradient", "accumulate", "comm.mask", "reshard")
-        if op.kind == "reshape":
+        if view == "contiguous":
             return (source.root, True) if source.contiguous else None
-        if source.kind == "source" and self.program.types[source.root][0] == () and not same:
+        if view == "strided" and source.kind == "source" and self.program.types[source.root][0] == ():
             return None  # a scalar is a number, not memory
-        return source.root, same and source.contiguous
+        return source.root, view == "same" and source.contiguous
 
     def outliving(self) -> frozenset[str]:
         """Slices to copy because as views they would keep all of a large value alive after its task."""

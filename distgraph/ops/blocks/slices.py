@@ -188,5 +188,6 @@ define(
     flops=_add_flops,
     inplace=(0,),
     cost="matmul",
+    factors=(1, 2),
     workspace=_add_workspace,
 )

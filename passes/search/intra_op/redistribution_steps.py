@@ -276,10 +276,12 @@ def steps(layouts: LayoutTable, copies: GoalCopies) -> Steps:
     name = np.array([kind for kind, _ in table.kinds] or [""])[kind]
     used = layouts.used[source] | layouts.used[target]
     included = (used & ~copies.working[:, None] == 0) & (source != copies.goal[:, None])
-    included &= (name != "mask") | (axes & ~layouts.partial[copies.goal, None] == 0)
-    splitting = np.flatnonzero(np.isin(name, ("all_to_all", "reduce_scatter", "slice")))
+    masked = layouts.partial[target] & ~layouts.partial[source]
+    included &= masked & ~layouts.partial[copies.goal, None] == 0
+    rule = np.array([COLLECTIVES[kind].split_rule for kind, _ in table.kinds] or [""])[kind]
+    splitting = np.flatnonzero(rule != "")
     included[:, splitting] &= _leads_to_goal(
-        layouts, copies, *(array[splitting] for array in (source, name, axes, dim))
+        layouts, copies, *(array[splitting] for array in (source, rule, axes, dim))
     )
     copy, step = np.nonzero(included)
     fractions = _sent_fractions(layouts, source, target, name, axes, dim)
@@ -288,11 +290,11 @@ def steps(layouts: LayoutTable, copies: GoalCopies) -> Steps:
 
 
 def _leads_to_goal(
-    layouts: LayoutTable, copies: GoalCopies, source: Ints, name: Names, axes: Ints, dim: Ints
+    layouts: LayoutTable, copies: GoalCopies, source: Ints, rule: Names, axes: Ints, dim: Ints
 ) -> Flags:
     """[copies, steps] whether a step that splits a dim over further axes may lead to the goal.
 
-    The rules are `Space.leads_to` for an all_to_all, `worth_scattering` and `worth_slicing`.
+    `rule` is `Collective.split_rule`, the name of the method of `Space` that decides the same for one step.
     """
     goal_axes, goal_split = layouts.placed[copies.goal, None], layouts.split[copies.goal][:, dim]
     order, goal_order = layouts.dims[source, dim], layouts.dims[copies.goal][:, dim]
@@ -301,7 +303,7 @@ def _leads_to_goal(
     scatters = leads | (axes & goal_axes == 0)
     slices = (axes & ~goal_split == 0) | (off_path & (axes & ~goal_axes == 0))
     may_lead: Flags = copies.wide[:, None] | np.select(
-        [name == "all_to_all", name == "reduce_scatter"], [leads, scatters], slices
+        [rule == "leads_to", rule == "worth_scattering"], [leads, scatters], slices
     )
     return may_lead
 

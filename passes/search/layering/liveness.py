@@ -29,7 +29,6 @@ from distgraph.passes.search.layering.layer_folding import (
 )
 
 Kind = Literal["fixed", "activation", "temporary", "none"]
-_KEEPS_ORDER = ("identity", "stop_gradient", "accumulate", "reshard", "reshape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Lifetimes:
             return False
         if producer.op.kind == "accumulate" and self.micro > 1:
             return False
-        return producer.op.kind != "reshape" or self._is_contiguous(producer.operands[0])
+        return lookup(producer.op.kind).view != "contiguous" or self._is_contiguous(producer.operands[0])
 
     def adds(self, number: int) -> bool:
         """Whether the op of a value adds its result directly to the sum over micro-batches."""
@@ -96,10 +95,10 @@ class Lifetimes:
         if number not in self._contiguous:
             self._contiguous[number] = True  # the answer for a cycle of updates
             producer = self.fold.ops[self.fold.values[number].producer]
-            if lookup(producer.op.kind).view and not is_source(producer.op):
-                keeps = producer.op.kind in _KEEPS_ORDER
-                self._contiguous[number] = producer.op.kind == "reshape" or (
-                    keeps and self._is_contiguous(producer.operands[0])
+            view = lookup(producer.op.kind).view
+            if view and not is_source(producer.op):
+                self._contiguous[number] = view == "contiguous" or (
+                    view == "same" and self._is_contiguous(producer.operands[0])
                 )
         return self._contiguous[number]
 
