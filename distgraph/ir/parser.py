@@ -248,8 +248,10 @@ class _Reader(Transformer[Token, Any]):
         except DistGraphError as error:
             _refuse(name, str(error))
 
-    def sizes(self, *sizes: _Axis) -> tuple[_Axis, ...]:
-        return sizes
+    def children(self, *children: Any) -> tuple[Any, ...]:
+        return children
+
+    sizes = results = partials = children
 
     def size(self, axis: Token, *counts: Token) -> _Axis:
         numbers = tuple(_whole(count, MOST_RANKS) for count in counts)
@@ -282,9 +284,6 @@ class _Reader(Transformer[Token, Any]):
     def op(self, *parts: Any) -> tuple[str, Any]:
         results, kind, operands, attrs, computed, role, *tail = parts
         return "op", _OpText(results, kind, operands, attrs or {}, computed, str(role), *tail)
-
-    def results(self, *results: Any) -> tuple[Any, ...]:
-        return results
 
     def result(self, name: Token, type_: Any, spec: ShardSpec | None, mesh: Token | None) -> Any:
         return name, type_, None if spec is None else _Stored(spec, mesh, name)
@@ -325,9 +324,6 @@ class _Reader(Transformer[Token, Any]):
     def dim(self, *axes: Token) -> tuple[str, ...]:
         return () if len(axes) == 1 and axes[0] == "_" else tuple(map(str, axes))
 
-    def partials(self, *partials: Any) -> tuple[tuple[str, str], ...]:
-        return partials
-
     def partial(self, axis: Token, reduction: Token | None) -> tuple[str, str]:
         return str(axis), str(reduction or "sum")
 
@@ -349,6 +345,8 @@ class _Reader(Transformer[Token, Any]):
 
     def attr(self, key: Token, value: Any) -> tuple[Token, Any]:
         return key, value
+
+    entry = attr
 
     def none(self) -> None:
         return None
@@ -401,9 +399,6 @@ class _Reader(Transformer[Token, Any]):
     def dict(self, *entries: Any) -> Any:
         _distinct("key", [key for key, _ in entries])
         return {_string(key): value for key, value in entries}
-
-    def entry(self, key: Token, value: Any) -> Any:
-        return key, value
 
 
 def _assemble(name: str, micro_batches: int, statements: Sequence[tuple[str, Any]]) -> Graph:
