@@ -26,6 +26,7 @@ _HOMES = {
     "recompute": "distgraph.tracing.annotations",
     "pipeline_boundary": "distgraph.tracing.annotations",
     "complete": "distgraph.passes.complete",
+    "tune_mesh2d": "distgraph.passes.matmul_algorithms.tune_mesh2d",
     "Cluster": "distgraph.resources",
     "load_cluster": "distgraph.resources",
     "Plan": "distgraph.plan.plan",

@@ -17,6 +17,7 @@ from distgraph.cli.plan import plan
 from distgraph.cli.profile import profile
 from distgraph.cli.run import run
 from distgraph.cli.script_options import ARGUMENTS_OF_SCRIPT
+from distgraph.cli.tune import tune
 from distgraph.errors import DistGraphError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command(context_settings=_UNKNOWN_TO_SCRIPT)(forecast)
 app.command()(inspect)
 app.command()(profile)
 app.command()(cluster)
+app.command()(tune)
 app.add_typer(checkpoint_app)
 
 
@@ -49,7 +51,7 @@ def common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Turn serial training programs into distributed ones: run, check, plan, forecast, inspect, profile."""
+    """Make serial training programs distributed: run, check, plan, forecast, inspect, profile, tune."""
 
 
 def main() -> None:

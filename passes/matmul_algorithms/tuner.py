@@ -9,7 +9,7 @@ prices alone and knows no graph. Source: Nam et al., "MeshSlice", ISCA 2025, sec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distgraph.errors import InfeasibleError, ShardingError
@@ -118,21 +118,27 @@ class Tuning:
                 times = (each.seconds.total, each.seconds.compute, parts.launch, parts.sync, parts.transfer)
                 cells = (f"{1e3 * seconds:.3f} ms" for seconds in times)
                 rows.append((layer.layer.name, str(each.product), str(each.slices), *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         shape = f"{self.algorithm} on mesh {self.mesh[0]}x{self.mesh[1]}"
-        lines = [f"{shape}: {1e3 * self.seconds:.3f} ms, {100 * self.compute_share:.1f} % computing"]
-        for row in rows:
-            text = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-            numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-            lines.append("  ".join(text + numbers).rstrip())
-        return "\n".join(lines)
+        first = f"{shape}: {1e3 * self.seconds:.3f} ms, {100 * self.compute_share:.1f} % computing"
+        return "\n".join([first, *text_table(rows)])
+
+
+def text_table(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
+    """Lines of a table: the first `left` columns are text, flush left, the others numbers, flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        text = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        lines.append("  ".join(text + numbers).rstrip())
+    return lines
 
 
 def tune(
     layers: Sequence[Layer],
     chips: int,
     prices: RingPrices,
-    flops_per_second: float,
+    flops_per_second: float | Callable[[Product, Mesh], float],
     *,
     item_bytes: int = 2,
     block: int = 8,
@@ -147,7 +153,7 @@ def tune(
         layers: in order; each reads what the one before it wrote.
         chips: of the mesh, from 4 up.
         prices: of communication on the rings of a mesh; bandwidths in bytes/s, times in seconds.
-        flops_per_second: effective FLOP/s of a chip in large products.
+        flops_per_second: effective FLOP/s of a chip in large products, or a function of a product and a mesh.
         item_bytes: bytes of an element.
         block: neighbouring rows or columns that stay together when meshslice cuts a shard; local sizes must
             be multiples of block * slices. Of no meaning to the other algorithms.
@@ -176,7 +182,9 @@ def tune(
         up     dX = LS(dY, W)       4  0.170 ms  0.107 ms  0.080 ms  0.024 ms  0.126 ms
         up     dW = RS(X, dY)       4  0.170 ms  0.107 ms  0.080 ms  0.024 ms  0.126 ms
     """
-    check_positive(flops_per_second=flops_per_second, item_bytes=item_bytes, block=block)
+    if not callable(flops_per_second):
+        check_positive(flops_per_second=flops_per_second)
+    check_positive(item_bytes=item_bytes, block=block)
     if not layers:
         raise ShardingError("tuner: no layers; give at least one Layer(name, samples, inputs, outputs)")
     forwards = [forward or dataflow(layer) for layer in layers]
@@ -191,7 +199,8 @@ def tune(
         return min(enough, key=lambda option: option.slices)
 
     def forecast(product: Product, mesh: Mesh, slices: int) -> ProductSeconds:
-        return unchecked_seconds(algorithm, product, mesh, slices, prices, flops_per_second, item_bytes)
+        speed = flops_per_second(product, mesh) if callable(flops_per_second) else flops_per_second
+        return unchecked_seconds(algorithm, product, mesh, slices, prices, speed, item_bytes)
 
     tunings: list[Tuning] = []
     reasons: list[str] = []

@@ -18,6 +18,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.complete import complete
+from distgraph.passes.matmul_algorithms.cluster_prices import devices_of
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
@@ -201,7 +202,7 @@ def _mesh2d_program(
     completed = replace(complete(graph, mesh), micro_batches=layered.graph.micro_batches)
     whole = mesh.members == tuple(range(mesh.size))
     every = tuple(range(max(mesh.members) + 1))
-    devices = mesh2d.devices_of(layout_costs.cluster, mesh.shape) if whole else every
+    devices = devices_of(layout_costs.cluster, mesh.shape) if whole else every
     names = {algorithm.name for algorithm in graph.algorithms.values()}
     rows, cols = mesh.shape
     origin = f"mesh2d {rows} x {cols}, {', '.join(sorted(names))}"

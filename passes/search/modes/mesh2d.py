@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
-
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op, Value
@@ -30,19 +28,19 @@ from distgraph.ir.matmul_algorithm import CONTRACTIONS as KINDS
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.passes.matmul_algorithms.cluster_prices import (
+    ClusterPrices,
+    on_torus,
+    product_rate,
+    slice_block,
+)
 from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow
-from distgraph.passes.matmul_algorithms.ring_prices import Ring
 from distgraph.passes.matmul_algorithms.tuner import Tuning, tune
 from distgraph.resources.cluster import Cluster
-from distgraph.resources.compute_cost import ComputeCost
-from distgraph.resources.mesh_communication import MeshCommunication
 
 ORIGIN = Origin("user", 'Strategy(mode="mesh2d")')
-AXES: Final = ("rows", "cols")
 _TOLERANCE: Final = 0.02
 """Share of its seconds by which a product may be slower by the tuner's model than with more slices."""
-_SHORT, _LONG = 2.0**16, 2.0**24
-"""Bytes that a rank sends in the two collectives whose seconds give the line of a ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,39 +103,6 @@ def _is_product(spec: str) -> bool:
     return len(second) == 2 and first[-1] == second[0] and result == first[:-1] + second[1]
 
 
-def devices_of(cluster: Cluster, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Device of every rank of a mesh: a block of a torus of devices, else the first devices in order."""
-    if _on_torus(cluster, shape):
-        return cluster.network.corner_block(shape)
-    return tuple(range(math.prod(shape)))
-
-
-def _on_torus(cluster: Cluster, shape: tuple[int, ...]) -> bool:
-    network = cluster.network
-    torus = network.topology == "torus" and network.over == "devices" and len(network.shape) == len(shape)
-    return torus and all(part <= length for part, length in zip(shape, network.shape, strict=True))
-
-
-@dataclass(frozen=True)
-class ClusterPrices:
-    """Prices of rings on the devices of a cluster, as the tuner asks for them (`RingPrices`).
-
-    Attributes:
-        cluster: a mesh is on the devices that `devices_of` gives.
-    """
-
-    cluster: Cluster
-
-    def ring(self, kind: str, axis: int, mesh: tuple[int, int]) -> Ring:
-        """The line through the seconds of a short and a long collective on all rings of an axis at once."""
-        grid = ProcessMesh.grid(rows=mesh[0], cols=mesh[1])
-        communication = MeshCommunication(self.cluster, devices_of(self.cluster, mesh))
-        collective = "permute" if kind == "send_receive" else kind
-        seconds = communication.prices(collective, grid, (AXES[axis],), np.array([_SHORT, _LONG]))
-        slope = max(float(seconds[1] - seconds[0]) / (_LONG - _SHORT), 1e-30)
-        return Ring(max(float(seconds[0]) - _SHORT * slope, 0.0), 0.0, 1 / slope)
-
-
 def layouts_by_tuner(
     graph: Graph, meshes: Sequence[ProcessMesh], cluster: Cluster, algorithm: str
 ) -> list[tuple[Tuning, Graph]]:
@@ -156,7 +121,7 @@ def layouts_by_tuner(
         ShardingError: the program has no linear layer that a mesh divides.
     """
     found = []
-    block = cluster.devices[0].compute.slice_block or 1
+    block = slice_block(cluster)
     for mesh in meshes:
         layers = [layer for layer in linear_layers(graph) if _divides(layer, mesh)]
         if not layers:
@@ -180,20 +145,18 @@ def layouts_by_tuner(
 
 def _tune(layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, algorithm: str) -> Tuning:
     rows, cols = mesh.shape
-    first = layers[0]
-    dims = (1, first.samples // rows, first.outputs // cols, first.inputs)
-    speed = ComputeCost(cluster).matmul_rate(0, first.result.dtype, dims)
+    dtype = layers[0].result.dtype
     sizes = [Layer(layer.op, layer.samples, layer.inputs, layer.outputs) for layer in layers]
-    prices, block = ClusterPrices(cluster), cluster.devices[0].compute.slice_block or 1
+    prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
 
     def tuned(size: Layer, forward: str | None) -> Tuning:
         return tune(
             [size],
             rows * cols,
             prices,
-            speed,
-            item_bytes=itemsize(first.result.dtype),
-            block=block,
+            rate,
+            item_bytes=itemsize(dtype),
+            block=slice_block(cluster),
             algorithm=algorithm,
             forward=forward,
             meshes=[(rows, cols)],
@@ -279,6 +242,6 @@ def shapes(cluster: Cluster) -> list[ProcessMesh]:
     """All meshes (rows, cols) of all devices, neither of which is 1; on a torus only blocks of it."""
     devices = len(cluster.devices)
     pairs = [(rows, devices // rows) for rows in range(2, devices // 2 + 1) if devices % rows == 0]
-    if any(_on_torus(cluster, pair) for pair in pairs):
-        pairs = [pair for pair in pairs if _on_torus(cluster, pair)]
+    if any(on_torus(cluster, pair) for pair in pairs):
+        pairs = [pair for pair in pairs if on_torus(cluster, pair)]
     return [ProcessMesh.grid(rows=rows, cols=cols) for rows, cols in pairs]
