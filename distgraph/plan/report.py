@@ -52,8 +52,9 @@ def shown(plan: Plan) -> str:
             )
         parts.append(f"forecast of a step{beside}\n" + _table(_times(plan)))
     if plan.search.status:
-        gap = "" if plan.search.gap is None else f", at most {plan.search.gap:.2%} above the bound"
-        parts.append(f"search {plan.search.mode}: {plan.search.status}{gap}")
+        bound = plan.search.bound
+        limit = "" if bound is None else f"; no plan can take less than {_seconds(bound)}"
+        parts.append(f"search {plan.search.mode}: {plan.search.status}{limit}")
     return "\n".join(parts)
 
 

@@ -1,24 +1,25 @@
-r"""Seconds of a step that no plan goes below: all matrix products, divided over all devices.
+r"""Seconds of a step that no plan goes below: all products and all data movement, divided over all devices.
 
 *In:* a serial train graph of a whole batch, a cluster. *Out:* seconds. *Invariant:* no forecast of a program
 that computes this graph on this cluster is below it, whatever the layouts, stages, micro-batches or schedule;
 except with convolutions whose windows may be padding alone: blocks of these may be nothing.
 
-Let p_do be the seconds of product o on one device of kind d alone, w_o FLOPs at the rate of its whole shape:
+Let p_do be the seconds of op o on one device of kind d alone. For a product, w_o FLOPs are computed at the
+rate of its whole shape; any other op reads and writes w_o bytes at the bandwidth of the memory:
 
     p_do = launch_d + w_o / rate_d(o)
 
-A rank that does the share x of a product takes at least x p_do: the launch is not shared, and rates do not
-rise as matrices get smaller. A convolution of which patches were measured has them in p_do: whoever does the
-share x of its FLOPs copies at least the share x of its patches and rows. The shares of all ranks make the
-product at least once, no rank works longer than the step takes, and there are n_d devices of kind d, so the
-step takes at least
+A rank that does the share x of an op takes at least x p_do: the launch is not shared, and rates do not rise
+as matrices get smaller. Where a resource file has a measured table for the kind of op, the rate is the best
+of the table. A convolution of which patches were measured has them in p_do: whoever does the share x of its
+FLOPs copies at least the share x of its patches and rows. The shares of all ranks make each op at least once,
+no rank works longer than the step takes, and there are n_d devices of kind d, so the step takes at least
 
     min T   subject to   sum_d x_do >= 1,   sum_o x_do p_do <= n_d T,   x >= 0,
 
 with one kind of device the sum of p_o over n. Several micro-batches do not do less, computing again does
-more; other ops, all communication, bubbles and memory are left out, which is what makes the gap. So are ops
-that completion may replace by simpler ones, and those of which a resource file has a table by bytes.
+more. Left out are lookups, ops that completion may replace by simpler ones or by views, all communication,
+bubbles and the limit of memory, which is what makes the gap.
 
 Source: the roofline (Williams, Waterman and Patterson, 2009) and the fractional relaxation of scheduling
 unrelated machines (Lenstra, Shmoys and Tardos, 1990).
@@ -37,7 +38,7 @@ from numpy.typing import NDArray
 from distgraph.ir.graph import Op
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.analysis.op_work import Work, work_of
-from distgraph.passes.search.layering.layer_folding import Fold
+from distgraph.passes.search.layering.layer_folding import Fold, FoldedOp
 from distgraph.resources import Cluster, ComputeCost
 
 Floats = NDArray[np.float64]
@@ -53,41 +54,59 @@ def least_seconds(fold: Fold, cluster: Cluster) -> float:
     Raises:
         ResourceError: a number that a product costs is not in the resource file.
     """
-    products = [
-        (len(op.members), work)
-        for op in fold.ops
-        if lookup(op.op.kind).cost == "matmul" and lookup(op.op.kind).decompose is None
-        for work in [_product(op.op)]
-        if work.kind == "matmul"
+    works = [
+        (len(op.members), work) for op in fold.ops for work in [_unavoidable(fold, op)] if work is not None
     ]
     kinds: dict[object, list[int]] = {}
     for device in cluster.devices:
         kinds.setdefault((device.type, device.model, device.origin), []).append(device.index)
     cost = ComputeCost(cluster)
     seconds = np.array(
-        [[count * _alone(cost, devices[0], work) for count, work in products] for devices in kinds.values()]
+        [[count * _alone(cost, devices[0], work) for count, work in works] for devices in kinds.values()]
     )
-    return _divided(seconds.reshape(len(kinds), len(products)), [len(devices) for devices in kinds.values()])
+    return _divided(seconds.reshape(len(kinds), len(works)), [len(devices) for devices in kinds.values()])
 
 
-def _product(op: Op) -> Work:
-    """The work of a product, without reads. With windows of one element nothing is copied for patches."""
-    work = work_of(op, [0] * len(op.operands))
+def _unavoidable(fold: Fold, folded: FoldedOp) -> Work | None:
+    """The work that all ranks together do at least for an op; None for one that may cost nothing."""
+    op, declared = folded.op, lookup(folded.op.kind)
+    if declared.decompose is not None or declared.view or not op.operands:
+        return None
+    if declared.cost == "matmul":
+        return _product(op)
+    if declared.cost != "memory":
+        return None
+    work = work_of(op, [_read_bytes(fold, operand) for operand in folded.operands])
+    return work if work.kind == "memory" else None
+
+
+def _read_bytes(fold: Fold, index: int) -> int:
+    """Bytes in memory behind a folded value: views of smaller tensors are as large as these."""
+    size = math.inf
+    while True:
+        value = fold.values[index]
+        size, producer = min(size, value.value.nbytes), fold.ops[value.producer]
+        if not (lookup(producer.op.kind).view and producer.operands):
+            return int(size)
+        index = producer.operands[0]
+
+
+def _product(op: Op) -> Work | None:
+    """The FLOPs of a product. With windows of one element nothing is copied for patches."""
+    work = replace(work_of(op, [0] * len(op.operands)), nbytes=0.0)
     single = op.kind == "conv" and math.prod(op.operands[1].shape[2:]) == 1
-    return replace(work, patches=(0.0, 0.0)) if single else work
+    work = replace(work, patches=(0.0, 0.0)) if single else work
+    return work if work.kind == "matmul" else None
 
 
 def _alone(cost: ComputeCost, device: int, work: Work) -> float:
-    """Seconds of a product on one device, at the best rate that a part of it may reach, added up or not."""
+    """Seconds of a work on one device, at the best rate that a part of it may reach, added up or not."""
     compute = cost.cluster.devices[device].compute
     table = compute.ops.get(work.op, {}).get(work.dtype)
     if table is None or not table.times:
-        return min(
-            cost.time(device, *replace(work, nbytes=0.0, op=op).amounts) for op in (work.op, f"{work.op}+=")
-        )
-    if table.unit != "flops":
-        return 0.0
-    return work.flops * min(t / w for t, w in zip(table.times, table.work, strict=True))
+        return min(cost.time(device, *replace(work, op=op).amounts) for op in (work.op, f"{work.op}+="))
+    amount = work.flops if table.unit == "flops" else work.nbytes
+    return amount * min(t / w for t, w in zip(table.times, table.work, strict=True))
 
 
 def _divided(seconds: Floats, counts: Sequence[int]) -> float:
