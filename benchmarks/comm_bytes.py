@@ -53,8 +53,8 @@ from distgraph.errors import DistGraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.choose_completion import choose_completion
 from distgraph.passes.complete import complete
 from distgraph.runtime.execute.worker import Worker

@@ -73,8 +73,8 @@ def paired(
 
 def measure_step(name: str, pairs: int) -> list[float]:
     """Pairs of training steps with and without the check, on every rank of this job."""
-    from benchmarks.peers import MlpSizes
-    from benchmarks.peers.distgraph_peers import engine_of
+    from benchmarks.support.peers import MlpSizes
+    from benchmarks.support.peers.distgraph_peers import engine_of
     from distgraph.runtime.launch.mpi_rank import current_transport
 
     transport = current_transport()
@@ -111,8 +111,8 @@ def _no_look(*arguments: object) -> None:
 
 def measure_files(pairs: int) -> dict[str, list[float]]:
     """Pairs of saves and of loads with and without checksums and the look at values."""
-    from benchmarks.peers import MlpSizes
-    from benchmarks.peers.distgraph_peers import engine_of
+    from benchmarks.support.peers import MlpSizes
+    from benchmarks.support.peers.distgraph_peers import engine_of
     from distgraph.engine import engine as engine_module
     from distgraph.runtime.execute.checkpoint import files
 

@@ -5,8 +5,8 @@
 Compared, each on its own processes with one BLAS thread a rank: the GPT on one rank against PyTorch eager;
 the MLP data, tensor and pipeline parallel on two MPI ranks against the hand-written program of the same
 algorithm and against DDP, DTensor tensor parallel and 1F1B over gloo; ZeRO-2 against FSDP2. Models, data
-and initial numbers are those of `benchmarks/peers/__init__.py`, and losses must agree to 1e-4 or nothing is
-reported: a faster program that computes something else is no comparison.
+and initial numbers are those of `benchmarks/support/peers/__init__.py`, and losses must agree to 1e-4 or
+nothing is reported: a faster program that computes something else is no comparison.
 
 Programs run in turns (hand-written, ours, PyTorch, hand-written, ...), one at a time. A ratio is the median
 over the rounds of (our median step) / (the other's median step) of the same round; below 1 is faster than
@@ -15,8 +15,8 @@ machine is printed: with more than a little of it, ratios mean nothing.
 
 The programs of each side are `python -m MODULE NAME... --steps N --warmup K` (`MODULES` below; ours and the
 hand-written ones of two ranks under `mpiexec -n 2 python -m mpi4py`); rank 0 prints the reports that
-`benchmarks/peers/__init__.py` describes. With `--quick` all programs of one side and number of ranks share
-one start, so that pairs lie further apart in time; otherwise every program has its own.
+`benchmarks/support/peers/__init__.py` describes. With `--quick` all programs of one side and number of ranks
+share one start, so that pairs lie further apart in time; otherwise every program has its own.
 
 Changes tried on the hand-written side, since the comparison is only as good as its best (milliseconds a
 step, two Zen 5 cores): ways to exchange gradients, predicted 1.5 times from overlap, found 3 % (121 to 135,
@@ -74,9 +74,9 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_
 TIME_LIMIT = 300.0  # seconds for one program
 LOSS_TOLERANCE = 1e-4  # relative; fp32 sums in another order stay below 1e-5 over the first steps
 MODULES = {
-    "ours": "benchmarks.peers.distgraph_peers",
-    "handwritten": "benchmarks.peers.handwritten",
-    "torch": "benchmarks.peers.torch_peers",
+    "ours": "benchmarks.support.peers.distgraph_peers",
+    "handwritten": "benchmarks.support.peers.handwritten",
+    "torch": "benchmarks.support.peers.torch_peers",
 }
 
 

@@ -1,11 +1,11 @@
 """The ops: importing this package registers every family; its functions are what programs call."""
 
+import distgraph.ir.collectives  # noqa: F401 - declares their ops
 from distgraph.ir.op_registry import define, lookup
 from distgraph.ops import (
     blocks as blocks,
 )
 from distgraph.ops import (
-    collective_ops,
     contraction,
     creation,
     elementwise,
@@ -17,7 +17,6 @@ from distgraph.ops import (
 )
 from distgraph.ops.activation import erf, gelu, relu, sigmoid, silu, tanh
 from distgraph.ops.attention import attention
-from distgraph.ops.collective_ops import accumulate
 from distgraph.ops.contraction import einsum, matmul, outer
 from distgraph.ops.control import while_loop
 from distgraph.ops.conv import avg_pool, conv, max_pool
@@ -34,6 +33,7 @@ from distgraph.ops.creation import (
 )
 from distgraph.ops.elementwise import (
     absolute,
+    accumulate,
     add,
     arccos,
     arcsin,
@@ -110,7 +110,7 @@ __all__ = [
     "absolute", "accumulate", "add", "arange", "arccos", "arcsin", "arctan", "arctan2", "argmax",
     "argmin", "argsort", "attention", "avg_pool", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "conv", "cos", "cosh",
-    "cross_entropy", "cumprod", "cumsum", "define", "collective_ops", "divide", "dropout", "dynamic_slice",
+    "cross_entropy", "cumprod", "cumsum", "define", "divide", "dropout", "dynamic_slice",
     "dynamic_update_slice", "einsum", "elementwise", "embedding", "equal", "erf", "exp", "expand_dims",
     "expm1", "flip", "floor", "floor_divide", "full", "gelu", "getitem", "greater", "greater_equal",
     "hypot", "identity", "gather_scatter", "iota", "isfinite", "isinf", "isnan", "layer_norm", "left_shift",

@@ -10,9 +10,9 @@ from distgraph.ir.dtypes import short
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import Rule, make_rule
 from distgraph.ir.op_registry import Attrs, Shape, Shapes, define, flops
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.kernels._common import store_all
 from distgraph.ops.contraction import as_tensors
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
 

@@ -1,4 +1,10 @@
-"""Elementwise ops: arithmetic, comparison, logic, powers and exponentials, cast, select."""
+"""Elementwise ops: arithmetic, comparison, logic, powers and exponentials, cast, select, identities.
+
+Two identities change how the rest of a program runs. `accumulate` ends the part of a step that runs once for
+each micro-batch: its result is the mean over the micro-batches, so whatever follows it runs once a step.
+`reshard` is an explicit change of layout; the pass `lower` turns it into the collectives of
+`distgraph.ir.collectives`. The layouts of its operand and result are part of the graph.
+"""
 
 from __future__ import annotations
 
@@ -227,32 +233,27 @@ define(
 rsqrt = _function("rsqrt", 1)
 
 
+# ops that are the identity on the global tensor
+
+
 def _identity_kernel(xp: Any, x: Any, out: Any = None) -> Any:
     return x
 
 
-define(
-    "identity",
-    elementwise,
-    _identity_kernel,
-    gradient=lambda c: [c.grad],
-    linear=((0,),),
-    view="same",
-    infer=_infer,
-)
-identity = _function("identity", 1)
+def _define_identity(name: str, **fields: Any) -> Callable[..., Tensor]:
+    define(name, elementwise, _identity_kernel, linear=((0,),), view="same", infer=_infer, **fields)
+    return _function(name, 1)
 
 
-define(
-    "stop_gradient",
-    elementwise,
-    _identity_kernel,
-    gradient=lambda c: [None],
-    linear=((0,),),
-    view="same",
-    infer=_infer,
-)
-stop_gradient = _function("stop_gradient", 1)
+identity = _define_identity("identity", gradient=lambda c: [c.grad])
+stop_gradient = _define_identity("stop_gradient", gradient=lambda c: [None])
+_define_identity("accumulate", cost="launch")
+_define_identity("reshard", cost="comm", gradient=lambda c: [c.grad])
+
+
+def accumulate(x: Any) -> Tensor:
+    """Mean over the micro-batches of a step; what uses the result runs once a step."""
+    return emit_one("accumulate", x)
 
 
 def _cast_kernel(xp: Any, x: Any, out: Any = None, *, dtype: str) -> Any:

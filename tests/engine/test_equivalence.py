@@ -23,9 +23,9 @@ from support.programs.equivalence import (
 
 from distgraph.engine.data import POSITION
 from distgraph.ir.dtypes import short
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
-from distgraph.ops.reference_interpreter import interpret
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -15,8 +15,8 @@ from support.programs.partitioned import run_partitioned
 
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.pass_pipeline import run_passes
 from distgraph.plan.strategy import Strategy
 from distgraph.runtime.program.codegen import compile_task

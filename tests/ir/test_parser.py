@@ -19,8 +19,8 @@ from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.parser import parse_graph, print_graph, same_graph
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.pass_pipeline import run_passes
 
 ALL_MESHES = tuple((mesh,) for mesh in MESHES) + PIPELINES + OVERLAPPING

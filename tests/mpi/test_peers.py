@@ -23,16 +23,16 @@ SIZE_WORDS = [word for name, value in SIZES.items() for word in (f"--{name}", st
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT))
-    import benchmarks.peers
+    import benchmarks.support.peers
 
-    return benchmarks.peers
+    return benchmarks.support.peers
 
 
 @pytest.fixture
 def handwritten(peers: ModuleType) -> ModuleType:
-    import benchmarks.peers.handwritten
+    import benchmarks.support.peers.handwritten
 
-    return benchmarks.peers.handwritten
+    return benchmarks.support.peers.handwritten
 
 
 @pytest.fixture
@@ -138,8 +138,16 @@ def test_pipeline_order(handwritten: ModuleType) -> None:
 @pytest.mark.parametrize("name", ["mlp_serial", "mlp_dp2", "mlp_tp2", "mlp_pp2", "mlp_zero2"])
 def test_torch_program(peers: ModuleType, name: str) -> None:
     width = 28 if name == "mlp_tp2" else SIZES["width"]  # DTensor's addmm refuses an uneven split
-    words = [sys.executable, "-m", "benchmarks.peers.torch_peers", name, *SIZE_WORDS, "--width", str(width)]
-    words += ["--steps", str(STEPS), "--warmup", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.support.peers.torch_peers",
+        name,
+        *SIZE_WORDS,
+        "--width",
+        str(width),
+    ]
+    words += ["--width", str(width), "--steps", str(STEPS), "--warmup", "0"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

@@ -393,8 +393,8 @@ def test_shorter_sequences_take_the_first_positions() -> None:
 
 
 def test_rotary_turns_pairs_by_position() -> None:
+    from distgraph.ir.reference_interpreter import interpret
     from distgraph.models.decoder import rotate
-    from distgraph.ops.reference_interpreter import interpret
 
     x = np.random.default_rng(0).normal(size=(1, 2, 5, 6))
     graph = trace(lambda t: rotate(t, 100.0), ((1, 2, 5, 6), "f64"), names=["x"])

@@ -12,8 +12,8 @@ from support.programs.serial_training import GPT, Step, forward, initial, mean_c
 from distgraph import nn, ops, optim
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
 from distgraph.tracing.tracer import Trace
 

@@ -11,7 +11,7 @@ import pytest
 from distgraph import ops
 from distgraph.array_api.trace import trace
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.ops.reference_interpreter import interpret
+from distgraph.ir.reference_interpreter import interpret
 
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 Y = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 7

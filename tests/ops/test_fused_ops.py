@@ -16,7 +16,7 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.index_rule import OpLayout, choices
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops, linear_groups, lookup, operand_layout, result_layout, rule_of
-from distgraph.ops.reference_interpreter import interpret
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.passes.decompose import decompose
 from distgraph.tracing.tensor import emit
 from distgraph.tracing.tracer import Trace

@@ -10,7 +10,7 @@ import pytest
 
 from distgraph import ops
 from distgraph.errors import GraphError
-from distgraph.ops.reference_interpreter import interpret
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
 from distgraph.tracing.tracer import Trace
 

@@ -9,10 +9,10 @@ import pytest
 
 from distgraph import ops
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
 from distgraph.tracing.tracer import Trace
 

@@ -13,7 +13,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.index_rule import choices
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
-from distgraph.ops.reference_interpreter import interpret
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.tracing.tracer import Trace
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.exported import CASES, HEADS, RATE, finish, plan_of, run, serial, write_inputs
+from support.plans.exported import CASES, HEADS, RATE, finish, plan_of, run, serial, write_inputs
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow, pytest.mark.timeout(600)]
 

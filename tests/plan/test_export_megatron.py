@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.plans.exported import grid, plan_of
 from support.plans.exported_plans import arguments, changed, moe, pair
-from support.programs.exported import grid, plan_of
 
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh

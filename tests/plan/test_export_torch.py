@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.exported import (
+from support.plans.exported import (
     CASES,
     HEADS,
     LENGTH,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.plans.exported import CONFIG, grid, plan_of
 from support.plans.exported_plans import arguments, changed, moe, pair, plan_from
-from support.programs.exported import CONFIG, grid, plan_of
 
 import distgraph as dg
 from distgraph import nn, ops

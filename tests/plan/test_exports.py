@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from support.plans.exported import CASES, grid, plan_of
 from support.plans.exported_plans import changed, pair
-from support.programs.exported import CASES, grid, plan_of
 from typer.testing import CliRunner
 
 import distgraph as dg

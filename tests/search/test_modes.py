@@ -16,11 +16,11 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.kernels.random import random_key
 from distgraph.models import GPT, GPTConfig, annotate
 from distgraph.nn.initializers import materialize
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.search.intra_op.apply_layouts import assign

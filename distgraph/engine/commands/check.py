@@ -26,8 +26,8 @@ from distgraph.ir.dtypes import epsilon, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.op_registry import lookup, rule_of
 from distgraph.ir.printer import draw, print_op
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.pass_pipeline import Pipeline, pipeline
 from distgraph.passes.pass_registry import Pass
 from distgraph.runtime.execute.worker import Worker

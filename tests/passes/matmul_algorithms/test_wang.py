@@ -12,7 +12,7 @@ from distgraph import ops
 from distgraph.errors import ShardingError
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.parser import parse_graph as parse
-from distgraph.ops.reference_interpreter import interpret
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
 from distgraph.passes.pass_pipeline import run_passes

@@ -30,8 +30,8 @@ from distgraph.ir.op_registry import (
     rule_of,
     window_bounds,
 )
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.passes.backward import differentiate
 from distgraph.tracing.tensor import emit
 from distgraph.tracing.tracer import Trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.programs.exported import grid
+from support.plans.exported import grid
 
 import distgraph as dg
 from distgraph import nn, ops

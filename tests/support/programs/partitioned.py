@@ -9,8 +9,8 @@ import numpy as np
 
 import distgraph.ops  # noqa: F401  registers every op
 from distgraph.ir.graph import Graph
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.program.build import Build, build
 from distgraph.runtime.transport.inprocess import run_ranks

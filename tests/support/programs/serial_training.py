@@ -11,9 +11,9 @@ import numpy as np
 from distgraph import nn, ops
 from distgraph.ir.dtypes import short
 from distgraph.ir.graph import Graph
+from distgraph.ir.reference_interpreter import interpret
 from distgraph.kernels.random import random_key
 from distgraph.nn.initializers import materialize
-from distgraph.ops.reference_interpreter import interpret
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
 from distgraph.tracing.tracer import Trace

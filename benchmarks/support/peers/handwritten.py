@@ -5,7 +5,7 @@ flat array, so one message and one Adam call a layer; Adam in blocks that stay i
 corrections folded into the learning rate; messages posted as soon as their data exists and completed as late
 as possible.
 
-    mpiexec -n 2 python -m mpi4py -m benchmarks.peers.handwritten mlp_dp2
+    mpiexec -n 2 python -m mpi4py -m benchmarks.support.peers.handwritten mlp_dp2
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from benchmarks.peers import (
+from benchmarks.support.peers import (
     Array,
     MlpSizes,
     Report,
@@ -26,7 +26,7 @@ from benchmarks.peers import (
     program_arguments,
     timed_steps,
 )
-from benchmarks.peers.mlp_parts import (
+from benchmarks.support.peers.mlp_parts import (
     Activations,
     Adam,
     Backward,

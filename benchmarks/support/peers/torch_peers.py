@@ -3,9 +3,9 @@ documented ways.
 
 DDP, tensor parallel by `parallelize_module`, 1F1B by `torch.distributed.pipelining`, FSDP2 by
 `fully_shard`; all eager, Adam with its fastest CPU implementation (`fused=True`) where that takes the
-parameters, sizes as in `benchmarks.peers`.
+parameters, sizes as in `benchmarks.support.peers`.
 
-    python -m benchmarks.peers.torch_peers mlp_dp2
+    python -m benchmarks.support.peers.torch_peers mlp_dp2
 
 starts the second rank itself; the ranks meet at a free port of this machine. Losses may be read off only
 between steps.
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers import (
+from benchmarks.support.peers import (
     BETA1,
     BETA2,
     EPSILON,
@@ -181,7 +181,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The GPT of `benchmarks.peers` with its initial parameters."""
+    """The GPT of `benchmarks.support.peers` with its initial parameters."""
 
     def __init__(self, sizes: GptSizes) -> None:
         super().__init__()

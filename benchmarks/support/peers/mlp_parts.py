@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.blas import sgemm
 
-from benchmarks.peers import BETA1, BETA2, EPSILON, LEARNING_RATE, Array, MlpSizes
+from benchmarks.support.peers import BETA1, BETA2, EPSILON, LEARNING_RATE, Array, MlpSizes
 
 ADAM_BLOCK = 1 << 16  # elements; 4 operands and 2 scratch blocks of 256 KiB stay near the core
 

@@ -1,11 +1,11 @@
 """What every program that is timed has in common: sizes, initial numbers, data, the clock and the report.
 
-Programs are started as `python -m benchmarks.peers.FILE NAME... --steps N --warmup K`, MPI ones as `mpiexec
--n 2 python -m mpi4py -m benchmarks.peers.FILE ...` (so that an error on one rank ends both); several names
-run one after the other in the same processes. For each, rank 0 prints one line of JSON: `{"seconds": [...],
-"losses": [...]}`. `seconds` has one entry per timed step: the slowest rank's, ranks being lined up by a
-barrier before each step. `losses` has one entry per step from the very first, warm-up included, so that
-programs can be compared from the same start.
+Programs are started as `python -m benchmarks.support.peers.FILE NAME... --steps N --warmup K`, MPI ones as
+`mpiexec -n 2 python -m mpi4py -m benchmarks.support.peers.FILE ...` (so that an error on one rank ends both);
+several names run one after the other in the same processes. For each, rank 0 prints one line of JSON:
+`{"seconds": [...], "losses": [...]}`. `seconds` has one entry per timed step: the slowest rank's, ranks being
+lined up by a barrier before each step. `losses` has one entry per step from the very first, warm-up included,
+so that programs can be compared from the same start.
 
 The models, the same for everyone:
 * MLP: `layers` x (linear with bias, then ReLU, but no ReLU after the last); loss = mean over batch and

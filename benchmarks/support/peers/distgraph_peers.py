@@ -2,10 +2,10 @@
 ZeRO-2 on two.
 
 Each program is a serial model written with `dg.nn`, a few annotations, and `Engine.prepare` and `Engine.run`;
-nothing below the public front is touched but the initial values, which come from `benchmarks.peers`.
+nothing below the public front is touched but the initial values, which come from `benchmarks.support.peers`.
 
-    python -m benchmarks.peers.distgraph_peers gpt_serial
-    mpiexec -n 2 python -m mpi4py -m benchmarks.peers.distgraph_peers mlp_dp2
+    python -m benchmarks.support.peers.distgraph_peers gpt_serial
+    mpiexec -n 2 python -m mpi4py -m benchmarks.support.peers.distgraph_peers mlp_dp2
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import distgraph as dg
-from benchmarks.peers import (
+from benchmarks.support.peers import (
     BETA1,
     BETA2,
     EPSILON,
@@ -61,7 +61,7 @@ class Mlp(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The GPT of `benchmarks.peers` from the blocks of `dg.nn`; its head has no bias."""
+    """The GPT of `benchmarks.support.peers` from the blocks of `dg.nn`; its head has no bias."""
 
     def __init__(self, sizes: GptSizes) -> None:
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.hidden)

@@ -1,0 +1,60 @@
+"""The tree stays readable: sizes of files and folders, and one meaning for the name of a module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+MOST_LINES, MOST_ENTRIES, MOST_ENTRIES_OF_RUNTIME = 500, 20, 10
+PRODUCT = ("distgraph", "passes", "runtime", "resources")
+ONE_THING = (
+    {"distgraph/ops", "distgraph/kernels", "distgraph/nn"},  # an op, its kernel and its layer
+    {"distgraph/cli/check.py", "distgraph/engine/commands/check.py"},  # a command and what it does
+    {"distgraph/cli/cluster.py", "resources/cluster.py"},
+    {"distgraph/cli/forecast.py", "runtime/forecast/forecast.py"},
+    {"distgraph/cli/plan.py", "distgraph/plan/plan.py"},
+    {"distgraph/ir/collectives.py", "runtime/transport/collectives.py"},  # declarations and calls
+    {"distgraph/plan/decisions.py", "distgraph/engine/search_driver/explain/decisions.py"},
+    {"distgraph/plan/schema.py", "resources/schema.py"},  # the schema of a file: of a plan, of a cluster
+)
+"""Modules with the same name that are about the same thing, as folders or as files."""
+
+
+def folders(*tops: str) -> Iterator[Path]:
+    """Every folder of the repository below some, without links, caches and hidden ones."""
+    for top in tops:
+        yield ROOT / top
+        for path in (ROOT / top).rglob("*"):
+            hidden = any(part.startswith(("__pycache__", ".")) for part in path.relative_to(ROOT).parts)
+            if path.is_dir() and not path.is_symlink() and not hidden:
+                yield path
+
+
+def entries(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir() if not p.name.startswith((".", "__pycache__"))]
+
+
+@pytest.mark.parametrize("top", [*PRODUCT, "tests", "benchmarks"])
+def test_files_and_folders_are_small(top: str) -> None:
+    for folder in folders(top):
+        assert len(entries(folder)) <= MOST_ENTRIES, f"{folder} has more entries than a reader takes in"
+        for path in folder.glob("*.py"):
+            lines = path.read_text(encoding="utf-8").count("\n")
+            assert lines <= MOST_LINES, f"{path} has {lines} lines; split it by subject"
+    assert len(entries(ROOT / "runtime")) <= MOST_ENTRIES_OF_RUNTIME
+
+
+def test_a_module_name_has_one_meaning() -> None:
+    places: dict[str, set[Path]] = defaultdict(set)
+    for folder in folders(*PRODUCT):
+        for path in folder.glob("*.py"):
+            if path.name != "__init__.py":
+                places[path.name].add(path.relative_to(ROOT))
+    for name, paths in places.items():
+        named = {str(path) for path in paths}, {str(path.parent) for path in paths}
+        same = len(paths) == 1 or any(group <= thing for group in named for thing in ONE_THING)
+        assert same, f"{name} means different things: {', '.join(sorted(named[0]))}"
