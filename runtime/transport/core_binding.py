@@ -6,6 +6,8 @@ import contextlib
 import os
 from typing import Any
 
+from distgraph.runtime.transport.cpu_quota import cpu_quota
+
 
 class CoreBinding:
     """The cores of this machine and the ranks that compute on them. Making one is collective.
@@ -19,12 +21,18 @@ class CoreBinding:
 
     def __init__(self, comm: Any) -> None:
         self._position, self._cores = int(comm.Get_rank()), comm.allgather(os.sched_getaffinity(0))
+        self._quotas = dict(comm.allgather(cpu_quota()))
         self.bound = False
 
     @property
     def share(self) -> float:
-        """Ranks per core of this machine, at least 1, over all cores that any of the ranks may use."""
-        return max(1.0, len(self._cores) / len(set().union(*self._cores)))
+        """Ranks per core of this machine, at least 1, over all cores that any of the ranks may use.
+
+        Control groups may grant less than whole cores (see `cpu_quota`): a rank that may use half of a core
+        computes as slowly as two ranks on one.
+        """
+        cores = min(len(set().union(*self._cores)), sum(self._quotas.values()))
+        return max(1.0, len(self._cores) / cores)
 
     def bind(self) -> None:
         """Bind this rank to one core where equally many ranks share each; neighbouring ranks share a core.

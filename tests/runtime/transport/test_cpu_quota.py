@@ -1,0 +1,71 @@
+"""Limits of control groups, read from folders such as Linux shows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from distgraph.runtime.transport.core_binding import CoreBinding
+from distgraph.runtime.transport.cpu_quota import cpu_quota
+
+
+def system(folder: Path, process: str, files: dict[str, str]) -> tuple[Path, Path]:
+    mount = folder / "cgroup"
+    for name, text in files.items():
+        path = mount / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    groups = folder / "groups_of_process"
+    groups.write_text(process)
+    return groups, mount
+
+
+@pytest.mark.parametrize(
+    ("process", "files", "group", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, "", math.inf),
+        ("0::/job\n", {"job/cpu.max": "150000 100000"}, "job", 1.5),
+        ("0::/job/rank\n", {"job/cpu.max": "50000 100000", "job/rank/cpu.max": "max 100000"}, "job", 0.5),
+        (
+            "3:memory:/x\n2:cpu,cpuacct:/x\n",
+            {"cpu,cpuacct/x/cpu.cfs_quota_us": "5000", "cpu,cpuacct/x/cpu.cfs_period_us": "10000"},
+            "cpu,cpuacct/x",
+            0.5,
+        ),
+        ("2:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "10000"}, "", math.inf),
+        ("2:cpu:/gone\n", {}, "", math.inf),
+    ],
+)
+def test_quota(tmp_path: Path, process: str, files: dict[str, str], group: str, cores: float) -> None:
+    groups, mount = system(tmp_path, process, files)
+    assert cpu_quota(groups, mount) == (str(mount / group) if group else "", cores)
+
+
+class Ranks:
+    """Ranks of a machine of two cores, whose quotas are given; the answers to the two calls of allgather."""
+
+    def __init__(self, quotas: list[tuple[str, float]]) -> None:
+        self.answers = [[{0, 1}] * len(quotas), quotas]
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def allgather(self, own: object) -> list[object]:
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "share"),
+    [
+        ([("", math.inf)], 1.0),
+        ([("", math.inf)] * 4, 2.0),
+        ([("a", 0.5)], 2.0),
+        ([("a", 1.0)] * 2, 2.0),
+        ([("a", 1.0), ("b", 1.0)], 1.0),
+        ([("a", 1.0), ("", math.inf)], 1.0),
+    ],
+)
+def test_ranks_a_core_count_what_groups_grant(quotas: list[tuple[str, float]], share: float) -> None:
+    assert CoreBinding(Ranks(quotas)).share == share
