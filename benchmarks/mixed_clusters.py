@@ -120,15 +120,15 @@ def clusters() -> dict[str, dict[str, Any]]:
 
 
 def speed(entry: dict[str, Any]) -> float:
-    """FLOP/s that one device of a machine reaches in f16."""
-    device = entry["devices"]
-    peak = float(device["peak"]["f16"].split()[0])
-    return peak * float(device["compute"]["matmul"]["f16"]["efficiency"])
+    """FLOP/s that the devices of some machines reach in f16."""
+    devices = check({"name": "machines", "machines": [entry]}, "machines").machines[0].devices
+    rates = (d.count * d.peak["f16"] * d.compute.matmul["f16"].efficiency for d in devices)
+    return entry.get("count", 1) * sum(rates)
 
 
 def homogeneous(given: dict[str, Any]) -> Cluster:
     """The machines of the model that has the most FLOP/s together."""
-    best = max(given["machines"], key=lambda m: m.get("count", 1) * m["devices"]["count"] * speed(m))
+    best = max(given["machines"], key=speed)
     alone = {**given, "name": f"{given['name']} without the others", "machines": [best]}
     if best.get("count", 1) == 1:
         alone.pop("network")

@@ -3,8 +3,7 @@
 Every case runs in a process of its own, from the first import to the printed forecast (seconds of the clock;
 beside them those of the CPU, which other work on the machine changes less): trace, gradients,
 completion, lowering, tasks, schedule, rank programs, costs, simulation. 96 blocks, 16 stages, 8-way tensor
-parallel, the rest data parallel, 1F1B, blocks computed again in the backward part, on DGX A100 machines. The
-efficiencies of the devices are round numbers: they decide what is forecast, not how long it takes.
+parallel, the rest data parallel, 1F1B, blocks computed again in the backward part, on DGX A100 machines.
 
     python benchmarks/scale_forecast.py [--json FILE] [--quick]
 
@@ -22,7 +21,6 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,6 @@ CASES = {
     "gpt175b_10240": (10240, 128),
 }
 GROWTH = [(256, 128), (2048, 128), (4096, 128), (1024, 32), (1024, 512)]
-COMPUTE: Mapping[str, Any] = {
-    "launch": "5 us",
-    "memory_efficiency": 0.8,
-    "lookup_efficiency": 0.3,
-    "matmul": {"f16": {"efficiency": 0.8, "half": [128, 128, 64]}},
-}
 
 
 def run(devices: int, micro_batches: int) -> dict[str, Any]:
@@ -64,7 +56,6 @@ def run(devices: int, micro_batches: int) -> dict[str, Any]:
     file = Path(__file__).parent.parent / "resources" / "files" / "dgx_a100_pod.yaml"
     document = yaml.safe_load(file.read_text())
     document["machines"][0]["count"] = devices // PER_MACHINE
-    document["machines"][0]["devices"]["compute"] = COMPUTE
     cluster = build_cluster(check(document, str(file)), str(file))
     lap("cluster")
     data = devices // (STAGES * TENSOR)

@@ -89,22 +89,12 @@ import os
 import pstats
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 PER_MACHINE = 8
-EFFICIENCY: Mapping[str, Any] = {
-    "launch": "5 us",
-    "memory_efficiency": 0.8,
-    "lookup_efficiency": 0.3,
-    "matmul": {
-        "f16": {"efficiency": 0.8, "half": [128, 128, 64]},
-        "bf16": {"efficiency": 0.8, "half": [128, 128, 64]},
-        "f32": {"efficiency": 0.8, "half": [64, 64, 32]},
-    },
-}
 GROWTH = {
     "layers": [("gpt39b", 64, layers) for layers in (12, 24, 96)],
     "devices": [("gpt175b", devices, None) for devices in (256, 4096)],
@@ -138,7 +128,6 @@ def pod(name: str, devices: int) -> Any:
     file = Path(__file__).parent.parent / "resources" / "files" / f"{name}.yaml"
     document = yaml.safe_load(file.read_text())
     document["machines"][0]["count"] = devices // PER_MACHINE
-    document["machines"][0]["devices"].setdefault("compute", EFFICIENCY)
     return build_cluster(check(document, str(file)), str(file))
 
 

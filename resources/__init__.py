@@ -15,7 +15,7 @@ from distgraph.resources.cluster import (
 from distgraph.resources.cluster_builder import with_torus_shape
 from distgraph.resources.collective_cost import CollectiveCost, Estimate, shared_cost, wire_bytes
 from distgraph.resources.compute_cost import ComputeCost
-from distgraph.resources.describe import describe
+from distgraph.resources.describe import describe, summarize
 from distgraph.resources.load import load_cluster, local_cluster, register_cluster, shipped_clusters
 from distgraph.resources.paddle_cluster_json import load_paddle
 from distgraph.resources.rank_mapping import RankMapping, Requirement, map_ranks
@@ -38,6 +38,7 @@ __all__ = [
     "local_cluster",
     "register_cluster",
     "shipped_clusters",
+    "summarize",
     "CollectiveCost",
     "Estimate",
     "shared_cost",

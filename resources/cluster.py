@@ -23,7 +23,7 @@ import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
 from distgraph.ir.dtypes import NAMES
 from distgraph.ir.op_registry import REGISTRY
-from distgraph.resources.units import Bandwidth, Seconds, Size, Work
+from distgraph.resources.units import Bandwidth, Origin, Seconds, Size, Work
 from distgraph.serialization.documents import documented
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ MOST_DIMS: Final = 8
 Fraction = Annotated[float, Field(ge=1e-6, le=1, strict=True)]
 Error = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 Half = Annotated[float, Field(ge=0, le=1e12, strict=True)]
-RATED_DTYPES: Final = ("f16", "bf16", "f32", "f64", "f8", "i8")
-"""Dtypes for which a device may state a compute rate."""
+RATED_DTYPES: Final = ("f64", "f32", "tf32", "f16", "bf16", "f8", "i8")
+"""Dtypes for which a device may state a compute rate. tf32 is the rate of f32 operands on tensor cores, but
+products of f32 tensors are priced by the rate of f32."""
 _MOST_ROWS: Final = 1 << 16
 
 
@@ -199,7 +200,7 @@ class Device:
         type: "gpu", "xpu", "cpu", "tpu"; devices of one type form a DeviceMesh.
         model: name of the product.
         memory: bytes.
-        peak, measured: FLOP/s by dtype ("f16", "bf16", "f32", "f64"); measured only where somebody measured.
+        peak, measured: FLOP/s by dtype (`RATED_DTYPES`); measured only where somebody measured.
         memory_bandwidth: bytes/s, None where not stated.
         origin: path of its description in the resource file, for messages.
         compute: efficiencies and launch time.
@@ -381,6 +382,7 @@ class Cluster:
         devices: in global order; `devices[i].index == i`.
         launch: seconds to start one collective on a rank, independent of its size (None: not stated).
         measured: tables that take precedence over the cost model for their collective and shape.
+        origins: where the numbers come from, by path in the resource file; see `origin_of`.
     """
 
     name: str
@@ -392,6 +394,18 @@ class Cluster:
     network: Network = field(default_factory=Network)
     launch: float | None = None
     measured: tuple[MeasuredTable, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict, hash=False)
+
+    def origin_of(self, path: str) -> Origin | None:
+        """Where a number comes from, as the file states it for the number or for the entry that holds it.
+
+        Args:
+            path: in the resource file, such as "machines[0].devices.compute.launch": the `origin` of a device
+                or a link, a dot, and the name of the number.
+        """
+        while path not in self.origins and "." in path:
+            path = path.rpartition(".")[0]
+        return self.origins.get(path)
 
     @cached_property
     def device_meshes(self) -> tuple[DeviceMesh, ...]:

@@ -46,9 +46,9 @@ class ComputeCost:
 
     Example:
         >>> from distgraph.resources.load import load_cluster
-        >>> ComputeCost(load_cluster("dgx_h100_pod")).time(0, "memory", 0, 2**20, "f32")
-        Traceback (most recent call last):
-        distgraph.errors.ResourceError: ...machines[0].devices.compute.launch: missing...
+        >>> cost = ComputeCost(load_cluster("dgx_h100_pod"))
+        >>> f"{cost.matmul_rate(0, 'bf16', (1, 8192, 8192, 8192)):.2g} FLOP/s"
+        '7.6e+14 FLOP/s'
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -1,11 +1,20 @@
-"""The schema of resource files as pydantic models, and the check of a document against it."""
+"""The schema of resource files as pydantic models, and the check of a document against it.
+
+A device may be described by its type in the device library (`files/devices/`): the fields that the resource
+file states itself replace those of the library.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeInt,
     model_validator,
@@ -14,8 +23,9 @@ from pydantic import (
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import MOST_DIMS, Compute, Dtype, RingRate, one_of
 from distgraph.resources.collective_algorithms import priced_kinds
-from distgraph.resources.units import Bandwidth, ComputeRate, Seconds, Size
-from distgraph.serialization.documents import Entry, refuse, validate
+from distgraph.resources.units import Bandwidth, ComputeRate, Origin, Seconds, Size
+from distgraph.serialization.documents import Entry, read_text, refuse, validate
+from distgraph.serialization.yaml_reader import parse_yaml
 
 MOST_DEVICES: Final = 1 << 16
 """Limit on the devices of a cluster and of one machine; a device with its links takes about 2 KiB."""
@@ -51,10 +61,17 @@ def register_device_type(name: str) -> None:
 
 def _device_type(name: str) -> str:
     if name not in DEVICE_TYPES:
-        raise ValueError(one_of(DEVICE_TYPES))
+        library = ", ".join(library_devices())
+        raise ValueError(f"{one_of(DEVICE_TYPES)}, or a device of the library ({library})")
     return name
 
 
+def _by_name(origin: object) -> object:
+    return {"": origin} if isinstance(origin, str) else origin
+
+
+Origins = Annotated[dict[str, Origin], BeforeValidator(_by_name)]
+"""Where the numbers of an entry come from: one origin for all, or one for each number or group of numbers."""
 Collective = Annotated[str, AfterValidator(_collective)]
 DeviceType = Annotated[str, AfterValidator(_device_type)]
 
@@ -70,6 +87,15 @@ class DeviceEntry(Entry):
     peak: dict[Dtype, ComputeRate] = Field(default_factory=dict)
     measured: dict[Dtype, ComputeRate] = Field(default_factory=dict)
     compute: Compute = Field(default_factory=Compute)
+    origin: Origins = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _known_numbers(self) -> DeviceEntry:
+        _check_origins(self.origin, _numbers(self.model_dump(exclude_unset=True)))
+        return self
+
+
+_LINK_NUMBERS: Final = {"bandwidth", "latency", "host_bandwidth", "levels", "rings"}
 
 
 class LinkEntry(Entry):
@@ -78,6 +104,12 @@ class LinkEntry(Entry):
     kind: str = "link"
     bandwidth: Bandwidth | None = None
     latency: Seconds | None = None
+    origin: Origins = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _known_numbers(self) -> LinkEntry:
+        _check_origins(self.origin, self.model_fields_set & _LINK_NUMBERS)
+        return self
 
 
 class Level(Entry):
@@ -194,6 +226,7 @@ class MeasuredEntry(Entry):
     times: Annotated[list[Seconds], Field(min_length=1)]
     groups: Annotated[list[list[NonNegativeInt]], Field(min_length=1)] | None = None
     busy: list[Seconds] | None = None
+    origin: Origin | None = None
 
     @model_validator(mode="after")
     def _matched(self) -> MeasuredEntry:
@@ -220,6 +253,38 @@ class ResourceFile(Entry):
     machines: Annotated[list[MachineEntry], Field(min_length=1)]
     network: NetworkEntry | None = None
     measured: list[MeasuredEntry] = Field(default_factory=list)
+    origin: Origin | None = None
+
+    def origins(self) -> dict[str, Origin]:
+        """Where the numbers come from, by path in the file."""
+        found = {} if self.origin is None else {"launch": self.origin}
+        for number, machine in enumerate(self.machines):
+            where = f"machines[{number}]"
+            for index, group in enumerate(machine.devices):
+                path = f"{where}.devices" + (f"[{index}]" if len(machine.devices) > 1 else "")
+                found |= _at(path, group.origin)
+            links: dict[str, LinkEntry | None] = {"inside": machine.inside, "nics": machine.nics}
+            links["inside.host"] = machine.inside and machine.inside.host
+            links["nics.attach"] = machine.nics and machine.nics.attach
+            for name, link in links.items():
+                found |= _at(f"{where}.{name}", link.origin if link else {})
+        if self.network is not None:
+            found |= _at("network", self.network.origin)
+        tables = enumerate(self.measured)
+        return found | {f"measured[{i}]": table.origin for i, table in tables if table.origin is not None}
+
+
+def _at(path: str, origins: Mapping[str, Origin]) -> dict[str, Origin]:
+    return {f"{path}.{name}" if name else path: origin for name, origin in origins.items()}
+
+
+def _check_origins(origins: Mapping[str, Origin], numbers: Iterable[str]) -> None:
+    stated = sorted(numbers)
+    for name in origins:
+        if name and not any(f"{number}.".startswith(f"{name}.") for number in stated):
+            raise ValueError(
+                f"origin of numbers that are stated ({', '.join(stated) or 'none'}), not of {name}"
+            )
 
 
 def _check_topology_fields(topology: str, needs: dict[str, str], entry: Entry) -> None:
@@ -231,16 +296,87 @@ def _check_topology_fields(topology: str, needs: dict[str, str], entry: Entry) -
             raise ValueError(f"{name} only with topology {owner}, not {topology}")
 
 
+@cache
+def library_devices() -> tuple[str, ...]:
+    """Names of the devices that resource files may give as a type."""
+    names = (entry.name for entry in (files("distgraph.resources") / "files" / "devices").iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
+
+
+@cache
+def _library_entry(name: str) -> dict[str, Any]:
+    """The fields of a device of the library; it may itself be a variant of another one."""
+    path = Path(str(files("distgraph.resources") / "files" / "devices" / f"{name}.yaml"))
+    document = parse_yaml(read_text(path, ResourceError), f"resources/files/devices/{name}.yaml")
+    return {**_completed(document), "model": name}
+
+
+def _completed(entry: Any) -> Any:
+    """The entry of a device with all fields of its library device that it does not state itself.
+
+    Rates by dtype and the numbers of `compute` are replaced one by one, each with its origin.
+    """
+    if not isinstance(entry, dict) or entry.get("type") not in library_devices():
+        return entry
+    base = _library_entry(entry["type"])
+    merged = {**base, **entry, "type": base["type"]}
+    for name in ("peak", "measured", "compute"):
+        merged[name] = _merged(base.get(name, {}), entry.get(name, {}))
+    merged["origin"] = named = _by_name(entry.get("origin", {}))
+    if isinstance(named, dict):
+        inherited = (number for number in _numbers(base) if number not in _numbers(entry))
+        origins = {number: _origin_in(base.get("origin", {}), number) for number in inherited}
+        renamed = {name: origin for name, origin in named.items() if name}
+        merged["origin"] = {
+            n: old for n, old in origins.items() if old and not _origin_in(renamed, n)
+        } | named
+    return merged
+
+
+def _merged(base: Any, stated: Any) -> Any:
+    if not isinstance(stated, dict):
+        return stated
+    parts = {name: _merged(base.get(name, {}), stated[name]) for name in ("matmul", "ops") if name in stated}
+    return {**base, **stated, **parts}
+
+
+def _origin_in(origins: Mapping[str, Any], number: str) -> Any:
+    """The origin of a number, or of the group that it belongs to."""
+    while number and number not in origins:
+        number = number.rpartition(".")[0]
+    return origins.get(number)
+
+
+def _numbers(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the numbers that an entry of a device states, such as compute.matmul.bf16."""
+    for name in ("memory", "memory_bandwidth"):
+        if name in entry:
+            yield name
+    compute = _mapping(entry.get("compute"))
+    groups = {name: _mapping(entry.get(name)) for name in ("peak", "measured")}
+    groups["compute"] = {
+        n: 1 for n in compute if compute[n] is not None and n not in ("matmul", "ops", "error")
+    }
+    groups["compute.matmul"] = _mapping(compute.get("matmul"))
+    groups["compute.ops"] = _mapping(compute.get("ops"))
+    for group, names in groups.items():
+        yield from (f"{group}.{name}" for name in names)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def check(document: object, file: str) -> ResourceFile:
     """The document as a ResourceFile.
 
-    `devices` may be one mapping instead of a list of them.
+    `devices` may be one mapping instead of a list of them, and their type a device of the library.
 
     Raises:
         ResourceError: one line per mistake: file, path in the document, what was expected, what was found.
     """
     resource_file = validate(
-        ResourceFile, _wrap_devices(document), file, ResourceError, "docs/resources.md", written=document
+        ResourceFile, _with_devices(document), file, ResourceError, "docs/resources.md", written=document
     )
     devices = 0
     for number, machine in enumerate(resource_file.machines):
@@ -252,13 +388,17 @@ def check(document: object, file: str) -> ResourceFile:
     return resource_file
 
 
-def _wrap_devices(document: object) -> object:
+def _with_devices(document: object) -> object:
+    """The document with a list of complete devices for every machine."""
     if not isinstance(document, dict) or not isinstance(document.get("machines"), list):
         return document
-    machines = [
-        {**machine, "devices": [machine["devices"]]}
-        if isinstance(machine, dict) and isinstance(machine.get("devices"), dict)
-        else machine
-        for machine in document["machines"]
-    ]
-    return {**document, "machines": machines}
+    return {**document, "machines": [_with_complete_devices(machine) for machine in document["machines"]]}
+
+
+def _with_complete_devices(machine: object) -> object:
+    devices = machine.get("devices") if isinstance(machine, dict) else None
+    if isinstance(devices, dict):
+        devices = [devices]
+    if not isinstance(machine, dict) or not isinstance(devices, list):
+        return machine
+    return {**machine, "devices": [_completed(device) for device in devices]}

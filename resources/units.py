@@ -1,7 +1,7 @@
 """Human units to numbers and back: bytes, seconds, FLOP/s, bytes/s.
 
 A number without a unit is refused: `80` may be GB, GiB or bytes, and the reader of a resource file must not
-guess.
+guess. `Origin` is the form in which a resource file says where a number comes from.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator
+
+from distgraph.serialization.documents import documented_as_text
 
 _QUANTITY = re.compile(
     r"\s*(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z]+\s*(/\s*[A-Za-z]+\s*)?)"
@@ -149,3 +151,47 @@ Seconds = Annotated[float, _parser(TIME)]
 Work = Annotated[float, _parser(WORK)]
 ComputeRate = Annotated[float, _parser(COMPUTE)]
 """Quantities of a resource file, in their base units."""
+
+
+ORIGINS: Final = ("data sheet", "published", "measured", "fitted", "guess")
+"""Kinds of origins: stated by the maker; measured by others and published; measured by `distgraph profile` or
+by its authors; fitted to measured training steps; assumed."""
+_ORIGIN = re.compile(rf"({'|'.join(ORIGINS)})(?: within (\d+(?:\.\d+)?)%)?(?:; (\S.*))?", re.DOTALL)
+
+
+@documented_as_text(
+    'an origin such as "data sheet" or "guess within 50%; as of the A100" (docs/resources.md)'
+)
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a number of a resource file comes from.
+
+    Attributes:
+        kind: one of `ORIGINS`.
+        error: expected relative error; None if not stated.
+        source: publication, experiment or reason; "" if not stated.
+    """
+
+    kind: str
+    error: float | None = None
+    source: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """An origin from its text: the kind, `within N%`, and after a semicolon the source.
+
+        Raises:
+            ValueError: the text has another form, or is a guess without an error.
+
+        Example:
+            >>> Origin.parse("guess within 50%; as of the A100")
+            Origin(kind='guess', error=0.5, source='as of the A100')
+        """
+        match = _ORIGIN.fullmatch(text)
+        if match is None or (match[1] == "guess" and match[2] is None):
+            raise ValueError(text)
+        return cls(match[1], None if match[2] is None else float(match[2]) / 100, match[3] or "")
+
+    def __str__(self) -> str:
+        within = "" if self.error is None else f" within {self.error * 100:g}%"
+        return f"{self.kind}{within}" + (f"; {self.source}" if self.source else "")

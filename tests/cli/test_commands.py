@@ -134,6 +134,7 @@ def test_cluster_lists_and_describes():
     code, output = invoke("cluster")
     assert code == 0
     assert len(output.strip().split("\n")) == len(shipped_clusters())
+    assert (code, output) == invoke("cluster", "--list")
     code, output = invoke("cluster", "dgx_a100_pod")
     assert code == 0
     assert "mesh gpu" in output

@@ -3,13 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.files.clusters import DEVICE, cluster_of, machine
+from support.files.clusters import DEVICE, boxes, cluster_of, machine
 from support.paths import ROOT
 from typer.testing import CliRunner
 
 from distgraph.cli import application
 from distgraph.errors import ResourceError
-from distgraph.resources import ComputeCost, load_cluster
+from distgraph.resources import ComputeCost
 from distgraph.resources.cluster import Cluster
 
 COMPUTE = {
@@ -161,11 +161,11 @@ def test_mistakes_in_the_file(compute: dict[str, Any], message: str):
 
 
 def test_all_numbers_that_computation_lacks_are_told_at_once():
-    """A shipped file with data-sheet numbers only: what is missing, an example of each, and the way out."""
+    """A file without numbers for computation: what is missing, an example of each, and the way out."""
     with pytest.raises(ResourceError) as caught:
-        ComputeCost(load_cluster("dgx_h100_pod")).time(0, "memory", 0, 2**20, "f32")
+        ComputeCost(boxes([2])).time(0, "memory", 0, 2**20, "f32")
     text = str(caught.value)
-    assert "dgx_h100_pod.yaml: machines[0].devices.compute.launch: missing, needed to price" in text
+    assert "test.yaml: machines[0].devices.compute.launch: missing, needed to price" in text
     for example in ("launch: 5 us", "memory_efficiency: 0.8", "lookup_efficiency: 0.3", "matmul: {f32: {eff"):
         assert example in text
     assert text.endswith("or run distgraph profile on that machine, which measures it")

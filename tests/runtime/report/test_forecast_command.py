@@ -122,7 +122,6 @@ def test_a_forecast_makes_no_parameter(monkeypatch, files):
     [
         ((), r"the engine has no cluster"),
         (("--cluster", "local"), r"mesh dp=3 x tp=2 needs 6 devices but cluster local has 2"),
-        (("--cluster", "dgx_h100_pod"), r"distgraph profile"),
         (("--idle", "--cluster", "local"), r"exits \(3\) before its first training step"),
         (("--cluster", "nowhere"), r"neither a file nor a shipped cluster"),
     ],
@@ -131,6 +130,18 @@ def test_mistakes_on_the_command_line(files, args, message):
     code, output = invoke("forecast", files[0], *args)
     assert code == 1
     assert re.search(message, output)
+
+
+def test_a_cluster_without_numbers_for_computation(files, tmp_path):
+    described = document(3, 3)
+    for entry in described["machines"]:
+        del entry["devices"]["compute"]
+    path = tmp_path / "bare.yaml"
+    path.write_text(yaml.safe_dump(described))
+    code, output = invoke("forecast", files[0], "--cluster", str(path))
+    assert code == 1
+    assert "compute.launch: missing" in output
+    assert "distgraph profile" in output
 
 
 def engine(mesh: ProcessMesh, micro_batches: int = 1) -> dg.Engine:
