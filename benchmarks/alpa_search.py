@@ -156,7 +156,7 @@ def _loss(model: Any) -> Any:
 
 def _lookups(plan: Plan) -> Plan:
     """A plan whose model looks its embeddings up."""
-    return replace(plan, software="torch")
+    return replace(plan, software="megatron")
 
 
 def _optimizer(plan: Plan) -> Any:

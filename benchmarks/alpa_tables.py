@@ -4,19 +4,19 @@
 
 Every row is a graph of `distgraph.models` with forward, backward and update, completed, lowered and
 scheduled like any program (`plan_forecast`), for the plan that its authors recorded (`recorded_plans`), and
-forecast on resources/files/p3_16xlarge_x8.yaml. TFLOPS are per GPU, of the FLOP that the row counts
-(`published_rows`). `mean_error` is mean |forecast seconds / published seconds - 1| of all rows that ran on 2
-GPUs or more and that the forecast says fit. Rows on 1 GPU are those of the calibration and projected rows
-were not run: both stand in the tables and not in the mean. `mean_error_of_tflops` is the same of TFLOPS.
+forecast on resources/files/p3_16xlarge_x8.yaml under the runtime that executed it: xla (Alpa), megatron or
+deepspeed of resources/runtimes. TFLOPS are per GPU, of the FLOP that the row counts (`published_rows`).
+`mean_error` is mean |forecast seconds / published seconds - 1| of all rows that ran on 2 GPUs or more and
+that the forecast says fit. Rows on 1 GPU are those of the calibration and projected rows were not run: both
+stand in the tables and not in the mean. `mean_error_of_tflops` is the same of TFLOPS.
 
 What is calibrated, on rows of 1 GPU only (`--calibrate` fits it anew): `compute` of the resource file on
 those of Alpa, and one speed of computation for each table and for Megatron-LM and DeepSpeed. Links are
 those of the file: wiring and NCCL table of vTrain inside a machine, the data sheet between machines.
-Everything else is what the systems did, from the paper and its artifact: f16 with f32 master copies, AdamW
+Programs are what the systems ran, from the paper and its artifact: f16 with f32 master copies, AdamW
 for GPT, Adafactor for MoE, embeddings as products with one-hot rows, states split over the batch axes
-where the plan reduces and scatters gradients, no computation while a GPU communicates, and a program that
-may use 90 % of a GPU (`XLA_PYTHON_CLIENT_MEM_FRACTION` of Alpa, 88 % in its runs of Wide-ResNet; PyTorch
-all but what CUDA takes).
+where the plan reduces and scatters gradients. How they ran them (no computation while a GPU communicates,
+what a program may use of a GPU, reductions of DeepSpeed) is in the runtime models.
 
 History (mean error of the rows that were forecast to fit; predicted, measured):
     plans guessed, one speed a row, f16 moments where f32 ones did not fit
@@ -83,7 +83,6 @@ from benchmarks.support.alpa.plan_forecast import Found, built, forecast_of
 from benchmarks.support.alpa.published_rows import Row, read_rows
 from benchmarks.support.alpa.recorded_plans import Plan
 from benchmarks.support.calibration import Fit, Parameter, fit
-from distgraph.models import WideResNetConfig
 from distgraph.resources import Cluster, ComputeCost
 from distgraph.resources.cluster import MatmulRate
 from distgraph.resources.load import load_cluster
@@ -93,10 +92,6 @@ from distgraph.runtime.program.memory_plan import plan_storage
 CLUSTER = "p3_16xlarge_x8"
 USABLE = 16160 * 2**20
 """Bytes of a V100-SXM2-16GB that programs get, as its driver states them."""
-FRACTION, FRACTION_WIDE = 0.90, 0.88
-"""Of those, what XLA takes under Alpa, and in its runs of Wide-ResNet: settings of the artifact."""
-CONTEXT = 1.0 * 2**30
-"""Bytes that CUDA, its libraries and NCCL take beside PyTorch; an estimate."""
 PARAMETERS = (
     Parameter("memory_efficiency", 0.8, 0.2, 2.0, 1.5),
     Parameter("efficiency_f16", 0.85, 0.5, 1.0, 1.1),
@@ -109,30 +104,17 @@ PARAMETERS = (
 is per byte that ops move each on its own; fused by a compiler they move fewer, so it may be above 1."""
 
 
-def space(plan: Plan) -> float:
-    """Bytes of a GPU for a program."""
-    if plan.software == "torch":
-        return USABLE - CONTEXT
-    wide = isinstance(plan.config, WideResNetConfig) and plan.micro > 1
-    return USABLE * (FRACTION_WIDE if wide else FRACTION)
-
-
-def fits(found: Found) -> bool:
-    """Whether the GPU that needs most has so much."""
-    return found.needed <= space(found.plan)
-
-
 def best(found: Iterable[Found]) -> Found:
     """The fastest that fits, or the one that lacks least."""
     found = list(found)
-    fitting = [each for each in found if fits(each)]
+    fitting = [each for each in found if not each.missing]
     if fitting:
         return min(fitting, key=lambda each: each.seconds)
-    return min(found, key=lambda each: each.needed - space(each.plan))
+    return min(found, key=lambda each: each.missing)
 
 
 def faster(cluster: Cluster, speed: float) -> Cluster:
-    """The cluster with all computation `speed` times as fast."""
+    """The cluster with all computation `speed` times as fast, and the memory that the driver states."""
     devices = []
     for device in cluster.devices:
         rates, bandwidth = device.compute, device.memory_bandwidth
@@ -140,7 +122,8 @@ def faster(cluster: Cluster, speed: float) -> Cluster:
         assert rates.launch is not None
         peak = {dtype: speed * rate for dtype, rate in device.peak.items()}
         compute = replace(rates, launch=rates.launch / speed)
-        devices.append(replace(device, peak=peak, memory_bandwidth=speed * bandwidth, compute=compute))
+        bandwidth *= speed
+        devices.append(replace(device, peak=peak, memory=USABLE, memory_bandwidth=bandwidth, compute=compute))
     return replace(cluster, devices=tuple(devices))
 
 
@@ -155,7 +138,7 @@ def one_gpu(rows: Iterable[Row]) -> list[tuple[Row, Plan]]:
 
 def kind(row: Row) -> str:
     """What a speed is of: a table, or a system that is not Alpa."""
-    if row.plans and row.plans[0].software == "torch":
+    if row.plans and row.plans[0].software != "xla":
         return row.system
     return row.table.split("_")[1] if row.table.startswith("inter_") else row.table
 
@@ -257,23 +240,16 @@ def running(workers: int, console: Console) -> Iterator[Run]:
         yield together
 
 
-def calibrated(run: Run) -> tuple[dict[str, float], dict[Plan, Found]]:
-    """Speeds, and what they are worked out from: the plans on 1 GPU at the speed of the resource file."""
+def calibrated(run: Run) -> dict[str, float]:
+    """Speeds, from the plans on 1 GPU at the speed of the resource file."""
     plans = list(dict.fromkeys(plan for _, plan in one_gpu(read_rows())))
-    known = dict(zip(plans, run([(plan, 1.0) for plan in plans]), strict=True))
-    return speeds(known), known
+    return speeds(dict(zip(plans, run([(plan, 1.0) for plan in plans]), strict=True)))
 
 
-def forecasts(
-    rows: Iterable[Row], speed: Mapping[str, float], known: Mapping[Plan, Found], run: Run
-) -> dict[tuple[Plan, float], Found]:
-    """Every plan of the rows, once each; by plan and speed. On 1 GPU seconds are those known over speed."""
+def forecasts(rows: Iterable[Row], speed: Mapping[str, float], run: Run) -> dict[tuple[Plan, float], Found]:
+    """Every plan of the rows, once each; by plan and speed."""
     tasks = list(dict.fromkeys((plan, speed_of(row, speed)) for row in rows for plan in row.plans))
-    left = [task for task in tasks if task[0] not in known]
-    found = dict(zip(left, run(left), strict=True))
-    for plan, factor in set(tasks) - set(left):
-        found[plan, factor] = replace(known[plan], seconds=known[plan].seconds / factor)
-    return found
+    return dict(zip(tasks, run(tasks), strict=True))
 
 
 def speed_of(row: Row, speed: Mapping[str, float]) -> float:
@@ -285,8 +261,8 @@ def study(rows: Iterable[Row], console: Console, workers: int = 2) -> dict[str, 
     """Forecast and print all rows."""
     rows = tuple(rows)
     with running(workers, console) as run:
-        speed, known = calibrated(run)
-        found = forecasts(rows, speed, known, run)
+        speed = calibrated(run)
+        found = forecasts(rows, speed, run)
     shown = [
         entry(row, best(found[plan, speed_of(row, speed)] for plan in row.plans)) for row in rows if row.plans
     ]
@@ -296,7 +272,7 @@ def study(rows: Iterable[Row], console: Console, workers: int = 2) -> dict[str, 
 
 def entry(row: Row, found: Found) -> dict[str, Any]:
     """What is known of a row."""
-    forecast = row.tera(found.plan, found.seconds) if fits(found) else None
+    forecast = row.tera(found.plan, found.seconds) if not found.missing else None
     return {
         "table": row.table,
         "system": row.system,

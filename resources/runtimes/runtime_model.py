@@ -80,6 +80,35 @@ class Messages:
 
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
+class Gradients:
+    """Reductions of gradients that are scattered, so that every rank keeps a part (ZeRO).
+
+    Attributes:
+        each_micro_batch: whether they run after every micro-batch; else after the last.
+        scatter: "ring" for a reduce_scatter of the collective library; "chain" for one reduction to each rank
+            after the other, which sends all bytes over every link of a chain of the n ranks: n / (n - 1) as
+            many.
+    """
+
+    each_micro_batch: bool = False
+    scatter: Literal["ring", "chain"] = "ring"
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of which every rank stores a part (ZeRO-3).
+
+    Attributes:
+        gather: "step" if whole parameters are gathered once per step and kept; "use" if that is done before
+            each forward and each backward task.
+    """
+
+    gather: Literal["step", "use"] = "step"
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
 class Host:
     """Work of the host, in seconds. None for the numbers of the resource file (`compute`).
 
@@ -97,9 +126,14 @@ class Host:
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that a runtime takes beside the tensors of the program.
+    """Bytes of a program under a runtime.
 
     Attributes:
+        planner: "buffers" for the buffers that distgraph plans and keeps for the whole step; "liveness" for
+            an allocator under which a value takes memory from the op that computes it to its last reader.
+        fused: under "liveness", whether values between elementwise ops of a task are never in memory.
+        recomputed: under "liveness", kinds of ops on inputs whose results are not kept for the backward part
+            but computed again.
         usable: share of the memory of a device that it lets a program use.
         context: bytes of a device that it takes for itself, outside of what a program may use.
         workspace: bytes of buffers of its libraries, allocated once.
@@ -107,6 +141,9 @@ class Memory:
         fragmentation: bytes lost between tensors, relative to activations and temporary values.
     """
 
+    planner: Literal["buffers", "liveness"] = "buffers"
+    fused: bool = False
+    recomputed: tuple[str, ...] = ()
     usable: Fraction = 1.0
     context: Size = 0.0
     workspace: Size = 0.0
@@ -127,8 +164,10 @@ class RuntimeModel:
         name, about: of the runtime.
         overlap: collectives that run while the device computes.
         messages: between stages.
+        gradients: reductions of gradients.
+        parameters: that are stored in parts.
         host: work of the host.
-        memory: bytes beside the tensors of the program.
+        memory: bytes of a program, and what a device has for it.
         sources: path of a field, such as "memory.context" -> where its value comes from.
     """
 
@@ -136,6 +175,8 @@ class RuntimeModel:
     about: Text
     overlap: Overlap = Overlap()
     messages: Messages = Messages()
+    gradients: Gradients = Gradients()
+    parameters: Parameters = Parameters()
     host: Host = Host()
     memory: Memory = Memory()
     sources: Mapping[str, Source] = field(default_factory=dict, hash=False)

@@ -24,6 +24,7 @@ from distgraph.resources.runtimes.load_runtime import default_runtime, load_runt
 from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
 from distgraph.resources.units import format_bytes, format_si
 from distgraph.runtime.forecast.communication_cost import TrafficCost
+from distgraph.runtime.forecast.liveness_memory import liveness_memory
 from distgraph.runtime.forecast.memory_forecast import (
     RankMemory,
     Shortage,
@@ -38,7 +39,7 @@ from distgraph.runtime.forecast.rank_equivalence import (
     representative_ranks,
     uneven_meshes,
 )
-from distgraph.runtime.forecast.stream_model import Streams, TaskTime
+from distgraph.runtime.forecast.stream_model import Streams, TaskTime, scatters_gradients
 from distgraph.runtime.program.build import Build
 from distgraph.runtime.program.kernel_workspace import task_workspace
 from distgraph.runtime.program.memory_plan import StoragePlan, planned
@@ -238,6 +239,8 @@ class _Forecaster:
                 self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
         tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
         transfers = self.transfers()
+        if self.runtime is not None and self.runtime.parameters.gather == "use":
+            tasks = _gathering(tasks)
         if self.runtime is not None and self.runtime.messages.blocking:
             tasks, transfers = _waiting(tasks, transfers), {}
         graph = self.build.task_graph
@@ -301,12 +304,19 @@ class _Forecaster:
             receiver = self.build.parts.transfers[values_here[transfer]][1]
             self.rings.add(Ring(tasks_here[writer], receiver, depth, posting))
         rules = self.runtime_of(self.devices[rank]).memory
-        memory = rank_memory(model.program, storage, model.workspace)
+        if rules.planner == "liveness":
+            steps = [(task_names[name], micro) for name, micro in order]
+            memory = liveness_memory(model.program, storage, steps, rules)
+        else:
+            memory = rank_memory(model.program, storage, model.workspace)
         self.memory[rank] = replace(with_overhead(memory, rules), rank=rank)
         streams = self.streams(model, rank, rank_class)
         tasks = {task.name: task for task in model.program.tasks}
+        scattered = self.runtime_of(self.devices[rank]).gradients.each_micro_batch
         bodies = {
-            name: streams.run(tasks[other], last=False, trace=self.trace)
+            name: streams.run(
+                tasks[other], last=scattered and scatters_gradients(tasks[other]), trace=self.trace
+            )
             for name, other in task_names.items()
             if tasks[other].per_micro
         }
@@ -388,6 +398,26 @@ def _waiting(
 
     return {
         name: replace(task, body=later(task.body, waiting[name]), last=later(task.last, waiting[name]))
+        for name, task in tasks.items()
+    }
+
+
+def _gathering(tasks: Mapping[str, TaskForecast]) -> dict[str, TaskForecast]:
+    """Tasks of which each forward and backward one gathers parameters that load tasks else gather once."""
+    gathers = {
+        task.stage: task.last.seconds
+        for task in tasks.values()
+        if task.kind == "load" and task.last.communication
+    }
+
+    def changed(task: TaskForecast, time: TaskTime) -> TaskTime:
+        if task.stage in gathers and task.kind == "load":
+            return replace(time, seconds=0.0, exposed=0.0)
+        again = gathers.get(task.stage, 0.0) if task.kind in ("forward", "backward") else 0.0
+        return replace(time, seconds=time.seconds + again, exposed=time.exposed + again)
+
+    return {
+        name: replace(task, body=changed(task, task.body), last=changed(task, task.last))
         for name, task in tasks.items()
     }
 

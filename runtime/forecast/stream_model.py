@@ -113,7 +113,7 @@ class Streams:
         self.program, self.storage, self.ops, self.traffic = program, storage, ops, traffic
         hardware = ops.cost.cluster.devices[ops.device]
         compute, runtime = hardware.compute, runtime or default_runtime(hardware.type)
-        self.overlap, self.messages, host = runtime.overlap, runtime.messages, runtime.host
+        self.runtime, host = runtime, runtime.host
         self.issue = (compute.issue if host.op is None else host.op) or 0.0
         self.message, self.task = compute.message or 0.0, compute.task or 0.0
         self.micro_batch = host.micro_batch or 0.0
@@ -154,18 +154,23 @@ class Streams:
             return self._sent(self.traffic.exchange(local.op))
         if local.mode == "exchange":
             return self.traffic.exchange(local.op)
-        return self.traffic.collective(program, local)
+        message = self.traffic.collective(program, local)
+        ranks = len(local.attrs.get("group", ()))
+        if self.runtime.gradients.scatter == "chain" and local.mode == "comm.reduce_scatter" and ranks > 1:
+            return replace(message, seconds=message.seconds * ranks / (ranks - 1))
+        return message
 
     def _sent(self, message: Message) -> Message:
         """A message between stages with the start of the runtime in place of that of the cluster."""
-        if self.messages.start is None or not message.link:
+        start = self.runtime.messages.start
+        if start is None or not message.link:
             return message
         launch = self.traffic.cluster.launch or 0.0
-        return replace(message, seconds=max(0.0, message.seconds - launch) + self.messages.start)
+        return replace(message, seconds=max(0.0, message.seconds - launch) + start)
 
     def overlaps(self, task: LocalTask, local: LocalOp) -> bool:
         """Whether a collective of a task runs while the device computes."""
-        return self.overlap.hides(self._purpose(task, local), local.mode.removeprefix("comm."))
+        return self.runtime.overlap.hides(self._purpose(task, local), local.mode.removeprefix("comm."))
 
     def _purpose(self, task: LocalTask, local: LocalOp) -> Purpose:
         """What a collective is for (see `RuntimeModel`)."""
@@ -193,6 +198,11 @@ class Streams:
                 for step in self.steps(task)
             ]
         return streams
+
+
+def scatters_gradients(task: LocalTask) -> bool:
+    """Whether the last run of a task scatters the sums of gradients, so that a rank keeps a part of them."""
+    return any(local.tail and local.mode == "comm.reduce_scatter" for local in task.ops)
 
 
 class _Run:

@@ -54,7 +54,7 @@ class Plan:
             tensors of some blocks are split otherwise than those of others.
         zero: 0, or 2 for optimiser states split over dp, or 3 for parameters split too.
         recompute: whether blocks are computed again in the backward part.
-        software: "xla" (Alpa) or "torch" (Megatron-LM, DeepSpeed).
+        software: the runtime: "xla" (Alpa), "megatron" or "deepspeed".
         largest: every parameter is split by its longest dim, and the rest follows ("shard-largest").
     """
 
@@ -170,7 +170,8 @@ def _gpt(system: str, gpus: int) -> Plans:
         64: [(1, 4, 16, 1024, 1024), (1, 8, 8, 512, 1024)],
     }[gpus]
     return _made(
-        plan(even(config, pp, dp, tp), micro, batch, "torch") for dp, tp, pp, micro, batch in tried_dp_tp_pp
+        plan(even(config, pp, dp, tp), micro, batch, "megatron")
+        for dp, tp, pp, micro, batch in tried_dp_tp_pp
     )
 
 
@@ -243,7 +244,7 @@ def _deepspeed(config: MoEConfig, gpus: int) -> Plans:
             micro=micro,
             stages=(Stage(config.layers, gpus // ep, 1, ep),),
             zero=2 if gpus > 1 else 0,
-            software="torch",
+            software="deepspeed",
         )
         for ep in sizes
     )

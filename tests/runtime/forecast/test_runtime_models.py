@@ -105,6 +105,25 @@ def test_a_runtime_leaves_less_memory_to_programs(usable: float, context: float)
     assert shortage.available == pytest.approx(usable * bytes_needed - context)
 
 
+def test_liveness_needs_less_than_buffers_and_fusion_less_still():
+    build = chain(64, [64] * 6, [grid(dp=2)] * 5, 2)
+    planned, alive, fused = (
+        with_runtime(build, replace(WAITING, memory=rules)).memory[0]
+        for rules in (Memory(), Memory(planner="liveness"), Memory(planner="liveness", fused=True))
+    )
+    assert fused.total <= alive.total <= planned.total
+    assert fused.parameters == planned.parameters
+    assert fused.states == planned.states
+
+
+def test_of_a_pipeline_activations_are_alive_as_long_as_its_schedule_says():
+    """One forward, one backward: a stage keeps a matrix for it and each stage after it."""
+    rules = Memory(planner="liveness")
+    found = with_runtime(pipeline(8), replace(WAITING, memory=rules))
+    matrix = 4 * 64 * 64
+    assert [found.memory[rank].activations for rank in (0, 1)] == [2 * matrix, matrix]
+
+
 def test_an_unknown_runtime_is_refused():
     with pytest.raises(ResourceError, match="fast_one: neither a file nor a runtime"):
         with_runtime(pipeline(), "fast_one")

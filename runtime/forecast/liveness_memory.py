@@ -1,57 +1,56 @@
-"""Bytes that a compiler which plans memory and fuses needs for a rank program: the bound of liveness.
+"""Bytes of a rank under an allocator that frees a value after its last reader (`Memory.planner: liveness`).
 
-*In:* a rank program, its storage (which value is the memory of which), its order of tasks.
-*Out:* category -> bytes at the peak.
-*Invariant:* a value is counted from the op that makes it to the op that reads it last, and nothing is lost
-between values. Our runtime needs more (`distgraph.runtime.forecast.memory_forecast`): it shares scratch
-blocks of similar size only, keeps what a collective reads until the collective is waited for, and has room
-for messages under way.
+*In:* a rank program, its storage (which value is the memory of which), its order of tasks, the rules of the
+runtime.
+*Out:* `RankMemory` at the peak.
+*Invariant:* a value counts from the op that computes it to the op that reads it last, and nothing is lost
+between values. The runtime of distgraph needs more (`memory_forecast`): it shares scratch blocks of similar
+size only, keeps what a collective reads until the collective is awaited, and has room for messages under
+way.
 
-The rest is what Alpa does, as its artifact sets it. What streaming ops pass on to each other is never in
-memory: XLA fuses them. New parameters and states are written over the old ones. One-hot rows of the embedding
-are made again in the backward part. The reductions of all gradients are combined into one (the threshold
-`combiner::all_reduce_threshold` is 2^60), so whole gradients are alive until the backward part ends. With
-ZeRO-3 parameters are gathered in small pieces (2^25) right before their use.
+New parameters and states are written over the old ones. Gradients that are reduced for the update are whole
+until the backward part ends. Whole parameters that are gathered for a step are in memory while they are read.
+With `Memory.fused`, values that elementwise ops pass on to each other inside a task are never in memory. With
+`Memory.recomputed`, results of some ops on inputs are computed again in the backward part.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
+from distgraph.resources.runtimes.runtime_model import Memory
+from distgraph.runtime.forecast.memory_forecast import RankMemory
 from distgraph.runtime.program.storage import Storage, nbytes
 
 STREAMS = ("memory", "lookup")
+"""Classes of ops that a compiler fuses into chains."""
 Order = Sequence[tuple[str, int]]
 
 
-CATEGORIES = (
-    "parameters",
-    "states",
-    "gradients",
-    "activations",
-    "temporary",
-    "communication",
-    "inputs",
-)
+CATEGORIES = tuple(field.name for field in fields(RankMemory) if field.name != "rank")
 
 
-def moments(program: RankProgram, storage: Storage, order: Order, micro: int) -> tuple[dict[str, float], ...]:
-    """Category -> bytes while micro-batches run, and while parameters are updated.
+def liveness_memory(program: RankProgram, storage: Storage, order: Order, rules: Memory) -> RankMemory:
+    """Bytes of one rank at the peak: while micro-batches run, or while parameters are updated.
 
     Args:
-        program, storage: of one rank.
-        order: its (task, micro-batch) pairs; may be that of a step of fewer micro-batches.
-        micro: number of micro-batches.
+        program, storage: of the rank.
+        order: its (task, micro-batch) pairs.
+        rules: of the runtime.
     """
-    return _Ledger(program, storage, order).moments(micro)
+    moments = _Ledger(program, storage, order, rules).moments()
+    peak = max(moments, key=lambda each: sum(each.values()))
+    return RankMemory(program.rank, **peak)
 
 
 class _Ledger:
-    def __init__(self, program: RankProgram, storage: Storage, order: Order) -> None:
-        self.program, self.storage, self.order = program, storage, order
+    def __init__(self, program: RankProgram, storage: Storage, order: Order, rules: Memory) -> None:
+        self.program, self.storage, self.order, self.rules = program, storage, order, rules
+        self.alive: dict[tuple[str, frozenset[str]], int] = {}  # (writer, readers) -> micro-batches in flight
         self.producers = program.graph.producers
         self.tasks = {task.name: task for task in program.tasks}
         self.made: dict[str, tuple[str, int]] = {}
@@ -82,7 +81,7 @@ class _Ledger:
         for name in results:
             if self._root(name) == name:
                 self.made[name] = (task, number)
-        if local.mode != "compute" or lookup(local.op.kind).cost not in STREAMS:
+        if not (self.rules.fused and local.mode == "compute" and lookup(local.op.kind).cost in STREAMS):
             self.stored |= {self._root(name) for name in (*operands, *results)}
 
     def _reduced(self, task: LocalTask) -> None:
@@ -96,9 +95,10 @@ class _Ledger:
                     if result != source:
                         self.shards.add(result)
 
-    def moments(self, micro: int) -> tuple[dict[str, float], ...]:
-        """While micro-batches run, and while parameters are updated."""
-        found: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+    def moments(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Category -> bytes while micro-batches run, and while parameters are updated."""
+        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        micro = self.program.graph.micro_batches
         kinds = {"param": "parameters", "state": "states"}
         for name, slot in self.storage.slots.items():
             if slot.kind == "source" and slot.root == name:
@@ -108,11 +108,11 @@ class _Ledger:
         running, updating = dict(found), dict(found)
         for name in self.made:
             if self._is_resident(name):
-                self._place(name, running, updating, micro)
+                self._place(name, running, updating)
         once = [task for task in self.program.tasks if not task.per_micro]
         loops = [task for task in self.program.tasks if task.per_micro]
-        running["temporary"] = max((self._temporary(task) for task in loops), default=0.0)
-        updating["temporary"] = max((self._temporary(task) for task in once), default=0.0)
+        running["temporary"] = max((self._temporary(task) for task in loops), default=0)
+        updating["temporary"] = max((self._temporary(task) for task in once), default=0)
         return running, updating
 
     def _is_resident(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class _Ledger:
             return False
         return added or any(other != task for other in self.read.get(name, ()))
 
-    def _place(self, name: str, running: dict[str, float], updating: dict[str, float], micro: int) -> None:
+    def _place(self, name: str, running: dict[str, int], updating: dict[str, int]) -> None:
         task, number = self.made[name]
         local, size = self.tasks[task].ops[number], nbytes(self.program, name)
         phase = self.program.parts.phase[name]
@@ -136,13 +136,25 @@ class _Ledger:
             updating["gradients"] += size
             if name not in self.shards:
                 running["gradients"] += size
-        elif not (self.producers[name].kind == "one_hot" and self.producers[name].scope.startswith("tokens")):
+        elif not self._is_recomputed(name):
             category = "communication" if local.mode == "recv" else "activations"
             running[category] += size * self._in_flight(name)
 
+    def _is_recomputed(self, name: str) -> bool:
+        """Whether a value that depends on inputs only is computed again where it is read."""
+        made = self.producers[name]
+        inputs = all(self.producers[value.name].kind == "input" for value in made.operands)
+        return made.kind in self.rules.recomputed and inputs
+
     def _in_flight(self, name: str) -> int:
         """Most micro-batches of which a value is alive at the same time."""
-        first, readers = self.made[name][0], self.read.get(name, {})
+        key = self.made[name][0], frozenset(self.read.get(name, ()))
+        if key not in self.alive:
+            self.alive[key] = self._most_alive(*key)
+        return self.alive[key]
+
+    def _most_alive(self, first: str, readers: frozenset[str]) -> int:
+        """Most micro-batches between a run of one task and the last of its readers."""
         at = {step: place for place, step in enumerate(self.order)}
         ends: list[int] = []
         most = 1
@@ -156,7 +168,7 @@ class _Ledger:
             most = max(most, len(ends))
         return most
 
-    def _temporary(self, task: LocalTask) -> float:
+    def _temporary(self, task: LocalTask) -> int:
         """Most bytes of what lives within one run of a task.
 
         With one micro-batch the gradients come one by one, and stay until the last is there.
@@ -203,8 +215,8 @@ class _Ledger:
 
     def _sweep(
         self, ops: Sequence[LocalOp], born: Mapping[int, list[str]], dying: Mapping[int, list[str]]
-    ) -> float:
-        """A streaming op writes its result over what it reads last."""
+    ) -> int:
+        """An elementwise op writes its result over what it reads last."""
         now = top = 0
         for number, local in enumerate(ops):
             in_place = local.mode != "compute" or lookup(local.op.kind).cost in STREAMS
@@ -212,4 +224,4 @@ class _Ledger:
             made = sum(nbytes(self.program, name) for name in born.get(number, ()))
             top = max(top, now + made - min(freed, made) * in_place)
             now += made - freed
-        return float(top)
+        return top
