@@ -76,6 +76,11 @@ Collective = Annotated[str, AfterValidator(_collective)]
 DeviceType = Annotated[str, AfterValidator(_device_type)]
 
 
+DEVICE_NUMBERS: Final = ("memory", "memory_bandwidth", "peak", "measured", "compute")
+LINK_NUMBERS: Final = ("bandwidth", "latency", "host_bandwidth", "levels", "rings")
+"""Fields of the entries of devices and links that are numbers, or groups of them, with an origin."""
+
+
 class DeviceEntry(Entry):
     """`count` equal devices of a machine."""
 
@@ -95,9 +100,6 @@ class DeviceEntry(Entry):
         return self
 
 
-_LINK_NUMBERS: Final = {"bandwidth", "latency", "host_bandwidth", "levels", "rings"}
-
-
 class LinkEntry(Entry):
     """Numbers of one class of links; bandwidth of each direction."""
 
@@ -108,7 +110,7 @@ class LinkEntry(Entry):
 
     @model_validator(mode="after")
     def _known_numbers(self) -> LinkEntry:
-        _check_origins(self.origin, self.model_fields_set & _LINK_NUMBERS)
+        _check_origins(self.origin, self.model_fields_set.intersection(LINK_NUMBERS))
         return self
 
 
@@ -349,9 +351,7 @@ def _origin_in(origins: Mapping[str, Any], number: str) -> Any:
 
 def _numbers(entry: Mapping[str, Any]) -> Iterator[str]:
     """Names of the numbers that an entry of a device states, such as compute.matmul.bf16."""
-    for name in ("memory", "memory_bandwidth"):
-        if name in entry:
-            yield name
+    yield from (name for name in DEVICE_NUMBERS[:2] if name in entry)
     compute = _mapping(entry.get("compute"))
     groups = {name: _mapping(entry.get(name)) for name in ("peak", "measured")}
     groups["compute"] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
 
 import yaml
@@ -18,11 +18,12 @@ from distgraph.errors import ResourceError
 from distgraph.resources import load_cluster
 from distgraph.resources.cluster import MeasuredTable
 from distgraph.resources.load import parse_cluster, read_document
-from distgraph.resources.units import SIZE, format_bytes, parse
+from distgraph.resources.schema import DEVICE_NUMBERS, LINK_NUMBERS
+from distgraph.resources.units import SIZE, Origin, format_bytes, parse
 from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit
 from distgraph.serialization.atomic_files import write_atomically
 
-_ERROR_NOTE = re.compile(r"^(\s*(?:- )?[\w.]+: )'?(.+?) ~~(.+?)~~'?$", re.MULTILINE)
+_PROFILED: Final = Origin("measured", None, "distgraph profile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,8 @@ def write_measured(output: str, source: str, ranks: int, measured: Measured) -> 
         head = "# This machine, measured by distgraph profile.\n"
     _apply(document, measured)
     text = yaml.dump(document, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=110)
-    whole = head + _ERROR_NOTE.sub(r"\1\2  # \3", text)
-    parse_cluster(whole, output)  # what cannot be loaded is not written
-    write_atomically(output, whole, ResourceError)
+    parse_cluster(head + text, output)  # what cannot be loaded is not written
+    write_atomically(output, head + text, ResourceError)
 
 
 def _resize(document: dict[str, Any], ranks: int) -> None:
@@ -94,8 +94,9 @@ def _resize(document: dict[str, Any], ranks: int) -> None:
     device = document["machines"][0]["devices"]
     total = load_cluster("local").devices[0].memory * device["count"]
     device["count"], device["memory"] = ranks, f"{total / ranks / 2**20:.6g} MiB"
-    device.pop("measured", None)
-    device.pop("memory_bandwidth", None)
+    for name in ("measured", "memory_bandwidth", "compute"):
+        device.pop(name, None)
+        device["origin"].pop(name, None)
 
 
 def _apply(document: dict[str, Any], measured: Measured) -> None:
@@ -107,10 +108,12 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
             rates = entry.setdefault("measured", {})
             rates.update({dtype: f"{rate / 1e9:.5g} GFLOP/s" for dtype, rate in fitted.measured.items()})
         entry["compute"] = _entry(fitted.compute)
+        stated = {"compute": True, "memory_bandwidth": fitted.memory_bandwidth, "measured": fitted.measured}
+        _set_origins(entry, {name: _PROFILED for name, given in stated.items() if given})
     if measured.links is not None:
         _apply_links(document, measured.links)
     if measured.tables:
-        new = [_entry(table) for table in measured.tables]
+        new = [{**_entry(table), "origin": str(_PROFILED)} for table in measured.tables]
         document["measured"] = [
             entry
             for entry in document.get("measured", [])
@@ -119,14 +122,24 @@ def _apply(document: dict[str, Any], measured: Measured) -> None:
 
 
 def _apply_links(document: dict[str, Any], links: LinkFit) -> None:
-    small, large = (f"fit error {links.error[name]:.1%}" for name in ("latency", "bandwidth"))
-    document["launch"] = f"{_format_time(links.launch)} ~~{small}~~"
-    for origin, latency in links.latency.items():
-        if "[]" not in origin:
-            _entry_at(document, origin)["latency"] = f"{_format_time(latency)} ~~{small}~~"
-    for origin, bandwidth in links.bandwidth.items():
-        if "[]" not in origin:
-            _entry_at(document, origin)["bandwidth"] = f"{_format_bandwidth(bandwidth)} ~~{large}~~"
+    origins = {name: replace(_PROFILED, error=round(error, 3)) for name, error in links.error.items()}
+    document["launch"], document["origin"] = _format_time(links.launch), str(origins["latency"])
+    formats = {"latency": (links.latency, _format_time), "bandwidth": (links.bandwidth, _format_bandwidth)}
+    for name, (fitted, write) in formats.items():
+        for origin, number in fitted.items():
+            if "[]" not in origin:
+                entry = _entry_at(document, origin)
+                entry[name] = write(number)
+                _set_origins(entry, {name: origins[name]})
+
+
+def _set_origins(entry: dict[str, Any], origins: Mapping[str, Origin]) -> None:
+    """State where new numbers of an entry come from; the origins of its other numbers stay."""
+    before = entry.get("origin", {})
+    if isinstance(before, str):  # of all numbers of the entry
+        before = {name: before for name in (*DEVICE_NUMBERS, *LINK_NUMBERS) if name in entry}
+    kept = {name: origin for name, origin in before.items() if name.partition(".")[0] not in origins}
+    entry["origin"] = kept | {name: str(origin) for name, origin in origins.items()}
 
 
 def _entry_at(document: Any, origin: str) -> Any:

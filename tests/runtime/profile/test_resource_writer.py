@@ -25,7 +25,8 @@ machines:
     name: box
     devices: {count: 2, type: cpu, model: C, memory: 3 GiB, peak: {f64: 1 TFLOP/s}}
     inside: {topology: full, bandwidth: 1 GB/s}
-    nics: {bandwidth: 10 Gbit/s, latency: 5 us, attach: {bandwidth: 12 GB/s, latency: 1 us}}
+    nics:
+      {bandwidth: 10 Gbit/s, latency: 5 us, origin: data sheet, attach: {bandwidth: 12 GB/s, latency: 1 us}}
 network: {topology: switch, kind: ethernet}
 measured:
   - {collective: all_reduce, machines: 1, devices_per_machine: 2, sizes: [1 KiB], times: [1 s]}
@@ -87,8 +88,15 @@ def test_written_file_loads_with_what_was_measured_and_keeps_the_rest(tmp_path: 
     assert len(cluster.measured) == 2
     text = output.read_text()
     assert text.startswith("# Two machines of ours.\n# Second line.\n")
-    assert "bandwidth: 6 GB/s  # fit error 25.0%" in text
-    assert "launch: 7 us  # fit error 3.1%" in text
+    assert [str(cluster.origin_of(path)) for path in ("launch", "machines[0].inside.bandwidth")] == [
+        "measured within 3.1%; distgraph profile",
+        "measured within 25%; distgraph profile",
+    ]
+    for path in ("machines[0].devices.compute.launch", "machines[0].devices.memory_bandwidth", "measured[1]"):
+        assert str(cluster.origin_of(path)) == "measured; distgraph profile"
+    assert cluster.origin_of("machines[0].devices.memory") is None
+    assert str(cluster.origin_of("machines[0].nics.bandwidth")) == "data sheet"
+    assert str(cluster.origin_of("machines[0].nics.latency")) == "measured within 3.1%; distgraph profile"
     assert yaml.safe_load(text)["about"] == "kept as it is"
 
 
