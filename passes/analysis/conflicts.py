@@ -260,13 +260,12 @@ def _without(graph: Graph, origin: Origin, axis: str) -> Graph | None:
     return replace(graph, attrs=attrs)
 
 
-def explain(graph: Graph, name: str, *, seconds: Price | None = None) -> str:
+def explain(graph: Graph, name: str) -> str:
     """Who decided a value's layout, what was lost there, and which changes of layout follow.
 
     Args:
         graph: a completed graph.
         name: of a value, with or without its %.
-        seconds: as for `conflicts`.
 
     Raises:
         GraphError: there is no such value, or it has no layout yet.
@@ -282,7 +281,7 @@ def explain(graph: Graph, name: str, *, seconds: Price | None = None) -> str:
         where = f" ({op.source})" if op.source else ""
         lines += [
             f"  at %{op.name} {op.kind}{where}: {move}"
-            for move in moves_at(graph, op, times, seconds)
+            for move in moves_at(graph, op, times)
             if move.value == value.name
         ]
     for lost in graph.lost:

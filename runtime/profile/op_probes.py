@@ -80,10 +80,10 @@ class Probe:
     micro_batches: int = 1
 
 
-def probes(dtypes: Sequence[str] = ("f32", "f64")) -> tuple[Probe, ...]:
+def probes() -> tuple[Probe, ...]:
     """All programs that a profile runs, quick ones first."""
     programs = []
-    for dtype in dtypes:
+    for dtype in ("f32", "f64"):
         small = [shape for shape in MATMUL_SHAPES if np.prod(shape) <= 2**22]
         large = [shape for shape in MATMUL_SHAPES if np.prod(shape) > 2**22]
         programs.append(Probe(f"matmul/{dtype}/small", partial(_products, dtype, small)))

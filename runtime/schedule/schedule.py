@@ -153,8 +153,6 @@ def schedule(
     graph: TaskGraph,
     policy: str | SchedulePolicy = "1f1b",
     durations: Mapping[str, float] | None = None,
-    *,
-    transfer: float = 0.0,
 ) -> Schedule:
     """Decide the order of every rank by running the actors under the simulated clock.
 
@@ -166,7 +164,6 @@ def schedule(
         policy: name or declaration of a schedule.
         durations: seconds by task name or kind; None: one second each. They decide the order; the printed
             grid always gives each task one clock.
-        transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
 
     Returns:
         The schedule, which has been run once and so cannot deadlock.
@@ -187,10 +184,10 @@ def schedule(
         B1 -
     """
     chosen = schedule_policy(policy)
-    if durations is None and not transfer:
+    if durations is None:
         timeline = unit_timeline(graph, chosen)
     else:
-        orders = simulate(graph, durations, policy=chosen, transfer=transfer).orders()
+        orders = simulate(graph, durations, policy=chosen).orders()
         timeline = simulate(graph, None, policy=chosen, order=orders)
     orders = timeline.orders()
     orders_updates_last = _updates_last(graph, orders)
@@ -273,9 +270,6 @@ def check(
     planned: Schedule,
     graph: TaskGraph,
     durations: Mapping[str, float] | None = None,
-    *,
-    policy: str | SchedulePolicy | None = None,
-    transfer: float = 0.0,
 ) -> Timeline:
     """Simulate a schedule with a task graph, to check it before it is run.
 
@@ -283,8 +277,6 @@ def check(
         planned: the schedule.
         graph: the task graph.
         durations: seconds by task name or kind; None: one second each.
-        policy: the policy whose credits are used; None: the one that the schedule names.
-        transfer: seconds from the end of a task to its data being ready on ranks that did not run it.
 
     Returns:
         The timeline of the step.
@@ -302,8 +294,7 @@ def check(
         raise GraphError(
             f"schedule has ranks {planned.ranks} but the task graph has {graph.ranks}; make a new schedule"
         )
-    chosen = schedule_policy(planned.policy if policy is None else policy)
-    timeline = simulate(graph, durations, policy=chosen, order=planned.orders(), transfer=transfer)
+    timeline = simulate(graph, durations, policy=schedule_policy(planned.policy), order=planned.orders())
     for rank, order in timeline.orders().items():
         if order != planned.order(rank):
             task, micro = planned.order(rank)[len(order)]

@@ -144,8 +144,6 @@ def test_torch_program(peers: ModuleType, name: str) -> None:
         "benchmarks.support.peers.torch_peers",
         name,
         *SIZE_WORDS,
-        "--width",
-        str(width),
     ]
     words += ["--width", str(width), "--steps", str(STEPS), "--warmup", "0"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)

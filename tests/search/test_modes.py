@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +23,10 @@ from distgraph.kernels.random import random_key
 from distgraph.models import GPT, GPTConfig, annotate
 from distgraph.nn.initializers import materialize
 from distgraph.passes.analysis.redistribution_cost import multiplicity
-from distgraph.passes.redistribution.planner import redistribute_cost
+from distgraph.passes.redistribution.planner import redistribute_cost, wire_price
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
-from distgraph.passes.search.modes.propagation import propagate
+from distgraph.passes.search.modes.propagation import laid_out, propagate, spread
 from distgraph.passes.search.modes.recursive import cut_costs, prime_factors, prime_mesh, recursive
 from distgraph.verifier import verify
 
@@ -50,12 +51,17 @@ def completed(graph: Graph, mesh: ProcessMesh, layouts: Layouts) -> Graph:
 # ------------------------------------------------------------------ propagation
 
 
+def configured(graph: Graph, mesh: ProcessMesh, layouts: Mapping[str, OpLayout]) -> Layouts:
+    """Layouts of a graph from those of some ops."""
+    return laid_out(graph, mesh, spread(graph, mesh, wire_price, layouts), wire_price, "test")
+
+
 def test_the_published_example_of_propagation() -> None:
     """ReLU is [2, 4]; of a product's strategies [[2, 4], [4, 1]] moves nothing."""
     graph = trace(lambda x, w: ops.relu(x) @ w, ((16, 32), "f32"), ((32, 8), "f32"), names=("x", "w"))
     relu, product = (op.name for op in graph.ops[-2:])
     mesh = ProcessMesh.grid(x=2, y=4)
-    found = propagate(graph, mesh, configured={relu: OpLayout(mesh, (("i0", ("x",)), ("i1", ("y",))))})
+    found = configured(graph, mesh, {relu: OpLayout(mesh, (("i0", ("x",)), ("i1", ("y",))))})
     assert found.ops[product] == OpLayout(mesh, (("k", ("y",)), ("m", ("x",))))
     assert spec(found, "x") == "[x, y]"
     assert spec(found, "w") == "[y, _]"
@@ -91,7 +97,7 @@ def test_a_configured_op_stops_the_search() -> None:
     graph = trace(lambda a: ops.tanh(ops.relu(ops.tanh(a))), ((8, 8), "f32"), names=("a",))
     first, middle, last = (op.name for op in graph.ops[1:])
     rows, columns = (OpLayout(mesh, ((index, ("x",)),)) for index in ("i0", "i1"))
-    found = propagate(graph, mesh, configured={first: rows, last: columns})
+    found = configured(graph, mesh, {first: rows, last: columns})
     assert found.ops[first] == rows
     assert found.ops[last] == columns
     assert found.ops[middle] == rows  # reached from the first in the order of the search
@@ -133,7 +139,7 @@ def test_propagation_needs_something_to_start_from() -> None:
     with pytest.raises(ShardingError, match=r"%a \(test\): splits over y=2 but is to be laid out on"):
         propagate(other, mesh)
     with pytest.raises(ShardingError, match="cannot be computed as"):
-        propagate(graph, mesh, configured={graph.ops[-1].name: OpLayout(mesh, (("k", ("x",)),))})
+        configured(graph, mesh, {graph.ops[-1].name: OpLayout(mesh, (("k", ("x",)),))})
 
 
 # ------------------------------------------------------------------ double recursion

@@ -131,17 +131,15 @@ def devices_for(pools: Sequence[Pool], submesh: SubMesh) -> tuple[int, ...]:
     return placed[0]
 
 
-def micro_batch_counts(size: int, most: int | None = None) -> tuple[int, ...]:
+def micro_batch_counts(size: int) -> tuple[int, ...]:
     """Numbers of micro-batches that divide a batch: all of few, of many those about twice apart; falling.
 
     Example:
         >>> micro_batch_counts(12), micro_batch_counts(1024)[:4]
         ((12, 6, 4, 3, 2, 1), (1024, 512, 256, 128))
     """
-    divisors = [n for n in _divisors(size) if most is None or n <= most]
-    if len(divisors) <= _MOST_DIVISORS:
-        return tuple(divisors)
-    return tuple(_spread(divisors))
+    divisors = _divisors(size)
+    return tuple(divisors if len(divisors) <= _MOST_DIVISORS else _spread(divisors))
 
 
 def adjacent_counts(size: int, count: int) -> tuple[int, ...]:

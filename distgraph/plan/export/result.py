@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from distgraph.plan.export.module_interface import Surface
     from distgraph.plan.plan import Plan
 
+_MOST_NAMES = 4  # of a list in a message
+
 
 @dataclass(frozen=True, slots=True)
 class Export:
@@ -111,7 +113,7 @@ def literal(name: str, items: Iterable[tuple[str, str]], indent: str = "") -> st
     return f"{name} = {{\n{body}{indent}}}" if body else f"{name} = {{}}"
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """Text of a list of names, with at most `most` of them."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def listed(names: Sequence[str]) -> str:
+    """Text of a list of names, with at most four of them."""
+    shown = ", ".join(names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"

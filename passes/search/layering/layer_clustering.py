@@ -26,7 +26,7 @@ def balanced_cuts(
     cost: Sequence[float] | Floats,
     reads: Iterable[Read],
     count: int,
-    delta: float = 0.5,
+    delta: float,
     penalty: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Cuts of a sequence into `count` parts: least maximum traffic first, then most uniform cost.

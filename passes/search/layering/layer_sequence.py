@@ -5,9 +5,12 @@ which assigns every op to a layer and finds equal layers. *Invariant:* each forw
 exactly one layer. Equal layers have the same ops in the same order, so that a position in a class of equal
 layers identifies one op in each of its layers.
 
-For a given number of layers L, layers are found by the dynamic programme of Alpa (Zheng et al., OSDI 2022,
-section 5.2, "operator clustering"). With ops 1..K, C(i, k) the bytes that ops i..k read of results of ops
-before i, and G(k, r) the least possible maximum of C over the layers when ops 1..k form r layers,
+The repeats of the program are layers: the sequence of ops is searched for a repeated sequence in which each
+repeat reads results of the previous one (if blocks alternate, each block is a layer). Equal blocks are then
+equal layers, whose costs `intra_op.formulate` computes once. The ops between the repeats are split into L
+layers of about the same FLOP by the dynamic programme of Alpa (Zheng et al., OSDI 2022, section 5.2,
+"operator clustering"). With ops 1..K, C(i, k) the bytes that ops i..k read of results of ops before i, and
+G(k, r) the least possible maximum of C over the layers when ops 1..k form r layers,
 
     G(k, r) = min over i <= k of max(G(i - 1, r - 1), C(i, k)),
     where FLOP(i..k) <= (1 + delta) FLOP(1..K) / L,
@@ -19,11 +22,6 @@ and of the partitions that attain G(K, L) the most uniform one is chosen, with t
 This takes two passes, because a prefix with a larger maximum may be more uniform. If no partition satisfies
 the limit (a single op may exceed it), the least limit that some partition satisfies is used. Ties prefer cuts
 between modules.
-
-Without a given number, the repeats of the program are the layers: the sequence of ops is searched for a
-repeated sequence in which each repeat reads results of the previous one (if blocks alternate, each block is a
-layer). The ops between the repeats are split by the dynamic programme into layers of about the same FLOP.
-Equal blocks are then equal layers, whose costs `intra_op.formulate` computes once.
 """
 
 from __future__ import annotations
@@ -44,6 +42,7 @@ REST = -1
 """Layer number of ops that belong to no layer: learning rate, norm of all gradients, shared constants."""
 
 _LAYERS = 16  # at most, in a program without repeats
+_DELTA = 0.5  # of the limit on the FLOP of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +73,14 @@ class Layering:
     position: Mapping[str, tuple[int, int]]
 
 
-def cluster_layers(graph: Graph, count: int | None = None, delta: float = 0.5) -> tuple[Layer, ...]:
+def cluster_layers(graph: Graph) -> tuple[Layer, ...]:
     """Cluster forward ops into contiguous layers (see the module docstring).
 
     Args:
         graph: a serial graph; its forward ops, without sources, are clustered.
-        count: number of layers; None to use the repeats of the program.
-        delta: a layer has at most (1 + delta) times the mean FLOP.
 
     Raises:
-        GraphError: there are no forward ops, or fewer than `count`, or delta is negative.
+        GraphError: there are no forward ops.
 
     Example:
         >>> from distgraph.engine.compile.train_graph import train_graph
@@ -96,18 +93,8 @@ def cluster_layers(graph: Graph, count: int | None = None, delta: float = 0.5) -
     ops = [op for op in graph.ops if op.role == "forward" and op.kind not in SOURCES]
     if not ops:
         raise GraphError(f"graph @{graph.name} has no forward ops to cluster; trace a model that computes")
-    if delta < 0:
-        raise GraphError(f"delta of cluster_layers is {delta} but must be 0 or more")
-    if count is not None and not 1 <= count <= len(ops):
-        raise GraphError(
-            f"cluster_layers is to make {count} layers but graph @{graph.name} has {len(ops)} forward ops; "
-            f"take 1 to {len(ops)}"
-        )
-    program = _Program.of(ops)
-    cuts = program.cut(0, len(ops), count, delta) if count is not None else _cuts_at_repeats(program, delta)
-    return tuple(
-        Layer(tuple(op.name for op in ops[start:stop])) for start, stop in pairwise((0, *cuts, len(ops)))
-    )
+    borders = (0, *_cuts_at_repeats(_Program.of(ops)), len(ops))
+    return tuple(Layer(tuple(op.name for op in ops[start:stop])) for start, stop in pairwise(borders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +141,7 @@ class _Program:
         """Whether there is a matrix product between two positions."""
         return bool(self.products[stop] > self.products[start])
 
-    def cut(self, start: int, stop: int, count: int, delta: float) -> tuple[int, ...]:
+    def cut(self, start: int, stop: int, count: int) -> tuple[int, ...]:
         """Cuts of ops start:stop into `count` parts."""
         reads = []
         for producer, readers, nbytes in self.reads:
@@ -162,7 +149,7 @@ class _Program:
             if inside and producer >= start:
                 reads.append((producer - start, inside, nbytes))
         penalty = [float(d) for d in self.depth[start:stop]]
-        return tuple(c + start for c in balanced_cuts(self.cost[start:stop], reads, count, delta, penalty))
+        return tuple(c + start for c in balanced_cuts(self.cost[start:stop], reads, count, _DELTA, penalty))
 
     def chained(self, start: int, period: int) -> bool:
         """Whether ops of the second period read results of the first period."""
@@ -194,18 +181,18 @@ def _attributes(op: Op) -> Hashable:
     return tuple(sorted((k, freeze(v)) for k, v in op.attrs.items() if k != "salt"))
 
 
-def _cuts_at_repeats(program: _Program, delta: float) -> tuple[int, ...]:
+def _cuts_at_repeats(program: _Program) -> tuple[int, ...]:
     """Cuts at the repeats of the program; the ops between repeats are cut into layers of similar FLOP."""
     size = len(program.cost)
     parts = [pair for borders in _repeated_sequences(program) for pair in pairwise(borders)]
     if not parts:
-        return program.cut(0, size, max(1, min(int(program.products[-1]), _LAYERS)), delta)
+        return program.cut(0, size, max(1, min(int(program.products[-1]), _LAYERS)))
     mean = float(np.mean([program.cost[a:b].sum() for a, b in parts]))
     cuts = {0, size, *(border for part in parts for border in part)}
     for start, stop in set(pairwise(sorted(cuts))) - set(parts):
         products = int(program.products[stop] - program.products[start])
         share = round(float(program.cost[start:stop].sum()) / mean) if mean else 1
-        cuts.update(program.cut(start, stop, max(1, min(products, share)), delta))
+        cuts.update(program.cut(start, stop, max(1, min(products, share))))
     return tuple(sorted(cuts - {0, size}))
 
 

@@ -43,27 +43,18 @@ from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.strategies import Strategies, local_bytes, strategies_of
 
 
-def propagate(
-    graph: Graph,
-    mesh: ProcessMesh,
-    price: Price = wire_price,
-    configured: Mapping[str, OpLayout] | None = None,
-    *,
-    mode: str = "sharding_propagation",
-) -> Layouts:
-    """Layouts of a whole graph from those of some ops and values.
+def propagate(graph: Graph, mesh: ProcessMesh, price: Price = wire_price) -> Layouts:
+    """Layouts of a whole graph from those of the ops and values that are annotated.
 
     Args:
         graph: serial; its annotations hold.
         mesh: where everything runs.
         price: of one collective.
-        configured: op name -> layout, beside what is annotated.
-        mode: name of the search, for the origin of layouts.
 
     Raises:
-        ShardingError: nothing is configured, or an annotation does not fit the mesh.
+        ShardingError: nothing is annotated, or an annotation does not fit the mesh.
     """
-    return laid_out(graph, mesh, spread(graph, mesh, price, configured or {}), price, mode)
+    return laid_out(graph, mesh, spread(graph, mesh, price, {}), price, "sharding_propagation")
 
 
 def spread(
@@ -76,7 +67,8 @@ def spread(
     """The layout of every op from those of some.
 
     Args:
-        graph, mesh, price, configured: see `propagate`.
+        graph, mesh, price: see `propagate`.
+        configured: op name -> layout, in addition to what is annotated.
         allowed: whether an op may have a layout that its rule permits; all of them by default.
 
     Raises:

@@ -27,7 +27,7 @@ def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only small programs, so that the test is short."""
     chosen = tuple(
         p
-        for p in probes(("f32",))
+        for p in probes()
         if p.name in ("matmul/f32/small", "perceptron/8x64", "stream/256", "stream/65536", "stream/262144")
     )
     monkeypatch.setattr(profiling, "probes", lambda: chosen)
