@@ -1,6 +1,7 @@
 """CPU seconds of `refine="always"` over seeded programs, and what its budget costs in bytes.
 
-    python benchmarks/refine_budget.py [--seeds FIRST LAST] [--budget WORK] [--without SECONDS] [--json FILE]
+    python benchmarks/support/refine_budget.py [--seeds FIRST LAST] [--budget WORK] [--without SECONDS]
+                                               [--json FILE]
 
 The programs are those of `tests/support/programs/seeded_programs.py`: training graphs of 30 to 80 ops on
 2 x 2 x 2 ranks, each laid out in a new process, so that no cache holds results of the program before. Printed
@@ -29,7 +30,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.programs.seeded_programs import CUBE, seeded_program
 
 from distgraph.ir.graph import Graph
