@@ -300,6 +300,10 @@ def _check_layout(graph: Graph, op: Op, layout: OpLayout) -> None:
 
 
 def _check_updates(graph: Graph) -> None:
+    for name, value in (*graph.outputs, *graph.updates):
+        if graph.producers[value.name].kind == "comm.reduce":
+            line = f"{name} = %{value.name}"
+            _end_fault(graph, line, f"%{value.name}", f"%{value.name} is the result of a reduce, on one rank")
     for name, value in graph.updates:
         old, new = graph.attrs[name], graph.attrs[value.name]
         if _blocks(old) != _blocks(new):
@@ -338,7 +342,23 @@ def _check_operands(graph: Graph, op: Op, layout: OpLayout) -> None:
             )
 
 
+def _check_roots(graph: Graph, op: Op) -> None:
+    """Check that a broadcast starts where its operand is, and that the result of a reduce is read there."""
+    for value in op.operands:
+        producer = graph.producers[value.name]
+        for collective, other in ((op, producer), (producer, op)):
+            if collective.kind != ("comm.broadcast" if collective is op else "comm.reduce"):
+                continue
+            root_of = lookup(other.kind).root
+            expected = None if root_of is None else root_of(other)
+            stated = tuple(collective.attrs.get("axes", ())), collective.attrs.get("root")
+            if stated != expected:
+                message = f"root of %{collective.name} is {stated} but that of %{other.name} is {expected}"
+                _fault(graph, op, _CALL, f"%{value.name}", message)
+
+
 def _check_stored(graph: Graph, op: Op, level: int) -> None:
+    _check_roots(graph, op)
     if op.kind == "reshard" and level > 2:
         _fault(graph, op, _CALL, "reshard", "change of layout is not lowered; run the pass lower")
     if op.kind == "reshard":

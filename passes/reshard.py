@@ -75,7 +75,7 @@ def reshard(graph: Graph) -> Graph:
     ops: list[Op] = []
     copies = Copies(_arrivals(graph, attrs))
     for op in graph.ops:
-        if op.kind == "reshard":
+        if op.kind == "reshard" or op.kind.startswith("comm."):
             ops.append(op)
             continue
         operands = tuple(_with_halo(op, i, ops, attrs, copies) for i in range(len(op.operands)))
@@ -202,7 +202,7 @@ def _arrivals(graph: Graph, attrs: Mapping[str, DistAttr]) -> Arrivals:
     """The layouts in which values are sent to a mesh whose ops read them in several layouts."""
     read: dict[tuple[str, ProcessMesh], dict[DistAttr, None]] = {}
     for op in graph.ops:
-        if op.kind == "reshard" or op.layout is None:
+        if op.kind == "reshard" or op.kind.startswith("comm.") or op.layout is None:
             continue
         ranks = op.layout.mesh.rank_set
         for position, value in enumerate(op.operands):

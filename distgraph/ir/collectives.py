@@ -11,8 +11,13 @@
     all_to_all      trailing axes of one dim move to another's end  (g-1)/g x block before
     permute         any exchange of tiles (`tiles.exchange_tiles`)  the larger of block before and after
     halo, transfer  tiles of neighbours; tiles between two meshes   their tiles
-    broadcast, send of one rank to the group, or to one other       the block
-    reduce          sum of the group's blocks, on one of its ranks  the block
+    broadcast       partial axes become replicated, where all but   the block
+                    one rank of the group (the root) have zeros
+    reduce          partial axes become replicated, but only the    the block
+                    root has the sum
+    send            block of one rank to another                    the block
+
+What has a root is only read where it is: see `OpDef.root` and the verifier.
 
 The largest rank's block counts; where a group's blocks are uneven, a rank sends up to g-1 of the largest of
 them, but never more than all there is.
@@ -284,6 +289,14 @@ def _keeps(call: RankCall) -> Attrs:
     return {"keep": first or reduction in ("max", "min"), "reduction": reduction}
 
 
+def _broadcast_arguments(call: RankCall) -> Attrs:
+    return {"root": call.group[call.op.attrs["root"]]}
+
+
+def _reduce_arguments(call: RankCall) -> Attrs:
+    return {**_broadcast_arguments(call), "reduction": call.op.attrs["reduction"]}
+
+
 # ---------------------------------------------------------------------- declarations
 # The order decides ties: of equally cheap redistributions, the one whose steps are tried first is chosen.
 
@@ -352,8 +365,25 @@ for _collective in (
     Collective("permute", _larger_block, "tiles", steps=_permutes, tie_break=1.25e-3),
     Collective("halo", _larger_block, "tiles"),
     Collective("transfer", _larger_block, "tiles"),
-    Collective("broadcast", _larger_block, "ring", parameters=("root", "group")),
-    Collective("reduce", _larger_block, "ring", parameters=("root", "group")),
+    Collective(
+        "broadcast",
+        _larger_block,
+        "ring",
+        layout_after=_reduced,
+        ordered=False,
+        parameters=("root", "group"),
+        arguments=_broadcast_arguments,
+        result_memory="operand",
+    ),
+    Collective(
+        "reduce",
+        _larger_block,
+        "ring",
+        layout_after=_reduced,
+        ordered=False,
+        parameters=("root", "reduction", "group"),
+        arguments=_reduce_arguments,
+    ),
     Collective("send", _larger_block, "pairs"),
 ):
     register_collective(_collective)

@@ -136,6 +136,8 @@ class OpDef:
             around.
         blocks_move: whether the op reads an operand without a halo where it is stored on the same ranks in
             another order, if each rank then has exactly the block that it reads (see `reads_stored_blocks`).
+        root: (op) -> mesh axes, and the position along them of the only ranks that have a result other than
+            zero, or that read the last operand; None if all do. See the collectives broadcast and reduce.
         localize: returns the attrs of the local op; needed where attrs contain shapes or positions.
         decompose: the same computation in simpler ops, used where an index that the fused op needs whole is
             split.
@@ -176,6 +178,7 @@ class OpDef:
     reduction: str = "sum"
     reads: Reads | None = None
     blocks_move: bool = False
+    root: Callable[[Op], tuple[tuple[str, ...], int] | None] | None = None
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
     inplace: tuple[int, ...] = ()

@@ -44,13 +44,18 @@ def meshslice(product: Product, algorithm: MatmulAlgorithm) -> None:
     """
     slices, block = algorithm.slices, algorithm.block
     check_slices(product, slices, block)
-    cut = _Slices(product, slices, block)
+    compute_in_slices(Slices(product, slices, block))
+
+
+def compute_in_slices(cut: Slices) -> None:
+    """Compute a contraction slice by slice, with the communication of one under the product of another."""
+    product, count = cut.product, cut.slices
     ready = cut.operands(0)
     total: Value | None = None
     scattered: Value | None = None
-    for index in range(slices):
-        following = cut.operands(index + 1) if index + 1 < slices else ready
-        last = index + 1 == slices
+    for index in range(count):
+        following = cut.operands(index + 1) if index + 1 < count else ready
+        last = index + 1 == count
         if product.sliced in product.letters[2]:
             made = product.multiply(*ready, f"product{index}")
             arriving = cut.scatter(made, index)
@@ -61,17 +66,19 @@ def meshslice(product: Product, algorithm: MatmulAlgorithm) -> None:
             total = product.multiply(*ready, "" if last else f"sum{index}", total)
         ready = following
     if scattered is not None:
-        cut.insert(total, scattered, slices - 1, last=True)
+        cut.insert(total, scattered, count - 1, last=True)
 
 
-class _Slices:
+class Slices:
     """Cuts the operands of a product, and puts its result together."""
 
     def __init__(self, product: Product, slices: int, block: int) -> None:
         self.product, self.slices, self.block = product, slices, block
-        self.stored = [DistAttr(product.mesh, spec, origin) for spec, origin in _layouts(product)]
+        origin = product.layout("", {}).origin
+        self.stored = [DistAttr(product.mesh, spec, origin) for spec in product.specs]
 
-    def _attrs(self, letters: str, index: int) -> dict[str, Any]:
+    def attrs(self, letters: str, index: int) -> dict[str, Any]:
+        """Attributes of the ops that cut a tensor with these letters, or insert into it."""
         dim = letters.index(self.product.sliced)
         return {"dim": dim, "index": index, "slices": self.slices, "block": self.block}
 
@@ -81,19 +88,19 @@ class _Slices:
         return left, right
 
     def _operand(self, position: int, index: int) -> Value:
-        product = self.product
-        value, letters, stored = (
-            product.op.operands[position],
-            product.letters[position],
-            self.stored[position],
-        )
-        name = f"{'ab'[position]}{index}"
+        product, letters = self.product, self.product.letters[position]
+        value, name = product.op.operands[position], f"{'ab'[position]}{index}"
         if product.sliced in letters and self.slices > 1:
-            value = product.follow("block_slice", [value], stored, name, **self._attrs(letters, index))
+            value = self.cut(position, index, name)
         needed = product.layout(letters, product.computed_axes())
-        if needed.spec == stored.spec:
+        if needed.spec == product.attrs.get(value.name, self.stored[position]).spec:
             return value
         return product.reshard(value, needed, f"{name}.gathered")
+
+    def cut(self, position: int, index: int, name: str) -> Value:
+        """A slice of an operand."""
+        value, attrs = self.product.op.operands[position], self.attrs(self.product.letters[position], index)
+        return self.product.follow("block_slice", [value], self.stored[position], name, **attrs)
 
     def scatter(self, made: Value, index: int) -> Value:
         """A partial product as the result is stored."""
@@ -104,15 +111,10 @@ class _Slices:
     def insert(self, total: Value | None, part: Value, index: int, *, last: bool = False) -> Value:
         """The result with one more slice."""
         product = self.product
-        attrs = self._attrs(product.letters[2], index)
+        attrs = self.attrs(product.letters[2], index)
         name = "" if last else f"result{index}"
         if total is None and self.slices == 1:
             return product.follow("identity", [part], self.stored[2], name)
         if total is None:
             return product.follow("block_expand", [part], self.stored[2], name, **attrs)
         return product.follow("block_insert", [total, part], self.stored[2], name, **attrs)
-
-
-def _layouts(product: Product) -> list[Any]:
-    origin = product.layout("", {}).origin
-    return [(spec, origin) for spec in product.specs]

@@ -308,6 +308,21 @@ def broadcast_start(
 broadcast = _waited(broadcast_start)
 
 
+def reduce_start(
+    transport: Transport, x: Array, root: int, op: str, group: Group, out: Array | None = None
+) -> Handle:
+    """Reduction of `x` over the members, on the global rank `root`; elsewhere the result is undefined."""
+    out = _result(out, x, x.shape, "reduce")
+    position = position_in(group, root, "reduce")
+    counts = [x.size if member == position else 0 for member in range(len(group))]
+    send = _contiguous(x)
+    received = out if transport.rank == root else _empty(x, 0)
+    return Handle([transport.reduce_scatter(send, received, counts, op, group)], out, in_flight=[send])
+
+
+reduce = _waited(reduce_start)
+
+
 def _empty(like: Array, shape: int | Sequence[int]) -> Array:
     """Uninitialised array of the library and dtype of `like`."""
     library: Any = np if isinstance(like, np.ndarray | np.generic) else sys.modules["cupy"]
@@ -410,4 +425,6 @@ register_call("all_reduce", all_reduce_start)
 register_call("all_gather", all_gather_start)
 register_call("reduce_scatter", reduce_scatter_start)
 register_call("all_to_all", all_to_all_start)
+register_call("broadcast", broadcast_start)
+register_call("reduce", reduce_start)
 register_call("exchange", exchange_start)

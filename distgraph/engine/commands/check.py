@@ -37,10 +37,9 @@ from distgraph.runtime.transport.inprocess import run_ranks
 Array = Any
 Arrays = Mapping[str, Array]
 _SAFETY = 16.0
-_NOT_SHOWN = (
-    *SOURCES,
-    "comm.halo",
-)  # blocks of a halo overlap: the op that reads it shows whether it is right
+_NOT_JOINED = ("comm.halo", "comm.reduce")
+"""Blocks of a halo overlap, and a reduce has a result on one rank: the op that reads it is compared."""
+_NOT_SHOWN = (*SOURCES, *_NOT_JOINED)
 _DRAWS = 3  # last-digit changes tried; one alone may cancel by chance
 _REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
@@ -227,7 +226,7 @@ def _join_all(
 ) -> tuple[dict[str, Array], list[Difference]]:
     whole, replicas = dict(known), []
     for op in graph.ops:
-        if op.kind == "comm.halo":
+        if op.kind in _NOT_JOINED:
             whole[op.name] = whole[op.operands[0].name]
         for value in op.results:
             if value.name in whole:

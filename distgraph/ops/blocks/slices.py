@@ -4,6 +4,10 @@ A dim of length n is seen as (n / (slices * block), slices, block); a slice take
 So a shard of the dim holds the same share of every slice, and the slice of a sharded tensor is the tensor of
 the slices of its shards (Nam et al., "MeshSlice", 2025, section 3.1.2 and algorithm 2).
 
+If slices * block is the whole dim, a slice is a panel (SUMMA), and the dim may be split between panels. Then
+one rank along the axes stores the panel. `block_slice` is a sum over the panels in which all others are zero,
+so that its result is partial; `block_insert` and `block_expand` read the panel on the rank that stores it.
+
 The passes of `distgraph/passes/matmul_algorithms/` make these ops after the backward part, so they have no
 gradients.
 """
@@ -16,7 +20,7 @@ from collections.abc import Sequence
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, Term, make_rule
-from distgraph.ir.op_registry import Attrs, Shape, Shapes, define
+from distgraph.ir.op_registry import Attrs, Local, Shape, Shapes, define
 from distgraph.kernels import matmul as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import Array, Namespace, store
@@ -34,25 +38,43 @@ def _split(shape: Shape, attrs: Attrs) -> tuple[int, int, int]:
     return shape[dim] // (slices * block), slices, block
 
 
-def _terms(whole: Shape, attrs: Attrs) -> tuple[Term, Term, dict[str, int]]:
-    """Terms of the whole tensor and of a slice of it, and the sizes of their indices."""
+def _terms(whole: Shape, attrs: Attrs) -> tuple[Term, Term, dict[str, int], set[str]]:
+    """Terms of the whole tensor and of a slice of it, the sizes of their indices, and those never split."""
     groups, slices, block = _split(whole, attrs)
     dim = attrs["dim"]
     plain = tuple((f"i{d}",) for d in range(len(whole)))
-    sizes = {f"i{d}": n for d, n in enumerate(whole) if d != dim} | {"g": groups, "s": slices, "b": block}
+    sizes = {f"i{d}": n for d, n in enumerate(whole) if d != dim} | {"s": slices, "b": block}
+    leading: tuple[str, ...] = ()
+    if groups > 1:
+        leading, sizes["g"] = ("g",), groups
     return (
-        (*plain[:dim], ("g", "s", "b"), *plain[dim + 1 :]),
-        (*plain[:dim], ("g", "b"), *plain[dim + 1 :]),
+        (*plain[:dim], (*leading, "s", "b"), *plain[dim + 1 :]),
+        (*plain[:dim], (*leading, "b"), *plain[dim + 1 :]),
         sizes,
+        {"s", "b"} if leading else {"b"},
     )
 
 
-_WHOLE = {"s", "b"}
+def _localize(attrs: Attrs, local: Local) -> Attrs:
+    """The panels of this rank: an index outside of them is that of another rank's panel."""
+    if local.layout.parts("s") == 1:
+        return attrs
+    start, stop = local.bounds("s")
+    return {**attrs, "index": attrs["index"] - start, "slices": stop - start}
+
+
+def _root(op: Op) -> tuple[tuple[str, ...], int] | None:
+    """Mesh axes that split the panels, and the position along them of the ranks that have this one."""
+    if op.layout is None or op.layout.parts("s") == 1:
+        return None
+    blocks = op.layout.mesh.blocks(op.attrs["slices"], op.layout.of("s"))
+    position = next(i for i, (start, stop) in enumerate(blocks) if start <= op.attrs["index"] < stop)
+    return op.layout.of("s"), position
 
 
 def _slice_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    whole, part, sizes = _terms(shapes[0], attrs)
-    return make_rule("block_slice", (whole,), (part,), sizes, _WHOLE)
+    whole, part, sizes, unsplit = _terms(shapes[0], attrs)
+    return make_rule("block_slice", (whole,), (part,), sizes, unsplit)
 
 
 def _seen(x: Array, dim: int, slices: int, block: int) -> Array:
@@ -64,12 +86,16 @@ def _seen(x: Array, dim: int, slices: int, block: int) -> Array:
 def _slice_kernel(
     xp: Namespace, x: Array, *, dim: int, index: int, slices: int, block: int, out: Array | None = None
 ) -> Array:
+    if not 0 <= index < slices:
+        y = xp.empty((*x.shape[:dim], block, *x.shape[dim + 1 :]), x.dtype) if out is None else out
+        y[...] = 0
+        return y
     part = _seen(x, dim, slices, block)[(slice(None),) * (dim + 1) + (index,)]
     shape = (*x.shape[:dim], x.shape[dim] // slices, *x.shape[dim + 1 :])
     if out is not None:
         _seen(out, dim, 1, block)[(slice(None),) * (dim + 1) + (0,)] = part
         return out
-    return xp.ascontiguousarray(part).reshape(shape)
+    return part.copy().reshape(shape)
 
 
 def _slice_traffic(op: Op) -> int:
@@ -82,6 +108,8 @@ define(
     _slice_kernel,
     linear=((0,),),
     traffic=_slice_traffic,
+    localize=_localize,
+    root=_root,
     every_micro_batch=True,  # a gathered slice lives until its product, not for the whole step
 )
 
@@ -89,11 +117,13 @@ define(
 def _expand_rule(shapes: Shapes, attrs: Attrs) -> Rule:
     dim = attrs["dim"]
     shape = (*shapes[0][:dim], shapes[0][dim] * attrs["slices"], *shapes[0][dim + 1 :])
-    whole, part, sizes = _terms(shape, attrs)
-    return make_rule("block_expand", (part,), (whole,), sizes, _WHOLE)
+    whole, part, sizes, unsplit = _terms(shape, attrs)
+    return make_rule("block_expand", (part,), (whole,), sizes, unsplit)
 
 
 def _place(target: Array, x: Array, dim: int, index: int, slices: int, block: int) -> Array:
+    if not 0 <= index < slices:
+        return target
     _seen(target, dim, slices, block)[(slice(None),) * (dim + 1) + (index,)] = _seen(x, dim, 1, block)[
         (slice(None),) * (dim + 1) + (0,)
     ]
@@ -105,17 +135,17 @@ def _expand_kernel(
 ) -> Array:
     if out is None:
         out = xp.zeros((*x.shape[:dim], x.shape[dim] * slices, *x.shape[dim + 1 :]), x.dtype)
-    elif slices > 1:
+    elif slices > 1 or index:
         out[...] = 0
     return _place(out, x, dim, index, slices, block)
 
 
-define("block_expand", _expand_rule, _expand_kernel, linear=((0,),))
+define("block_expand", _expand_rule, _expand_kernel, linear=((0,),), localize=_localize, root=_root)
 
 
 def _insert_rule(shapes: Shapes, attrs: Attrs) -> Rule:
-    whole, part, sizes = _terms(shapes[0], attrs)
-    return make_rule("block_insert", (whole, part), (whole,), sizes, _WHOLE)
+    whole, part, sizes, unsplit = _terms(shapes[0], attrs)
+    return make_rule("block_insert", (whole, part), (whole,), sizes, unsplit)
 
 
 def _insert_infer(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
@@ -148,6 +178,8 @@ define(
     linear=((0, 1),),
     inplace=(0,),
     traffic=_insert_traffic,
+    localize=_localize,
+    root=_root,
 )
 
 

@@ -376,3 +376,17 @@ def _joined(*steps: Any) -> Any:
 
 add("ring_join", *(normal(12, 3) for _ in range(4)), reference=_joined, wrt=(), outer=0, inner=1)
 add("ring_join", *(normal(6, 3) for _ in range(6)), reference=_joined, wrt=(), outer=0, inner=1)
+
+# panels of distributed matrix products: slices in one block each
+
+
+def _with_panel(whole: Any, part: Any) -> Any:
+    filled = whole.copy()
+    filled[6:9] = part
+    return filled
+
+
+_PANEL = {"dim": 0, "index": 2, "slices": 4, "block": 3}
+add("block_slice", normal(12, 5), reference=lambda x: x[6:9], wrt=(), **_PANEL)
+add("block_expand", normal(3, 5), reference=lambda x: _with_panel(np.zeros((12, 5)), x), wrt=(), **_PANEL)
+add("block_insert", normal(12, 5), normal(3, 5), reference=_with_panel, wrt=(), **_PANEL)

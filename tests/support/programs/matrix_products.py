@@ -77,13 +77,17 @@ class Product:
         """Bytes that one rank sends in the three products where no matrix is moved twice (paper, 2.3.1).
 
         Each moves the two matrices that do not stay: shards of one along a row of the mesh, of the other
-        along a column.
+        along a column. P ranks pass on P - 1 shards of P; in the broadcasts and reductions of SUMMA all P.
         """
         x, w, y = (8.0 * size for size in (self.m * self.k, self.k * self.n, self.m * self.n))
         by_flow = {"OS": (w, x), "LS": (w, y), "RS": (y, x)}
         along_rows, along_cols = by_flow[self.flow]
         ranks = self.rows * self.cols
-        return 3 * ((self.rows - 1) * along_rows + (self.cols - 1) * along_cols) / ranks
+        rows, cols = (
+            size if self.algorithm.name == "summa" and size > 1 else size - 1
+            for size in (self.rows, self.cols)
+        )
+        return 3 * (rows * along_rows + cols * along_cols) / ranks
 
 
 @cache
