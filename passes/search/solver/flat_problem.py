@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -24,9 +24,6 @@ class Flat:
     """Arrays of a network; its nodes are numbered 0.. in the order of `sorted(network.costs)`.
 
     Attributes:
-        names: [nodes], the number of every node in the network that all this began with.
-        numbers: [strategies], the number of every strategy in that network.
-        fixed: [nodes of that network], strategies of the nodes that are decided.
         first: [nodes + 1], where the strategies of a node begin among all strategies.
         cost: [strategies].
         ends: [edges, 2], the lower node first.
@@ -40,9 +37,6 @@ class Flat:
         room: [times].
     """
 
-    names: Ints
-    numbers: Ints
-    fixed: Ints
     first: Ints
     cost: Floats
     ends: Ints
@@ -72,9 +66,6 @@ class Flat:
             touching[v].append(2 * e + 1)
         uses = [use for name in names for use in network.uses[name]]
         return Flat(
-            np.arange(len(names)),
-            np.concatenate([np.arange(size) for size in sizes] or [np.zeros(0, dtype=np.int64)]),
-            np.zeros(len(names), dtype=np.int64),
             _offsets(sizes),
             _joined([network.costs[name] for name in names]),
             ends,
@@ -94,7 +85,7 @@ class Flat:
     @property
     def nodes(self) -> int:
         """How many nodes."""
-        return len(self.names)
+        return len(self.first) - 1
 
     @cached_property
     def owner(self) -> Ints:
@@ -106,27 +97,16 @@ class Flat:
         """The node of every use."""
         return np.repeat(np.arange(self.nodes), np.diff(self.use_first))
 
-    def rebased(self) -> Flat:
-        """The same network as one that others begin with."""
-        sizes = np.diff(self.first)
-        return replace(
-            self,
-            names=np.arange(self.nodes),
-            numbers=np.arange(len(self.cost)) - np.repeat(self.first[:-1], sizes),
-            fixed=np.zeros(self.nodes, dtype=np.int64),
+    @cached_property
+    def pairs(self) -> tuple[Ints, Ints, Ints]:
+        """For every entry of `table` its edge, and the strategies of the edge's lower and upper end, numbered
+        within their nodes."""
+        edge = np.repeat(np.arange(len(self.ends)), np.diff(self.table_first))
+        upper = self.ends[edge, 1]
+        row, column = np.divmod(
+            np.arange(len(self.table)) - self.table_first[edge], self.first[upper + 1] - self.first[upper]
         )
-
-    def expand(self, choice: Ints) -> Ints:
-        """The choice [nodes] in the network that all this began with."""
-        whole = self.fixed.copy()
-        whole[self.names] = self.numbers[self.first[:-1] + choice]
-        return whole
-
-    def locate(self, whole: Ints) -> Ints:
-        """The choice [nodes] that expands to a choice of the network that all this began with; its strategies
-        must be left."""
-        rank = np.flatnonzero(self.numbers == whole[self.names][self.owner])
-        return rank - self.first[:-1]
+        return edge, row, column
 
     def objective(self, choice: Ints) -> float:
         """Cost of a choice [nodes], the constant included; inf where it takes something forbidden."""

@@ -7,42 +7,32 @@ from collections.abc import Callable
 import numpy as np
 
 from distgraph.passes.search.solver.flat_problem import Flat
-from distgraph.passes.search.solver.message_passing import Messages
+from distgraph.passes.search.solver.lagrangian_dual import Dual
 from distgraph.passes.search.solver.problem import Floats, Problem
 from distgraph.passes.search.solver.reduced_problem import Network
-from distgraph.passes.search.solver.subproblem import restrict
+from distgraph.passes.search.solver.reductions import reduce_network
 
 __all__ = ["explain_shortage"]
 
 _TIMES = 16  # times that are looked at, those with the largest sums of least uses first
-_SWEEPS = 20
+_STEPS = 10  # of the dual, for the least use at one time
 
 
 def explain_shortage(problem: Problem, left: Callable[[], float]) -> tuple[int | None, float, str]:
     """For a problem that is known to be infeasible: a time, the units missing at that time at least, a
     message.
 
-    The least use at a time is bounded by message passing over what is permitted, with the units used then as
-    costs; the time is None where no single time explains the infeasibility.
+    The time is None where no single time explains the infeasibility.
     """
-    permitted = Problem(
-        problem.name,
-        tuple(np.where(np.isinf(c), np.inf, 0.0) for c in problem.costs),
-        problem.edges,
-        tuple(np.where(np.isinf(c), np.inf, 0.0) for c in problem.edge_costs),
-    )
-    whole = Flat.of(Network.of(permitted))
-    nothing = np.zeros(0)
-    state = restrict(whole, np.isfinite(whole.cost), np.zeros(int(whole.side_first[-1])), nothing)
-    if state is None:
+    if _least_cost(problem, [np.zeros(len(costs)) for costs in problem.costs]) is None:
         return None, 0.0, "every choice takes a forbidden strategy or pair"
     if problem.limit is None:
         return None, 0.0, "forbidden strategies and pairs leave no choice"
     worst_time, missing = None, 0.0
     for t in _tightest(problem):
-        short = _least_use(problem, state[0], t) - problem.limit
-        if short > missing:
-            worst_time, missing = t, short
+        least = _least_cost(problem, [_amounts(problem, node, t) for node in range(len(problem.costs))])
+        if least is not None and least - problem.limit > missing:
+            worst_time, missing = t, least - problem.limit
         if left() <= 0:
             break
     if worst_time is None:
@@ -66,22 +56,26 @@ def _tightest(problem: Problem) -> list[int]:
     return [int(t) for t in starts[order[:_TIMES]]]
 
 
-def _least_use(problem: Problem, flat: Flat, t: int) -> float:
-    """A lower bound on the units that any permitted choice uses at a time."""
-    amounts: dict[int, Floats] = {
-        i: np.sum([use.amounts for use in own if use.start <= t < use.stop], axis=0)
-        for i, own in enumerate(problem.uses)
-        if any(use.start <= t < use.stop for use in own)
-    }
-    cost = np.zeros(len(flat.cost))
-    decided = float(sum(amounts[i][flat.fixed[i]] for i in amounts))
-    for node, i in enumerate(flat.names.tolist()):
-        if i in amounts:
-            own = slice(int(flat.first[node]), int(flat.first[node + 1]))
-            cost[own] = amounts[i][flat.numbers[own]]
-            decided -= float(amounts[i][flat.fixed[i]])
-    messages, scratch = Messages(flat), np.zeros(flat.nodes, dtype=np.int64)
-    bound = 0.0
-    for sweep in range(_SWEEPS):
-        bound = max(bound, messages.sweep(cost, scratch, backward=bool(sweep % 2)))
-    return decided + bound
+def _amounts(problem: Problem, node: int, t: int) -> Floats:
+    """Units [strategies] that a node uses at a time."""
+    alive = [use.amounts for use in problem.uses[node] if use.start <= t < use.stop]
+    return sum(alive, np.zeros(len(problem.costs[node])))
+
+
+def _least_cost(problem: Problem, costs: list[Floats]) -> float | None:
+    """A lower bound on the sum of other costs over all permitted choices; None where there is none."""
+    permitted = Problem(
+        problem.name,
+        tuple(np.where(np.isinf(c), np.inf, own) for c, own in zip(problem.costs, costs, strict=True)),
+        problem.edges,
+        tuple(np.where(np.isinf(table), np.inf, 0.0) for table in problem.edge_costs),
+    )
+    network = Network.of(permitted)
+    reduce_network(network)
+    if network.dead:
+        return None
+    flat = Flat.of(network)
+    dual = Dual(flat)
+    for _ in range(_STEPS):
+        dual.step(np.inf)
+    return dual.bound if np.isfinite(dual.bound) else None

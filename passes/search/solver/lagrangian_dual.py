@@ -13,8 +13,10 @@ Source: Held, Wolfe and Crowder, "Validation of subgradient optimization" (1974)
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.message_passing import Messages
@@ -22,10 +24,11 @@ from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["Dual"]
 
+Mask = NDArray[np.bool_]
+
 _WARM = 10  # passes in both directions before prices move: rounding says little earlier
 _PATIENCE = 20  # steps without a better bound until the step is shortened
 _GUESS = 1.05  # of the bound: what is aimed at while nothing that fits is known
-_RESUMED = 0.3  # step length to go on with
 _LEAST_STEP = 1e-4  # shortest step length at which going on is worth while
 
 
@@ -33,6 +36,7 @@ class Dual:
     """Prices and messages of one flat network, improved step by step.
 
     Attributes:
+        flat: the network; `price_out` gives it other costs.
         bound: the best lower bound so far, the network's constant included.
         choice: [nodes], rounded in the last step; may break the limit or a pair.
         counts: [strategies], how often rounding took each, older steps less.
@@ -51,8 +55,8 @@ class Dual:
 
     @property
     def settled(self) -> bool:
-        """Whether steps have become too short to change anything."""
-        return self._length < _LEAST_STEP
+        """Whether steps have become too short to change anything; without memory there is only one length."""
+        return self._length < (_LEAST_STEP if len(self.prices) else 1.0)
 
     def step(self, target: float) -> Ints:
         """One pass in both directions and a move of the prices towards a cost that is known to be possible
@@ -79,10 +83,10 @@ class Dual:
             self._move(target)
         return rounded
 
-    def resume(self) -> None:
-        """Go on from the best bound with longer steps: the target may have come closer."""
-        self.restore()
-        self._length, self._idle = max(self._length, _RESUMED), 0
+    def price_out(self, mask: Mask, penalty: float) -> None:
+        """Add a penalty to the costs [strategies] outside a mask; the bound begins anew."""
+        self.flat = replace(self.flat, cost=np.where(mask, self.flat.cost, self.flat.cost + penalty))
+        self.bound, self._length, self._idle = -math.inf, 1.0, 0
 
     def restore(self) -> None:
         """Go back to the prices and messages of the best bound."""
@@ -101,6 +105,21 @@ class Dual:
         self.messages.sweep(cost, scratch, backward=True)
         total = self.messages.least(cost)
         return total + (flat.constant - float(self.prices @ flat.room))
+
+    def least_of_pairs(self) -> Floats:
+        """As `least`, for every pair of strategies of an edge; laid out as `flat.table`."""
+        flat = self.flat
+        own, table = self.messages.reparametrised(flat.priced(self.prices))
+        if not len(table):
+            return table
+        minima = np.minimum.reduceat(own, flat.first[:-1])
+        of_edges = np.minimum.reduceat(table, flat.table_first[:-1])
+        edge, row, column = flat.pairs
+        above = own - minima[flat.owner]
+        lower, upper = flat.first[flat.ends[edge]].T
+        total = flat.constant + float(minima.sum() + of_edges.sum() - self.prices @ flat.room)
+        bounds: Floats = total + (table - of_edges[edge]) + above[lower + row] + above[upper + column]
+        return bounds
 
     def _move(self, target: float) -> None:
         flat = self.flat

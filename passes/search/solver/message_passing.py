@@ -67,6 +67,20 @@ class Messages:
         total += rest[f.owner]
         return total
 
+    def reparametrised(self, cost: Floats) -> tuple[Floats, Floats]:
+        """The first and the second sum's terms above, [strategies] and [table]: equal costs of every choice.
+
+        Args:
+            cost: of every strategy.
+        """
+        f = self.flat
+        sides = f.ends.ravel()
+        sizes = f.first[sides + 1] - f.first[sides]
+        strategy = np.repeat(f.first[sides] - f.side_first[:-1], sizes) + np.arange(len(self.vectors))
+        edge, row, column = f.pairs
+        taken = self.vectors[f.side_first[2 * edge] + row] + self.vectors[f.side_first[2 * edge + 1] + column]
+        return cost + np.bincount(strategy, self.vectors, len(cost)), f.table - taken
+
 
 @exact
 def _pull(

@@ -36,27 +36,29 @@ _TABLE = 1 << 22  # entries that minimising a node out between two neighbours ma
 def reduce_network(network: Network, left: Callable[[], float] = lambda: math.inf) -> None:
     """Reduce a network in place until hardly any rule applies, or no seconds are left.
 
-    `network.dead` tells that no choice is feasible.
+    Every strategy that remains has a permitted partner at each neighbour. `network.dead` tells that no choice
+    is feasible.
     """
     pending, patterns, before = set(network.costs), _Patterns(), math.inf
-    while pending and left() > 0:
-        if not _settle_nodes(network, pending, patterns, left):
+    while pending and _settle_nodes(network, pending, patterns, left):
+        size = sum(len(cost) for cost in network.costs.values()) + len(network.times)
+        if size > _WORTH * before or left() <= 0:
             return
         pending = {i for i in tighten(network) if i in network.costs}
-        size = sum(len(cost) for cost in network.costs.values()) + len(network.times)
-        if size > _WORTH * before:
-            return
         before = size
 
 
 def _settle_nodes(
     network: Network, pending: set[int], patterns: _Patterns, left: Callable[[], float]
 ) -> bool:
-    """Apply the rules to nodes until none of them changes any; whether a choice may remain."""
+    """Apply the rules to nodes until none of them changes any, arc consistency alone once no seconds are
+    left; whether a choice may remain."""
     queue = _Queue(pending)
-    while queue.nodes and not network.dead and left() > 0:
+    while queue.nodes and not network.dead:
         node = queue.pop()
-        if node in network.costs:
+        if node not in network.costs or not _strike_lonely(network, node, queue, patterns):
+            continue
+        if left() > 0:
             _reduce_node(network, node, queue, patterns)
     return not network.dead
 
@@ -80,13 +82,17 @@ class _Queue:
                 self.nodes.append(node)
 
 
-def _reduce_node(network: Network, node: int, queue: _Queue, patterns: _Patterns) -> None:
+def _strike_lonely(network: Network, node: int, queue: _Queue, patterns: _Patterns) -> bool:
+    """Arc consistency: leave the node the strategies that have a permitted partner at each neighbour; whether
+    there are any."""
     kept = np.flatnonzero(_permitted(network, node, patterns))
     if len(kept) < len(network.costs[node]):
         network.keep(node, kept)
         queue.push(network.near[node])
-        if network.dead:
-            return
+    return len(kept) > 0
+
+
+def _reduce_node(network: Network, node: int, queue: _Queue, patterns: _Patterns) -> None:
     if len(network.costs[node]) > 1:
         kept = undominated(network, node)
         if len(kept) < len(network.costs[node]):

@@ -1,20 +1,30 @@
 """The exact model of a small network in SCIP: x for every strategy, y for every permitted pair of an edge.
 
+Costs are those that message passing has moved between edges and nodes: every choice costs as much as before,
+and the linear relaxation of the model starts at the bound of the dual. They count from that bound, in units
+of what lies between it and the cost that choices must be below; strategies and pairs that the dual shows to
+cost as much are left out, and SCIP leaves every branch that reaches it.
+
 y may be continuous: once x is 0 or 1, the rows that tie y to x leave one pair of each edge.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
+from distgraph.passes.search.solver.lagrangian_dual import Dual
+from distgraph.passes.search.solver.problem import Floats
 
-__all__ = ["missing_scip", "solve_exactly"]
+__all__ = ["ExactModel", "missing_scip"]
+
+_SLICE = 0.5  # seconds after which SCIP gives way to an interrupt
+_LEAST_UNIT = 1e-9  # of the largest number in costs: a smaller unit is rounding
 
 
 def missing_scip() -> str:
@@ -26,93 +36,115 @@ def missing_scip() -> str:
     return ""
 
 
-def solve_exactly(flat: Flat, seconds: float, start: Ints | None = None) -> tuple[Ints | None, float, bool]:
-    """Solve a network by branch and cut.
+class ExactModel:
+    """The strategies and pairs of a network that may be part of a choice below a cutoff, as a model of SCIP.
 
     Args:
-        flat: the network.
-        seconds: wall-clock limit.
-        start: a choice to start from, [nodes].
+        dual: of the network, improved before.
+        cutoff: what choices must cost less than; inf for any choice.
+        gap: cost by which the best choice may exceed the bound when SCIP ends.
 
-    Returns:
-        The best choice found, None where there is none that fits beyond SCIP's tolerance; a lower bound on
-        every choice; whether the search came to its end.
+    Attributes:
+        size: number of pairs; `solve` takes long where there are many.
     """
-    if flat.nodes == 0:
-        return np.zeros(0, dtype=np.int64), flat.constant, True
-    model, taken = _model(flat)
-    model.setParam("limits/time", max(0.01, seconds))
-    if start is not None:
-        _suggest(model, taken, start)
-    model.optimize()
-    ended = model.getStatus() in ("optimal", "infeasible")
-    bound = math.inf if model.getStatus() == "infeasible" else model.getDualbound() + flat.constant
-    choice = None
-    if model.getNSols():
-        solution = model.getBestSol()
-        rounded = [int(np.argmax([model.getSolVal(solution, x) for x in own])) for own in taken]
-        choice = np.array(rounded, dtype=np.int64)
-        if not (math.isfinite(flat.objective(choice)) and flat.fits(choice)):
-            choice = None
-    model.freeProb()
-    return choice, bound, ended
+
+    def __init__(self, dual: Dual, cutoff: float, gap: float) -> None:
+        self.flat, self.cutoff, self.gap = dual.flat, cutoff, gap
+        self._strategies = dual.least() < cutoff
+        self._pairs = np.isfinite(dual.flat.table) & (dual.least_of_pairs() < cutoff)
+        self._own, self._table = dual.messages.reparametrised(dual.flat.cost)
+        self.size = int(self._pairs.sum())
+
+    def solve(self, left: Callable[[], float], see: Callable[[Ints], object]) -> float:
+        """Solve the model by branch and cut, in slices of time between which an interrupt is noticed.
+
+        Args:
+            left: seconds left.
+            see: is told of the best choice [nodes] that is found; it may exceed the limit by SCIP's
+                tolerance.
+
+        Returns:
+            A lower bound on the cost of every choice below the cutoff; inf where none is better than the
+            choice that `see` was told of, by more than the gap.
+        """
+        flat = self.flat
+        if not np.logical_or.reduceat(self._strategies, flat.first[:-1]).all():
+            return math.inf
+        model, x, base, unit = self._build()
+        choice: Ints | None = None
+        try:
+            while True:
+                model.setParam("limits/time", model.getSolvingTime() + max(0.01, min(_SLICE, left())))
+                model.optimize()
+                if model.getStatus() != "timelimit" or left() <= 0:
+                    break
+        finally:
+            if model.getNSols():
+                best = model.getBestSol()
+                values = np.array([0.0 if v is None else model.getSolVal(best, v) for v in x])
+                choice = np.array([np.argmax(own) for own in np.split(values, flat.first[1:-1])])
+                see(choice)
+        fits = choice is None or (flat.fits(choice) and math.isfinite(flat.objective(choice)))
+        ended = model.getStatus() in ("infeasible", "optimal", "gaplimit")
+        bound = math.inf if ended and fits else base + unit * float(model.getDualbound())
+        model.freeProb()
+        return bound
+
+    def _build(self) -> tuple[Any, list[Any], float, float]:
+        """The model, its x [strategies] (None for those left out), the cost at 0, the cost of one unit."""
+        flat, scip = self.flat, import_module("pyscipopt")
+        minima = np.minimum.reduceat(self._own, flat.first[:-1])
+        of_edges = np.minimum.reduceat(self._table, flat.table_first[:-1]) if len(flat.ends) else np.zeros(0)
+        base = flat.constant + float(minima.sum() + of_edges.sum())
+        scale = max(abs(base), float(np.abs(self._own).max()))
+        unit = max(self.cutoff - base, _LEAST_UNIT * scale) if self.cutoff < math.inf else scale or 1.0
+        model = scip.Model()
+        model.hideOutput()
+        model.setParam("parallel/maxnthreads", 1)
+        model.setParam("misc/catchctrlc", False)
+        model.setParam("limits/absgap", self.gap / unit)
+        if self.cutoff < math.inf:
+            model.setObjlimit((self.cutoff - base) / unit)
+        costs = (self._own - minima[flat.owner]) / unit
+        x = [
+            model.addVar(vtype="B", obj=cost) if permitted else None
+            for cost, permitted in zip(costs.tolist(), self._strategies.tolist(), strict=True)
+        ]
+        for node in range(flat.nodes):
+            own = x[flat.first[node] : flat.first[node + 1]]
+            model.addCons(scip.quicksum(v for v in own if v is not None) == 1)
+        self._add_pairs(model, scip.quicksum, x, (self._table - of_edges[flat.pairs[0]]) / unit)
+        _add_limit(model, scip.quicksum, flat, x)
+        return model, x, base, unit
+
+    def _add_pairs(self, model: Any, quicksum: Any, x: list[Any], costs: Floats) -> None:
+        """A y for every pair, and one row for every strategy at every end of an edge."""
+        flat = self.flat
+        edge, row, column = flat.pairs
+        lower, upper = flat.first[flat.ends[edge, 0]] + row, flat.first[flat.ends[edge, 1]] + column
+        partners: dict[tuple[int, int], list[Any]] = {}
+        for e, (u, v) in enumerate(flat.ends.tolist()):
+            for strategy in (*range(*flat.first[u : u + 2]), *range(*flat.first[v : v + 2])):
+                partners[e, strategy] = []
+        permitted = self._pairs & self._strategies[lower] & self._strategies[upper]
+        for pair in np.flatnonzero(permitted).tolist():
+            y = model.addVar(vtype="C", lb=0.0, obj=float(costs[pair]))
+            partners[int(edge[pair]), int(lower[pair])].append(y)
+            partners[int(edge[pair]), int(upper[pair])].append(y)
+        for (_, strategy), pairs in partners.items():
+            if x[strategy] is not None:
+                model.addCons(quicksum(pairs) == x[strategy])
 
 
-def _model(flat: Flat) -> tuple[Any, list[list[Any]]]:
-    scip = import_module("pyscipopt")
-    model = scip.Model()
-    model.hideOutput()
-    model.setParam("parallel/maxnthreads", 1)
-    model.setParam("misc/catchctrlc", False)
-    taken = [
-        [model.addVar(vtype="B", obj=float(c)) for c in flat.cost[start:stop]]
-        for start, stop in pairwise(flat.first.tolist())
-    ]
-    for own in taken:
-        model.addCons(scip.quicksum(own) == 1)
-    for e, (u, v) in enumerate(flat.ends.tolist()):
-        shape = (len(taken[u]), len(taken[v]))
-        table = flat.table[flat.table_first[e] : flat.table_first[e + 1]].reshape(shape)
-        _add_edge(model, scip.quicksum, taken[u], taken[v], table)
-    _add_limit(model, scip.quicksum, flat, taken)
-    return model, taken
-
-
-def _add_edge(model: Any, quicksum: Any, left: list[Any], right: list[Any], table: Any) -> None:
-    finite = np.isfinite(table)
-    pairs = {
-        (a, b): model.addVar(vtype="C", lb=0.0, obj=float(table[a, b]))
-        for a, b in np.argwhere(finite).tolist()
-    }
-    for a, x in enumerate(left):
-        model.addCons(quicksum(pairs[a, b] for b in np.flatnonzero(finite[a]).tolist()) == x)
-    for b, x in enumerate(right):
-        model.addCons(quicksum(pairs[a, b] for a in np.flatnonzero(finite[:, b]).tolist()) == x)
-
-
-def _add_limit(model: Any, quicksum: Any, flat: Flat, taken: list[list[Any]]) -> None:
+def _add_limit(model: Any, quicksum: Any, flat: Flat, x: list[Any]) -> None:
     """One row for each time, in units of its room where there is any."""
     for t, room in enumerate(flat.room.tolist()):
         alive = np.flatnonzero((flat.span[:, 0] <= t) & (t < flat.span[:, 1])).tolist()
         unit = room if room > 0 else 1.0
-        terms = [
-            float(amount) / unit * x
-            for use in alive
-            for amount, x in zip(
-                flat.amount[flat.amount_first[use] : flat.amount_first[use + 1]],
-                taken[flat.user[use]],
-                strict=True,
-            )
-            if amount
-        ]
+        terms = []
+        for use in alive:
+            amounts = flat.amount[flat.amount_first[use] : flat.amount_first[use + 1]].tolist()
+            own = x[flat.first[flat.user[use]] : flat.first[flat.user[use] + 1]]
+            terms += [a / unit * v for a, v in zip(amounts, own, strict=True) if a and v is not None]
         if terms:
             model.addCons(quicksum(terms) <= room / unit)
-
-
-def _suggest(model: Any, taken: list[list[Any]], start: Ints) -> None:
-    """Give SCIP the x of a choice; it completes y."""
-    solution = model.createPartialSol()
-    for own, s in zip(taken, start.tolist(), strict=True):
-        for other, x in enumerate(own):
-            model.setSolVal(solution, x, float(other == s))
-    model.addSol(solution)

@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from distgraph.passes.search.solver.branch_and_bound import Best
-from distgraph.passes.search.solver.flat_problem import Flat
-from distgraph.passes.search.solver.lagrangian_dual import Dual
+from benchmarks.iopddl_solver.branch_and_bound import Best
+from benchmarks.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
 from distgraph.passes.search.solver.problem import Floats
-from distgraph.passes.search.solver.subproblem import Mask, restrict
 
 __all__ = ["dive"]
 
@@ -18,7 +16,7 @@ _LEAST_PART = 1e-3  # of the nodes: a dive that cannot decide as many gives up
 
 
 def dive(
-    flat: Flat,
+    flat: Subproblem,
     best: Best,
     vectors: Floats,
     prices: Floats,
@@ -42,7 +40,7 @@ def dive(
         Whether all nodes were decided; not so where that could give nothing below the cutoff.
     """
     while flat.nodes and left() > 0:
-        dual = Dual(flat, vectors, prices)
+        dual = PartDual(flat, vectors, prices)
         for _ in range(steps):
             for choice in dual.step(best.objective):
                 best.see(flat, choice)
@@ -63,7 +61,7 @@ def dive(
     return not flat.nodes
 
 
-def _confident(flat: Flat, dual: Dual, least: Floats, part: float) -> Mask:
+def _confident(flat: Subproblem, dual: PartDual, least: Floats, part: float) -> Mask:
     """A mask that decides a part of the nodes: those that rounding decides alike most often."""
     total = np.add.reduceat(dual.counts, flat.first[:-1])
     share = dual.counts / np.maximum(total, 1e-9)[flat.owner]

@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from distgraph.passes.search.solver.branch_and_bound import Best
-from distgraph.passes.search.solver.flat_problem import Flat
+from benchmarks.iopddl_solver.branch_and_bound import Best
+from benchmarks.iopddl_solver.search_process import Job, Task, Worker
+from benchmarks.iopddl_solver.subproblem import Mask, Subproblem, shrink
 from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.scip_model import missing_scip
-from distgraph.passes.search.solver.search_process import Job, Task, Worker
-from distgraph.passes.search.solver.subproblem import Mask, shrink
 
 __all__ = ["Team"]
 
@@ -28,7 +27,7 @@ class Team:
     """
 
     def __init__(
-        self, flat: Flat, vectors: Floats, prices: Floats, best: Best, threads: int, seed: int
+        self, flat: Subproblem, vectors: Floats, prices: Floats, best: Best, threads: int, seed: int
     ) -> None:
         self.flat, self.vectors, self.prices, self.best = flat, vectors, prices, best
         self.threads, self.seed = threads, seed
@@ -37,7 +36,7 @@ class Team:
         self._failures = dict.fromkeys([missing_scip()])
         self._asked_scip = bool(missing_scip())
         self._told = math.inf
-        self._small: Flat | None = None
+        self._small: Subproblem | None = None
 
     def exchange(self, permitted: Mask, seconds: float) -> None:
         """Start the second process, where there may be one and none runs; hear and tell what is new."""
@@ -73,7 +72,7 @@ class Team:
         return "; ".join(filter(None, self._failures))
 
     def _start(
-        self, task: Task, flat: Flat, vectors: Floats, prices: Floats, permitted: Mask, seconds: float
+        self, task: Task, flat: Subproblem, vectors: Floats, prices: Floats, permitted: Mask, seconds: float
     ) -> Worker:
         best = self.best
         assert best.choice is not None

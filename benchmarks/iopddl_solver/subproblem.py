@@ -9,19 +9,80 @@ dropped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import numpy as np
-from numpy.typing import NDArray
 
 from distgraph.kernels._jit import exact
 from distgraph.passes.search.solver.flat_problem import Flat, Ints
+from distgraph.passes.search.solver.lagrangian_dual import Dual, Mask
 from distgraph.passes.search.solver.problem import Floats
+from distgraph.passes.search.solver.reduced_problem import Network
 
-__all__ = ["Mask", "restrict", "shrink"]
+__all__ = ["Mask", "PartDual", "Subproblem", "restrict", "shrink"]
 
-Mask = NDArray[np.bool_]
+_RESUMED = 0.3  # step length of the dual to go on with
 
 
-def restrict(flat: Flat, mask: Mask, vectors: Floats, prices: Floats) -> tuple[Flat, Floats, Floats] | None:
+@dataclass(frozen=True)
+class Subproblem(Flat):
+    """What is left of a network, and how it belongs to the network that all this began with.
+
+    Attributes:
+        names: [nodes], the number of every node in that network.
+        numbers: [strategies], the number of every strategy in that network.
+        fixed: [nodes of that network], strategies of the nodes that are decided.
+    """
+
+    names: Ints
+    numbers: Ints
+    fixed: Ints
+
+    @staticmethod
+    def of(network: Network) -> Subproblem:
+        """The arrays of a network with which all this begins."""
+        return _whole(Flat.of(network))
+
+    def rebased(self) -> Subproblem:
+        """The same network as one that others begin with."""
+        return _whole(self)
+
+    def expand(self, choice: Ints) -> Ints:
+        """The choice [nodes] in the network that all this began with."""
+        whole = self.fixed.copy()
+        whole[self.names] = self.numbers[self.first[:-1] + choice]
+        return whole
+
+    def locate(self, whole: Ints) -> Ints:
+        """The choice [nodes] that expands to a choice of the network that all this began with; its strategies
+        must be left."""
+        rank = np.flatnonzero(self.numbers == whole[self.names][self.owner])
+        return rank - self.first[:-1]
+
+
+def _whole(flat: Flat) -> Subproblem:
+    return Subproblem(
+        **{field.name: getattr(flat, field.name) for field in fields(Flat)},
+        names=np.arange(flat.nodes),
+        numbers=np.arange(len(flat.cost)) - np.repeat(flat.first[:-1], np.diff(flat.first)),
+        fixed=np.zeros(flat.nodes, dtype=np.int64),
+    )
+
+
+class PartDual(Dual):
+    """The dual of a subproblem, which may be gone on with."""
+
+    flat: Subproblem
+
+    def resume(self) -> None:
+        """Go on from the best bound with longer steps: the target may have come closer."""
+        self.restore()
+        self._length, self._idle = max(self._length, _RESUMED), 0
+
+
+def restrict(
+    flat: Subproblem, mask: Mask, vectors: Floats, prices: Floats
+) -> tuple[Subproblem, Floats, Floats] | None:
     """The network of the strategies in a mask, which is narrowed in place, with vectors and prices to match.
 
     Args:
@@ -41,7 +102,9 @@ def restrict(flat: Flat, mask: Mask, vectors: Floats, prices: Floats) -> tuple[F
     return shrink(flat, mask, vectors, prices)
 
 
-def shrink(flat: Flat, mask: Mask, vectors: Floats, prices: Floats) -> tuple[Flat, Floats, Floats]:
+def shrink(
+    flat: Subproblem, mask: Mask, vectors: Floats, prices: Floats
+) -> tuple[Subproblem, Floats, Floats]:
     """As `restrict`, for a mask that leaves every node a strategy, without narrowing it."""
     sizes = np.add.reduceat(mask, flat.first[:-1], dtype=np.int64)
     only = flat.first[:-1] + _first_true(mask, flat.first)  # of every node the first strategy that stays
@@ -69,7 +132,7 @@ def shrink(flat: Flat, mask: Mask, vectors: Floats, prices: Floats) -> tuple[Fla
     amount_first = _starts(sizes[flat.user[uses]])
     amount = np.empty(amount_first[-1])
     _copy_amounts(amount, uses, mask, flat.first, flat.user, flat.amount_first, flat.amount)
-    small = Flat(
+    small = Subproblem(
         names=flat.names[kept_nodes],
         numbers=flat.numbers[stays],
         fixed=fixed,

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from distgraph.passes.search.solver.branch_and_bound import Best, Tree
-from distgraph.passes.search.solver.diving import dive
-from distgraph.passes.search.solver.flat_problem import Flat, Ints
+from benchmarks.iopddl_solver.branch_and_bound import Best, Tree
+from benchmarks.iopddl_solver.diving import dive
+from benchmarks.iopddl_solver.subproblem import Mask, Subproblem, shrink
+from distgraph.passes.search.solver.flat_problem import Ints
 from distgraph.passes.search.solver.problem import Floats
-from distgraph.passes.search.solver.subproblem import Mask, shrink
 
 __all__ = ["Neighbourhoods"]
 
@@ -47,7 +47,7 @@ class Neighbourhoods:
     """
 
     def __init__(
-        self, flat: Flat, best: Best, vectors: Floats, prices: Floats, generator: np.random.Generator
+        self, flat: Subproblem, best: Best, vectors: Floats, prices: Floats, generator: np.random.Generator
     ) -> None:
         self.flat, self.best = flat, best
         self.vectors, self.prices, self.generator = vectors, prices, generator

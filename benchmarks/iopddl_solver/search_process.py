@@ -7,6 +7,7 @@ it ends the search.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import queue
@@ -19,16 +20,16 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from distgraph.passes.search.solver.branch_and_bound import Best
-from distgraph.passes.search.solver.flat_problem import Flat, Ints
-from distgraph.passes.search.solver.large_neighbourhood import Neighbourhoods
+from benchmarks.iopddl_solver.branch_and_bound import Best
+from benchmarks.iopddl_solver.large_neighbourhood import Neighbourhoods
+from benchmarks.iopddl_solver.subproblem import Mask, PartDual, Subproblem
+from distgraph.passes.search.solver.flat_problem import Ints
 from distgraph.passes.search.solver.problem import Floats
-from distgraph.passes.search.solver.scip_model import solve_exactly
-from distgraph.passes.search.solver.subproblem import Mask
+from distgraph.passes.search.solver.scip_model import ExactModel
 
 __all__ = ["Found", "Job", "Task", "Worker"]
 
-_PROGRAM = "from distgraph.passes.search.solver.search_process import main; main()"
+_PROGRAM = "from benchmarks.iopddl_solver.search_process import main; main()"
 Task = Literal["neighbourhoods", "exact"]
 
 
@@ -37,7 +38,7 @@ class Job:
     """What a second process is to do, for how long, and from where it starts."""
 
     task: Task
-    flat: Flat
+    flat: Subproblem
     vectors: Floats
     prices: Floats
     permitted: Mask
@@ -132,10 +133,18 @@ def main() -> None:
     os.dup2(2, 1)
     job: Job = pickle.load(sys.stdin.buffer)
     if job.task == "exact":
-        choice, bound, ended = solve_exactly(job.flat, job.seconds, job.choice)
-        _send(pipe, Found(choice, bound, ended))
+        _send(pipe, _exact(job))
     else:
         _neighbourhoods(job, pipe)
+
+
+def _exact(job: Job) -> Found:
+    until = time.perf_counter() + job.seconds
+    best = Best(job.objective)
+    model = ExactModel(PartDual(job.flat, job.vectors, job.prices), best.cutoff, 0.0)
+    bound = model.solve(lambda: until - time.perf_counter(), lambda choice: best.see(job.flat, choice))
+    choice = None if best.choice is None else job.flat.locate(best.choice)
+    return Found(choice, bound, math.isinf(bound))
 
 
 def _neighbourhoods(job: Job, pipe: BinaryIO) -> None:

@@ -18,10 +18,9 @@ from itertools import count
 
 import numpy as np
 
-from distgraph.passes.search.solver.flat_problem import Flat, Ints
-from distgraph.passes.search.solver.lagrangian_dual import Dual
+from benchmarks.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
+from distgraph.passes.search.solver.flat_problem import Ints
 from distgraph.passes.search.solver.problem import Floats
-from distgraph.passes.search.solver.subproblem import Mask, restrict
 
 __all__ = ["Best", "Tree"]
 
@@ -53,7 +52,7 @@ class Best:
             return self.objective - _ROUNDING * abs(self.objective)
         return self.ceiling + _ROUNDING * abs(self.ceiling) + 1.0
 
-    def see(self, flat: Flat, choice: Ints) -> bool:
+    def see(self, flat: Subproblem, choice: Ints) -> bool:
         """Take a choice of a network if it is better and fits; whether it was taken."""
         objective = flat.objective(choice)
         if not objective < self.cutoff or not flat.fits(choice):
@@ -70,7 +69,7 @@ class _Open:
 
     bound: float
     turn: int
-    flat: Flat = field(compare=False)
+    flat: Subproblem = field(compare=False)
     vectors: Floats = field(compare=False)
     prices: Floats = field(compare=False)
     mask: Mask = field(compare=False)
@@ -84,7 +83,7 @@ class Tree:
         plunges: how often the search has come to the end of a plunge.
     """
 
-    def __init__(self, flat: Flat, best: Best, vectors: Floats, prices: Floats, mask: Mask) -> None:
+    def __init__(self, flat: Subproblem, best: Best, vectors: Floats, prices: Floats, mask: Mask) -> None:
         self.best = best
         self.visited = self.plunges = 0
         self._turn = count()
@@ -126,7 +125,7 @@ class Tree:
         """Improve, strike out and branch at a node; the child to visit next, if any."""
         self.visited += 1
         bound, mask = node.bound, node.mask
-        state: tuple[Flat, Floats, Floats] = (node.flat, node.vectors, node.prices)
+        state: tuple[Subproblem, Floats, Floats] = (node.flat, node.vectors, node.prices)
         while True:
             smaller = restrict(state[0], mask, *state[1:])
             if smaller is None:
@@ -134,7 +133,7 @@ class Tree:
             if smaller[0].nodes == 0:
                 self.best.see(smaller[0], np.zeros(0, dtype=np.int64))
                 return None
-            dual = Dual(*smaller)
+            dual = PartDual(*smaller)
             steps -= self._ascend(dual, min(_CHECK, steps), left)
             least = dual.least()
             mask = least < self.best.cutoff
@@ -149,7 +148,7 @@ class Tree:
                 return self._branch(dual, least, mask, bound)
             state = (dual.flat, dual.messages.vectors, dual.prices)
 
-    def _ascend(self, dual: Dual, steps: int, left: Callable[[], float]) -> int:
+    def _ascend(self, dual: PartDual, steps: int, left: Callable[[], float]) -> int:
         """Some steps of the dual; how many."""
         for done in range(1, steps + 1):
             for choice in dual.step(self.best.objective):
@@ -158,7 +157,7 @@ class Tree:
                 return done
         return steps
 
-    def _branch(self, dual: Dual, least: Floats, mask: Mask, bound: float) -> _Open:
+    def _branch(self, dual: PartDual, least: Floats, mask: Mask, bound: float) -> _Open:
         """Split a node of the tree, of which the strategies in a mask remain; the half to visit next."""
         if mask.sum() == dual.flat.nodes:
             turn = next(self._turn)
@@ -172,12 +171,12 @@ class Tree:
             heapq.heappush(self._waiting, self._child(dual, least, rest, own, bound))
         return self._child(dual, least, preferred, own, bound)
 
-    def _child(self, dual: Dual, least: Floats, mask: Mask, own: slice, bound: float) -> _Open:
+    def _child(self, dual: PartDual, least: Floats, mask: Mask, own: slice, bound: float) -> _Open:
         bound = max(bound, float(least[own][mask[own]].min()))
         return _Open(bound, next(self._turn), dual.flat, dual.messages.vectors, dual.prices, mask)
 
 
-def _split(dual: Dual, least: Floats, mask: Mask) -> tuple[Mask, slice]:
+def _split(dual: PartDual, least: Floats, mask: Mask) -> tuple[Mask, slice]:
     """The group of strategies of one node to be tried first, among the strategies of that node.
 
     Of the node that rounding decides differently most often, weighted by what the other strategies would cost
