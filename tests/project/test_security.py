@@ -34,10 +34,6 @@ ALLOWED = {
     "runtime/profile/op_probes.py": {"exec", "compile"},  # the same program, with clocks
     "runtime/transport/mpi.py": {"pickle.loads"},  # objects of other ranks of the job
     "runtime/transport/departed_ranks.py": {"pickle.loads"},  # the same
-    "passes/search/solver/search_process.py": {
-        "pickle.load",
-        "subprocess.Popen",
-    },  # a child process and its parent
     "engine/search_driver/worker_pool.py": {"pickle.loads"},  # results of worker processes of this process
     "runtime/launch/launch.py": {"subprocess.Popen"},  # mpiexec, with a list of arguments
     "runtime/launch/mpi_rank.py": {"runpy.run_path"},  # the user's script
@@ -116,7 +112,6 @@ def test_files_are_read_by_the_modules_that_bound_them() -> None:
         "runtime/profile/profiler.py",  # the request of the process that started this one
         "runtime/job/failure_report.py",  # files of the ranks of the job
         "runtime/job/job_files.py",  # the same
-        "passes/search/solver/search_process.py",
         *(name for name in found if name.startswith("runtime/execute/checkpoint/")),
     }
 

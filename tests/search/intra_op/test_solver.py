@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,86 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 from support.paths import DATA
+from support.search.layout_problems import brute_force, cost_of, fits, hard_problem, random_problem
 
 from benchmarks.support.iopddl_reader import problem_of, read_contest
 from distgraph.errors import GraphError
 from distgraph.passes.search.solver import solve
 from distgraph.passes.search.solver.flat_problem import Flat
+from distgraph.passes.search.solver.incumbent import Incumbent
 from distgraph.passes.search.solver.lagrangian_dual import Dual
 from distgraph.passes.search.solver.problem import Problem, Use, gap_of
 from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
-from distgraph.passes.search.solver.scip_model import solve_exactly
-from distgraph.passes.search.solver.search_process import Job, Worker
-from distgraph.passes.search.solver.subproblem import restrict
+from distgraph.passes.search.solver.scip_model import ExactModel
 
 DATA = DATA / "iopddl"
-
-
-def random_problem(seed: int) -> Problem:
-    """2 to 7 nodes of 1 to 4 strategies; some forbidden; chains, stars, cycles; memory more or less tight."""
-    random = np.random.default_rng(seed)
-    nodes = int(random.integers(2, 8))
-    sizes = random.integers(1, 5, size=nodes)
-    forbidding = random.choice([0.0, 0.2, 0.5])
-
-    def costs(*shape: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        numbers = random.integers(0, random.choice([3, 40]), size=shape).astype(np.float64)
-        numbers[random.random(shape) < forbidding] = math.inf
-        return numbers
-
-    pairs = list(itertools.combinations(range(nodes), 2))
-    chosen = random.random(len(pairs)) < random.choice([0.3, 0.6])
-    edges = [
-        (u, v) if random.random() < 0.5 else (v, u)
-        for (u, v), take in zip(pairs, chosen, strict=True)
-        if take
-    ]
-    edges += [edges[0]] if edges and random.random() < 0.2 else []  # a parallel edge
-    tables = [costs(int(sizes[u]), int(sizes[v])) for u, v in edges]
-    if edges and random.random() < 0.4:  # a follower: one permitted pair in each row
-        u, v = edges[0]
-        tables[0] = np.full((sizes[u], sizes[v]), math.inf)
-        tables[0][np.arange(sizes[u]), random.integers(0, sizes[v], size=sizes[u])] = 1.0
-    uses = []
-    for size in sizes:
-        own = []
-        for _ in range(int(random.integers(0, 3))):
-            begin = int(random.integers(0, 8))
-            own.append(
-                Use(begin, begin + int(random.integers(1, 6)), random.integers(0, 9, size).astype(float))
-            )
-        uses.append(tuple(own))
-    limit = None if random.random() < 0.25 else float(random.integers(2, 25))
-    node_costs = tuple(
-        np.where(np.isinf(c := costs(int(k))), random.choice([1.0, math.inf]), c) for k in sizes
-    )
-    return Problem(f"random{seed}", node_costs, tuple(edges), tuple(tables), tuple(uses), limit)
-
-
-def brute_force(problem: Problem) -> float:
-    """Least cost by looking at every choice; costs and memory are summed here anew."""
-    best = math.inf
-    times = range(16)
-    for choice in itertools.product(*(range(len(c)) for c in problem.costs)):
-        cost = sum(c[s] for c, s in zip(problem.costs, choice, strict=True))
-        cost += sum(
-            t[choice[u], choice[v]] for (u, v), t in zip(problem.edges, problem.edge_costs, strict=True)
-        )
-        if cost >= best:
-            continue
-        used = [
-            sum(
-                use.amounts[s]
-                for own, s in zip(problem.uses, choice, strict=True)
-                for use in own
-                if use.start <= t < use.stop
-            )
-            for t in times
-        ]
-        if problem.limit is None or max(used) <= problem.limit:
-            best = float(cost)
-    return best
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -162,6 +97,11 @@ def test_the_cost_of_a_reduced_choice_is_that_of_the_whole_choice() -> None:
     assert compared > 200
 
 
+def no_seconds() -> float:
+    """For reductions that stop at arc consistency."""
+    return 0.0
+
+
 def test_every_bound_of_the_dual_and_of_single_strategies_is_below_the_optimum() -> None:
     tight = 0
     for seed in range(300):
@@ -169,20 +109,65 @@ def test_every_bound_of_the_dual_and_of_single_strategies_is_below_the_optimum()
         expected = brute_force(problem)
         if math.isinf(expected):
             continue
-        flat = Flat.of(Network.of(problem))
-        vectors, prices = np.zeros(flat.side_first[-1]), np.zeros(len(flat.room))
-        state = restrict(flat, np.isfinite(flat.cost), vectors, prices)
-        assert state is not None, seed
-        if not state[0].nodes:
-            continue
-        dual = Dual(*state)
+        network = Network.of(problem)
+        reduce_network(network, no_seconds)
+        assert not network.dead, seed
+        dual = Dual(Flat.of(network))
         for _ in range(30):
             dual.step(expected)
             assert dual.bound <= expected + 1e-6, seed
             floor = np.minimum.reduceat(dual.least(), dual.flat.first[:-1])
             assert (floor <= expected + 1e-6).all(), seed
+            if len(dual.flat.ends):
+                floor = np.minimum.reduceat(dual.least_of_pairs(), dual.flat.table_first[:-1])
+                assert (floor <= expected + 1e-6).all(), seed
         tight += dual.bound > 0.9 * expected
     assert tight > 20
+
+
+def test_bounds_of_strategies_and_pairs_are_below_every_choice_that_takes_them() -> None:
+    compared = 0
+    for seed in range(80):
+        problem = random_problem(seed)
+        network = Network.of(problem)
+        reduce_network(network, no_seconds)
+        if network.dead:
+            continue
+        flat, names = Flat.of(network), sorted(network.costs)
+        dual = Dual(flat)
+        for _ in range(20):
+            dual.step(math.inf)
+        least, pairs = dual.least(), dual.least_of_pairs()
+        lower, upper = flat.ends.T
+        width = flat.first[upper + 1] - flat.first[upper]
+        for strategies in itertools.product(*(range(len(network.costs[name])) for name in names)):
+            choice = network.expand(dict(zip(names, strategies, strict=True)))
+            cost = cost_of(problem, choice)
+            if math.isinf(cost) or not fits(problem, choice):
+                continue
+            taken = np.array(strategies, dtype=np.int64)
+            assert (least[flat.first[:-1] + taken] <= cost + 1e-6).all(), seed
+            entries = flat.table_first[:-1] + taken[lower] * width + taken[upper]
+            assert (pairs[entries] <= cost + 1e-6).all(), seed
+            compared += 1
+    assert compared > 1000
+
+
+def test_dives_and_forbidding_find_the_optimum_without_the_exact_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of most small problems; what is claimed about the others is true."""
+    monkeypatch.setitem(sys.modules, "pyscipopt", None)
+    proved = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        expected, found = brute_force(problem), solve(problem, seconds=20)
+        assert found.objective >= expected, seed
+        assert found.bound <= expected * (1 + 1e-9), seed
+        assert found.status != "infeasible" or math.isinf(expected), seed
+        assert found.status != "optimal" or found.objective == pytest.approx(expected), seed
+        proved += found.status in ("optimal", "infeasible")
+    assert proved > 150
 
 
 @pytest.mark.parametrize("name", ["B", "G"])
@@ -263,23 +248,35 @@ def test_an_infeasible_start_is_not_returned() -> None:
     assert found.choice is None or problem.feasible(found.choice)
 
 
-def test_incumbents_improve_and_are_feasible() -> None:
+def test_incumbents_improve_and_are_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = read_contest(DATA / "G.json.gz")
-    seen = []
-    found = solve(problem, seconds=60, on_incumbent=seen.append)
+    see, seen = Incumbent.see, []
+
+    def watch(self: Incumbent, choice: tuple[int, ...]) -> bool:
+        taken = see(self, choice)
+        if taken:
+            seen.append(self.solution())
+        return taken
+
+    monkeypatch.setattr(Incumbent, "see", watch)
+    found = solve(problem, seconds=60)
     objectives = [s.objective for s in seen]
     assert objectives == sorted(objectives, reverse=True)
     assert objectives[-1] == found.objective
     assert all(problem.feasible(s.choice) and s.bound <= found.objective * (1 + 1e-9) for s in seen)
 
 
-def test_interrupt_returns_the_best_so_far() -> None:
+def test_interrupt_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = read_contest(DATA / "G.json.gz")
+    see = Incumbent.see
 
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(self: Incumbent, choice: tuple[int, ...]) -> bool:
+        if see(self, choice):
+            raise KeyboardInterrupt
+        return False
 
-    found = solve(problem, seconds=60, on_incumbent=interrupt)
+    monkeypatch.setattr(Incumbent, "see", interrupt)
+    found = solve(problem, seconds=60)
     assert found.status == "feasible"
     assert found.choice is not None
     assert problem.feasible(found.choice)
@@ -287,83 +284,73 @@ def test_interrupt_returns_the_best_so_far() -> None:
     assert "interrupted" in found.message
 
 
-def hard_problem() -> Problem:
-    """A grid with tight memory, which neither reductions nor the first bounds decide."""
-    random = np.random.default_rng(3)
-    side, strategies = 6, 5
-    node = np.arange(side * side).reshape(side, side)
-    edges = [*zip(node[:, :-1].ravel().tolist(), node[:, 1:].ravel().tolist(), strict=True)]
-    edges += [*zip(node[:-1].ravel().tolist(), node[1:].ravel().tolist(), strict=True)]
-    costs = tuple(random.integers(0, 50, strategies).astype(float) for _ in range(side * side))
-    tables = tuple(random.integers(0, 50, (strategies, strategies)).astype(float) for _ in edges)
-    uses = tuple((Use(0, 1, random.integers(0, 50, strategies).astype(float)),) for _ in costs)
-    return Problem("hard", costs, tuple(edges), tables, uses, limit=600.0)
+def test_an_interrupt_while_scip_runs_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives in the middle of the first slice; one slice later the search has ended."""
+    run = ExactModel.solve
 
+    def interrupted(self: ExactModel, *given: Any) -> float:
+        timer = signal.setitimer(signal.ITIMER_VIRTUAL, 0.05)
+        assert timer == (0.0, 0.0)
+        return run(self, *given)
 
-def test_one_and_two_processes_agree_on_a_problem_that_needs_branching() -> None:
-    problem = hard_problem()
-    one, two = (solve(problem, seconds=100, threads=threads) for threads in (1, 2))
-    assert one.status == two.status == "optimal"
-    assert one.objective == pytest.approx(two.objective)
-    assert "tree" in one.seconds
-    assert (one.message, two.message) == ("", "")
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-
-def test_scip_agrees_with_the_own_search() -> None:
-    problem = hard_problem()
-    network = Network.of(problem)
-    reduce_network(network)
-    flat = Flat.of(network)
-    choice, bound, ended = solve_exactly(flat, 100.0)
-    found = solve(problem, seconds=100)
-    assert ended
-    assert choice is not None
-    assert flat.objective(choice) == pytest.approx(found.objective)
-    assert bound == pytest.approx(found.objective)
-
-
-@pytest.mark.parametrize("task", ["exact", "neighbourhoods"])
-def test_a_second_process_sends_what_it_finds(task: Any) -> None:
-    """From a bad choice to start with; what comes back is judged by the network itself."""
-    flat = Flat.of(Network.of(hard_problem()))
-    prices, vectors = np.zeros(len(flat.room)), np.zeros(flat.side_first[-1])
-    bad = np.array([int(np.argmin(use[0].amounts)) for use in hard_problem().uses], dtype=np.int64)
-    everything = np.ones(len(flat.cost), dtype=bool)
-    assert flat.fits(bad)
-    worker = Worker(Job(task, flat, vectors, prices, everything, bad, flat.objective(bad), 60.0, 0))
+    problem = hard_problem(side=12)
+    monkeypatch.setattr(ExactModel, "solve", interrupted)
+    before = signal.signal(signal.SIGVTALRM, interrupt)
     try:
-        found = worker.hear(60.0)
-        assert worker.failure == ""
+        found = solve(problem, seconds=100)
     finally:
-        worker.close()
-    choice = found[0].choice
-    assert choice is not None
-    assert flat.fits(choice)
-    assert flat.objective(choice) < flat.objective(bad)
-    assert found[0].ended == (task == "exact")
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert found.status == "feasible"
+    assert found.choice is not None
+    assert problem.feasible(found.choice)
+    assert "interrupted" in found.message
+    assert found.seconds["exact"] < 50
 
 
-def test_scip_that_is_missing_is_said_and_does_not_stop_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_that_needs_branching_is_solved_by_scip() -> None:
+    problem = hard_problem()
+    found = solve(problem, seconds=100)
+    assert (found.status, found.message) == ("optimal", "")
+    assert "exact" in found.seconds
+
+
+def whole_model(problem: Problem, cutoff: float) -> tuple[Flat, ExactModel]:
+    """The exact model of a problem that is not reduced, its dual not improved."""
+    flat = Flat.of(Network.of(problem))
+    return flat, ExactModel(Dual(flat), cutoff, 0.0)
+
+
+@pytest.mark.parametrize("cutoff", [math.inf, 1321.0, 1320.0])
+def test_scip_finds_the_optimum_below_any_cutoff(cutoff: float) -> None:
+    """The optimum is 1320: what `solve` and the contest's search tree prove."""
+    problem = hard_problem()
+    assert solve(problem, seconds=100).objective == 1320.0
+    flat, model = whole_model(problem, cutoff)
+    seen: list[np.ndarray] = []
+    assert model.solve(lambda: 100.0, seen.append) == math.inf
+    assert [flat.objective(choice) for choice in seen] == ([] if cutoff == 1320.0 else [1320.0])
+    assert all(flat.fits(choice) for choice in seen)
+
+
+def test_scip_that_runs_out_of_time_gives_a_bound() -> None:
+    _, model = whole_model(hard_problem(), math.inf)
+    assert model.solve(lambda: 0.0, lambda _: None) <= 1320.0
+
+
+def test_scip_that_is_missing_is_said_and_the_rest_of_the_search_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "pyscipopt", None)
-    found = solve(hard_problem(), seconds=100)
-    assert found.status == "optimal"
+    problem = hard_problem()
+    found = solve(problem, seconds=100)
+    assert found.choice is not None
+    assert problem.feasible(found.choice)
+    assert found.bound <= 1320.0 <= found.objective <= 1.1 * 1320.0
     assert "pyscipopt cannot be imported" in found.message
-
-
-def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(Worker):
-        def __init__(self, job: Job) -> None:
-            super().__init__(job)
-            self._process.kill()
-            self._process.wait()
-
-    monkeypatch.setattr("distgraph.passes.search.solver.parallel_search.Worker", Killed)
-    module = sys.modules["distgraph.passes.search.solver.solve"]
-    monkeypatch.setattr(module, "_SHORTEST", 0.05)  # or the tree ends in its first turn
-    monkeypatch.setattr(module, "_TURN_SHARE", 0.0)
-    found = solve(hard_problem(), seconds=100)
-    assert found.status == "optimal"
-    assert "SCIP (pyscipopt) stopped with exit code -9" in found.message
 
 
 def test_without_numba_the_loops_are_interpreted() -> None:
