@@ -1,14 +1,19 @@
 """Dives: strategies of more and more nodes are decided as rounding takes them, and the dual is improved in
-between, so that the rounding of the other nodes follows.
+between, so that the rounding of the other nodes follows. Dives into neighbourhoods of a choice decide some
+nodes anew, connected ones, while the others keep their strategy.
 
 A strategy that is given up is not taken out of the network but made so expensive that no better choice takes
 it. Deciding can therefore be wrong without leaving a node nothing: what messages pull from the other end of
 an edge shows it, and another node gives way.
+
+Source: neighbourhoods: Shaw, "Using constraint programming and local search methods to solve vehicle routing
+    problems" (1998).
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -17,13 +22,21 @@ from distgraph.passes.search.solver.flat_problem import Flat, Ints
 from distgraph.passes.search.solver.lagrangian_dual import Dual, Mask
 from distgraph.passes.search.solver.problem import Floats
 
-__all__ = ["dive"]
+__all__ = ["dive", "dive_into_neighbourhoods"]
 
 _STEPS = 12  # of the dual between decisions
+_SHARES = (0.2, 0.4, 0.6, 0.8)  # of the nodes, in a neighbourhood
+_PART = 0.2  # of the undecided nodes, decided at a time in a neighbourhood
+_IDLE = 32  # neighbourhoods without a better choice, after which the search ends
 
 
 def dive(
-    dual: Dual, prices: Floats, part: float, see: Callable[[Ints], float], left: Callable[[], float]
+    dual: Dual,
+    prices: Floats,
+    part: float,
+    see: Callable[[Ints], float],
+    left: Callable[[], float],
+    mask: Mask | None = None,
 ) -> None:
     """Decide a part of the undecided nodes at a time, those first on which rounding agrees with itself.
 
@@ -33,11 +46,13 @@ def dive(
         part: of the undecided nodes, decided at a time.
         see: is told of every choice [nodes] on the way; returns the cost that choices must be below.
         left: seconds left.
+        mask: [strategies], true for those that may be taken; all of them where there is none.
     """
     flat = dual.flat
     inner = Dual(flat, dual.messages.vectors.copy(), prices)
-    mask = np.ones(len(flat.cost), dtype=bool)
     penalty = max(flat.ceiling - dual.bound, 0.0) + 1.0
+    mask = np.ones(len(flat.cost), dtype=bool) if mask is None else mask
+    inner.price_out(mask, penalty)
     cutoff = math.inf
     while True:
         for _ in range(_STEPS):
@@ -55,6 +70,43 @@ def dive(
         kept[strategy] |= mask[strategy]
         inner.price_out(kept | ~mask, penalty)
         mask = kept
+
+
+def dive_into_neighbourhoods(
+    dual: Dual, best: Callable[[], Ints], see: Callable[[Ints], float], left: Callable[[], float]
+) -> None:
+    """Improve a choice until many neighbourhoods of it give nothing better.
+
+    Args:
+        dual: its messages and prices are where every dive starts from.
+        best: the best choice [nodes] so far, which is improved.
+        see, left: as in `dive`.
+    """
+    flat, generator, idle = dual.flat, np.random.default_rng(0), 0
+    near: list[list[int]] = [[] for _ in range(flat.nodes)]
+    for u, v in flat.ends.tolist():
+        near[u].append(v)
+        near[v].append(u)
+    while idle < _IDLE and left() > 0:
+        before = best()
+        free = np.zeros(flat.nodes, dtype=bool)
+        free[_connected(near, generator, int(generator.choice(_SHARES) * flat.nodes))] = True
+        mask = free[flat.owner]
+        mask[flat.first[:-1] + before] = True
+        dive(dual, dual.prices, _PART, see, left, mask)
+        idle = idle + 1 if best() is before else 0
+
+
+def _connected(near: list[list[int]], generator: np.random.Generator, wanted: int) -> list[int]:
+    """Nodes around a random one, nearest first."""
+    reached = {int(generator.integers(len(near))): None}
+    queue = deque(reached)
+    while queue and len(reached) < wanted:
+        around = near[queue.popleft()]
+        new = [node for node in generator.permutation(around).tolist() if node not in reached]
+        reached |= dict.fromkeys(new)
+        queue.extend(new)
+    return list(reached)[: max(1, wanted)]
 
 
 def _most_agreed(flat: Flat, counts: Floats, least: Floats, mask: Mask) -> tuple[Ints, Ints]:

@@ -15,6 +15,8 @@ The programme (choices x, pairs y, limit on memory at every time) is stated ther
 4. Strategies and pairs whose own bound is no better than the best choice by the gap are forbidden, and all
    this is done again on what is left, as long as it becomes much smaller.
 5. `scip_model`: SCIP solves what is left, where that is small, with the costs that the vectors have moved.
+   Where it is large, dives into neighbourhoods of the best choice improve that, and if they do, there is
+   another round.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from distgraph.passes.search.solver.lagrangian_dual import Dual
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.passes.search.solver.reduced_problem import Network
 from distgraph.passes.search.solver.reductions import reduce_network
-from distgraph.passes.search.solver.rounding import dive
+from distgraph.passes.search.solver.rounding import dive, dive_into_neighbourhoods
 from distgraph.passes.search.solver.scip_model import ExactModel, missing_scip
 
 __all__ = ["solve"]
@@ -39,7 +41,7 @@ __all__ = ["solve"]
 _REDUCE_SHARE = 0.4  # of the seconds left, for reductions
 _DUAL_SHARE = 0.3  # of the seconds left, for the dual
 _DIVE_SHARE = 0.5  # of the seconds left, for dives
-_PARTS = (0.1, 0.03, 0.03, 0.03)  # of the nodes, decided at a time in the dives of every round
+_PARTS = (0.1, 0.03, 0.03, 0.03, 0.03, 0.03)  # of the nodes, decided at a time in the dives of every round
 _SHRUNK = 0.8  # part of the strategies that another round must leave for one more
 _DEARER = 20  # dives with prices twice as high each time, while no choice fits
 _PAIRS = 20_000  # permitted pairs of strategies up to which SCIP is given the network
@@ -107,8 +109,9 @@ def _search(incumbent: Incumbent) -> None:
         if incumbent.left() <= 0:
             return
         strategies = len(rest.flat.cost)
-        if number == len(_PARTS) or strategies > _SHRUNK * size:
-            rest.solve_exactly()
+        if (number == len(_PARTS) or strategies > _SHRUNK * size) and (
+            rest.solve_exactly() or not rest.improve()
+        ):
             return
         size = strategies
         rest.forbid()
@@ -122,6 +125,8 @@ class _Rest:
         self.names = sorted(network.costs)
         self.flat = Flat.of(network)
         self.dual = Dual(self.flat)
+        self.choice: Ints = np.zeros(0, dtype=np.int64)
+        self.objective = math.inf
 
     @property
     def cutoff(self) -> float:
@@ -132,7 +137,9 @@ class _Rest:
 
     def see(self, choice: Ints) -> float:
         """Take a choice [nodes] if it is better; the cutoff after that."""
-        if self.flat.objective(choice) < self.incumbent.objective and self.flat.fits(choice):
+        objective = self.flat.objective(choice)
+        if objective < self.objective and self.flat.fits(choice):
+            self.choice, self.objective = choice.copy(), objective
             strategies = dict(zip(self.names, choice.tolist(), strict=True))
             self.incumbent.see(self.network.expand(strategies))
         return self.cutoff
@@ -185,13 +192,22 @@ class _Rest:
             self.network.near[left][right] = table[own].reshape(shape)
             self.network.near[right][left] = self.network.near[left][right].T
 
-    def solve_exactly(self) -> None:
-        """Give SCIP what is left where that is little."""
+    def solve_exactly(self) -> bool:
+        """Give SCIP what is left where that is little; whether it was."""
         incumbent = self.incumbent
         incumbent.message = missing_scip()
         if incumbent.message:
-            return
+            return False
         with incumbent.phase("exact"):
             model = ExactModel(self.dual, self.cutoff, 0.99 * incumbent.gap * max(self.dual.bound, 0.0))
             if model.size <= _PAIRS:
                 self.refuse_below(model.solve(incumbent.left, self.see))
+        return model.size <= _PAIRS
+
+    def improve(self) -> bool:
+        """Dive into neighbourhoods of the best choice; whether one was found that is better by the gap."""
+        before = self.incumbent.cutoff
+        if math.isfinite(self.objective):
+            with self.incumbent.phase("neighbourhoods"):
+                dive_into_neighbourhoods(self.dual, lambda: self.choice, self.see, self.incumbent.left)
+        return self.incumbent.objective < before and self.incumbent.left() > 0
