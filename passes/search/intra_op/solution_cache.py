@@ -41,7 +41,7 @@ from distgraph.serialization.documents import Entry as FileEntry
 from distgraph.serialization.documents import Record, dumps, parsed, read_json, validate
 
 VARIABLE = "DISTGRAPH_CACHE"
-SOLVER = 2
+SOLVER = 3
 """Version of the solver, part of every name. Raise it when the solver gives better solutions."""
 
 _LIMIT = 64 << 20

@@ -39,7 +39,7 @@ from distgraph.passes.search.solver.scip_model import ExactModel, missing_scip
 __all__ = ["solve"]
 
 _REDUCE_SHARE = 0.4  # of the seconds left, for reductions
-_DUAL_SHARE = 0.3  # of the seconds left, for the dual
+_DUAL_SHARE = 0.5  # of the seconds left, for the dual
 _DIVE_SHARE = 0.5  # of the seconds left, for dives
 _PARTS = (0.1, 0.03, 0.03, 0.03, 0.03, 0.03)  # of the nodes, decided at a time in the dives of every round
 _SHRUNK = 0.8  # part of the strategies that another round must leave for one more
