@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from distgraph.cli.script_options import RUNTIME
 from distgraph.engine.commands.plan_search import Progress, SearchOptions
 from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import MODES
+from distgraph.resources.runtimes.load_runtime import load_runtime
 from distgraph.serialization.atomic_files import check_writable
 
 
@@ -24,6 +26,7 @@ def plan(
             "--cluster", help="Resource file or shipped name; default: that of the script's engine."
         ),
     ] = "",
+    runtime: Annotated[str, RUNTIME] = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.")] = 60.0,
@@ -34,6 +37,7 @@ def plan(
 ) -> None:
     """Search the best plan for a script on a described cluster; Ctrl-C ends it with the best so far."""
     compared = Plan.load(other) if other else None
+    executes = load_runtime(runtime) if runtime else None
     if output:
         check_writable(output, GraphError)
     with Console(stderr=True).status("tracing") as status:
@@ -41,7 +45,7 @@ def plan(
         def watch(progress: Progress) -> None:
             status.update(str(progress))
 
-        options = SearchOptions(mode=mode, seconds=seconds, watch=watch)
+        options = SearchOptions(mode=mode, seconds=seconds, watch=watch, runtime=executes)
         best = plan_script(script, args or (), cluster or None, options)
     if output:
         best.save(output)

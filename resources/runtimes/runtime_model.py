@@ -11,17 +11,18 @@ comes from; see docs/runtimes.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from distgraph.resources.cluster import Fraction
+from distgraph.resources.cluster import Cluster, Device, Fraction
 from distgraph.resources.units import Seconds, Size
 from distgraph.serialization.documents import documented
 
 Kinds = Literal["published", "implementation", "measured", "fitted", "guess"]
 Share = Annotated[float, Field(ge=0, le=10, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1000, strict=True)]
 Purpose = Literal["activations", "gradients", "parameters"]
 PURPOSES: Final = ("activations", "gradients", "parameters")
 """What a collective is for: values of a micro-batch, the reduction of gradients, or whole parameters."""
@@ -109,6 +110,28 @@ class Parameters:
 
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernels that are not those of the program's ops.
+
+    Attributes:
+        update_bytes: bytes that one kernel moves per parameter to update all parameters of a rank; None if
+            the update runs op by op.
+        scaled_loss: whether the loss is divided by the number of micro-batches, and no gradient is.
+        softmax_matrices: number of matrices that a softmax takes at a time. If a rank has another number than
+            a multiple, softmax and its gradient go op by op.
+        softmax_passes, softmax_ops: what that costs: passes over the matrices in f32, each read and written,
+            and further small ops in the forward direction.
+    """
+
+    update_bytes: Annotated[float, Field(gt=0, le=1e6, strict=True)] | None = None
+    scaled_loss: bool = False
+    softmax_matrices: Count = 1
+    softmax_passes: Count = 0
+    softmax_ops: Count = 0
+
+
+@documented(complete=False)
+@dataclass(frozen=True, slots=True)
 class Host:
     """Work of the host, in seconds. None for the numbers of the resource file (`compute`).
 
@@ -166,6 +189,7 @@ class RuntimeModel:
         messages: between stages.
         gradients: reductions of gradients.
         parameters: that are stored in parts.
+        kernels: that differ from the ops of the program.
         host: work of the host.
         memory: bytes of a program, and what a device has for it.
         sources: path of a field, such as "memory.context" -> where its value comes from.
@@ -177,6 +201,23 @@ class RuntimeModel:
     messages: Messages = Messages()
     gradients: Gradients = Gradients()
     parameters: Parameters = Parameters()
+    kernels: Kernels = Kernels()
     host: Host = Host()
     memory: Memory = Memory()
     sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
+
+    def applied(self, cluster: Cluster) -> tuple[Cluster, RuntimeModel]:
+        """The cluster as programs find it under this runtime, and the rest of the model.
+
+        Devices have the memory that the runtime leaves to programs, and its host times. So code that knows
+        only the cluster, such as a search, keeps to them.
+        """
+        devices = tuple(map(self._device, cluster.devices))
+        memory = replace(self.memory, usable=1.0, context=0.0)
+        return replace(cluster, devices=devices), replace(self, memory=memory)
+
+    def _device(self, device: Device) -> Device:
+        issue = device.compute.issue if self.host.op is None else self.host.op
+        step = device.compute.step if self.host.step is None else self.host.step
+        compute = replace(device.compute, issue=issue, step=step)
+        return replace(device, memory=self.memory.available(device.memory), compute=compute)

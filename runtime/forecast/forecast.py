@@ -341,8 +341,9 @@ class _Forecaster:
         if key not in self.representatives:
             program = self.build.program(rank)
             plan = planned(program)
-            ops = OpCost(program, plan.storage, self.compute, self.devices[rank], self.op_costs)
             runtime = self.runtime_of(device.index)
+            number, costs = self.devices[rank], self.op_costs
+            ops = OpCost(program, plan.storage, self.compute, number, costs, runtime.kernels)
             streams = Streams(program, plan.storage, ops, self.traffic, runtime)
             workspace = task_workspace(program, plan.storage) if runtime.memory.kernels else None
             self.representatives[key] = _Representative(rank_class, program, plan, streams, workspace)

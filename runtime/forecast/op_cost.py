@@ -18,8 +18,9 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.op_registry import freeze, lookup
 from distgraph.passes.analysis.op_work import NOTHING, Work, work_of
-from distgraph.passes.partition import LocalOp, RankProgram
+from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.resources import ComputeCost
+from distgraph.resources.runtimes.runtime_model import Kernels
 from distgraph.runtime.program.storage import Storage, nbytes
 
 __all__ = ["NOTHING", "OpCost", "Work"]
@@ -33,6 +34,7 @@ class OpCost:
         cost: of the cluster.
         device: number of the rank's device.
         cache: works and seconds by kind and shapes; ranks and programs may share it.
+        kernels: of the runtime.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class OpCost:
         cost: ComputeCost,
         device: int,
         cache: dict[object, tuple[Work, float]] | None = None,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
+        self.kernels = kernels
         self.program, self.storage, self.cost, self.device = program, storage, cost, device
         self._cache = {} if cache is None else cache
         hardware = cost.cluster.devices[device]
@@ -64,12 +68,49 @@ class OpCost:
             self._cache[key] = (work, self.cost.time(self.device, *work.amounts))
         return self._cache[key][1]
 
+    def more(self, local: LocalOp) -> tuple[int, float]:
+        """Number and seconds of the further ops that an op takes under the kernels of the runtime."""
+        kind = local.op.kind
+        rules, types = self.kernels, self.program.types
+        if rules.softmax_passes == 0 or kind not in ("softmax", "softmax_grad") or local.mode != "compute":
+            return 0, 0.0
+        shape = types[local.op.result.name][0]
+        matrices = math.prod(shape[:-2])
+        if len(shape) < 2 or matrices % max(1, rules.softmax_matrices) == 0:
+            return 0, 0.0
+        small = rules.softmax_ops if kind == "softmax" else 0
+        one_pass = Work("memory", nbytes=8 * math.prod(shape), dtype="f32")
+        seconds = rules.softmax_passes * self.seconds(one_pass) + small * self.seconds(Work("launch"))
+        return rules.softmax_passes + small, seconds
+
+    def updated_at_once(self, local: LocalOp) -> bool:
+        """Whether an op is part of the one kernel that updates all parameters."""
+        update = local.mode == "compute" and local.op.role == "optimize"
+        return update and self.kernels.update_bytes is not None
+
+    def update(self, task: LocalTask) -> float:
+        """Seconds of the one kernel that updates all parameters of a task."""
+        per_parameter = self.kernels.update_bytes
+        if per_parameter is None or task.kind != "optimize":
+            return 0.0
+        made = {value.name for local in task.ops if local.mode == "compute" for value in local.op.results}
+        producers, types = self.program.graph.producers, self.program.types
+        parameters = {op.attrs.get("name") for op in producers.values() if op.kind == "param"}
+        count = sum(
+            math.prod(types[new.name][0])
+            for name, new in self.program.graph.updates
+            if name in parameters and new.name in made
+        )
+        moved = Work("memory", nbytes=round(per_parameter * count), dtype="f32")
+        return self.seconds(moved) if count else 0.0
+
     def scaling(self, local: LocalOp) -> tuple[Work, float]:
         """Work and seconds of dividing a sum over micro-batches by their number, once per step."""
         slot = self.storage.slots[local.op.result.name]
         value = local.op.operands[0].name
         added = value in self.storage.into and self.storage.slots[value].kind == "view"
-        if slot.kind == "view" or added or self.program.graph.micro_batches == 1:
+        unscaled = self.kernels.scaled_loss or self.program.graph.micro_batches == 1
+        if slot.kind == "view" or added or unscaled:
             return NOTHING, 0.0
         size, dtype = nbytes(self.program, local.op.result.name), local.op.result.dtype
         work = Work("memory", nbytes=2 * size, dtype=dtype, op="multiply")

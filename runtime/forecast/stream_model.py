@@ -82,13 +82,17 @@ class TaskTime:
 
 @dataclass(frozen=True, slots=True)
 class _PricedOp:
-    """A local op with its costs and the values that it waits for; `message` is None if it only computes."""
+    """A local op with its costs, the values that it waits for and the number of ops that the host issues.
+
+    `message` is None if it only computes.
+    """
 
     local: LocalOp
     waits: tuple[str, ...]
     work: Work = NOTHING
     seconds: float = 0.0
     message: Message | None = None
+    issued: int = 0
 
 
 class Streams:
@@ -147,7 +151,10 @@ class Streams:
         if local.mode == "send" or (is_started(local) and local.mode != "recv"):
             work, seconds = self.ops.of(local)
             return _PricedOp(local, waits, work, seconds, self._message_cost(self.program, local))
-        return _PricedOp(local, waits, *self.ops.of(local))
+        if self.ops.updated_at_once(local):
+            return _PricedOp(local, waits)
+        (work, seconds), (ops, more) = self.ops.of(local), self.ops.more(local)
+        return _PricedOp(local, waits, work, seconds + more, None, (work.kind != "none") + ops)
 
     def _message_cost(self, program: RankProgram, local: LocalOp) -> Message:
         if local.mode == "send":
@@ -245,6 +252,9 @@ class _Run:
                     late[name] = self.ends[name]
                 else:
                     self._receive(name)
+        update = self.streams.ops.update(self.task)
+        self.clock += update
+        self.compute += update
         self.clock = max(self.clock, self.issued * self.streams.issue) + self.streams.task
         if self.task.kind == "forward" and self.task.per_micro:
             self.clock += self.streams.micro_batch
@@ -295,7 +305,7 @@ class _Run:
         if local.mode == "recv":
             self._handle_messages(len(local.attrs["recvs"]))
         seconds = step.seconds
-        self.issued += step.work.kind != "none"
+        self.issued += step.issued
         if local.mode == "accumulate" and self.last:
             scaling, more = self.streams.ops.scaling(local)
             seconds += more

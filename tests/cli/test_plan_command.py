@@ -77,6 +77,9 @@ def test_forecast_and_check_with_a_plan(planned: dict[str, str]) -> None:
     code, annotated = invoke("forecast", planned["train"], "--cluster", planned["boxes"])
     assert code == 0
     assert output == annotated
+    code, other = invoke("forecast", planned["train"], "--cluster", planned["boxes"], "--runtime", "megatron")
+    assert code == 0
+    assert "step under megatron" in other
     code, output = invoke("check", planned["plain"], "--plan", planned["plan"])
     assert code == 0, output
     assert "on 4 ranks" in output
@@ -238,6 +241,7 @@ def test_ctrl_c_before_any_plan_is_one_message(files: dict[str, str]) -> None:
         ),
         (("plan", "nowhere.py", "--cluster", "{boxes}"), "script 'nowhere.py' does not exist"),
         (("forecast", "{plain}", "--plan", "nowhere.json"), "nowhere.json: cannot be read"),
+        (("plan", "{plain}", "--runtime", "nobody"), "nobody: neither a file nor a runtime"),
         (("check", "{plain}", "--plan", "{boxes}"), "not JSON"),
         (
             ("check", "--samples", "3", "--plan", "{plan}", "{plain}"),

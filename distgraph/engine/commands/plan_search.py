@@ -24,6 +24,7 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.plan.plan import Found, Plan
 from distgraph.plan.strategy import MODES, SEARCHED
 from distgraph.resources import Cluster
+from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 
 
@@ -60,6 +61,7 @@ class SearchOptions:
         watch: told where the search stands.
         processes: that search at the same time, which changes nothing but the time it takes; None for one on
             each core that this process may use.
+        runtime: what is to execute the plan (docs/runtimes.md); None for distgraph.
 
     Raises:
         GraphError: an unknown mode, or seconds are negative.
@@ -69,6 +71,7 @@ class SearchOptions:
     seconds: float = 60.0
     watch: Callable[[Progress], None] | None = None
     processes: int | None = None
+    runtime: RuntimeModel | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -84,7 +87,8 @@ class SearchOptions:
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """The options as they are stored in the plan."""
-        return {"mode": self.mode, "seconds": self.seconds}
+        runtime = {} if self.runtime is None else {"runtime": self.runtime.name}
+        return {"mode": self.mode, "seconds": self.seconds, **runtime}
 
 
 @collector_paused()  # objects of a search stay alive, or are in no reference cycle
@@ -185,7 +189,7 @@ def _search_events(
     if options.mode in SEARCHED:
         yield from _automatic_search(request, cluster, options, interrupt)
         return
-    forecasted = forecast_training(request, cluster)
+    forecasted = forecast_training(request, cluster, runtime=options.runtime)
 
     def as_compiled() -> Plan:
         plan = extract_plan(request, forecasted.build, forecasted.mapping, cluster)
@@ -202,6 +206,9 @@ def _search_events(
 def _automatic_search(
     request: CompileRequest, cluster: Cluster, options: SearchOptions, interrupt: Interrupt
 ) -> Iterator[Step]:
+    runtime = options.runtime
+    if runtime is not None:
+        cluster, runtime = runtime.applied(cluster)
     state = SearchState(
         request,
         cluster,
@@ -209,6 +216,7 @@ def _automatic_search(
         options.seconds,
         lambda: interrupt.asked,
         processes=options.processes or available_processes(),
+        runtime=runtime,
     )
     best: Evaluation | None = None
     for event in run_search(state):

@@ -217,7 +217,7 @@ def build_program(
     built = build(
         completed, micro_batches=micro_batches, policy=decisions.schedule, price=price, passes=passes
     )
-    result = forecast(built, layout_costs.cluster, devices)
+    result = forecast(built, layout_costs.cluster, devices, runtime=layout_costs.runtime)
     shortages = out_of_memory(result, layout_costs.cluster)
     return BuiltCandidate(
         origin, candidate, decisions, layered, placements, completed, built, devices, result, shortages

@@ -41,6 +41,7 @@ from distgraph.passes.search.layering.layer_folding import Fold, fold
 from distgraph.passes.search.layering.layer_sequence import Layer, Layering, cluster_layers, layering
 from distgraph.passes.search.solver.problem import Problem, Solution
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
+from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 3.0)
 """Seconds that a rank's whole memory costs, in steps of the layouts that are fastest."""
@@ -182,6 +183,7 @@ class LayoutCosts:
         pools: of the cluster.
         expired: whether nothing new is to be begun.
         processes: that solve at the same time (see `worker_pool`).
+        runtime: what executes the plan in forecasts; None for distgraph.
     """
 
     request: CompileRequest
@@ -189,6 +191,7 @@ class LayoutCosts:
     pools: tuple[Pool, ...]
     expired: Callable[[], bool] = lambda: False
     processes: int = 1
+    runtime: RuntimeModel | None = None
     _firsts: list[str] | None = None
     _traces: dict[tuple[int, tuple[int, ...]], LayeredGraph] = field(default_factory=dict)
     _cost_models: dict[tuple[int, ...], CostModel] = field(default_factory=dict)

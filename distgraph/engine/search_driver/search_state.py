@@ -18,6 +18,7 @@ from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.pipeline_search import PipelineSearch
 from distgraph.engine.search_driver.search_space import pools_of
 from distgraph.resources import Cluster
+from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
 FORECASTS = 4
 """Pipelines of one kind that are forecast, at most: a forecast builds the whole program."""
@@ -48,6 +49,7 @@ class SearchState:
         clock: by which time is measured.
         processes: that work at the same time; the answer does not depend on how many there are.
         evaluator: of candidates; forecasts by default.
+        runtime: what is to execute the plan; None for distgraph.
 
     Attributes:
         layout_costs: what layers cost on the meshes of the search space.
@@ -68,6 +70,7 @@ class SearchState:
     clock: Callable[[], float] = time.monotonic
     processes: int = 1
     evaluator: Evaluator | None = None
+    runtime: RuntimeModel | None = None
     bound: float | None = None
     evaluated: set[object] = field(default_factory=set)
     layout_costs: LayoutCosts = field(init=False)
@@ -79,7 +82,9 @@ class SearchState:
     def __post_init__(self) -> None:
         self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
         pools = pools_of(self.cluster)
-        self.layout_costs = LayoutCosts(self.request, self.cluster, pools, self.expired, self.processes)
+        self.layout_costs = LayoutCosts(
+            self.request, self.cluster, pools, self.expired, self.processes, self.runtime
+        )
         self.evaluations = Evaluations(self.evaluator or Forecaster(self.layout_costs))
         self.pipelines = PipelineSearch(self.layout_costs)
         self.explainer = Explainer(self.layout_costs, self.evaluations, self.expired)

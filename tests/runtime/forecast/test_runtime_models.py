@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.programs.forecasts import WAITING, chain, machines
+from support.programs.forecasts import BANDWIDTH, WAITING, chain, machines
 
 from distgraph.errors import ResourceError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources.runtimes.load_runtime import default_runtime
-from distgraph.resources.runtimes.runtime_model import Host, Memory, Messages, Overlap, RuntimeModel
+from distgraph.resources.runtimes.runtime_model import Host, Kernels, Memory, Messages, Overlap, RuntimeModel
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.program.build import Build
 
@@ -127,3 +127,14 @@ def test_of_a_pipeline_activations_are_alive_as_long_as_its_schedule_says():
 def test_an_unknown_runtime_is_refused():
     with pytest.raises(ResourceError, match="fast_one: neither a file nor a runtime"):
         with_runtime(pipeline(), "fast_one")
+
+
+def test_one_kernel_updates_all_parameters():
+    build = data_parallel()
+    free = with_runtime(build, replace(WAITING, kernels=Kernels(update_bytes=1e-3)))
+    at_once = with_runtime(build, replace(WAITING, kernels=Kernels(update_bytes=30.0)))
+    moved = 5 * 64 * 64 * 30.0
+    added = at_once.tasks["optimize.s0"].last.compute - free.tasks["optimize.s0"].last.compute
+    assert added == pytest.approx(moved / BANDWIDTH, rel=1e-3)
+    op_by_op = with_runtime(build, WAITING)
+    assert op_by_op.tasks["optimize.s0"].last.compute > free.tasks["optimize.s0"].last.compute

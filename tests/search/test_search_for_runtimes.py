@@ -1,0 +1,44 @@
+"""A plan is the best for the runtime that is to execute it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.programs.searched import CHAIN, two_by_two
+
+from distgraph.engine.commands.plan_search import SearchOptions, search
+from distgraph.plan.plan import Plan
+from distgraph.resources.runtimes.load_runtime import load_runtime
+from distgraph.resources.runtimes.runtime_model import Memory, RuntimeModel
+
+WAITING = RuntimeModel(name="waiting", about="hides nothing, and both ends of a message wait")
+
+
+def searched(runtime: RuntimeModel | None) -> Plan:
+    options = SearchOptions(seconds=600.0, processes=1, runtime=runtime)
+    return search(CHAIN.compile_request(), two_by_two(), options)
+
+
+def test_the_answer_is_forecast_under_the_runtime() -> None:
+    ours, other = searched(None), searched(WAITING)
+    assert ours.forecast is not None
+    assert other.forecast is not None
+    assert other.forecast.seconds >= ours.forecast.seconds
+    assert "runtime" not in ours.search.settings
+    assert other.search.settings["runtime"] == "waiting"
+
+
+def test_the_model_of_distgraph_gives_the_plan_of_no_model() -> None:
+    ours, named = searched(None), searched(load_runtime("distgraph_gpu"))
+    assert named.forecast == ours.forecast
+    assert named.stages == ours.stages
+
+
+def test_what_a_runtime_keeps_of_the_memory_is_not_planned_with() -> None:
+    cluster = two_by_two()
+    memory = cluster.devices[0].memory
+    runtime = replace(WAITING, memory=Memory(usable=0.5, context=1000.0))
+    left, rest = runtime.applied(cluster)
+    assert {device.memory for device in left.devices} == {0.5 * memory - 1000.0}
+    assert rest.memory.available(left.devices[0].memory) == pytest.approx(0.5 * memory - 1000.0)
