@@ -7,6 +7,7 @@ candidate from which it can be built again: building is deterministic.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,6 +166,13 @@ class Evaluations:
     def processes(self) -> int:
         """Processes that evaluate at the same time: one while an evaluation takes less than forking."""
         return self.evaluator.processes if self._last_seconds > _FORK_SECONDS else 1
+
+    @property
+    def estimate_error(self) -> float | None:
+        """Mean relative difference between estimates of pipelines and their forecasts; None without any."""
+        pairs = [(e.seconds, e.candidate.estimate) for e in self.all if e.candidate is not None]
+        errors = [abs(estimate / seconds - 1) for seconds, estimate in pairs if math.isfinite(estimate)]
+        return sum(errors) / len(errors) if errors else None
 
     def add(self, evaluation: Evaluation, eligible: bool = True) -> Evaluation:
         """Enter a program: as the best so far where it is, and among the baselines unless the search made it.

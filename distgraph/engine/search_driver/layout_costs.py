@@ -263,8 +263,12 @@ class LayoutCosts:
 
     def reference_devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
         """The devices that a stage of this size would have, were it alone: costs are solved for those."""
-        sizes = [len(set(devices) & {d for row in pool.machines for d in row}) for pool in self.pools]
-        return devices_for(self.pools, SubMesh(tuple(sizes)))
+        return devices_for(self.pools, self.submesh(devices))
+
+    def submesh(self, devices: Sequence[int]) -> SubMesh:
+        """Devices of each pool among some devices."""
+        numbers = [self.pool_numbers[device] for device in devices]
+        return SubMesh(tuple(numbers.count(pool) for pool in range(len(self.pools))))
 
     @cached_property
     def pool_numbers(self) -> tuple[int, ...]:

@@ -5,30 +5,39 @@ multipliers of all stages count as one decision. Estimates add up what overlaps,
 a neighbour better.
 
 *In:* evaluations of pipelines. *Out:* evaluations of their neighbours. *Invariant:* every layer has one
-stage, and no stage is empty; stages keep their devices or exchange them.
+stage, and no stage is empty; stages keep their devices or exchange them, unless two merge or one divides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
+from distgraph.engine.search_driver.pipeline_search import SLOWER
+from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
+from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import Event, SearchState
+from distgraph.engine.search_driver.stage_search import PipelineEstimate, pipeline_estimate, shapes_for
+from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 from distgraph.plan.schedule_policies import searched_schedules
 
-_MOST_OPS = 12_000
+_MOST_OPS = 30_000
 """Ops of the programs, together, that a local search builds: building takes time in proportion to them."""
+_MOST_MEMORY = 1.1
+"""Share of the memory that a neighbour may need by the estimate, which is above or below the forecast."""
 _LOWER_MULTIPLIERS = (0.25, 0.5)
 """Factors on memory multipliers that are tried: the multipliers of `layout_costs` are ten times apart."""
 
 
 def local_search(state: SearchState) -> Iterator[Event]:
-    """From each pipeline that was forecast to the first neighbour that is faster, as long as there is one."""
+    """From each pipeline that was forecast, baselines included, to the first neighbour that is faster, as
+    long as there is one."""
     built_ops = 0
     candidates = (evaluation.candidate for evaluation in state.evaluations.all)
     seen = {candidate.decisions for candidate in candidates if candidate is not None}
@@ -51,14 +60,137 @@ def local_search(state: SearchState) -> Iterator[Event]:
 
 
 def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]) -> list[Candidate]:
-    """The neighbours of a pipeline that were not evaluated yet."""
-    pipeline = evaluation.candidate
+    """The neighbours of a pipeline that were not evaluated yet, the most promising ones first.
+
+    By how much a neighbour is faster is estimated where the costs of its stages are known. Others are taken
+    to be as fast as the pipeline itself; what is slower by much, or needs more memory, is left out.
+    """
+    pipeline, layout_costs = evaluation.candidate, state.layout_costs
     assert pipeline is not None
     counts: list[int] = []
     if not has_fixed_count(pipeline):
         counts = [*state.pipelines.best, *state.pipelines.adjacent_counts(pipeline.micro_batches)]
-    neighbours = local_search_moves(pipeline, tuple(dict.fromkeys(counts)), state.layout_costs.pool_numbers)
-    return [replace(each, origin="search") for each in neighbours if each.decisions not in seen]
+    moves = chain(
+        local_search_moves(pipeline, tuple(dict.fromkeys(counts)), layout_costs.pool_numbers),
+        stage_moves(pipeline, layout_costs, state.pipelines.submeshes),
+    )
+    ranked: list[tuple[float, Candidate]] = []
+    for neighbour in moves:
+        if neighbour.decisions in seen:
+            continue
+        candidate = replace(neighbour, origin="search", estimate=pipeline.estimate)
+        restriction = _restriction_with_costs(layout_costs, pipeline, candidate)
+        if restriction is None:
+            ranked.append((1.0, candidate))
+            continue
+        own = pipeline_estimate(layout_costs, replace(pipeline, restriction=restriction))
+        after, estimate = _fitting(layout_costs, replace(candidate, restriction=restriction))
+        ratio = estimate.seconds / own.seconds
+        if ratio <= SLOWER and estimate.memory_ratio <= _MOST_MEMORY:
+            seconds = ratio * pipeline.estimate
+            after = replace(after, restriction=candidate.restriction, estimate=seconds)
+            ranked.append((ratio, after))
+    ranked.sort(key=lambda pair: pair[0])
+    unique = {candidate.decisions: candidate for _, candidate in ranked if candidate.decisions not in seen}
+    return list(unique.values())
+
+
+def _restriction_with_costs(
+    layout_costs: LayoutCosts, pipeline: Candidate, neighbour: Candidate
+) -> Restriction | None:
+    """That of the neighbour, or else none, where the costs of all stages of both were solved before."""
+    options: tuple[Restriction, ...] = (neighbour.restriction, "none")
+    for restriction in options:
+        if all(
+            has_costs(layout_costs, replace(each, restriction=restriction)) for each in (pipeline, neighbour)
+        ):
+            return restriction
+    return None
+
+
+def _fitting(layout_costs: LayoutCosts, candidate: Candidate) -> tuple[Candidate, PipelineEstimate]:
+    """A candidate with its estimate; with all layers recomputed where it does not fit otherwise."""
+    estimate = pipeline_estimate(layout_costs, candidate)
+    if estimate.memory_ratio > 1:
+        again = replace(candidate, recompute=layout_costs.all_layers(candidate.micro_batches))
+        smaller = pipeline_estimate(layout_costs, again)
+        if smaller.memory_ratio < estimate.memory_ratio:
+            return again, smaller
+    return candidate, estimate
+
+
+def has_costs(layout_costs: LayoutCosts, candidate: Candidate) -> bool:
+    """Whether the costs of all stages were solved before."""
+    return all(
+        layout_costs.has_variants(
+            candidate.micro_batches, layout_costs.submesh(stage.devices), stage.shape, candidate.restriction
+        )
+        for stage in candidate.stages
+    )
+
+
+def stage_moves(
+    candidate: Candidate, layout_costs: LayoutCosts, submeshes: Collection[SubMesh]
+) -> Iterator[Candidate]:
+    """The neighbours of a candidate with other stages: another shape of one stage or of all, two stages
+    merged, one divided, another restriction of the layouts, all layers recomputed or none.
+
+    Args:
+        candidate: of any number of stages.
+        layout_costs: of the program.
+        submeshes: those that a stage may have.
+    """
+    stages, count = candidate.stages, candidate.micro_batches
+    shapes = {s: shapes_for(layout_costs, count, s) for s in submeshes}
+    of_stages = [layout_costs.submesh(stage.devices) for stage in stages]
+    for number, submesh in enumerate(of_stages):
+        for shape in shapes.get(submesh, ()):
+            changed = replace(stages[number], shape=shape)
+            yield replace(candidate, stages=(*stages[:number], changed, *stages[number + 1 :]))
+    for shape in shapes.get(of_stages[0], ()) if len(set(of_stages)) == 1 and len(stages) > 1 else ():
+        yield replace(candidate, stages=tuple(replace(stage, shape=shape) for stage in stages))
+    for parts in (*_merged(stages, of_stages, shapes), *_divided(stages, of_stages, shapes)):
+        devices = place(layout_costs.pools, [submesh for _, submesh in parts])
+        if devices is not None:
+            placed = tuple(replace(s, devices=d) for (s, _), d in zip(parts, devices, strict=True))
+            yield replace(candidate, stages=placed)
+    for restriction in RESTRICTION_NAMES:
+        yield replace(candidate, restriction=restriction)
+    for recompute in ((), layout_costs.all_layers(count)):
+        yield replace(candidate, recompute=recompute)
+
+
+_Parts = list[tuple[StageChoice, SubMesh]]
+"""Stages in the order of the pipeline, each with the sub-mesh that it is to have."""
+
+
+def _merged(
+    stages: Sequence[StageChoice], of_stages: Sequence[SubMesh], shapes: Mapping[SubMesh, Sequence[Shape]]
+) -> Iterator[_Parts]:
+    """Two adjacent stages as one on the devices of both."""
+    pairs = list(zip(stages, of_stages, strict=True))
+    for number in range(1, len(stages)):
+        before, behind = stages[number - 1 : number + 1]
+        sizes = zip(of_stages[number - 1].sizes, of_stages[number].sizes, strict=True)
+        both = SubMesh(tuple(a + b for a, b in sizes))
+        for shape in shapes.get(both, ()):
+            merged = replace(before, stop=behind.stop, shape=shape)
+            yield [*pairs[: number - 1], (merged, both), *pairs[number + 1 :]]
+
+
+def _divided(
+    stages: Sequence[StageChoice], of_stages: Sequence[SubMesh], shapes: Mapping[SubMesh, Sequence[Shape]]
+) -> Iterator[_Parts]:
+    """A stage as two, each with half of its devices and about half of its layers."""
+    pairs = list(zip(stages, of_stages, strict=True))
+    for number, stage in enumerate(stages):
+        half = SubMesh(tuple(size // 2 for size in of_stages[number].sizes))
+        middle = (stage.first + stage.stop) // 2
+        if 2 * half.size != len(stage.devices) or not stage.first < middle < stage.stop:
+            continue
+        for shape in shapes.get(half, ()):
+            parts = replace(stage, stop=middle, shape=shape), replace(stage, first=middle, shape=shape)
+            yield [*pairs[:number], *((part, half) for part in parts), *pairs[number + 1 :]]
 
 
 def local_search_moves(

@@ -7,8 +7,9 @@ stages have one size. *Invariant:* nothing is forecast here; what is solved for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from distgraph.engine.search_driver.candidate import Candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
@@ -32,7 +33,7 @@ from distgraph.engine.search_driver.stage_search import (
 from distgraph.errors import GraphError, InfeasibleError
 from distgraph.passes.search.inter_op.stages import Stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
-from distgraph.plan.schedule_policies import searched_schedules
+from distgraph.plan.schedule_policies import schedule_policy, searched_schedules
 
 SLOWER = 1.15
 """A pipeline whose estimate is this much above the best is neither looked for nor forecast."""
@@ -72,6 +73,7 @@ class PipelineSearch:
     shape_seconds: dict[tuple[SubMesh, Shape], float] = field(default_factory=dict)
     _divides: dict[int, bool] = field(default_factory=dict)
     _first_count: int = 0
+    _objectives: dict[tuple[str, bool], float] = field(default_factory=dict)
 
     @property
     def submeshes(self) -> tuple[SubMesh, ...]:
@@ -185,12 +187,45 @@ class PipelineSearch:
     def _best_of(
         self, table: VariantTable, slack: float, schedules: Iterable[str]
     ) -> tuple[Candidate, Stages] | None:
-        """The best pipeline of a table under the best of some schedules; None where none is good enough."""
-        best: tuple[Candidate, Stages] | None = None
-        for schedule in schedules:
-            below = SLOWER * best_estimate(self.best) if best is None else best[0].estimate
+        """The pipeline of a table with the best estimate, of the best ones by dynamic programming; where its
+        stages differ in size, also of those with stages of one size. None where none is good enough.
+
+        The dynamic programme does not know where machines end, nor what passes between stages of two sizes.
+        """
+        schedules = tuple(schedules)
+        pipelines = list(self._pipelines_of(table, slack, schedules, 0.0))
+        best = min(pipelines, key=_estimate, default=None)
+        if best is None:
+            return None
+        sizes = {len(stage.devices) for stage in best[0].stages}
+        for size in sorted(sizes) if len(sizes) > 1 and len(self.layout_costs.pools) == 1 else ():
+            pipelines += self._pipelines_of(of_size(table, size), slack, schedules, best[0].estimate)
+        return min(pipelines, key=_estimate)
+
+    def _pipelines_of(
+        self, table: VariantTable, slack: float, schedules: Sequence[str], seconds: float
+    ) -> Iterator[tuple[Candidate, Stages]]:
+        """The best pipelines by dynamic programming under each schedule, with transfers in the period of a
+        stage and hidden; those are left out that are much slower than `seconds` and all before."""
+        several = len(self.layout_costs.cluster.machines) > 1
+        for schedule, hidden in product(schedules, (False, True)):
+            if hidden != several and not schedule_policy(schedule).waits_for_transfers:
+                continue  # transfers are hidden either way, and priced between machines where there are some
+            least = self._objectives.get((schedule, hidden), math.inf)
             try:
-                best = best_pipeline(self.layout_costs, table, slack=slack, schedule=schedule, below=below)
+                pipeline = best_pipeline(
+                    self.layout_costs,
+                    table,
+                    slack=slack,
+                    schedule=schedule,
+                    hidden=hidden,
+                    below=SLOWER * max(least, seconds),
+                )
             except InfeasibleError:
                 continue
-        return best
+            self._objectives[schedule, hidden] = min(least, pipeline[1].seconds)
+            yield pipeline
+
+
+def _estimate(pipeline: tuple[Candidate, Stages]) -> float:
+    return pipeline[0].estimate

@@ -12,8 +12,8 @@ so that the answer is never behind them.
 Micro-batch counts are tried in growing strides (`micro_batch_search`). The first pipeline that fits is
 forecast at once, so that there is an answer early; shapes that are slower by themselves than the best
 pipeline are left out from then on. A pipeline that does not fit memory by its forecast is searched again with
-less memory. The neighbours of the pipelines that were forecast are forecast too (`local_search`), fewer of
-larger programs.
+less memory. The neighbours of the pipelines that were forecast, uniform ones included, are forecast too
+(`local_search`), fewer of larger programs.
 
 Source: Zheng et al., Alpa (OSDI 2022), sections 4 and 5; the comparison by forecast instead of by estimate is
 ours.
@@ -80,8 +80,10 @@ def run_search(state: SearchState) -> Iterator[Event]:
         yield from evaluate_single_devices(state)
         yield from search_micro_batch_counts(state)
         yield from evaluate_single_pools(state)
-        yield from local_search(state)
         yield from evaluate_uniform_and_recursive(state)
+        yield from local_search(state)
+        if (error := state.evaluations.estimate_error) is not None:
+            yield Event(f"estimates are {error:.1%} off the forecasts on average")
     for step in state.explainer.run():  # a runner-up that turns out faster becomes the best
         yield Event(step) if isinstance(step, str) else state.record(step)
     if state.best is None and state.mode == "auto" and not annotated and not state.expired():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
 from distgraph.engine.search_driver.search_space import Shape, shapes_of
+from distgraph.passes.search.inter_op.schedule_costs import simulated_makespan
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
     IntervalCosts,
@@ -26,7 +28,7 @@ from distgraph.passes.search.inter_op.stage_costs import (
     every_stage,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
-from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
+from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
 from distgraph.plan.schedule_policies import schedule_policy
 
 Floats = NDArray[np.float64]
@@ -73,7 +75,9 @@ def variant_table(
     table: dict[SubMesh, list[Variant]] = {}
     complete = True
     near = sorted(submeshes, key=partial(_distance, layout_costs))
-    pairs = [(submesh, shape) for submesh in near for shape in _shapes(layout_costs, micro_batches, submesh)]
+    pairs = [
+        (submesh, shape) for submesh in near for shape in shapes_for(layout_costs, micro_batches, submesh)
+    ]
     pairs = [pair for pair in pairs if pair not in excluded]
     layout_costs.prepare_variants(micro_batches, pairs, "none")
     for submesh, shape in pairs:
@@ -129,9 +133,10 @@ def single_shape_seconds(
 ) -> dict[tuple[SubMesh, Shape], float]:
     """Seconds of a step were all layers on stages of one shape, without bubbles, borders and memory limits.
 
-    That is m (sum_l t_l) + s on a share of the devices. A shape for which it is above the seconds of a whole
-    pipeline, bubbles and all, makes that pipeline slower wherever it takes over some of the work; that it
-    might free devices for stages that gain more is neglected. Empty for a cluster of several pools.
+    That is m (sum_l t_l) + s on a share of the devices, without the synchronisation of gradients that the
+    backward part hides. A shape for which it is above the seconds of a whole pipeline, bubbles and all, makes
+    that pipeline slower wherever it takes over some of the work; that it might free devices for stages that
+    gain more is neglected. Empty for a cluster of several pools.
     """
     if len(layout_costs.pools) > 1:
         return {}
@@ -142,6 +147,7 @@ def single_shape_seconds(
             key = submesh, variant.shape
             costs = variant.profile
             total = table.micro_batches * (costs.forward + costs.backward).sum() + costs.step.sum()
+            total -= min(costs.gradients.sum(), costs.backward.sum())
             seconds[key] = min(float(total) * submesh.size / devices, seconds.get(key, math.inf))
     return seconds
 
@@ -154,7 +160,8 @@ def _distance(layout_costs: LayoutCosts, submesh: SubMesh) -> float:
     return math.inf if len(sizes) > 1 else abs(math.log(sizes[0][1] / sizes[0][0]))
 
 
-def _shapes(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
+def shapes_for(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
+    """Logical meshes of a sub-mesh, in one pool or across several."""
     pools = [p for p, size in zip(layout_costs.pools, submesh.sizes, strict=True) if size]
     return (
         shapes_of(pools[0], submesh.size)
@@ -234,24 +241,104 @@ class CostsWithBorders:
         return self.costs.missing(in_flight)
 
 
-def transfer_seconds(layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh]) -> Floats:
+def transfer_seconds(
+    layout_costs: LayoutCosts, micro_batches: int, submeshes: Sequence[SubMesh], apart: bool = False
+) -> Floats:
     """Seconds [layers, sub-meshes] of the transfer behind a layer, to a stage of the same size.
 
-    Of one micro-batch, both ways; 0 behind the last layer. Every rank sends its share to one of the next
-    stage at the same time. Two stages are in one machine where they fit there together.
+    Of one micro-batch, both ways; 0 behind the last layer.
+
+    Args:
+        layout_costs: of the program.
+        micro_batches: in a step.
+        submeshes: those of the stage.
+        apart: the stages are in different machines; else in one where they fit there together.
     """
     crossing = np.append(layout_costs.layered_graph(micro_batches).crossing, 0.0)
     seconds = np.zeros((len(crossing), len(submeshes)))
-    sizes = np.unique(crossing[crossing > 0])
     for number, submesh in enumerate(submeshes):
         devices = place(layout_costs.pools, [submesh, submesh])
-        if devices is None or not len(sizes):
-            continue
-        pairs = list(zip(*devices, strict=True))
-        times = layout_costs.collective.times("send", pairs[0], sizes / len(pairs), tuple(pairs[1:]))
-        index = np.minimum(np.searchsorted(sizes, crossing), len(sizes) - 1)
-        seconds[:, number] = np.where(crossing > 0, times[index], 0.0)
+        if apart:
+            devices = _in_two_machines(layout_costs.pools, submesh) or devices
+        if devices is not None:
+            seconds[:, number] = _message_seconds(layout_costs, devices, crossing)
     return seconds
+
+
+def _in_two_machines(pools: Sequence[Pool], submesh: SubMesh) -> tuple[tuple[int, ...], ...] | None:
+    """Two stages in the first two machines of a pool, where each is smaller than a machine."""
+    ((pool, size), *more) = [(pool, size) for pool, size in zip(pools, submesh.sizes, strict=True) if size]
+    if more or size >= pool.machine or len(pool.machines) < 2:
+        return None
+    return pool.machines[0][:size], pool.machines[1][:size]
+
+
+def _message_seconds(layout_costs: LayoutCosts, devices: Sequence[tuple[int, ...]], nbytes: Floats) -> Floats:
+    """Seconds in which some bytes pass between two stages: every rank sends its share to one of the next."""
+    pairs = list(zip(*devices, strict=False))
+    sizes = np.unique(nbytes[nbytes > 0])
+    if not len(sizes):
+        return np.zeros(len(nbytes))
+    times = layout_costs.collective.times("send", pairs[0], sizes / len(pairs), tuple(pairs[1:]))
+    index = np.minimum(np.searchsorted(sizes, nbytes), len(sizes) - 1)
+    return np.asarray(np.where(nbytes > 0, times[index], 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineEstimate:
+    """What a candidate takes by the costs of its layers.
+
+    Attributes:
+        seconds: of a step.
+        memory_ratio: bytes that the fullest device needs over those that it has.
+    """
+
+    seconds: float
+    memory_ratio: float
+
+
+def pipeline_estimate(layout_costs: LayoutCosts, candidate: Candidate) -> PipelineEstimate:
+    """The estimate of a candidate: its pipeline simulated, with transfers between the devices it has.
+
+    Args:
+        layout_costs: of the program. Layouts of shapes that were not solved yet are solved.
+        candidate: any.
+    """
+    stages, m = candidate.stages, candidate.micro_batches
+    policy = schedule_policy(candidate.schedule)
+    parts = [_stage_parts(layout_costs, candidate, position) for position in range(len(stages))]
+    crossing = layout_costs.layered_graph(m).crossing
+    transfer = [
+        float(_message_seconds(layout_costs, (a.devices, b.devices), crossing[a.stop - 1 : a.stop] / 2)[0])
+        for a, b in pairwise(stages)
+    ]
+    forward, backward, step, memory = zip(*parts, strict=True)
+    seconds = simulated_makespan(policy, forward, backward, m, transfer, step)
+    return PipelineEstimate(seconds, max(memory))
+
+
+def _stage_parts(
+    layout_costs: LayoutCosts, candidate: Candidate, position: int
+) -> tuple[float, float, float, float]:
+    """Seconds forward, backward and once a step of a stage, and the share of the memory that it needs."""
+    stage, m = candidate.stages[position], candidate.micro_batches
+    submesh = layout_costs.submesh(stage.devices)
+    variants = layout_costs.variants(m, submesh, stage.shape, candidate.restriction)
+    variant = min(variants, key=lambda each: abs(each.memory_multiplier - stage.memory_multiplier))
+    plain, again = variant.profile, variant.recompute
+    layers = np.append(np.arange(stage.first, stage.stop), len(plain.forward) - 1)
+    recomputed = np.isin(layers, candidate.recompute)
+
+    def total(name: str) -> Floats:
+        return np.asarray(np.where(recomputed, getattr(again, name)[layers], getattr(plain, name)[layers]))
+
+    border = max(0.0, float(plain.border[stage.first : stage.stop - 1].sum())) / 2
+    forward, backward = (float(total(name).sum()) + border for name in ("forward", "backward"))
+    hidden = min(float(plain.gradients[layers].sum()), backward)
+    policy = schedule_policy(candidate.schedule)
+    held = policy.in_flight(position, len(candidate.stages), m) * float(total("activations").sum())
+    nbytes = float(plain.fixed[layers].sum()) + held + float(total("temporary").max())
+    return forward, backward, float(plain.step[layers].sum()) - hidden, nbytes / layout_costs.memory(submesh)
 
 
 def best_pipeline(
@@ -260,6 +347,7 @@ def best_pipeline(
     *,
     slack: float = 1.0,
     schedule: str = "1f1b",
+    hidden: bool = False,
     below: float = np.inf,
 ) -> tuple[Candidate, Stages]:
     """The best stages by dynamic programming.
@@ -269,7 +357,14 @@ def best_pipeline(
         table: the variants to choose from.
         slack: share of a device's memory that may be used by the estimate.
         schedule: name.
+        hidden: transfers overlap under any schedule but are between machines; else they are part of the
+            period of a stage where the schedule waits for them, and inside machines where stages fit there.
+            The first is too low for equal stages, the second too high for others: a pipeline of either may
+            have the better estimate (`pipeline_estimate`).
         below: seconds; a pipeline has to take less.
+
+    Returns:
+        The pipeline with its estimate, and with the objective of the dynamic programme.
 
     Raises:
         InfeasibleError: nothing fits, or nothing takes less.
@@ -278,20 +373,22 @@ def best_pipeline(
         [[Config(v.profile, v.recompute) for v in variants] for variants in table.variants],
         [slack * layout_costs.memory(submesh) for submesh in table.submeshes],
     )
-    behind = transfer_seconds(layout_costs, table.micro_batches, table.submeshes)
+    behind = transfer_seconds(layout_costs, table.micro_batches, table.submeshes, apart=hidden)
     policy = schedule_policy(schedule)
-    count = len(table.submeshes)
+    count, waits = len(table.submeshes), policy.waits_for_transfers and not hidden
     problem = StageProblem(
-        CostsWithBorders(costs, behind) if policy.waits_for_transfers else costs,
+        CostsWithBorders(costs, behind) if waits else costs,
         layout_costs.pools,
         table.submeshes,
         table.micro_batches,
         policy,
-        None if policy.waits_for_transfers else np.repeat(behind[:-1, :, None], count, axis=2),
+        None if waits else np.repeat(behind[:-1, :, None], count, axis=2),
         whole=False,
     )
     stages = find_stages(problem, below=below)
-    return _candidate(table, stages, schedule), stages
+    candidate = _candidate(table, stages, schedule)
+    estimate = pipeline_estimate(layout_costs, candidate)
+    return replace(candidate, estimate=estimate.seconds), stages
 
 
 def _candidate(table: VariantTable, stages: Stages, schedule: str) -> Candidate:

@@ -7,7 +7,7 @@ devices are used; restrictions say what dp may split (see `restrictions`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,12 +17,9 @@ from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
 from distgraph.engine.search_driver.search_space import Shape, shapes_of
-from distgraph.engine.search_driver.stage_search import CostsWithBorders, ExcludedShapes, transfer_seconds
-from distgraph.passes.search.inter_op.schedule_costs import makespan
-from distgraph.passes.search.inter_op.stage_costs import Config, ProfileCosts
+from distgraph.engine.search_driver.stage_search import ExcludedShapes, pipeline_estimate
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
 from distgraph.passes.search.intra_op.formulate import Profile
-from distgraph.plan.schedule_policies import ONE_F_ONE_B
 
 Floats = NDArray[np.float64]
 
@@ -124,12 +121,11 @@ def _floor(layout_costs: LayoutCosts, pipeline: _UniformPipeline) -> float:
     firsts = _divided(profile.forward[:-1] + profile.backward[:-1], len(pipeline.devices))
     if firsts is None:
         return float("inf")
-    return _seconds(
-        layout_costs,
-        ProfileCosts([[Config(profile)]], [np.inf]),
-        pipeline,
-        _choices(pipeline, profile, firsts),
+    free = replace(pipeline, shape=pipeline.free)
+    candidate = Candidate(
+        "", _choices(free, profile, firsts), "none", np.inf, micro_batches=pipeline.micro_batches
     )
+    return pipeline_estimate(layout_costs, candidate).seconds
 
 
 def _candidate_of(
@@ -142,14 +138,13 @@ def _candidate_of(
     if firsts is None:
         return None
     choices = _choices(pipeline, variant.profile, firsts)
-    for profile, recompute in ((variant.profile, ()), (variant.recompute, tuple(range(layers)))):
-        costs = ProfileCosts([[Config(profile)]], [layout_costs.memory(pipeline.submesh)])
-        seconds = _seconds(layout_costs, costs, pipeline, choices)
-        if np.isfinite(seconds):
-            stages = f"{count} stage{'s' * (count > 1)}"
-            name = f"{RESTRICTION_NAMES[variant.restriction]}: {pipeline.shape}, {stages}"
-            micro_batches, own = pipeline.micro_batches, variant.restriction
-            return Candidate(name, choices, own, seconds, micro_batches=micro_batches, recompute=recompute)
+    stages = f"{count} stage{'s' * (count > 1)}"
+    name = f"{RESTRICTION_NAMES[restriction]}: {pipeline.shape}, {stages}"
+    candidate = Candidate(name, choices, restriction, np.inf, micro_batches=pipeline.micro_batches)
+    for recompute in ((), tuple(range(layers))):
+        estimate = pipeline_estimate(layout_costs, replace(candidate, recompute=recompute))
+        if estimate.memory_ratio <= 1:
+            return replace(candidate, recompute=recompute, estimate=estimate.seconds)
     return None
 
 
@@ -161,25 +156,6 @@ def _choices(
         StageChoice(first, stop, devices, pipeline.shape)
         for (first, stop), devices in zip(pairwise((*firsts, layers)), pipeline.devices, strict=True)
     )
-
-
-def _seconds(
-    layout_costs: LayoutCosts,
-    costs: ProfileCosts,
-    pipeline: _UniformPipeline,
-    choices: tuple[StageChoice, ...],
-) -> float:
-    policy = ONE_F_ONE_B
-    bordered = CostsWithBorders(
-        costs, transfer_seconds(layout_costs, pipeline.micro_batches, [pipeline.submesh])
-    )
-    times, steps = [], []
-    for position, choice in enumerate(choices):
-        stage = np.array([choice.first * bordered.shape[0] + choice.stop - 1])
-        in_flight = policy.in_flight(position, len(choices), pipeline.micro_batches)
-        times.append(float(bordered.seconds_of(stage, in_flight)[0]))
-        steps.append(float(bordered.step_of(stage)[0]))
-    return makespan(policy, times, [0.0] * len(times), pipeline.micro_batches, step=steps)
 
 
 def _shapes(layout_costs: LayoutCosts, submesh: SubMesh) -> tuple[Shape, ...]:

@@ -7,10 +7,15 @@ With t_i the seconds of stage i for one micro-batch, forward and backward, and m
 under both GPipe and 1F1B (Zheng et al., Alpa, OSDI 2022, equation 2; for p equal stages (m + p - 1) t). The
 two schedules differ in the number of micro-batches in flight on a stage and in whether transfers are hidden:
 see `in_flight`, `fill` and `waits_for_transfers` in `plan/schedule_policies.py`.
+
+The closed form is what a dynamic programme can minimise. Of a pipeline whose stages are all known,
+`simulated_makespan` follows every micro-batch instead.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 
 from distgraph.plan.schedule_policies import SchedulePolicy
@@ -49,3 +54,108 @@ def makespan(
     rounds = micro_batches - schedule.fill
     last = max(rounds * t + s for t, s in zip(times, once, strict=True))
     return schedule.fill * (sum(times) + sum(transfer)) + max([last, *(rounds * x for x in transfer)])
+
+
+_FOLLOWED = 512
+"""Forward parts of all stages that are followed before the rest is extrapolated."""
+_CYCLES = 4
+"""Micro-batches for each stage of the pipeline that are followed, at least."""
+_BUFFERS = 2
+"""Results of a stage that wait for the next one or are in use there, at most."""
+
+
+def simulated_makespan(
+    schedule: SchedulePolicy,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: Sequence[float] = (),
+    step: Sequence[float] = (),
+) -> float:
+    """Seconds of one training step of a pipeline, by following its micro-batches from stage to stage.
+
+    A stage computes forward parts while fewer micro-batches are in flight on it than the schedule allows, and
+    of the parts that may begin the one that the schedule prefers. A result is on its way to the next stage
+    while both stages compute; results of several micro-batches may be, as in the forecast. Of many
+    micro-batches the first few are followed; the others take as long each as the last of these.
+
+    Args:
+        schedule: the schedule, of which `in_flight`, `priority` and `forward_is_done_first` are used.
+        forward, backward: seconds of each stage for one micro-batch.
+        micro_batches: m.
+        transfer: seconds of the transfer after each stage but the last, in one direction; empty if transfers
+            cost nothing.
+        step: seconds of each stage once a step, after its last backward part; empty if there are none.
+
+    Example:
+        >>> from distgraph.plan.schedule_policies import ONE_F_ONE_B
+        >>> simulated_makespan(ONE_F_ONE_B, [1.0] * 4, [2.0] * 4, 8)
+        33.0
+        >>> simulated_makespan(ONE_F_ONE_B, [1.0, 1.0], [2.0, 1.0], 8, [0.5], [5.0, 0.0])
+        32.0
+    """
+    count = len(forward)
+    transfer = transfer or [0.0] * (count - 1)
+    followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
+    followed += (micro_batches - followed) % count  # the others are whole cycles of the pipeline
+    ends = _last_ends(schedule, forward, backward, followed, transfer)
+    if followed < micro_batches:
+        before = _last_ends(schedule, forward, backward, followed - count, transfer)
+        cycles = (micro_batches - followed) // count
+        ends = [end + cycles * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
+    return max(end + once for end, once in zip(ends, step or [0.0] * count, strict=True))
+
+
+def _last_ends(
+    schedule: SchedulePolicy,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: Sequence[float],
+) -> list[float]:
+    """End of the last backward part of every stage, by events in the order of time."""
+    count = len(forward)
+    allowed = [schedule.in_flight(stage, count, micro_batches) for stage in range(count)]
+    ready: tuple[list[list[float]], list[list[float]]]
+    ready = [[0.0] * micro_batches, *([] for _ in range(count - 1))], [[] for _ in range(count)]
+    begun = [0] * count, [0] * count  # forward and backward parts of every stage
+    free = [0.0] * count
+    events = [(0.0, stage) for stage in range(count)]
+
+    def part(stage: int, time: float) -> int | None:
+        """What a stage begins: 0 a forward part, 1 a backward part; None if neither can begin."""
+        first, second = begun[0][stage], begun[1][stage]
+        room = first - second < allowed[stage]
+        if room and stage + 1 < count:  # one result is in use on the next stage while the next one is made
+            room = first - begun[0][stage + 1] < _BUFFERS
+        turned = first == micro_batches or not schedule.forward_is_done_first
+        found = [
+            (schedule.priority(phase, number, 0), which)
+            for which, phase, number in ((0, "forward", first), (1, "backward", second))
+            if (turned if which else room) and time >= _entry(ready[which][stage], number)
+        ]
+        return min(found)[1] if found else None
+
+    while events:
+        time, stage = heapq.heappop(events)
+        which = part(stage, time) if free[stage] <= time else None
+        if which is None:
+            continue
+        begun[which][stage] += 1
+        free[stage] = end = time + (backward if which else forward)[stage]
+        heapq.heappush(events, (end, stage))
+        target = stage + (-1 if which else 1)
+        if which == 0 and stage:
+            heapq.heappush(events, (time, stage - 1))
+        if target == count:
+            ready[1][stage].append(end)
+        elif target >= 0:
+            delay = transfer[min(stage, target)]
+            ready[which][target].append(end + delay)
+            heapq.heappush(events, (end + delay, target))
+    return free
+
+
+def _entry(times: Sequence[float], number: int) -> float:
+    """The time of a result; infinite where it has not been computed yet."""
+    return times[number] if number < len(times) else math.inf

@@ -193,6 +193,8 @@ class ProfileCosts:
         self._time = IntervalSums([p.forward + p.backward for p in profiles])
         self._border = IntervalSums([p.border for p in profiles])
         self._once = IntervalSums([p.step for p in profiles])
+        self._gradients = IntervalSums([p.gradients for p in profiles])
+        self._backward = IntervalSums([p.backward for p in profiles])
         self._fixed = IntervalSums([p.fixed for p in profiles])
         self._activations = IntervalSums([p.activations for p in profiles])
         self._temporary = np.stack([maxima(p.temporary) for p in profiles])
@@ -206,8 +208,10 @@ class ProfileCosts:
         return every_stage(self, in_flight)
 
     def step_of(self, stages: Numbers) -> Floats:
-        """Seconds once a step."""
-        return self._once.of(self._intervals(stages))
+        """Seconds once a step: the last backward part hides the synchronisation of gradients."""
+        intervals = self._intervals(stages)
+        hidden = np.minimum(self._gradients.of(intervals), self._backward.of(intervals))
+        return np.asarray(self._once.of(intervals) - hidden)
 
     def seconds_of(self, stages: Numbers, in_flight: int) -> Floats:
         """Seconds of one micro-batch; inf if a stage does not fit."""

@@ -40,6 +40,7 @@ class Profile:
         fixed: bytes held for the whole step: parameters, gradients, states, constants, inputs of one step.
         activations: bytes that the forward part stores for the backward part, for one micro-batch in flight.
         temporary: peak bytes of scratch memory.
+        gradients: the part of `step` that synchronises gradients, which the backward part can hide.
     """
 
     forward: Floats
@@ -49,6 +50,7 @@ class Profile:
     fixed: Floats
     activations: Floats
     temporary: Floats
+    gradients: Floats
 
     def seconds(self, micro_batches: int) -> float:
         """Seconds of a step if all layers ran on one mesh and nothing overlapped."""

@@ -48,10 +48,11 @@ class _LayerTotals:
     fixed: Floats
     activations: Floats
     temporary: Floats
+    gradients: Floats
 
     @staticmethod
     def zero(layers: int) -> _LayerTotals:
-        return _LayerTotals(*(np.zeros(layers + 1) for _ in range(7)))
+        return _LayerTotals(*(np.zeros(layers + 1) for _ in range(8)))
 
 
 class LayerCosts:
@@ -89,7 +90,9 @@ class LayerCosts:
         for op in self.fold.ops:
             np.maximum.at(self.totals.temporary, op.layers, used[op.time])
         t = self.totals
-        return Profile(t.forward, t.backward, t.step, t.border, t.fixed, t.activations, t.temporary)
+        return Profile(
+            t.forward, t.backward, t.step, t.border, t.fixed, t.activations, t.temporary, t.gradients
+        )
 
     def _part(self, op: FoldedOp) -> Floats:
         """The seconds by layer of the part of the step that an op runs in."""
@@ -141,6 +144,8 @@ class LayerCosts:
             return
         part = self._part(producer) if value.per_micro else self.totals.step
         self._add(part, pattern.producer_layers, seconds)
+        if producer.op.kind == "accumulate":
+            self._add(self.totals.gradients, pattern.producer_layers, seconds)
 
     def _add_change_to_reader(
         self, value: FoldedValue, producers: Ints, readers: Ints, reader: FoldedOp, seconds: float
@@ -155,6 +160,8 @@ class LayerCosts:
         """
         if not value.per_micro:
             self._add(self.totals.step, readers, seconds)
+            if self.fold.ops[value.producer].op.kind == "accumulate":
+                self._add(self.totals.gradients, readers, seconds)
             return
         crosses = (producers != readers) & (producers >= 0) & (readers >= 0)
         self._add(self.totals.border, np.minimum(producers, readers)[crosses], seconds)

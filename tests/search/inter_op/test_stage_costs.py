@@ -34,9 +34,11 @@ def random_profile(rng: np.random.Generator, layers: int, equal: bool) -> Config
 
     forward, backward = column(1.0), column(2.0)
     activations, temporary = column(1.0), column(0.5)
-    plain = Profile(forward, backward, column(0.5), column(0.2), column(1.0), activations, temporary)
-    again = Profile(
-        forward, backward + forward, plain.step, plain.border, plain.fixed, 0.2 * activations, 1.5 * temporary
+    plain = Profile(
+        forward, backward, column(0.5), column(0.2), column(1.0), activations, temporary, 0 * forward
+    )
+    again = replace(
+        plain, backward=backward + forward, activations=0.2 * activations, temporary=1.5 * temporary
     )
     again.backward[-1], again.activations[-1] = backward[-1], activations[-1]
     return Config(plain, again if rng.random() < 0.8 else None)
@@ -149,10 +151,19 @@ def test_stages_from_profiles_equal_brute_force(seed: int) -> None:
 def test_no_more_layers_are_recomputed_than_memory_asks_for() -> None:
     one = np.array([1.0] * 6 + [0.0])
     zero = np.zeros(7)
-    plain = Profile(one, 2 * one, zero, zero, zero, one, zero)
-    again = Profile(one, 3 * one, zero, zero, zero, zero, zero)
+    plain = Profile(one, 2 * one, zero, zero, zero, one, zero, zero)
+    again = replace(plain, backward=3 * one, activations=zero)
     costs = ProfileCosts([[Config(plain, again)]], [4.0])
     # 6 layers keep 6 bytes a micro-batch; with one in flight two must go, with two four, with four five
     for live, count in ((1, 2), (2, 4), (4, 5)):
         assert len(costs.recomputed(0, 5, 0, 0, live)) == count
         assert costs.tabulate(live).seconds[0, 5, 0, 0] == 18 + count
+
+
+def test_the_backward_part_hides_the_synchronisation_of_gradients() -> None:
+    one, zero = np.array([1.0] * 4 + [0.0]), np.zeros(5)
+    of_gradients = np.array([0.0, 1.0, 2.0, 9.0, 0.0])
+    profile = Profile(one, 2 * one, 0.5 * one + of_gradients, zero, zero, zero, zero, of_gradients)
+    costs = ProfileCosts([[Config(profile)]])
+    stages = np.array([0 * 4 + 2, 3 * 4 + 3])  # layers 0 to 2 on one device, then layer 3 alone
+    assert costs.step_of(stages).tolist() == [1.5, 0.5 + 9.0 - 2.0]

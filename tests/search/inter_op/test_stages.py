@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_said() -> None:
         StageProblem(costs, pools, sizes(1), 4, GPIPE, np.zeros((2, 1, 1)))
     with pytest.raises(GraphError, match="need \\[layers, layers"):
         DenseCosts(np.ones((2, 3, 1, 1)))
-    one = Profile(*[np.ones(3)] * 7)
+    one = Profile(*[np.ones(3)] * 8)
     with pytest.raises(GraphError, match="2 sub-meshes have 1 memories"):
         ProfileCosts([[Config(one)], [Config(one)]], [1.0])
 
@@ -161,16 +162,9 @@ def transformer(counts: list[int], layers: int, memory: float) -> ProfileCosts:
             column(40 / n),
             column(8 / n),
             column(1 / n),
+            column(0.0),
         )
-        again = Profile(
-            plain.forward,
-            1.5 * plain.backward,
-            plain.step,
-            plain.border,
-            plain.fixed,
-            column(0.5 / n),
-            plain.temporary,
-        )
+        again = replace(plain, backward=1.5 * plain.backward, activations=column(0.5 / n))
         configs.append([Config(plain, again)])
     return ProfileCosts(configs, [memory] * len(counts))
 
