@@ -25,8 +25,8 @@ from distgraph.ir.op_registry import (
     linear_groups,
     lookup,
     operand_layout,
+    operand_mesh,
     operand_windows,
-    reads_stored_blocks,
     result_layout,
     rule_of,
 )
@@ -312,12 +312,10 @@ def _check_updates(graph: Graph) -> None:
 
 
 def _check_windows(graph: Graph, op: Op) -> None:
-    """Check that operands have the windows that an op reads, or that the ranks store what they read."""
+    """Check that operands have the windows that an op reads."""
     for position, value in enumerate(op.operands):
         producer, read = graph.producers[value.name], operand_windows(op, position)
         windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
-        if not windows and reads_stored_blocks(op, position, graph.attrs[value.name]):
-            continue
         if windows != read:
             message = (
                 f"operand %{value.name} has windows {windows} but the op reads {read}; run the pass reshard"
@@ -328,9 +326,7 @@ def _check_windows(graph: Graph, op: Op) -> None:
 def _check_operands(graph: Graph, op: Op, layout: OpLayout) -> None:
     """Check that operands are stored as an op reads them."""
     for position, value in enumerate(op.operands):
-        needed = DistAttr(layout.mesh, operand_layout(op, position))
-        if reads_stored_blocks(op, position, graph.attrs[value.name]):
-            continue
+        needed = DistAttr(operand_mesh(op, position), operand_layout(op, position))
         if _blocks(graph.attrs[value.name]) != _blocks(needed):
             stored = graph.attrs[value.name]
             _fault(

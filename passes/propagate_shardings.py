@@ -191,7 +191,7 @@ class _Propagation:
             return
         granted[axis] = (index, claim.order, claim.origin)
         layout = op_layout(self.op_mesh[op.name], granted)
-        if index in rule.composite and not representable(rule, layout):
+        if (index in rule.composite or index in rule.joint) and not representable(rule, layout):
             del granted[axis]
             self.lose(claim, op, index, via, claim.origin, "small")
             return

@@ -10,8 +10,7 @@ Invariant: the program is the same, and layouts mention no axis of one rank. A n
       in the layout from which the others cost least, if that does not send more. If an op reads positions
       of neighbouring blocks of a split dim (see `operand_windows`), a `comm.halo` extends the local blocks:
       the same global tensor with overlapping blocks, in the same layout, or in that of a mesh with the same
-      ranks in another order. An op of which every rank already stores the positions that it reads (see
-      `reads_stored_blocks`) reads the tensor as it is.
+      ranks in another order.
 
     %p : f32[64, 128] [dp, _] = matmul(%a, %w2)  {k:tp}     %p.raw : [dp, _] partial(tp) = matmul(%a, %w2)
                                                        ->   %p     : [dp, _]             = reshard(%p.raw)
@@ -28,13 +27,7 @@ from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import (
-    Windows,
-    operand_layout,
-    operand_windows,
-    reads_stored_blocks,
-    result_layout,
-)
+from distgraph.ir.op_registry import Windows, operand_layout, operand_mesh, operand_windows, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin
 from distgraph.passes.pass_registry import register_pass
 from distgraph.passes.redistribution.cross_mesh import transfer_cost
@@ -143,8 +136,6 @@ def _with_halo(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr],
     windows = operand_windows(op, position)
     if not windows:
         return _operand(op, position, ops, attrs, copies)
-    if reads_stored_blocks(op, position, attrs[op.operands[position].name]):
-        return op.operands[position]
     value, layout = op.operands[position], _read_layout(op, position)
     if not fetches(attrs[value.name], layout):
         value = _operand(op, position, ops, attrs, copies)
@@ -166,8 +157,8 @@ def fetches(stored: DistAttr, read: DistAttr) -> bool:
 
 def _read_layout(op: Op, position: int) -> DistAttr:
     """Layout in which an op reads an operand; for an operand with windows that of its blocks without them."""
-    assert op.layout is not None
-    return DistAttr(op.layout.mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
+    mesh = operand_mesh(op, position)
+    return DistAttr(mesh, operand_layout(op, position), Origin("op", f"%{op.name} {op.kind}"))
 
 
 def _operand(op: Op, position: int, ops: list[Op], attrs: dict[str, DistAttr], copies: Copies) -> Value:

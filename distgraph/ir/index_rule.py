@@ -43,6 +43,7 @@ class Rule:
         located: indices whose start the kernel needs (`@`).
         composite: indices that share a dim with other indices in some tensor.
         sliding: indices along which the op reads other positions than it writes (`~`).
+        joint: indices that are split all or none, each into as many parts as it has positions.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Rule:
     composite: frozenset[str] = field(default=frozenset())
     indices: tuple[str, ...] = ()
     sliding: frozenset[str] = field(default=frozenset())
+    joint: frozenset[str] = field(default=frozenset())
 
     def reduced(self, result: int) -> frozenset[str]:
         """Indices of the operands that a result does not have: splitting them makes that result partial."""
@@ -177,6 +179,7 @@ def make_rule(
     whole: set[str] | frozenset[str] = frozenset(),
     located: set[str] | frozenset[str] = frozenset(),
     sliding: set[str] | frozenset[str] = frozenset(),
+    joint: set[str] | frozenset[str] = frozenset(),
 ) -> Rule:
     """A rule from its parts; indices of length 1 are dropped, for there is nothing to split."""
 
@@ -188,7 +191,8 @@ def make_rule(
     order = tuple(dict.fromkeys(i for dim in every for i in dim))
     composite = frozenset(i for dim in every if len(dim) > 1 for i in dim)
     flags = frozenset(whole), frozenset(located)
-    return Rule(text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding))
+    kept = frozenset(joint).intersection(order)
+    return Rule(text, operands, results, dict(sizes), *flags, composite, order, frozenset(sliding), kept)
 
 
 @lru_cache(maxsize=65536)
@@ -328,12 +332,21 @@ def _solve(
 
 def representable(rule: Rule, layout: OpLayout) -> bool:
     """True when every dim of every tensor is a plain block under this layout (composite dims nest)."""
+    split = [index for index in rule.joint if layout.of(index)]
+    if split and (len(split) < len(rule.joint) or any(_parts(layout, i) != rule.sizes[i] for i in split)):
+        return False
     return all(
         _dim_ok(dim, rule.sizes, layout)
         for term in rule.operands + rule.results
         for dim in term
         if len(dim) > 1 or (dim and dim[0] in rule.whole)
     ) and not any(layout.of(i) for i in rule.whole)
+
+
+def _parts(layout: OpLayout, index: str) -> int:
+    """Parts into which an index is split, or 0 if they are uneven."""
+    parts = layout.mesh.count(layout.of(index))
+    return parts if parts == layout.mesh.units(layout.of(index)) else 0
 
 
 def _dim_ok(dim: tuple[str, ...], sizes: Mapping[str, int], layout: OpLayout) -> bool:

@@ -21,7 +21,7 @@ from distgraph.ir.dtypes import promote, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, Rule, bind, bounds, make_rule, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.kernels._common import in_f32, widened
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class OpDef:
             for the block start:stop (never empty) of its leading tensor: the first result that carries the
             index, or where none does the last operand. Positions that reach below 0 or past the end wrap
             around.
-        blocks_move: whether the op reads an operand without a halo where it is stored on the same ranks in
-            another order, if each rank then has exactly the block that it reads (see `reads_stored_blocks`).
+        operand_mesh: (op, operand) -> the mesh on which a completed op reads an operand: the ranks of its own
+            mesh in the order in which each has the block that it reads. By default its own mesh.
         root: (op) -> mesh axes, and the position along them of the only ranks that have a result other than
             zero, or that read the last operand; None if all do. See the collectives broadcast and reduce.
         localize: returns the attrs of the local op; needed where attrs contain shapes or positions.
@@ -177,7 +177,7 @@ class OpDef:
     linear: Groups | Callable[[int, Attrs], Groups] = ()
     reduction: str = "sum"
     reads: Reads | None = None
-    blocks_move: bool = False
+    operand_mesh: Callable[[Op, int], ProcessMesh] | None = None
     root: Callable[[Op], tuple[tuple[str, ...], int] | None] | None = None
     localize: Callable[[Attrs, Local], Attrs] | None = None
     decompose: Callable[..., Any] | None = None
@@ -310,6 +310,12 @@ def operand_layout(op: Op, operand: int, layout: OpLayout | None = None) -> Shar
     return operand_spec(rule_of(op), operand, layout, linear_groups(op) if layout.partial else ())
 
 
+def operand_mesh(op: Op, operand: int) -> ProcessMesh:
+    """Mesh on which a completed op reads an operand."""
+    declared = lookup(op.kind).operand_mesh
+    return _completed(op).mesh if declared is None else declared(op, operand)
+
+
 def result_layout(op: Op, result: int, layout: OpLayout | None = None) -> ShardSpec:
     """Layout in which a completed op (or one under `layout`) leaves a result."""
     return result_spec(rule_of(op), result, layout or _completed(op), lookup(op.kind).reduction)
@@ -362,28 +368,6 @@ def window_bounds(
     for dim, read in windows:
         bounds[dim] = read[mesh.index(rank, spec.dims[dim])]
     return tuple(bounds)
-
-
-def reads_stored_blocks(op: Op, operand: int, stored: DistAttr) -> bool:
-    """Whether every rank stores exactly the positions of an operand that it reads, in place of its block.
-
-    This is so for an op that declares `blocks_move` if the operand is stored on the same ranks in another
-    order, in which each rank has the block that it reads. Nothing is then fetched or copied.
-    """
-    if not lookup(op.kind).blocks_move:
-        return False
-    windows, spec, mesh = operand_windows(op, operand), operand_layout(op, operand), _completed(op).mesh
-    if not windows or stored.mesh.rank_set != mesh.rank_set or stored.spec != spec:
-        return False
-    shape = op.operands[operand].shape
-    if len({spec.local_shape(shape, mesh, rank) for rank in mesh.members}) > 1:
-        return False  # blocks of unequal size do not change places
-    for rank in mesh.members:
-        block, read = spec.bounds(shape, stored.mesh, rank), window_bounds(shape, mesh, spec, windows, rank)
-        for length, (start, stop), (first, last) in zip(shape, block, read, strict=True):
-            if stop - start != last - first or (stop > start and (first - start) % length):
-                return False
-    return True
 
 
 def _completed(op: Op) -> OpLayout:

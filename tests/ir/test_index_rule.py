@@ -14,6 +14,7 @@ from distgraph.ir.index_rule import (
     OpLayout,
     bind,
     choices,
+    make_rule,
     operand_spec,
     representable,
     reshape_rule,
@@ -76,6 +77,16 @@ def test_composite_dims_split_only_where_blocks_nest() -> None:
     assert representable(rule, layout(a="x"))
     assert not representable(rule, layout(b="y"))  # every other element of 12: not a block
     assert not representable(rule, layout(a="y"))  # 3 does not divide 4
+
+
+def test_joint_indices_are_split_together_and_into_single_positions() -> None:
+    sizes, terms = {"p": 2, "q": 3}, ((("p",), ("q",)),)
+    rule = make_rule("joint", terms, terms, sizes, joint={"p", "q"})
+    mesh = ProcessMesh.grid(x=2, y=3)
+    assert representable(rule, OpLayout(mesh))
+    assert representable(rule, OpLayout(mesh, (("p", ("x",)), ("q", ("y",)))))
+    assert not representable(rule, OpLayout(mesh, (("p", ("x",)),)))
+    assert not representable(rule, OpLayout(mesh, (("p", ("y",)), ("q", ("x",)))))
 
 
 def test_uneven_minor_blocks_do_not_nest() -> None:

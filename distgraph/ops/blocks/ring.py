@@ -3,7 +3,7 @@
 Two dims of a contraction are seen as p blocks each: `outer`, which stays split, and `inner`. One step
 computes, for every block q of the outer dim, with block (q + shift) mod p of the inner one. On p ranks, each
 with one q, a rank needs one block of the inner dim, which its neighbour had in the step before: the operand
-that goes round is read from where it lies on the ranks in another order, and nothing is copied.
+that goes round is stored on the ranks in another order (`OpDef.operand_mesh`), and nothing is copied.
 
     spec "mk,kn->mn", outer n, inner k:  y[:, q] = a[:, q + shift] b[q + shift, q]    all shifts sum to a b
     spec "mk,kn->mn", outer m, inner n:  y[q, :] = a[q, :] b[:, q + shift]            blocks of a b
@@ -24,7 +24,8 @@ from typing import Any
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.index_rule import Rule, Term, make_rule
-from distgraph.ir.op_registry import Attrs, Groups, Local, Shape, Shapes, define
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.op_registry import Attrs, Groups, Local, MatmulDims, Shape, Shapes, define
 from distgraph.kernels import matmul as kernels
 from distgraph.kernels import workspace
 from distgraph.kernels._common import Array, Namespace, store
@@ -33,7 +34,8 @@ from distgraph.ops.contraction import infer_einsum, parse_einsum
 _BLOCK = "q"  # index of the blocks; the letters of a spec are other indices with a prefix
 
 
-def _lengths(shapes: Sequence[Shape], attrs: Attrs) -> dict[str, int]:
+def lengths_of(shapes: Sequence[Shape], attrs: Attrs) -> dict[str, int]:
+    """Length of every index of a contraction, from the shapes of its operands."""
     terms, _ = parse_einsum(attrs["spec"])
     return {c: n for term, shape in zip(terms, shapes, strict=True) for c, n in zip(term, shape, strict=True)}
 
@@ -43,7 +45,7 @@ def _check(operands: Sequence[Value], attrs: Attrs) -> tuple[Shape, str]:
     ((shape, dtype),) = infer_einsum(operands, attrs)
     terms, right = parse_einsum(attrs["spec"])
     parts, outer, inner = attrs["parts"], attrs["outer"], attrs["inner"]
-    lengths = _lengths([v.shape for v in operands], attrs)
+    lengths = lengths_of([v.shape for v in operands], attrs)
     for letter in (outer, inner):
         if letter not in lengths or lengths[letter] % parts:
             raise GraphError(
@@ -78,7 +80,7 @@ def _term(letters: str, attrs: Attrs, *, result: bool) -> Term:
 def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
     terms, right = parse_einsum(attrs["spec"])
     sizes = {_BLOCK: attrs["parts"]}
-    for letter, length in _lengths(shapes[-2:], attrs).items():
+    for letter, length in lengths_of(shapes[-2:], attrs).items():
         sizes |= {f"i{letter}": length, f"w{letter}": length, f"b{letter}": length // attrs["parts"]}
     operands = tuple(_term(term, attrs, result=False) for term in terms)
     made = _term(right, attrs, result=True)
@@ -88,25 +90,22 @@ def _rule(shapes: Shapes, attrs: Attrs) -> Rule:
         whole |= {f"i{letter}" for term in terms for letter in term if letter not in right}
     used = {i for term in (*operands, made) for dim in term for i in dim}
     return make_rule(
-        attrs["spec"], operands, (made,), {i: sizes[i] for i in used}, whole & used, sliding={_BLOCK}
+        attrs["spec"], operands, (made,), {i: sizes[i] for i in used}, whole & used, joint={_BLOCK}
     )
 
 
-def _letter(op: Op, operand: int, dim: int) -> str:
-    terms, right = parse_einsum(op.attrs["spec"])
-    return ((right, *terms) if len(op.operands) == 3 else terms)[operand][dim]
-
-
-def _reads(op: Op, operand: int, dim: int, start: int, stop: int) -> tuple[int, int]:
-    """The blocks of the inner dim that belong to positions of the outer one."""
-    if _letter(op, operand, dim) != op.attrs["inner"]:
-        return start, stop
-    _, right = parse_einsum(op.attrs["spec"])
-    parts = op.attrs["parts"]
-    outer = op.result.shape[right.index(op.attrs["outer"])] // parts
-    inner = op.operands[operand].shape[dim] // parts
-    first = (start // outer + op.attrs["shift"]) % parts
-    return first * inner, (first + (stop - start) // outer) * inner  # wraps around
+def _operand_mesh(op: Op, operand: int) -> ProcessMesh:
+    """The mesh on which the ranks have the blocks of the inner dim that belong to theirs of the outer one."""
+    layout, position = op.layout, operand - len(op.operands) + 2
+    assert layout is not None
+    terms, _ = parse_einsum(op.attrs["spec"])
+    letters = terms[position] if position >= 0 else ""
+    inner, parts = op.attrs["inner"], op.attrs["parts"]
+    stays = inner not in letters or (op.attrs["outer"] in letters and op.attrs["whole"] == inner)
+    if stays or layout.parts(_BLOCK) == 1:
+        return layout.mesh
+    order = [(block - op.attrs["shift"]) % parts for block in range(parts)]
+    return layout.mesh.reordered(layout.of(_BLOCK), order)
 
 
 def _localize(attrs: Attrs, local: Local) -> Attrs:
@@ -116,7 +115,7 @@ def _localize(attrs: Attrs, local: Local) -> Attrs:
     return {**attrs, "first": start, "count": stop - start}
 
 
-def _block(x: Array, dim: int, position: int, count: int) -> Array:
+def block_of(x: Array, dim: int, position: int, count: int) -> Array:
     """A view of one of `count` blocks of a dim."""
     length = x.shape[dim] // count
     return x[(slice(None),) * dim + (slice(position * length, (position + 1) * length),)]
@@ -133,11 +132,11 @@ def _blocks(a: Array, b: Array, y: Array | None, attrs: Attrs) -> Iterator[tuple
         for dim, letter in enumerate(letters):
             whole = both and letter == attrs["whole"]
             if letter == attrs["outer"]:
-                x = _block(x, dim, first + q, parts) if whole else _block(x, dim, q, here)
+                x = block_of(x, dim, first + q, parts) if whole else block_of(x, dim, q, here)
             elif letter == attrs["inner"] and not (result and both):
                 at = (first + q + attrs["shift"]) % parts
                 arrived = count is not None and not whole  # its blocks here are those that are read
-                x = _block(x, dim, q, here) if arrived else _block(x, dim, at, parts)
+                x = block_of(x, dim, q, here) if arrived else block_of(x, dim, at, parts)
         return x
 
     for q in range(here):
@@ -149,7 +148,7 @@ def _made(attrs: Attrs, a: Array, b: Array) -> Shape:
     """Shape of the result here."""
     left, other, _ = next(_blocks(a, b, None, attrs))
     _, right = parse_einsum(attrs["spec"])
-    sizes = _lengths([left.shape, other.shape], attrs)
+    sizes = lengths_of([left.shape, other.shape], attrs)
     count = attrs.get("count")
     sizes[attrs["outer"]] *= attrs["parts"] if count is None else count
     return tuple(sizes[letter] for letter in right)
@@ -176,9 +175,35 @@ def _workspace(*arrays: Array, **attrs: Any) -> int:
     return max(workspace.einsum_workspace(a, b, spec=attrs["spec"], adds=True) for a, b, _ in pairs)
 
 
+def _block_lengths(op: Op) -> tuple[dict[str, int], int]:
+    """Length of every letter in the product of one block, and the number of these products."""
+    attrs = op.attrs
+    parts, count = attrs["parts"], attrs.get("count")
+    here = parts if count is None else count
+    terms, _ = parse_einsum(attrs["spec"])
+    lengths = {}
+    for term, value in zip(terms, op.operands[-2:], strict=True):
+        both = attrs["outer"] in term and attrs["inner"] in term
+        for letter, length in zip(term, value.shape, strict=True):
+            split = parts if both and letter == attrs["whole"] else here
+            lengths[letter] = length // split if letter in (attrs["outer"], attrs["inner"]) else length
+    return lengths, here
+
+
 def _flops(op: Op, rule: Rule) -> int:
-    lengths = _lengths([v.shape for v in op.operands[-2:]], op.attrs)
-    return 2 * math.prod(lengths.values()) // int(op.attrs["parts"])
+    lengths, count = _block_lengths(op)
+    return 2 * math.prod(lengths.values()) * count
+
+
+def _matmul_dims(op: Op) -> MatmulDims:
+    lengths, count = _block_lengths(op)
+    (left, right), result = parse_einsum(op.attrs["spec"])
+
+    def size(letters: set[str]) -> int:
+        return math.prod(lengths[letter] for letter in letters)
+
+    a, b, c = set(left), set(right), set(result)
+    return count * size(a & b & c), size((a & c) - b), size((b & c) - a), size((a & b) - c)
 
 
 define(
@@ -188,8 +213,8 @@ define(
     infer=lambda operands, attrs: [_check(operands, attrs)],
     flops=_flops,
     linear=((0,), (1,)),
-    reads=_reads,
-    blocks_move=True,
+    operand_mesh=_operand_mesh,
+    matmul_dims=_matmul_dims,
     localize=_localize,
     cost="matmul",
     workspace=_workspace,
@@ -210,8 +235,8 @@ define(
     infer=_add_infer,
     flops=_flops,
     inplace=(0,),
-    reads=_reads,
-    blocks_move=True,
+    operand_mesh=_operand_mesh,
+    matmul_dims=_matmul_dims,
     localize=_localize,
     cost="matmul",
     workspace=_workspace,
@@ -264,8 +289,8 @@ def _join_kernel(
     )
     for shift, step in enumerate(steps):
         for q in range(here):
-            rows = _block(y, outer, q, here)
-            _block(rows, inner, (first + q + shift) % parts, parts)[...] = _block(step, outer, q, here)
+            rows = block_of(y, outer, q, here)
+            block_of(rows, inner, (first + q + shift) % parts, parts)[...] = block_of(step, outer, q, here)
     return y
 
 

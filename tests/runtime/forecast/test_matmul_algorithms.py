@@ -13,9 +13,9 @@ from distgraph.runtime.program.build import build
 SIZE = 4096
 
 
-def forecast_of(flow: str, algorithm: MatmulAlgorithm) -> Forecast:
-    case = Product(2, 4, flow, algorithm, SIZE, SIZE, SIZE)
-    return forecast(build(case.completed()), cluster((8,)), trace=True)
+def forecast_of(flow: str, algorithm: MatmulAlgorithm, rows: int = 2, cols: int = 4) -> Forecast:
+    case = Product(rows, cols, flow, algorithm, SIZE, SIZE, SIZE)
+    return forecast(build(case.completed()), cluster((rows * cols,)), trace=True)
 
 
 def exposed(found: Forecast) -> float:
@@ -30,6 +30,18 @@ def test_slices_hide_communication_in_less_memory(flow: str) -> None:
     assert exposed(sliced) < exposed(whole) / 3
     peaks = [max(memory.total for memory in found.memory.values()) for found in (sliced, whole)]
     assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_meshslice_hides_more_than_its_rivals(flow: str) -> None:
+    """Cannon's algorithm moves more than the others, and nothing hides its skews."""
+    whole = exposed(forecast_of(flow, MatmulAlgorithm("collective"), 2, 2))
+    sliced = exposed(forecast_of(flow, MatmulAlgorithm("meshslice", slices=8), 2, 2))
+    wang, summa, cannon = (
+        exposed(forecast_of(flow, MatmulAlgorithm(name), 2, 2)) for name in ("wang", "summa", "cannon")
+    )
+    assert sliced < wang < whole < cannon
+    assert sliced < summa < whole
 
 
 def test_gathered_slices_of_weights_are_made_where_they_are_used() -> None:

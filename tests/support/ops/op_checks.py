@@ -25,6 +25,7 @@ from distgraph.ir.op_registry import (
     local_attrs,
     lookup,
     operand_layout,
+    operand_mesh,
     operand_windows,
     result_layout,
     rule_of,
@@ -273,14 +274,15 @@ def check_layout(op: Op, arrays: Sequence[Array], serial: Sequence[Array], layou
     mesh = layout.mesh
     context = f"{op.kind} {dict(op.attrs) or ''} on {mesh} as {layout}"
     specs = [operand_layout(completed, i) for i in range(len(arrays))]
-    pieces = [partial_pieces(a, s, mesh) for a, s in zip(arrays, specs, strict=True)]
+    meshes = [operand_mesh(completed, i) for i in range(len(arrays))]
+    pieces = [partial_pieces(a, s, m) for a, s, m in zip(arrays, specs, meshes, strict=True)]
     result_specs = [result_layout(completed, r) for r in range(len(op.results))]
     whole: list[dict[tuple[int, ...], tuple[Array, Array]]] = [{} for _ in op.results]
     windows = [operand_windows(completed, i) for i in range(len(arrays))]
     for rank in mesh.members:
         local = [
-            window(part[coordinates(s, mesh, rank)], window_bounds(a.shape, mesh, s, read, rank))
-            for a, part, s, read in zip(arrays, pieces, specs, windows, strict=True)
+            window(part[coordinates(s, m, rank)], window_bounds(a.shape, m, s, read, rank))
+            for a, part, s, m, read in zip(arrays, pieces, specs, meshes, windows, strict=True)
         ]
         made = run(op, local, local_attrs(completed, rank))
         for value, spec, result, blocks in zip(op.results, result_specs, made, whole, strict=True):

@@ -390,3 +390,26 @@ _PANEL = {"dim": 0, "index": 2, "slices": 4, "block": 3}
 add("block_slice", normal(12, 5), reference=lambda x: x[6:9], wrt=(), **_PANEL)
 add("block_expand", normal(3, 5), reference=lambda x: _with_panel(np.zeros((12, 5)), x), wrt=(), **_PANEL)
 add("block_insert", normal(12, 5), normal(3, 5), reference=_with_panel, wrt=(), **_PANEL)
+
+
+# products of skewed blocks
+
+
+def _skewed(x: Any, y: Any, rows: int, cols: int, shift: int) -> Any:
+    """x[12, 12] y[12, 12] in 3 x 3 blocks, of which block (i, j) has one product."""
+    block = np.arange(12) // 4
+    picked = (rows * block[:, None, None] + cols * block[None, None, :] + shift) % 3
+    return np.where(picked == block[None, :, None], x[:, :, None] * y[None], 0).sum(1)
+
+
+for _rows, _cols, _exchanged in ((1, 1, -1), (-1, 1, 1), (1, -1, 0)):
+    _SKEWED = {
+        "spec": "mk,kn->mn", "rows": "m", "inner": "k", "cols": "n", "parts": 3,
+        "row_sign": _rows, "col_sign": _cols, "exchanged": _exchanged, "shift": 1,
+    }  # fmt: skip
+    _made = lambda x, y, r=_rows, c=_cols: _skewed(x, y, r, c, 1)  # noqa: E731
+    add("skewed_einsum", normal(12, 12), normal(12, 12), reference=_made, wrt=(), **_SKEWED)
+    add(
+        "skewed_einsum_add", normal(12, 12), normal(12, 12), normal(12, 12),
+        reference=lambda t, x, y, f=_made: t + f(x, y), wrt=(), **_SKEWED,
+    )  # fmt: skip

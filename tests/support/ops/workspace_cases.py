@@ -148,6 +148,10 @@ def shapes() -> Iterator[Case]:
     ring = {"spec": "mk,kn->mn", "outer": "n", "inner": "k", "whole": "k", "parts": 4, "shift": 1}
     yield Case("ring_einsum", (f32(256, 1024), f32(1024, 768)), ring)
     yield Case("ring_einsum_add", (f32(256, 768), f32(256, 1024), f32(1024, 768)), ring)
+    skewed = {"spec": "mk,kn->mn", "rows": "m", "inner": "k", "cols": "n", "parts": 2, "shift": 1}
+    skewed |= {"row_sign": 1, "col_sign": 1, "exchanged": -1}
+    yield Case("skewed_einsum", (f32(256, 1024), f32(1024, 768)), skewed)
+    yield Case("skewed_einsum_add", (f32(256, 768), f32(256, 1024), f32(1024, 768)), skewed)
     yield Case("ring_join", tuple(f32(256, 256) for _ in range(4)), {"outer": 0, "inner": 1})
     yield Case("full", (), {"shape": (256, 1024), "value": 2.5, "dtype": "f32"})
     yield Case("iota", (), {"shape": (256, 1024), "dim": 1, "dtype": "i64"})

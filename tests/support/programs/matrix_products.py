@@ -74,18 +74,22 @@ class Product:
         return {"y": x @ w, "dx": dy @ w.T, "dw": x.T @ dy}
 
     def moved_bytes(self) -> float:
-        """Bytes that one rank sends in the three products where no matrix is moved twice (paper, 2.3.1).
+        """Bytes that a rank sends on average in the three products, of which each moves two matrices.
 
-        Each moves the two matrices that do not stay: shards of one along a row of the mesh, of the other
-        along a column. P ranks pass on P - 1 shards of P; in the broadcasts and reductions of SUMMA all P.
+        Those that do not stay (paper, 2.3.1): shards of one along a row of the mesh, of the other
+        along a column. P ranks pass on P - 1 shards of P; in the broadcasts and reductions of SUMMA all P; in
+        Cannon's algorithm they send P - 1 shards of P, and P - 1 of P ranks one more to skew the blocks.
         """
         x, w, y = (8.0 * size for size in (self.m * self.k, self.k * self.n, self.m * self.n))
         by_flow = {"OS": (w, x), "LS": (w, y), "RS": (y, x)}
         along_rows, along_cols = by_flow[self.flow]
         ranks = self.rows * self.cols
+        shards = {
+            "summa": lambda size: size if size > 1 else 0,
+            "cannon": lambda size: (size - 1) * (size + 1) / size,
+        }
         rows, cols = (
-            size if self.algorithm.name == "summa" and size > 1 else size - 1
-            for size in (self.rows, self.cols)
+            shards.get(self.algorithm.name, lambda size: size - 1)(size) for size in (self.rows, self.cols)
         )
         return 3 * (rows * along_rows + cols * along_cols) / ranks
 
