@@ -90,7 +90,7 @@ class _Search:
             self.network = Network.of(self.incumbent.problem)
             reduce_network(self.network, self.until(_REDUCE_SHARE * self.left()))
         if self.network.dead:
-            self.incumbent.refuse()
+            self.incumbent.prove_infeasible()
             return
         flat = Subproblem.of(self.network)
         best = Best(self.incumbent.objective, flat.ceiling, told=self.take)
@@ -98,7 +98,7 @@ class _Search:
             flat, np.isfinite(flat.cost), np.zeros(int(flat.side_first[-1])), np.zeros(len(flat.room))
         )
         if state is None:
-            self.incumbent.refuse()
+            self.incumbent.prove_infeasible()
             return
         self.flat, vectors, prices = state
         self.search(self.flat.rebased(), vectors, prices, best)
@@ -107,13 +107,13 @@ class _Search:
         """Dual, tree and neighbourhoods on the reduced network."""
         if flat.nodes == 0:
             best.see(flat, np.zeros(0, dtype=np.int64))
-            self.incumbent.refuse_below(best.objective)
+            self.incumbent.prove_none_below(best.objective)
             return
         with self.phase("dual"):
             dual = PartDual(flat, vectors, prices)
             self.ascend(dual, best, self.until(_DUAL_SHARE * self.left()))
         if dual.bound >= best.cutoff:
-            self.incumbent.refuse_below(best.objective)
+            self.incumbent.prove_none_below(best.objective)
             return
         with self.phase("dive"):
             self.dive(dual, best)
@@ -172,7 +172,7 @@ class _Search:
         finally:
             self.incumbent.message = team.close()
         if tree.ended:
-            self.incumbent.refuse_below(best.objective)
+            self.incumbent.prove_none_below(best.objective)
 
     def ascend(self, dual: PartDual, best: Best, left: Callable[[], float]) -> None:
         """Improve the dual and look at all choices that it is rounded to."""

@@ -78,7 +78,7 @@ class Incumbent:
         """Look at the given choice and the cheapest strategies, and at the bounds that need no search."""
         problem = self.problem
         if problem.limit is not None and problem.least_peak()[1] > problem.limit * (1 + 1e-12):
-            self.refuse()
+            self.prove_infeasible()
             return
         for choice in (start, tuple(int(np.argmin(c)) for c in problem.costs)):
             if choice is not None:
@@ -98,14 +98,14 @@ class Incumbent:
         """Take a lower bound on the costs of all choices."""
         self.bound = max(self.bound, bound)
 
-    def refuse_below(self, cutoff: float) -> None:
+    def prove_none_below(self, cutoff: float) -> None:
         """Note that no choice costs less than a cutoff, which is inf where there is no choice at all."""
         if math.isinf(cutoff):
-            self.refuse()
+            self.prove_infeasible()
         else:
             self.prove(cutoff)
 
-    def refuse(self) -> None:
+    def prove_infeasible(self) -> None:
         """Note that there is no choice, and find out why."""
         with self.phase("explain"):
             when, missing, self.message = explain_shortage(self.problem, self.left)

@@ -96,28 +96,27 @@ def _search(incumbent: Incumbent) -> None:
         with incumbent.phase("reduce"):
             reduce_network(network, incumbent.until(_REDUCE_SHARE * incumbent.left()))
         if network.dead:
-            incumbent.refuse_below(cutoff)
+            incumbent.prove_none_below(cutoff)
             return
         if not network.costs:
             incumbent.see(network.expand({}))
-            incumbent.refuse_below(min(cutoff, incumbent.objective))
+            incumbent.prove_none_below(min(cutoff, incumbent.objective))
             return
-        rest = _Rest(network, incumbent)
-        rest.ascend()
+        current = _Round(network, incumbent)
+        current.ascend()
         if incumbent.left() > 0:
-            rest.dive(part)
+            current.dive(part)
         if incumbent.left() <= 0:
             return
-        strategies = len(rest.flat.cost)
-        if (number == len(_PARTS) or strategies > _SHRUNK * size) and (
-            rest.solve_exactly() or not rest.improve()
-        ):
+        strategies = len(current.flat.cost)
+        settled = number == len(_PARTS) or strategies > _SHRUNK * size
+        if settled and (current.solve_exactly() or not current.improve()):
             return
         size = strategies
-        rest.forbid()
+        current.forbid()
 
 
-class _Rest:
+class _Round:
     """What is left of a problem, in the form of one round, with its dual."""
 
     def __init__(self, network: Network, incumbent: Incumbent) -> None:
@@ -152,16 +151,16 @@ class _Rest:
             while left() > 0 and not dual.settled:
                 for choice in dual.step(incumbent.objective):
                     self.see(choice)
-                if self.refuse_below(dual.bound):
+                if self.take_bound(dual.bound):
                     return
             dual.restore()
 
-    def refuse_below(self, bound: float) -> bool:
+    def take_bound(self, bound: float) -> bool:
         """Take a bound on all choices that are left; whether it leaves none worth finding."""
         if bound < self.cutoff:
             self.incumbent.prove(bound)
             return False
-        self.incumbent.refuse_below(self.incumbent.cutoff)
+        self.incumbent.prove_none_below(self.incumbent.cutoff)
         return True
 
     def dive(self, part: float) -> None:
@@ -201,7 +200,7 @@ class _Rest:
         with incumbent.phase("exact"):
             model = ExactModel(self.dual, self.cutoff, 0.99 * incumbent.gap * max(self.dual.bound, 0.0))
             if model.size <= _PAIRS:
-                self.refuse_below(model.solve(incumbent.left, self.see))
+                self.take_bound(model.solve(incumbent.left, self.see))
         return model.size <= _PAIRS
 
     def improve(self) -> bool:
