@@ -61,7 +61,7 @@ class ExactModel:
         Args:
             left: seconds left.
             see: is told of the best choice [nodes] that is found; it may exceed the limit by SCIP's
-                tolerance.
+                tolerance, and cost more than the cutoff.
 
         Returns:
             A lower bound on the cost of every choice below the cutoff; inf where none is better than the
