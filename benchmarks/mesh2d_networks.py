@@ -41,7 +41,7 @@ from distgraph.resources import load_cluster
 from distgraph.runtime.launch.launch import current_transport
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS, ROUNDS, STEPS = 4, 3, 7
+RANKS, ROUNDS, STEPS = 4, 2, 6
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 SHAPES = {"up and down": (1024, 1024, 4096), "square": (2048, 2048, 2048), "tall": (6144, 1024, 1024)}
 CLUSTER = """name: network
@@ -190,7 +190,7 @@ def forecast_seconds(case: Case, cluster: Any) -> float:
 
 def cases(quick: bool) -> list[tuple[str, Case]]:
     """Every product by every algorithm."""
-    algorithms = (("collective", 1), ("meshslice", 2), ("meshslice", 4))
+    algorithms = (("collective", 1), ("meshslice", 2), ("meshslice", 4), ("wang", 1))
     shapes = list(SHAPES.items())[: 1 if quick else None]
     return [(name, Case(*shape, *algorithm)) for name, shape in shapes for algorithm in algorithms]
 
@@ -222,7 +222,7 @@ def run(quick: bool) -> dict[str, Any]:
     for setting in SETTINGS[: 1 if quick else None]:
         seconds: dict[tuple[str, Case], list[float]] = {case: [] for case in cases(quick)}
         with network_of(setting) as network, tempfile.TemporaryDirectory() as folder:
-            cluster = profiled(setting, network, Path(folder), 20.0 if quick else 90.0)
+            cluster = profiled(setting, network, Path(folder), 60.0 if quick else 240.0)
             for _ in range(1 if quick else ROUNDS):
                 for product, case in seconds:
                     seconds[product, case] += measured(network, case, 3 if quick else STEPS)

@@ -126,10 +126,12 @@ def _limit_cpu(machine: int, cores: float) -> None:
         group.mkdir(exist_ok=True)
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
         (group / "cpu.cfs_quota_us").write_text(quota)
+        (group / "cpu.shares").write_text("262144")  # all other programs come after the machines
     else:
         group = _CPU_V2 / f"dgm{machine}"
         group.mkdir(exist_ok=True)
         (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
+        (group / "cpu.weight").write_text("10000")
 
 
 def _groups(machine: int) -> list[Path]:

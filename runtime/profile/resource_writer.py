@@ -158,7 +158,9 @@ def _entry(value: Any, name: str = "") -> Any:
         return {key: _entry(each, name) for key, each in value.items()}
     if isinstance(value, tuple):
         return [_entry(each, name) for each in value]
-    return value if isinstance(value, (str, int)) else _FORMATS.get(name, _round)(value)
+    if isinstance(value, str) or (isinstance(value, int) and name not in _FORMATS):
+        return value
+    return _FORMATS.get(name, _round)(value)
 
 
 def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def numbers() -> Measured:
         {"latency": 0.031, "bandwidth": 0.25},
     )
     table = MeasuredTable(
-        "all_reduce", 1, 2, (1024.0, 5000.0), (3e-6, 4e-6), groups=((0, 1), (2, 3)), busy=(1e-6, 2e-6)
+        "all_reduce", 1, 2, (1024, 5000), (3e-6, 4e-6), groups=((0, 1), (2, 3)), busy=(1e-6, 2e-6)
     )
     fitted = ComputeFit(compute, 3e10, {"f32": 9.5e10})
     return Measured({"machines[0].devices": fitted}, links, (table,))
