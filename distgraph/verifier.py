@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from distgraph.errors import DistGraphError, GraphError, ShardingError
-from distgraph.ir.collective_registry import StepAttrs
+from distgraph.ir.collective_registry import StepAttrs, halo_windows
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.graph import ROLES, SOURCES, Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout, representable
@@ -315,7 +315,7 @@ def _check_windows(graph: Graph, op: Op) -> None:
     """Check that operands have the windows that an op reads."""
     for position, value in enumerate(op.operands):
         producer, read = graph.producers[value.name], operand_windows(op, position)
-        windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
+        windows = halo_windows(producer)
         if windows != read:
             message = (
                 f"operand %{value.name} has windows {windows} but the op reads {read}; run the pass reshard"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.ir.collective_registry import Collective, RankCall
+from distgraph.ir.collective_registry import Collective, RankCall, is_collective
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
@@ -125,7 +125,7 @@ def _local_task(parts: Parts, part: Part, rank: int) -> LocalTask:
         if op.kind == "comm.transfer":
             moves = _transfer(graph, op, part.mesh, rank, numbers[op.name])
             ops.append(LocalOp(op, moves[0], {**moves[1], "per_micro": parts.phase[op.name] == 1}, tail))
-        elif op.kind.startswith("comm."):
+        elif is_collective(op):
             mode, attrs = _comm(graph, op, rank, numbers[op.name])
             ops.append(LocalOp(op, mode, {**attrs, "per_micro": parts.phase[op.name] == 1}, tail))
         elif op.kind == "accumulate":

@@ -25,6 +25,7 @@ from graphlib import TopologicalSorter
 from threading import Lock
 from types import CodeType
 
+from distgraph.ir.collective_registry import halo_windows, is_collective
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -99,14 +100,14 @@ class Parts:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """Name of every communication op -> its position in the graph, the tag of its messages."""
-        return {op.name: i for i, op in enumerate(self.graph.ops) if op.kind.startswith("comm.")}
+        return {op.name: i for i, op in enumerate(self.graph.ops) if is_collective(op)}
 
     @cached_property
     def blocks(self) -> dict[ProcessMesh, dict[Block, list[str]]]:
         """Mesh -> kind of block -> names of the values on that mesh with such blocks."""
         graph, blocks = self.graph, dict[ProcessMesh, dict[Block, list[str]]]()
         for op in graph.ops:
-            windows: Windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
+            windows = halo_windows(op)
             for value in op.results:
                 attr = graph.attrs[value.name]
                 block = (value.shape, value.dtype, attr.spec, windows)
@@ -229,7 +230,7 @@ def _classify(state: _State, op: Op) -> None:
 def _moves_gradient(state: _State, op: Op) -> bool:
     """Whether an op communicates a gradient for an update, and is not part of the update itself."""
     producers = (state.graph.producers[v.name].name for v in op.operands)
-    return op.kind.startswith("comm.") and all(state.kind.get(name) != "optimize" for name in producers)
+    return is_collective(op) and all(state.kind.get(name) != "optimize" for name in producers)
 
 
 def _sink(state: _State) -> None:
@@ -327,7 +328,7 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
 
 
 def _is_eager(op: Op) -> bool:
-    return op.kind == "accumulate" or op.kind.startswith("comm.")
+    return op.kind == "accumulate" or is_collective(op)
 
 
 def _in_tail(state: _State, op: Op, key: Key) -> bool:

@@ -26,7 +26,7 @@ import numpy as np
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, View, define, elementwise
+from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, View, Windows, define, elementwise
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 
 Dims = tuple[tuple[str, ...], ...]
@@ -242,6 +242,17 @@ def collective_of(kind: str) -> Collective | None:
     """The collective of an op kind, or of the mode of a rank's op; None for all other kinds."""
     prefix, _, name = kind.partition(".")
     return COLLECTIVES.get(name) if prefix == "comm" else None
+
+
+def is_collective(op: Op) -> bool:
+    """Whether an op is a collective, whose result has another layout than its operand."""
+    return collective_of(op.kind) is not None
+
+
+def halo_windows(op: Op) -> Windows:
+    """Windows that ranks hold of the result of an op: those of a halo exchange; none of any other op."""
+    windows: Windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
+    return windows
 
 
 def cached_until_registration(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:

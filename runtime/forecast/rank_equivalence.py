@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
+from distgraph.ir.collective_registry import halo_windows
 from distgraph.ir.graph import SOURCES, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import freeze, local_attrs, lookup
@@ -106,8 +107,7 @@ class _CanonicalForm:
             graph = self.parts.graph
             value, attr, producer = graph.values[name], graph.attrs[name], graph.producers[name]
             source = producer.kind if producer.kind in SOURCES else ""
-            windows = producer.attrs["windows"] if producer.kind == "comm.halo" else ()
-            layout = (value.shape, value.dtype, attr.spec, self._mesh(attr.mesh), windows)
+            layout = (value.shape, value.dtype, attr.spec, self._mesh(attr.mesh), halo_windows(producer))
             self.lines.append((*layout, source, self.parts.phase[name], name in graph.live_out))
         return self.values[name]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
+from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.analysis.redistribution_cost import multiplicity
@@ -32,7 +33,7 @@ def exchanged_bytes(lowered: Graph, classes: Mapping[int, Collection[int]] | Non
     matrix: Matrix = defaultdict(float)
     counted: set[str] = set()
     times = multiplicity(lowered)
-    changes = [op for op in lowered.ops if op.kind.startswith("comm.")]
+    changes = [op for op in lowered.ops if is_collective(op)]
     ranks = sorted({rank for mesh in lowered.meshes for rank in mesh.members})
     for rank, equal_ranks in (classes or {rank: (rank,) for rank in ranks}).items():
         for op in changes:

@@ -258,8 +258,9 @@ def _broadcast(transport: Transport, group: Group, count: int) -> PreparedRun:
 def _permute(transport: Transport, group: Group, count: int) -> PreparedRun:
     whole, result = np.zeros(count, np.float32), np.zeros(count, np.float32)
     position = group.index(transport.rank)
-    after, before = group[(position + 1) % len(group)], group[position - 1]
-    return lambda: collectives.permute(transport, whole, after, before, whole.shape, result), whole
+    sends = ((group[(position + 1) % len(group)], (slice(None),)),)
+    recvs = ((group[position - 1], (slice(None),)),)
+    return lambda: collectives.exchange(transport, whole, sends, recvs, result), whole
 
 
 def _send(transport: Transport, group: Group, count: int) -> PreparedRun:

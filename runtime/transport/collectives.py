@@ -189,39 +189,6 @@ def all_to_all_start(
 all_to_all = _waited(all_to_all_start)
 
 
-def permute_start(
-    transport: Transport,
-    x: Array,
-    send_to: int | None,
-    recv_from: int | None,
-    recv_shape: Sequence[int] = (),
-    out: Array | None = None,
-    tag: int = 0,
-) -> Handle:
-    """Send `x` to one global rank (or none) and receive an array of `recv_shape` from another (or none).
-
-    Returns: what was received; an empty array where nothing is.
-    """
-    out = _result(out, x, tuple(recv_shape) if recv_from is not None else (0,), "permute")
-    if send_to == transport.rank or recv_from == transport.rank:
-        if send_to != recv_from:
-            raise RuntimeFault(
-                f"permute: rank {transport.rank} sends to itself but receives from another, or the reverse"
-            )
-        out[...] = x
-        return Handle([], out)
-    requests = []
-    send = _contiguous(x)
-    if recv_from is not None:
-        requests.append(transport.recv(out, recv_from, MESSAGE_TAGS + tag))
-    if send_to is not None:
-        requests.append(transport.send(send, send_to, MESSAGE_TAGS + tag))
-    return Handle(requests, out, in_flight=[send])
-
-
-permute = _waited(permute_start)
-
-
 def exchange_start(
     transport: Transport | None,
     x: Array | None,

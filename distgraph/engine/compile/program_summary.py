@@ -15,6 +15,7 @@ from typing import Any
 
 from distgraph.engine.compile.strategy_passes import complete_with
 from distgraph.errors import GraphError
+from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.collectives import collective_of
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.mesh import ProcessMesh
@@ -148,9 +149,7 @@ class PlanView:
             source = f" ({user.source})" if user.source else ""
             lines.append(f"  read by %{user.name} {user.kind}{source} [{user.role}]")
         collectives = [
-            op
-            for op in self.build.lowered.ops
-            if op.kind.startswith("comm.") and self._origin_of(op) == value.name
+            op for op in self.build.lowered.ops if is_collective(op) and self._origin_of(op) == value.name
         ]
         for op in collectives:
             target = self.build.lowered.attrs[op.result.name]
