@@ -206,7 +206,7 @@ def packed_rings(router: Router, group: Group) -> list[tuple[Group, float]] | No
 def _solve_packing(router: Router, group: Group, names: Group) -> list[tuple[Group, float]] | None:
     direct: dict[tuple[int, int], float] = {}
     for a, b in itertools.permutations(group, 2):
-        links = router.route(a, b).links
+        links = router.route(a, b)
         if len(links) == 1:
             direct[a, b] = router.link(links[0]).bandwidth or 0.0
     if len(direct) < len(group):

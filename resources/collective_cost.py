@@ -266,7 +266,7 @@ class CollectiveCost:
 
     def _load(self, flows: Sequence[Flow]) -> dict[int, float]:
         """Directed link -> what flows put on it, in order of first use."""
-        ways = [self.router.route(source, target).links for source, target, _ in flows]
+        ways = [self.router.route(source, target) for source, target, _ in flows]
         links = np.fromiter(chain.from_iterable(ways), dtype=np.intp)
         shares = np.repeat([share for _, _, share in flows], [len(way) for way in ways])
         used, first, place = np.unique(links, return_index=True, return_inverse=True)
@@ -275,7 +275,7 @@ class CollectiveCost:
 
     def _add_load(self, load: dict[int, float], flows: Iterable[Flow]) -> None:
         for source, target, share in flows:
-            for directed in self.router.route(source, target).links:
+            for directed in self.router.route(source, target):
                 load[directed] = load.get(directed, 0.0) + share
 
     def _slowest(self, kind: str, load: dict[int, float]) -> tuple[float, Link | None]:
@@ -293,7 +293,7 @@ class CollectiveCost:
         if cached is not None:
             return cached
         total = 0.0
-        for directed in self.router.route(source, target).links:
+        for directed in self.router.route(source, target):
             link = self.router.link(directed)
             if link.latency is None:
                 raise self._missing(kind, link, "latency", "2 us")

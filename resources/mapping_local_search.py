@@ -96,7 +96,7 @@ def distances(cluster: Cluster, objective: str) -> tuple[np.ndarray, np.ndarray]
 
 def _seconds_per_byte(cluster: Cluster, router: Router, source: int, target: int) -> float:
     narrowest = 0.0
-    for directed in router.route(source, target).links:
+    for directed in router.route(source, target):
         link = router.link(directed)
         if link.bandwidth is None:
             raise ResourceError(

@@ -111,5 +111,5 @@ class MeshCommunication:
 
     def narrowest(self, source: int, target: int) -> str:
         """Kind of the link with the least bandwidth between two devices; "" where they share memory."""
-        links = [self.cost.router.link(directed) for directed in self.cost.router.route(source, target).links]
+        links = [self.cost.router.link(directed) for directed in self.cost.router.route(source, target)]
         return min(links, key=lambda link: link.bandwidth or 0.0).kind if links else ""

@@ -200,7 +200,7 @@ class RingCost:
             return None
         load: dict[int, float] = defaultdict(float)
         for source, target, share in (*flows, *concurrent):
-            for link in self.router.route(source, target).links:
+            for link in self.router.route(source, target):
                 load[link] += share
         own = self.router.links((source, target) for source, target, _ in flows)
         worst, slowest = max((load[link] / rate.bandwidth[self._axis(link)], link) for link in own)
@@ -230,7 +230,7 @@ class RingCost:
         return 1 + max(users.values(), default=0)
 
     def _first_link(self, ring: Ring) -> Link:
-        return self.router.link(self.router.route(ring.order[0], ring.order[1]).links[0])
+        return self.router.link(self.router.route(ring.order[0], ring.order[1])[0])
 
     def _axis(self, directed: int) -> int:
         """The axis of the torus along which a link runs."""

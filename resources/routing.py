@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,14 +26,6 @@ if TYPE_CHECKING:
 Path = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The directed links from one device to another, and whether the two are in different machines."""
-
-    links: Path
-    crosses: bool
-
-
 class Router:
     """Routes of one cluster, computed on demand and cached.
 
@@ -45,7 +36,7 @@ class Router:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.packings: dict[tuple[int, tuple[int, ...]], list[tuple[tuple[int, ...], float]] | None] = {}
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._routes: dict[tuple[int, int], Path] = {}
         self._inside: dict[tuple[int, str, str], tuple[tuple[int, int], ...] | None] = {}
         self._machine_graphs: dict[int, nx.Graph[str]] = {}
         self._up: dict[str, tuple[str, int]] = {}
@@ -70,9 +61,9 @@ class Router:
 
     def links(self, pairs: Iterable[tuple[int, int]]) -> frozenset[int]:
         """All directed links on the routes between pairs of devices (source, target)."""
-        return frozenset(link for source, target in pairs for link in self.route(source, target).links)
+        return frozenset(link for source, target in pairs for link in self.route(source, target))
 
-    def route(self, source: int, target: int) -> Route:
+    def route(self, source: int, target: int) -> Path:
         """The route from device `source` to device `target`.
 
         Raises:
@@ -101,7 +92,7 @@ class Router:
             climb.append(directed)
         return inside, tuple(climb)
 
-    def _compute_route(self, source: int, target: int) -> Route:
+    def _compute_route(self, source: int, target: int) -> Path:
         cluster = self.cluster
         here, there = cluster.devices[source], cluster.devices[target]
         crosses = here.machine != there.machine
@@ -122,7 +113,7 @@ class Router:
                 f"{target} ({there.node}); "
                 + ("add a network or links between the machines" if crosses else "add inside to the machine")
             )
-        return Route(path, crosses)
+        return path
 
     def _within(self, machine: Machine, source: str, target: str) -> Path | None:
         """Path inside a machine. Machines of one template have equal links, so one search serves all."""

@@ -28,7 +28,7 @@ def hops(cluster: Cluster, source: int, target: int) -> list[tuple[str, str]]:
     """A route as nodes, checked to be connected and to lead from source to target."""
     router = Router(cluster)
     at, steps = cluster.devices[source].node, []
-    for directed in router.route(source, target).links:
+    for directed in router.route(source, target):
         link = router.link(directed)
         start, end = (link.target, link.source) if directed % 2 else (link.source, link.target)
         assert start == at

@@ -122,7 +122,7 @@ class Costs:
                 load: dict[int, float] = {}
                 for other in chosen:
                     for source, target, share in other[at].flows if at < len(other) else ():
-                        for directed in router.route(source, target).links:
+                        for directed in router.route(source, target):
                             load[directed] = load.get(directed, 0.0) + share
                 hops.append([own.steps * most for most in self._most_hops(own.flows)])
                 loads.append(self._most(load))
@@ -130,7 +130,7 @@ class Costs:
         return lines
 
     def _most_hops(self, flows: Sequence[tuple[int, int, float]]) -> tuple[int, int]:
-        routes = {self._traffic.router.route(a, b).links for a, b, _ in flows}
+        routes = {self._traffic.router.route(a, b) for a, b, _ in flows}
         kinds = [[self._traffic.router.link(link).kind for link in links] for links in routes]
         counted = [(k.count(LINKS[0]), k.count(LINKS[1])) for k in kinds]
         return max(counted, key=lambda pair: (pair[1], pair[0]))

@@ -66,7 +66,7 @@ def anew(build: Build, op: Op, cluster: Cluster, devices: list[int]) -> Message:
             placed[pair] = placed.get(pair, 0.0) + 4 * tile.volume
     cost = CollectiveCost(cluster)
     largest = max(placed, key=lambda pair: placed[pair])
-    links = [cost.router.link(directed) for directed in cost.router.route(*largest).links]
+    links = [cost.router.link(directed) for directed in cost.router.route(*largest)]
     link = min(links, key=lambda link: link.bandwidth or 0.0).kind
     return Message("send", cost.exchange(placed), sum(placed.values()), link)
 
@@ -141,7 +141,7 @@ def test_representative_devices_send_each_other_over_links_of_the_same_kinds_and
     cost = CollectiveCost(cluster)
 
     def way(a: int, b: int) -> list[tuple[object, ...]]:
-        links = (cost.router.link(directed) for directed in cost.router.route(a, b).links)
+        links = (cost.router.link(directed) for directed in cost.router.route(a, b))
         return [(link.kind, link.bandwidth, link.latency) for link in links]
 
     for _ in range(40):
