@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distgraph.errors import GraphError
+from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
@@ -68,7 +69,7 @@ def reshard(graph: Graph) -> Graph:
     ops: list[Op] = []
     copies = Copies(_arrivals(graph, attrs))
     for op in graph.ops:
-        if op.kind == "reshard" or op.kind.startswith("comm."):
+        if op.kind == "reshard" or is_collective(op):
             ops.append(op)
             continue
         operands = tuple(_with_halo(op, i, ops, attrs, copies) for i in range(len(op.operands)))
@@ -193,7 +194,7 @@ def _arrivals(graph: Graph, attrs: Mapping[str, DistAttr]) -> Arrivals:
     """The layouts in which values are sent to a mesh whose ops read them in several layouts."""
     read: dict[tuple[str, ProcessMesh], dict[DistAttr, None]] = {}
     for op in graph.ops:
-        if op.kind == "reshard" or op.kind.startswith("comm.") or op.layout is None:
+        if op.kind == "reshard" or is_collective(op) or op.layout is None:
             continue
         ranks = op.layout.mesh.rank_set
         for position, value in enumerate(op.operands):
