@@ -7,9 +7,9 @@ Files are in the format of the contest on intra-operator parallelism (ASPLOS / E
 wall clock, reading and reducing included. `ratio` is the mean of objective / best known over the files whose
 best known objective is in `KNOWN`; for the others the gap to the own bound is what there is to judge by. The
 choice of every instance is judged by `Problem.feasible` and `Problem.objective`, not by the solver. `--quick`
-gives every file at most 8 s. The solver is that of `benchmarks/iopddl_solver`: the product's reductions, dual
-and exact model, with a search tree, neighbourhoods and a second process beside them, which the problems of
-this project's own searches do not need.
+gives every file at most 8 s. The solver is that of `benchmarks/support/iopddl_solver`: the product's
+reductions, dual and exact model, with a search tree, neighbourhoods and a second process beside them, which
+the problems of this project's own searches do not need.
 
 Best known and best of the contest's entries, as objective / best known:
 
@@ -60,8 +60,8 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the package `benchmarks`
 
-from benchmarks.iopddl_solver.search import solve
 from benchmarks.support.iopddl_reader import read_contest
+from benchmarks.support.iopddl_solver.search import solve
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "iopddl"
 QUICK_SECONDS = 8.0

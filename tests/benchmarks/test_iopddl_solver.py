@@ -11,10 +11,10 @@ import pytest
 from support.paths import DATA
 from support.search.layout_problems import brute_force, hard_problem, random_problem
 
-from benchmarks.iopddl_solver.search import solve
-from benchmarks.iopddl_solver.search_process import Job, Worker
-from benchmarks.iopddl_solver.subproblem import PartDual, Subproblem, restrict
 from benchmarks.support.iopddl_reader import read_contest
+from benchmarks.support.iopddl_solver.search import solve
+from benchmarks.support.iopddl_solver.search_process import Job, Worker
+from benchmarks.support.iopddl_solver.subproblem import PartDual, Subproblem, restrict
 from distgraph.errors import GraphError
 from distgraph.passes.search.solver import solve as solve_layouts
 from distgraph.passes.search.solver.incumbent import Incumbent
@@ -138,8 +138,8 @@ def test_scip_that_is_killed_is_said_and_does_not_stop_the_search(monkeypatch: p
             self._process.kill()
             self._process.wait()
 
-    monkeypatch.setattr("benchmarks.iopddl_solver.parallel_search.Worker", Killed)
-    module = sys.modules["benchmarks.iopddl_solver.search"]
+    monkeypatch.setattr("benchmarks.support.iopddl_solver.parallel_search.Worker", Killed)
+    module = sys.modules["benchmarks.support.iopddl_solver.search"]
     monkeypatch.setattr(module, "_SHORTEST", 0.05)  # or the tree ends in its first turn
     monkeypatch.setattr(module, "_TURN_SHARE", 0.0)
     found = solve(hard_problem(), seconds=100)

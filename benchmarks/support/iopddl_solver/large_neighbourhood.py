@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.iopddl_solver.branch_and_bound import Best, Tree
-from benchmarks.iopddl_solver.diving import dive
-from benchmarks.iopddl_solver.subproblem import Mask, Subproblem, shrink
+from benchmarks.support.iopddl_solver.branch_and_bound import Best, Tree
+from benchmarks.support.iopddl_solver.diving import dive
+from benchmarks.support.iopddl_solver.subproblem import Mask, Subproblem, shrink
 from distgraph.passes.search.solver.flat_problem import Ints
 from distgraph.passes.search.solver.problem import Floats
 

@@ -18,7 +18,7 @@ from itertools import count
 
 import numpy as np
 
-from benchmarks.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
+from benchmarks.support.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
 from distgraph.passes.search.solver.flat_problem import Ints
 from distgraph.passes.search.solver.problem import Floats
 

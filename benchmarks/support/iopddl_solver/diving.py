@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.iopddl_solver.branch_and_bound import Best
-from benchmarks.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
+from benchmarks.support.iopddl_solver.branch_and_bound import Best
+from benchmarks.support.iopddl_solver.subproblem import Mask, PartDual, Subproblem, restrict
 from distgraph.passes.search.solver.problem import Floats
 
 __all__ = ["dive"]

@@ -17,11 +17,11 @@ from itertools import count
 
 import numpy as np
 
-from benchmarks.iopddl_solver.branch_and_bound import Best, Tree
-from benchmarks.iopddl_solver.diving import dive
-from benchmarks.iopddl_solver.large_neighbourhood import Neighbourhoods
-from benchmarks.iopddl_solver.parallel_search import Team
-from benchmarks.iopddl_solver.subproblem import PartDual, Subproblem, restrict
+from benchmarks.support.iopddl_solver.branch_and_bound import Best, Tree
+from benchmarks.support.iopddl_solver.diving import dive
+from benchmarks.support.iopddl_solver.large_neighbourhood import Neighbourhoods
+from benchmarks.support.iopddl_solver.parallel_search import Team
+from benchmarks.support.iopddl_solver.subproblem import PartDual, Subproblem, restrict
 from distgraph.errors import GraphError
 from distgraph.passes.search.solver.incumbent import Incumbent
 from distgraph.passes.search.solver.problem import Floats, Problem, Solution

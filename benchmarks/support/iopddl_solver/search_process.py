@@ -20,16 +20,16 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from benchmarks.iopddl_solver.branch_and_bound import Best
-from benchmarks.iopddl_solver.large_neighbourhood import Neighbourhoods
-from benchmarks.iopddl_solver.subproblem import Mask, PartDual, Subproblem
+from benchmarks.support.iopddl_solver.branch_and_bound import Best
+from benchmarks.support.iopddl_solver.large_neighbourhood import Neighbourhoods
+from benchmarks.support.iopddl_solver.subproblem import Mask, PartDual, Subproblem
 from distgraph.passes.search.solver.flat_problem import Ints
 from distgraph.passes.search.solver.problem import Floats
 from distgraph.passes.search.solver.scip_model import ExactModel
 
 __all__ = ["Found", "Job", "Task", "Worker"]
 
-_PROGRAM = "from benchmarks.iopddl_solver.search_process import main; main()"
+_PROGRAM = "from benchmarks.support.iopddl_solver.search_process import main; main()"
 Task = Literal["neighbourhoods", "exact"]
 
 
