@@ -15,19 +15,20 @@ from distgraph.errors import ShardingError
 class TwoLayers(nn.Module):
     """Two linear layers; on a mesh the first in dataflow OS and the second in LS."""
 
-    def __init__(self, mesh: dg.ProcessMesh | None) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: dg.ProcessMesh | None, algorithm: str = "meshslice") -> None:
+        self.mesh, self.algorithm, self.slices = mesh, algorithm, 2 if algorithm == "meshslice" else 1
         self.first = nn.Linear(24, 48, dtype="f64")
         self.second = nn.Linear(48, 24, bias=False, dtype="f64")
 
     def forward(self, x: dg.Tensor) -> dg.Tensor:
-        first = dg.shard_op(self.first, self.mesh, algorithm="meshslice", dataflow="OS", slices=2)
-        second = dg.shard_op(self.second, self.mesh, algorithm="meshslice", dataflow="LS", slices=2, block=2)
+        chosen = {"algorithm": self.algorithm, "slices": self.slices}
+        first = dg.shard_op(self.first, self.mesh, dataflow="OS", **chosen)
+        second = dg.shard_op(self.second, self.mesh, dataflow="LS", block=self.slices, **chosen)
         return second(dg.ops.gelu(first(x)))
 
 
-def engine(mesh: dg.ProcessMesh | None, **options: object) -> dg.Engine:
-    model = TwoLayers(mesh)
+def engine(mesh: dg.ProcessMesh | None, algorithm: str = "meshslice", **options: object) -> dg.Engine:
+    model = TwoLayers(mesh, algorithm)
     return dg.Engine(model, lambda y, t: dg.ops.mean((y - t) * (y - t)), optim.AdamW(0.01), **options)
 
 
@@ -46,6 +47,18 @@ def test_training_evaluation_and_prediction_equal_serial(shape: tuple[int, int])
     assert losses(sharded) == pytest.approx(losses(serial), rel=0, abs=1e-12)
     x, _ = batch()
     np.testing.assert_allclose(sharded.predict(x), serial.predict(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["collective", "wang", "summa", "cannon"])
+def test_every_algorithm_trains_and_is_kept_in_a_plan(algorithm: str, tmp_path: Path) -> None:
+    mesh = dg.ProcessMesh.grid(rows=2, cols=2)
+    annotated = engine(mesh, algorithm)
+    found = losses(annotated)
+    assert found == pytest.approx(losses(engine(None)), rel=0, abs=1e-12)
+    path = tmp_path / "plan.json"
+    annotated.plan.save(path)
+    assert f'"matmul by {algorithm} {{k:rows, n:cols}} -> [rows, cols]"' in path.read_text()
+    assert losses(engine(mesh, algorithm, plan=dg.Plan.load(path))) == found
 
 
 def test_a_plan_keeps_the_algorithms(tmp_path: Path) -> None:
