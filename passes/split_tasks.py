@@ -298,7 +298,8 @@ def _collect(state: _State) -> Parts:
 def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) -> dict[Key, tuple[Op, ...]]:
     """The order of the ops of every task: program order with two exceptions.
 
-    * A communication op or an `accumulate` directly follows its operands, so that messages leave early.
+    * A communication op or an `accumulate` directly follows its operands, so that messages leave early. One
+      that sends on what comes from a neighbour does not, because the rank would wait for that message first.
     * The optimize part follows the order in which gradients become complete, so that the first wait is for
         the
       oldest message.
@@ -317,7 +318,7 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
             if key[0] in ("sync", "optimize"):
                 held = max([*inside, *(ready.get(v.name, -1) for v in op.operands)], default=-1)
             else:
-                held = max(inside) if inside and _is_eager(op) else index[op.name]
+                held = max(inside) if inside and _is_eager(graph, op) else index[op.name]
             last.update((v.name, held) for v in op.results)
             last[op.name] = held
         ordered[key] = tuple(sorted(bodies[key], key=lambda op: (last[op.name], index[op.name])))
@@ -327,8 +328,18 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
     return ordered
 
 
-def _is_eager(op: Op) -> bool:
-    return op.kind == "accumulate" or is_collective(op)
+def _is_eager(graph: Graph, op: Op) -> bool:
+    return op.kind == "accumulate" or (
+        is_collective(op)
+        and not (_is_reordering(graph, op) and _is_reordering(graph, graph.producers[op.operands[0].name]))
+    )
+
+
+def _is_reordering(graph: Graph, op: Op) -> bool:
+    """Whether an op sends blocks between the ranks of one mesh in another order, as around a ring."""
+    if op.kind != "comm.transfer":
+        return False
+    return graph.attrs[op.operands[0].name].mesh.rank_set == graph.attrs[op.name].mesh.rank_set
 
 
 def _in_tail(state: _State, op: Op, key: Key) -> bool:

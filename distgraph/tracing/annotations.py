@@ -101,7 +101,8 @@ def shard_op(
         mesh: ranks that compute it; None returns `function` as it is.
         in_specs: one for each argument that is a tensor; None leaves its layout unchanged.
         out_specs: one for each result; for a single result the dims themselves.
-        algorithm: "meshslice", "collective" or another that is registered.
+        algorithm: "meshslice", "collective", "wang", "summa", "cannon" or another that is registered; see
+            docs/matmul_algorithms.md.
         dataflow: "OS", "LS" or "RS", on a mesh of two axes: pins the parameter matrices, and tensors and
             results without a spec, to the layouts of this dataflow. None leaves layouts to other annotations.
         slices: of "meshslice".

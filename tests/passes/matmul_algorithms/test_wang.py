@@ -18,10 +18,14 @@ from distgraph.runtime.program.build import build
 
 def test_a_block_leaves_for_the_neighbour_before_it_is_multiplied() -> None:
     """No product reads a copy: it reads what arrived, on the ranks in another order."""
-    lowered = build(product(2, 4, "OS", "wang").completed()).lowered
+    built = build(product(2, 4, "OS", "wang").completed())
+    lowered = built.lowered
     name = next(op.name for op in lowered.ops if op.kind == "ring_einsum").removesuffix(".product0")
     order = [op.name.removeprefix(f"{name}.") for op in lowered.ops if op.name.startswith(name)]
     assert order == ["b.gathered", "a1", "product0", "a2", "product1", "a3", "product2", name]
+    tasks = {task.name: [op.op.name for op in task.ops] for task in built.program(0).tasks}
+    forward = [each.removeprefix(f"{name}.") for each in tasks["forward.s0"] if each.startswith(name)]
+    assert forward == [each for each in order if each != "b.gathered"]  # which is gathered once a step
     kinds = [op.kind for op in lowered.ops]
     assert kinds.count("comm.transfer") == 3 * (4 - 1)
     assert "comm.halo" not in kinds
