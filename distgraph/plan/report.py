@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,7 @@ def _rows(left: Plan, right: Plan) -> Iterable[tuple[str, Any, Any]]:
     pairs = {name: (_tensor_text(left, name), _tensor_text(right, name)) for name in names}
     for name, (mine, theirs) in fold({n: pair for n, pair in pairs.items() if pair[0] != pair[1]}).items():
         yield name, mine, theirs
+    yield "matrix products", _products_text(left), _products_text(right)
     yield from _compared_ops(left.ops, right.ops)
     yield "forecast", _forecast_text(left), _forecast_text(right)
     for i in range(max(len(left.stages), len(right.stages))):
@@ -140,6 +142,13 @@ def _stage_text(plan: Plan, number: int) -> str:
 
 def _tensor_text(plan: Plan, name: str) -> str:
     return str(plan.tensors.get(name, "none"))
+
+
+def _products_text(plan: Plan) -> str:
+    """How many products each distributed algorithm computes."""
+    lines = (line for layer in plan.ops for line in layer.ops)
+    counts = Counter(line.algorithm.name for line in lines if line.algorithm is not None)
+    return ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "by no algorithm"
 
 
 def _compared_ops(left: Sequence[LayerOps], right: Sequence[LayerOps]) -> Iterable[tuple[str, str, str]]:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs.partitioned import run_partitioned, run_serial
 from support.programs.search_cases import cluster
+from support.programs.searched import Program, two_by_two
 
 import distgraph as dg
-from distgraph import optim
+from distgraph import nn, optim
+from distgraph.engine.compile.train_graph import train_graph
+from distgraph.engine.search_driver.baselines import evaluate_data_parallel, evaluate_mesh2d_where_it_gains
+from distgraph.engine.search_driver.candidate import plan_of
+from distgraph.engine.search_driver.explain.decisions import decisions
+from distgraph.engine.search_driver.fixed_mesh_search import mesh2d_programs, mesh2d_where_it_gains
+from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
+from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.backward import differentiate
-from distgraph.passes.search.modes.mesh2d import layouts_by_tuner, linear_layers, shapes
+from distgraph.passes.complete import complete
+from distgraph.passes.search.modes.mesh2d import (
+    annotate,
+    layouts_by_tuner,
+    linear_layers,
+    one_axis_seconds,
+    shapes,
+)
+from distgraph.passes.search.modes.weight_stationary import Group, weight_stationary_groups
 from distgraph.tracing.tracer import Trace
 
 
@@ -88,3 +108,113 @@ def test_what_does_not_fit_is_refused() -> None:
     prime = engine(strategy=dg.Strategy(mode="mesh2d"), cluster=cluster((3, 2)))
     with pytest.raises(ShardingError, match="no mesh of two axes divides a linear layer"):
         prime.prepare(batch())
+
+
+class Wide(nn.Module):
+    """Two layers whose weights are their largest matrices, and one that reads the result of the second."""
+
+    def __init__(self, width: int) -> None:
+        self.up = nn.Linear(width, 2 * width, dtype="f64")
+        self.down = nn.Linear(2 * width, width, dtype="f64")
+        self.head = nn.Linear(width, 8, dtype="f64")
+
+    def forward(self, x: dg.Tensor) -> dg.Tensor:
+        return self.head(x + self.down(dg.ops.gelu(self.up(x))))
+
+
+def wide(samples: int, width: int) -> Graph:
+    loss = lambda y, t: dg.ops.mean(dg.ops.square(y - t))  # noqa: E731
+    batch = ((samples, width), "f64"), ((samples, 8), "f64")
+    return train_graph(Wide(width), batch, loss, optim.SGD(0.1))
+
+
+def test_weights_stay_in_pairs_of_layers() -> None:
+    up, down, head = (layer.op for layer in linear_layers(wide(16, 32)))
+    graph = wide(16, 32)
+    assert weight_stationary_groups(graph, [up, down, head], [up, down, head]) == [
+        Group(frozenset({up}), frozenset({down}))
+    ]
+    assert weight_stationary_groups(graph, [up, down, head], [up, head]) == []
+    assert weight_stationary_groups(graph, [up, down, head], []) == []
+    gpt_graph = train_graph(gpt(), (((12, 8), "i32"), ((12, 8), "i32")))
+    linear = [layer.op for layer in linear_layers(gpt_graph)]
+    query, key, value, out, *mlp, last = linear
+    groups = weight_stationary_groups(gpt_graph, linear, linear)
+    assert groups == [
+        Group(frozenset({query, key, value}), frozenset({out})),
+        Group(frozenset({mlp[0]}), frozenset({mlp[1]})),
+    ]
+    assert last not in groups[0].returning | groups[1].returning
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
+def test_a_step_with_stationary_weights_equals_the_serial_one(shape: tuple[int, int]) -> None:
+    graph, mesh = wide(12, 24), dg.ProcessMesh.grid(rows=shape[0], cols=shape[1])
+    up, down, _ = (layer.op for layer in linear_layers(graph))
+    annotated, names = annotate(graph, mesh, {up: "RS^T", down: "RS"})
+    assert names == (up, down)
+    products = {up, down} | {op.name for op in graph.ops if op.link in (up, down) and op.kind == "einsum"}
+    sliced = replace(annotated, algorithms=dict.fromkeys(products, MatmulAlgorithm("meshslice", 2, 1)))
+    random = np.random.default_rng(3)
+
+    def arrays(kind: str) -> dict[str, np.ndarray]:
+        return {str(op.attrs["name"]): random.normal(size=op.result.shape) for op in graph.sources(kind)}
+
+    feeds, params = [arrays("input")], arrays("param")
+    expected, updated = run_serial(graph, feeds, params)
+    outputs, new, built = run_partitioned(complete(sliced, mesh), feeds, params)
+    assert any(op.kind == "einsum_add" for op in built.lowered.ops)
+    np.testing.assert_allclose(outputs["loss"], expected["loss"], rtol=1e-12)
+    assert updated.keys() == new.keys()
+    for name, value in updated.items():
+        np.testing.assert_allclose(new[name], value, rtol=0, atol=1e-12, err_msg=name)
+
+
+def test_the_tuner_keeps_large_weights_in_place() -> None:
+    graph, boxes = wide(2048, 16384), cluster((4, 4))
+    tuning, annotated = layouts_by_tuner(graph, shapes(boxes), boxes, "meshslice")[0]
+    assert [(layer.dataflow, layer.transposed) for layer in tuning.layers[:2]] == [
+        ("RS", True),
+        ("RS", False),
+    ]
+    rows, cols = annotated.attrs[linear_layers(graph)[0].weight.name].mesh.axes
+    specs = [annotated.attrs[layer.weight.name].spec for layer in linear_layers(graph)[:2]]
+    assert specs == [ShardSpec.of([cols, rows]), ShardSpec.of([rows, cols])]
+
+
+def test_mode_auto_tries_two_axes_where_the_model_gains() -> None:
+    """Where the products take less than the best step, and less than on one axis."""
+    program = Program(lambda: Wide(32), (32,), batch=6)  # six samples: neither FSDP nor one axis
+    state = SearchState(program.compile_request(), two_by_two(), "auto", 600.0)
+    costs = state.layout_costs
+    tuning, _ = next(mesh2d_programs(costs, 1, "meshslice", 1))
+    graph = costs.layered_graph(1).graph
+    assert one_axis_seconds(graph, tuning, costs.cluster) == math.inf
+    assert mesh2d_where_it_gains(costs, 1, tuning.seconds) is None
+    list(evaluate_data_parallel(state, eligible=True))
+    list(evaluate_mesh2d_where_it_gains(state))
+    found = next(each for each in state.evaluations.all if each.origin.startswith("mesh2d"))
+    assert found.choices["products"] == "by meshslice"
+    assert state.best is not None
+    decision = decisions(state.best, state.evaluations.all)["products"]
+    assert {decision.chosen, decision.runner_up} == {
+        "by meshslice",
+        "by collectives where completion puts them",
+    }
+    many = Program(lambda: Wide(32), (32,), batch=512)  # FSDP hides all communication by its model
+    state = SearchState(many.compile_request(), two_by_two(), "auto", 600.0)
+    tuning, _ = next(mesh2d_programs(state.layout_costs, 1, "meshslice", 1))
+    graph = state.layout_costs.layered_graph(1).graph
+    assert one_axis_seconds(graph, tuning, state.cluster) < tuning.seconds
+    assert mesh2d_where_it_gains(state.layout_costs, 1, math.inf) is None
+
+
+def test_plans_compare_their_algorithms() -> None:
+    program, found = Program(lambda: Wide(32), (32,), batch=6), []
+    state = SearchState(program.compile_request(), two_by_two(), "mesh2d", 600.0)
+    for algorithm in ("meshslice", "collective"):
+        _, build = next(mesh2d_programs(state.layout_costs, 1, algorithm, 1))
+        found.append(plan_of(build(), state.layout_costs))
+    rows = {what: (mine, theirs) for what, mine, theirs in found[0].compare(found[1]).rows}
+    assert rows["matrix products"] == ("8 by meshslice", "8 by collective")
+    assert "matrix products" not in {what for what, *_ in found[0].compare(found[0]).rows}

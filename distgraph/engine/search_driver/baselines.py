@@ -17,6 +17,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
     data_parallel,
     double_recursion,
     mesh2d_programs,
+    mesh2d_where_it_gains,
     sharding_propagation,
 )
 from distgraph.engine.search_driver.pipeline_search import best_count
@@ -97,6 +98,27 @@ def evaluate_mesh2d(state: SearchState) -> Iterator[Event]:
             reasons.append(error)
     if len(reasons) == len([name for name in MATMUL_ALGORITHMS if name in ALGORITHMS]):
         raise reasons[0]
+
+
+def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
+    """Two-dimensional tensor parallelism in mode auto, where the tuner's model says that it may be fastest.
+
+    It is tried with one micro-batch, and where that needs too much memory with those of the best program.
+    """
+    best = state.best
+    counts = [1] if best is None else [1, int(best.choices["micro_batches"])]
+    for micro_batches in dict.fromkeys(counts):
+        if state.expired():
+            return
+        limit = math.inf if best is None else best.seconds
+        build = mesh2d_where_it_gains(state.layout_costs, micro_batches, limit)
+        if build is None:
+            return
+        yield Event("mesh2d, meshslice")
+        evaluation = evaluation_of(build())
+        yield state.record(evaluation)
+        if evaluation.fits:
+            return
 
 
 def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:

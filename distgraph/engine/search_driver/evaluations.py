@@ -78,7 +78,11 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
         max((s.needed / s.available for s in shortages), default=1.0),
         max((s.missing for s in shortages), default=0.0),
         len(program.build.lowered.ops),
-        {**program.decisions.choices(len(program.layered.layers)), "stages": _stages(program)},
+        {
+            **program.decisions.choices(len(program.layered.layers)),
+            "stages": _stages(program),
+            "products": _products(program),
+        },
         program,
     )
 
@@ -91,6 +95,12 @@ def evaluate(candidate: Candidate, layout_costs: LayoutCosts) -> Evaluation:
 def without_program(evaluation: Evaluation) -> Evaluation:
     """The same figures without the program, as one process sends them to another."""
     return replace(evaluation, program=None)
+
+
+def _products(program: BuiltCandidate) -> str:
+    """Distributed algorithms of matrix products."""
+    names = sorted({algorithm.name for algorithm in program.completed.algorithms.values()})
+    return f"by {', '.join(names)}" if names else "by collectives where completion puts them"
 
 
 def _stages(program: BuiltCandidate) -> str:

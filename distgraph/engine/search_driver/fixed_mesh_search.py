@@ -13,12 +13,13 @@ from functools import partial
 from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
 from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts, solve_problem
-from distgraph.errors import DistGraphError, ResourceError, ShardingError
+from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.cluster_prices import devices_of
+from distgraph.passes.matmul_algorithms.tuner import Tuning
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
@@ -170,7 +171,7 @@ def double_recursion(
 
 def mesh2d_programs(
     layout_costs: LayoutCosts, micro_batches: int, algorithm: str, most: int
-) -> Iterator[tuple[float, Callable[[], BuiltCandidate]]]:
+) -> Iterator[tuple[Tuning, Callable[[], BuiltCandidate]]]:
     """Two-dimensional tensor parallelism on the mesh of the annotations, or on all devices in several shapes.
 
     Args:
@@ -180,7 +181,7 @@ def mesh2d_programs(
         most: shapes of the mesh, those with the best estimates.
 
     Yields:
-        seconds of the products of a step by the tuner's estimate, and a function that builds the program.
+        the tuner's estimate for the products of a micro-batch, and a function that builds the program.
 
     Raises:
         ShardingError: annotations name several meshes, or one that has not two axes; no mesh divides a layer.
@@ -193,7 +194,29 @@ def mesh2d_programs(
     tuned = mesh2d.layouts_by_tuner(layered.graph, meshes, cluster, algorithm)
     for tuning, graph in tuned[:most]:
         mesh = next(mesh for mesh in meshes if mesh.shape == tuning.mesh)
-        yield tuning.seconds * micro_batches, partial(_mesh2d_program, layout_costs, layered, graph, mesh)
+        yield tuning, partial(_mesh2d_program, layout_costs, layered, graph, mesh)
+
+
+def mesh2d_where_it_gains(
+    layout_costs: LayoutCosts, micro_batches: int, seconds: float
+) -> Callable[[], BuiltCandidate] | None:
+    """The best program of two-dimensional tensor parallelism by the tuner's model, where that may be fastest.
+
+    Args:
+        layout_costs: of the program.
+        micro_batches: in a step.
+        seconds: of the best step so far. The products alone must take less, and less than on one axis.
+    """
+    if len(layout_costs.pools) > 1:
+        return None
+    try:
+        tuning, build = next(mesh2d_programs(layout_costs, micro_batches, "meshslice", 1))
+    except (ShardingError, InfeasibleError):  # no mesh of two axes divides the program
+        return None
+    graph, cluster = layout_costs.layered_graph(micro_batches).graph, layout_costs.cluster
+    if tuning.seconds * micro_batches >= seconds:
+        return None
+    return build if tuning.seconds < mesh2d.one_axis_seconds(graph, tuning, cluster) else None
 
 
 def _mesh2d_program(

@@ -28,6 +28,7 @@ from distgraph.engine.search_driver.baselines import (
     evaluate_data_parallel,
     evaluate_double_recursion,
     evaluate_mesh2d,
+    evaluate_mesh2d_where_it_gains,
     evaluate_sharding_propagation,
     evaluate_single_devices,
     evaluate_uniform_and_recursive,
@@ -84,6 +85,7 @@ def run_search(state: SearchState) -> Iterator[Event]:
         yield from local_search(state)
         if (error := state.evaluations.estimate_error) is not None:
             yield Event(f"estimates are {error:.1%} off the forecasts on average")
+        yield from evaluate_mesh2d_where_it_gains(state)
     for step in state.explainer.run():  # a runner-up that turns out faster becomes the best
         yield Event(step) if isinstance(step, str) else state.record(step)
     if state.best is None and state.mode == "auto" and not annotated and not state.expired():

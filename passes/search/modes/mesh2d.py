@@ -7,7 +7,7 @@ otherwise, or with sizes that the mesh does not divide, is left to completion.
 Activations [batch, ..., features] are split by rows along the batch and by cols along the features, so that
 layers follow each other without a change of layout, and all other ops follow along their index rules. A
 weight [inputs, outputs] is split [rows, cols] where the result stays in place (OS) and [cols, rows] where the
-input does (LS).
+input does (LS). Where weights stay (RS), activations are turned by one layer and turned back by the next.
 
     %x : f32[8, 64, 512] [rows, _, cols]   %w : f32[512, 2048] [rows, cols]     matmul(%x, %w)  OS
 
@@ -17,11 +17,12 @@ Source: Nam et al., "MeshSlice" (2025), section 3.2.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
-from distgraph.errors import ShardingError
+from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.matmul_algorithm import CONTRACTIONS as KINDS
@@ -35,10 +36,19 @@ from distgraph.passes.matmul_algorithms.cluster_prices import (
     slice_block,
 )
 from distgraph.passes.matmul_algorithms.layer_products import Layer, dataflow
-from distgraph.passes.matmul_algorithms.tuner import Tuning, tune
+from distgraph.passes.matmul_algorithms.product_seconds import ONE_AXIS
+from distgraph.passes.matmul_algorithms.tuner import LayerTuning, Tuning, tune
+from distgraph.passes.search.modes.weight_stationary import weight_stationary_groups
 from distgraph.resources.cluster import Cluster
 
 ORIGIN = Origin("user", 'Strategy(mode="mesh2d")')
+_LAYOUTS: Final = {
+    "OS": ((0, 1), (0, 1), (0, 1)),
+    "LS": ((0, 1), (1, 0), (0, 1)),
+    "RS": ((1, 0), (0, 1), (0, 1)),
+    "RS^T": ((0, 1), (1, 0), (1, 0)),
+}
+"""Mesh axes that split the first and the last dim of input, weight and result."""
 _TOLERANCE: Final = 0.02
 """Share of its seconds by which a product may be slower by the tuner's model than with more slices."""
 
@@ -108,8 +118,8 @@ def layouts_by_tuner(
 ) -> list[tuple[Tuning, Graph]]:
     """The graph on each mesh, its layers with the dataflows and slices that the tuner chooses, best first.
 
-    A layer whose largest matrix is the weight would have its input or result in another layout than its
-    neighbours (RS), so it takes the better of OS and LS.
+    A layer whose largest matrix is the weight keeps it in place (RS) where the layers around it do too
+    (`weight_stationary`) and that is faster; else it takes the better of OS and LS.
 
     Args:
         graph: serial; its annotations stay.
@@ -126,8 +136,8 @@ def layouts_by_tuner(
         layers = [layer for layer in linear_layers(graph) if _divides(layer, mesh)]
         if not layers:
             continue
-        tuning = _tune(layers, mesh, cluster, algorithm)
-        dataflows = {layer.op: each.dataflow for layer, each in zip(layers, tuning.layers, strict=True)}
+        tuning = _tune(graph, layers, mesh, cluster, algorithm)
+        dataflows = {layer.op: _form(each) for layer, each in zip(layers, tuning.layers, strict=True)}
         annotated, names = annotate(graph, mesh, dataflows)
         algorithms = dict(annotated.algorithms)
         for layer, each in zip(layers, tuning.layers, strict=True):
@@ -143,15 +153,20 @@ def layouts_by_tuner(
     return sorted(found, key=lambda each: each[0].seconds)
 
 
-def _tune(layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, algorithm: str) -> Tuning:
+def _tune(
+    graph: Graph, layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, algorithm: str
+) -> Tuning:
+    """Dataflows and slices of the layers of a program on one mesh."""
     rows, cols = mesh.shape
     dtype = layers[0].result.dtype
-    sizes = [Layer(layer.op, layer.samples, layer.inputs, layer.outputs) for layer in layers]
+    sizes = {layer.op: Layer(layer.op, layer.samples, layer.inputs, layer.outputs) for layer in layers}
     prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
 
-    def tuned(size: Layer, forward: str | None) -> Tuning:
+    @cache
+    def tuned(samples: int, inputs: int, outputs: int, forward: str, turned: bool) -> LayerTuning:
+        size = Layer("", samples, inputs, outputs)
         return tune(
-            [size],
+            [size, size] if turned else [size],  # behind another, a layer in RS reads what is turned
             rows * cols,
             prices,
             rate,
@@ -161,14 +176,61 @@ def _tune(layers: Sequence[LinearLayer], mesh: ProcessMesh, cluster: Cluster, al
             forward=forward,
             meshes=[(rows, cols)],
             tolerance=_TOLERANCE,
-        )
+        ).layers[-1]
 
-    chosen = []
-    for size in sizes:
-        natural = dataflow(size)
-        options = [tuned(size, forward) for forward in ([natural] if natural != "RS" else ["OS", "LS"])]
-        chosen.append(min(options, key=lambda option: option.seconds).layers[0])
-    return Tuning(algorithm, (rows, cols), tuple(chosen))
+    def option(op: str, forward: str, turned: bool = False) -> LayerTuning:
+        size = sizes[op]
+        found = tuned(size.samples, size.inputs, size.outputs, forward, turned)
+        return replace(found, layer=size)
+
+    largest = {op: dataflow(size) for op, size in sizes.items()}
+    chosen = {}
+    for op, flow in largest.items():
+        options = [option(op, forward) for forward in ([flow] if flow != "RS" else ["OS", "LS"])]
+        chosen[op] = min(options, key=lambda each: each.seconds)
+    allowed = [
+        layer.op for layer in layers if largest[layer.op] == "RS" and layer.activation.shape[0] % cols == 0
+    ]
+    for group in weight_stationary_groups(graph, [each.op for each in linear_layers(graph)], allowed):
+        try:
+            instead = {op: option(op, "RS", op in group.returning) for op in group.leaving | group.returning}
+        except InfeasibleError:  # the block of a slice does not divide the samples
+            continue
+        if _seconds(instead.values()) < _seconds(chosen[op] for op in instead):
+            chosen |= instead
+    return Tuning(algorithm, (rows, cols), tuple(chosen.values()))
+
+
+def _seconds(layers: Iterable[LayerTuning]) -> float:
+    return sum(layer.seconds for layer in layers)
+
+
+def _form(layer: LayerTuning) -> str:
+    """A dataflow as `annotate` takes it."""
+    return "RS^T" if layer.transposed else layer.dataflow
+
+
+def one_axis_seconds(graph: Graph, tuning: Tuning, cluster: Cluster) -> float:
+    """Seconds of tuned layers by the better of one-axis tensor parallelism and FSDP; inf without either."""
+    devices, dtype = math.prod(tuning.mesh), linear_layers(graph)[0].result.dtype
+    sizes = [layer.layer for layer in tuning.layers]
+    prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
+    least = math.inf
+    for algorithm in ONE_AXIS:
+        try:
+            found = tune(
+                sizes,
+                devices,
+                prices,
+                rate,
+                item_bytes=itemsize(dtype),
+                algorithm=algorithm,
+                meshes=[(1, devices)],
+            )
+        except InfeasibleError:
+            continue
+        least = min(least, found.seconds)
+    return least
 
 
 def _divides(layer: LinearLayer, mesh: ProcessMesh) -> bool:
@@ -205,23 +267,24 @@ def annotate(graph: Graph, mesh: ProcessMesh, dataflows: Mapping[str, str]) -> t
     Args:
         graph: serial.
         mesh: of two axes, rows and cols.
-        dataflows: name of a layer's op -> "OS" or "LS".
+        dataflows: name of a layer's op -> "OS", "LS", or where its weight stays "RS^T" if its input is split
+            by rows along the samples, "RS" if by cols.
 
     Returns:
         the graph, and the names of the layers that have these layouts.
     """
-    rows, cols = mesh.axes
     attrs, annotated = dict(graph.attrs), []
     for layer in linear_layers(graph):
         if layer.op not in dataflows:
             continue
-        weight = [rows, cols] if dataflows[layer.op] == "OS" else [cols, rows]
+        read, weight, made = _LAYOUTS[dataflows[layer.op]]
         between = [None] * (len(layer.activation.shape) - 2)
         layouts = {
-            layer.activation: DistAttr(mesh, ShardSpec.of([rows, *between, cols]), ORIGIN),
-            layer.weight: DistAttr(mesh, ShardSpec.of(weight), ORIGIN),
-            layer.result: DistAttr(mesh, ShardSpec.of([rows, *between, cols]), ORIGIN),
-        }
+            value: DistAttr(mesh, ShardSpec.of([mesh.axes[dims[0]], *inner, mesh.axes[dims[1]]]), ORIGIN)
+            for value, dims, inner in (
+                (layer.activation, read, between), (layer.weight, weight, []), (layer.result, made, between)
+            )
+        }  # fmt: skip
         for op in _backward(graph, layer):  # no partial sum is passed on
             layouts[op.result] = layouts[layer.activation if _reads_weight(op, layer) else layer.weight]
             layouts[op.operands[0]] = layouts[layer.result]  # its gradient

@@ -42,6 +42,8 @@ def decisions(best: Evaluation, evaluations: Sequence[Evaluation]) -> dict[str, 
     """Choices of the whole program, each with the best program in which it was taken otherwise."""
     by_name = {}
     for name, chosen in best.choices.items():
+        if name == "products" and all(other.choices[name] == chosen for other in evaluations):
+            continue  # no other algorithm of matrix products was tried
         others = [other for other in evaluations if other.fits and other.choices[name] != chosen]
         runner_up = min(others, key=lambda other: other.seconds, default=None)
         if runner_up is None:
