@@ -303,9 +303,7 @@ class LayoutCosts:
             InfeasibleError: none was found, as after Ctrl-C.
         """
         key = layered.graph.micro_batches, layered.recompute, devices, shape, multiplier, restriction
-        formulation = self.formulation(layered, devices, shape).with_memory(
-            memory_multiplier=multiplier, live_micro_batches=1
-        )
+        formulation = self.formulation(layered, devices, shape).with_memory(memory_multiplier=multiplier)
         if key not in self._solutions.choices:
             problem = restricted(formulation, restriction)
             solution = solve_problem(problem)
@@ -346,7 +344,7 @@ class LayoutCosts:
             target = self.formulation(layered, devices, shape)
             again = self.carried_over(source, choice, target, layered, plain)
             if again is not None:
-                return target.with_memory(memory_multiplier=multiplier, live_micro_batches=1), again
+                return target.with_memory(memory_multiplier=multiplier), again
         formulation, choice, _ = self.solve(layered, devices, shape, multiplier, restriction)
         return formulation, choice
 

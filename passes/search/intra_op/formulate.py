@@ -28,7 +28,7 @@ copy of an activation that both parts read lasts until the backward part (counte
 read the same layout, an upper bound). The memory limit does not include copies without a node; `profile`
 counts all copies.
 
-Lifetimes are those of the runtime (see `liveness`); activations count once for every live micro-batch.
+Lifetimes are those of the runtime (see `liveness`); activations count for one micro-batch.
 
 Source: Zheng et al., Alpa (OSDI 2022), section 4. Storage layouts that differ from those of producer and
 readers, and the whole step in one problem, are not in that paper.
@@ -66,7 +66,8 @@ class Formulation:
         graph, mesh: the arguments of `formulate`.
         cost_model: seconds of ops and changes of layout.
         fold, nodes, lifetimes, term_builder: what the problem is computed from; its node i is `nodes.all[i]`.
-        memory_limit, memory_multiplier, live_micro_batches: the arguments of `formulate`.
+        memory_limit: bytes that a rank may use; None for no limit.
+        memory_multiplier: seconds that a byte costs if it is occupied for the whole step.
     """
 
     graph: Graph
@@ -78,7 +79,6 @@ class Formulation:
     term_builder: TermBuilder = field(repr=False)
     memory_limit: float | None = None
     memory_multiplier: float = 0.0
-    live_micro_batches: int = 1
 
     @cached_property
     def problem(self) -> Problem:
@@ -86,8 +86,7 @@ class Formulation:
 
         It is computed on first use: the profile of a choice needs far fewer costs.
         """
-        limit, multiplier, live = self.memory_limit, self.memory_multiplier, self.live_micro_batches
-        return _problem(self.fold, self.nodes, self.cost_terms, limit, multiplier, live)
+        return _problem(self.fold, self.nodes, self.cost_terms, self.memory_limit, self.memory_multiplier)
 
     @property
     def cost_terms(self) -> Terms:
@@ -120,7 +119,7 @@ class Formulation:
             label, cost = self.problem.label(other), float(costs[option, choice[other]])
             if cost:
                 seconds[label] = seconds.get(label, 0.0) + cost
-        nbytes = terms.fixed[node] + self.live_micro_batches * terms.activations[node]
+        nbytes = terms.fixed[node] + terms.activations[node]
         return Decision(
             self.problem.label(node),
             option,
@@ -148,19 +147,10 @@ class Formulation:
         raise GraphError(f"graph @{self.graph.name}: nothing is decided about %{name.removeprefix('%')}")
 
     def with_memory(
-        self,
-        *,
-        memory_limit: float | None = None,
-        memory_multiplier: float = 0.0,
-        live_micro_batches: int = 1,
+        self, *, memory_limit: float | None = None, memory_multiplier: float = 0.0
     ) -> Formulation:
         """This formulation with another memory limit and multiplier; the cost terms are reused."""
-        return replace(
-            self,
-            memory_limit=memory_limit,
-            memory_multiplier=memory_multiplier,
-            live_micro_batches=live_micro_batches,
-        )
+        return replace(self, memory_limit=memory_limit, memory_multiplier=memory_multiplier)
 
 
 def formulate(
@@ -169,9 +159,6 @@ def formulate(
     cost_model: CostModel,
     layering: Layering | None = None,
     *,
-    memory_limit: float | None = None,
-    memory_multiplier: float = 0.0,
-    live_micro_batches: int = 1,
     folded: Fold | None = None,
 ) -> Formulation:
     """Formulate the search for layouts on one mesh.
@@ -181,9 +168,6 @@ def formulate(
         mesh: the mesh that computes the whole graph; axes of one rank split nothing.
         cost_model: seconds of ops and changes of layout on the devices of the ranks.
         layering: the layers; equal layers get equal layouts. None decides every op separately.
-        memory_limit: bytes that a rank may use; None for no limit.
-        memory_multiplier: seconds that a byte costs if it is occupied for the whole step.
-        live_micro_batches: micro-batches whose activations are in memory at the same time.
         folded: the fold of this graph and layering, if the caller has it.
 
     Raises:
@@ -201,9 +185,6 @@ def formulate(
         nodes,
         lifetimes,
         TermBuilder(folded, nodes, lifetimes, mesh, cost_model),
-        memory_limit,
-        memory_multiplier,
-        live_micro_batches,
     )
 
 
@@ -213,31 +194,30 @@ def _problem(
     terms: Terms,
     limit: float | None,
     multiplier: float,
-    live: int,
 ) -> Problem:
     """Add up the terms."""
     costs = tuple(
-        compute + copying + multiplier * (fixed + live * activations)
+        compute + copying + multiplier * (fixed + activations)
         for compute, copying, fixed, activations in zip(
             terms.compute, terms.copying, terms.fixed, terms.activations, strict=True
         )
     )
     uses: tuple[tuple[Use, ...], ...] = ()
     if limit is not None:
-        uses = tuple(_uses(terms, node, live, len(folded.graph.ops) + 1) for node in range(len(costs)))
+        uses = tuple(_uses(terms, node, len(folded.graph.ops) + 1) for node in range(len(costs)))
     labels = tuple(_label(folded, node) for node in nodes.all)
     edge_costs = dict(terms.edges)
-    for copies, factor in ((terms.fixed_copies, multiplier), (terms.activation_copies, multiplier * live)):
-        for edge, nbytes in copies.items() if multiplier else ():
-            edge_costs[edge] = edge_costs[edge] + factor * nbytes
+    for copies in (terms.fixed_copies, terms.activation_copies) if multiplier else ():
+        for edge, nbytes in copies.items():
+            edge_costs[edge] = edge_costs[edge] + multiplier * nbytes
     return Problem(
         folded.graph.name, costs, tuple(edge_costs), tuple(edge_costs.values()), uses, limit, labels
     )
 
 
-def _uses(terms: Terms, node: int, live: int, end: int) -> tuple[Use, ...]:
+def _uses(terms: Terms, node: int, end: int) -> tuple[Use, ...]:
     """The memory uses of a node: its persistent bytes for the whole step, then its temporary values."""
-    persistent = terms.fixed[node] + live * terms.activations[node]
+    persistent = terms.fixed[node] + terms.activations[node]
     uses = [Use(0, end, persistent)] if persistent.any() else []
     return (*uses, *(Use(start, stop, amounts) for start, stop, amounts in terms.temporary[node]))
 

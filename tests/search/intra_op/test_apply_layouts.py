@@ -37,7 +37,7 @@ def serial(name: str, micro: int) -> tuple[list[float], dict[str, Any]]:
 def formulation_of(name: str, mesh: ProcessMesh, micro: int, speed: float, price: float = 0.0) -> Formulation:
     graph = task(name).graph(micro, OPTIMIZER)
     layers = layering(graph, cluster_layers(graph))
-    return formulate(graph, mesh, cost_model(speed), layers, memory_multiplier=price)
+    return formulate(graph, mesh, cost_model(speed), layers).with_memory(memory_multiplier=price)
 
 
 def chosen(formulation: Formulation, how: str) -> tuple[int, ...]:

@@ -405,7 +405,7 @@ def test_an_annotation_over_an_axis_that_the_mesh_lacks_is_named() -> None:
 
 def test_terms_say_what_a_change_costs() -> None:
     graph = task("mlp").graph(micro=2)
-    formulation = formulate(graph, MESHES[2], cost_model(SLOW), memory_multiplier=1e-9)
+    formulation = formulate(graph, MESHES[2], cost_model(SLOW)).with_memory(memory_multiplier=1e-9)
     problem, choice = formulation.problem, best(formulation)
     objective = problem.objective(choice)
     for node in range(len(problem.costs)):
