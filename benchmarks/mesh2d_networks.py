@@ -124,8 +124,8 @@ def make(case: Case) -> tuple[dg.Engine, Any]:
 
 
 def rank_main(arguments: list[str]) -> None:
-    """One rank of one case; rank 0 prints the seconds of every step, of the slowest rank."""
-    case, steps = Case(**json.loads(arguments[0])), int(arguments[1])
+    """One rank of one case; rank 0 writes the seconds of every step, of the slowest rank, to a file."""
+    case, steps, output = Case(**json.loads(arguments[0])), int(arguments[1]), Path(arguments[2])
     transport = current_transport()
     assert transport is not None
     engine, batch = make(case)
@@ -140,7 +140,7 @@ def rank_main(arguments: list[str]) -> None:
     engine.close()
     found = transport.gather_objects(seconds, 0)
     if found is not None:
-        print(json.dumps([max(column) for column in zip(*found, strict=True)]))
+        output.write_text(json.dumps([max(column) for column in zip(*found, strict=True)]))
 
 
 @contextmanager
@@ -169,14 +169,16 @@ def description(setting: Setting) -> str:
 def measured(network: Network, case: Case, steps: int) -> list[float]:
     """Seconds of steps of a case."""
     script = "import sys; from benchmarks.mesh2d_networks import rank_main; rank_main(sys.argv[1:])"
-    out = _run(network, [sys.executable, "-c", script, json.dumps(asdict(case)), str(steps)], 600)
-    seconds: list[float] = json.loads(out.strip().splitlines()[-1])
-    return seconds
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "seconds.json"
+        _run(network, [sys.executable, "-c", script, json.dumps(asdict(case)), str(steps), str(output)], 600)
+        seconds: list[float] = json.loads(output.read_text())
+        return seconds
 
 
-def _run(network: Network, command: list[str], timeout: float) -> str:
+def _run(network: Network, command: list[str], timeout: float) -> None:
     try:
-        return network.run(RANKS, command, timeout, **THREADS, PYTHONPATH=str(ROOT)).stdout
+        network.run(RANKS, command, timeout, **THREADS, PYTHONPATH=str(ROOT))
     except subprocess.CalledProcessError as error:
         sys.exit(f"{' '.join(command)} ended with {error.returncode}:\n{error.stderr}")
 
