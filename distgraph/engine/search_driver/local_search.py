@@ -31,6 +31,8 @@ _MOST_OPS = 30_000
 """Ops of the programs, together, that a local search builds: building takes time in proportion to them."""
 _MOST_MEMORY = 1.1
 """Share of the memory that a neighbour may need by the estimate, which is above or below the forecast."""
+_MOST_STAGES = 16
+"""Stages of a pipeline whose stages are reshaped, at most: longer ones have too many such neighbours."""
 _LOWER_MULTIPLIERS = (0.25, 0.5)
 """Factors on memory multipliers that are tried: the multipliers of `layout_costs` are ten times apart."""
 
@@ -72,7 +74,9 @@ def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]
         counts = [*state.pipelines.best, *state.pipelines.adjacent_counts(pipeline.micro_batches)]
     moves = chain(
         local_search_moves(pipeline, tuple(dict.fromkeys(counts)), layout_costs.pool_numbers),
-        stage_moves(pipeline, layout_costs, state.pipelines.submeshes),
+        stage_moves(pipeline, layout_costs, state.pipelines.submeshes)
+        if len(pipeline.stages) <= _MOST_STAGES
+        else (),
     )
     ranked: list[tuple[float, Candidate]] = []
     for neighbour in moves:

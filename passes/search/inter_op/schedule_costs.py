@@ -56,7 +56,7 @@ def makespan(
     return schedule.fill * (sum(times) + sum(transfer)) + max([last, *(rounds * x for x in transfer)])
 
 
-_FOLLOWED = 512
+_FOLLOWED = 128
 """Forward parts of all stages that are followed before the rest is extrapolated."""
 _CYCLES = 4
 """Micro-batches for each stage of the pipeline that are followed, at least."""
@@ -77,7 +77,9 @@ def simulated_makespan(
     A stage computes forward parts while fewer micro-batches are in flight on it than the schedule allows, and
     of the parts that may begin the one that the schedule prefers. A result is on its way to the next stage
     while both stages compute; results of several micro-batches may be, as in the forecast. Of many
-    micro-batches the first few are followed; the others take as long each as the last of these.
+    micro-batches the first few are followed; the others take as long each as the last of these. Pipelines of
+    many stages are not followed: once filled, every micro-batch takes the longest period of a stage, which is
+    its own seconds or (Little's law) those from it to the last stage and back over the number in flight.
 
     Args:
         schedule: the schedule, of which `in_flight`, `priority` and `forward_is_done_first` are used.
@@ -95,7 +97,10 @@ def simulated_makespan(
         32.0
     """
     count = len(forward)
-    transfer = transfer or [0.0] * (count - 1)
+    transfer, once = transfer or [0.0] * (count - 1), step or [0.0] * count
+    if _CYCLES * count**2 > _FOLLOWED:
+        ends = _steady_ends(schedule, forward, backward, micro_batches, transfer)
+        return max(end + more for end, more in zip(ends, once, strict=True))
     followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
     followed += (micro_batches - followed) % count  # the others are whole cycles of the pipeline
     ends = _last_ends(schedule, forward, backward, followed, transfer)
@@ -103,7 +108,27 @@ def simulated_makespan(
         before = _last_ends(schedule, forward, backward, followed - count, transfer)
         cycles = (micro_batches - followed) // count
         ends = [end + cycles * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
-    return max(end + once for end, once in zip(ends, step or [0.0] * count, strict=True))
+    return max(end + more for end, more in zip(ends, once, strict=True))
+
+
+def _steady_ends(
+    schedule: SchedulePolicy,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    transfer: Sequence[float],
+) -> list[float]:
+    """End of the last backward part of every stage, were the period of all the longest of any stage."""
+    count = len(forward)
+    period = turn = 0.0  # turn: from a stage to the last one and back
+    for stage in reversed(range(count)):
+        own = forward[stage] + backward[stage]
+        turn += own + (2 * transfer[stage] if stage + 1 < count else 0.0)
+        period = max(period, own, turn / schedule.in_flight(stage, count, micro_batches))
+    ends = [turn + (micro_batches - 1) * period]
+    for stage in range(count - 1):
+        ends.append(ends[-1] - backward[stage] - transfer[stage])
+    return ends
 
 
 def _last_ends(

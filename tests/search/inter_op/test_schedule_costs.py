@@ -48,3 +48,22 @@ def test_few_unequal_stages_do_not_wait_for_every_transfer() -> None:
     assert period_with_transfer == pytest.approx(3 + 8 * 6)
     forward, backward = [3.0, 2.0], [3.0, 2.0]
     assert simulated_makespan(ONE_F_ONE_B, forward, backward, 8, transfer) < 8 * (6 + 2 * 0.5)
+
+
+@pytest.mark.parametrize("policy", [ONE_F_ONE_B, GPIPE], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("stages", [8, 24])
+def test_pipelines_of_many_equal_stages_are_not_followed(policy: SchedulePolicy, stages: int) -> None:
+    forward, backward = [1.0] * stages, [2.0] * stages
+    expected = by_the_runtime(policy, forward, backward, 2 * stages)
+    assert simulated_makespan(policy, forward, backward, 2 * stages) == pytest.approx(expected, rel=1e-9)
+
+
+def test_of_many_unequal_stages_the_estimate_is_near_the_runtime() -> None:
+    choose = random.Random(0)
+    for _ in range(10):
+        stages = choose.randint(6, 10)
+        forward = [choose.uniform(0.8, 1.2) for _ in range(stages)]
+        backward = [2 * seconds for seconds in forward]
+        expected = by_the_runtime(ONE_F_ONE_B, forward, backward, 32)
+        found = simulated_makespan(ONE_F_ONE_B, forward, backward, 32)
+        assert found == pytest.approx(expected, rel=0.05)
