@@ -9,8 +9,10 @@ import pytest
 from benchmarks import alpa_search as suite
 from benchmarks.alpa_search import Evaluation, Point
 from benchmarks.support.alpa.recorded_plans import Plan, Stage
-from distgraph.engine.search_driver.run_search import run_search
-from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.engine.search_driver.candidate import build_candidate
+from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.engine.search_driver.search_space import pools_of
+from distgraph.engine.search_driver.uniform_pipelines import uniform_pipelines
 from distgraph.models import GPTConfig
 from distgraph.resources import Cluster
 
@@ -74,12 +76,11 @@ def test_both_sides_are_one_program() -> None:
     cluster = suite.devices_of(1)
     found = suite.evaluation_of(plan, cluster)
     assert not found.missing
-    state = SearchState(suite.compile_request_of(point), cluster, "auto", 60.0)
-    list(run_search(state))
+    layout_costs = LayoutCosts(suite.compile_request_of(point), cluster, pools_of(cluster))
     alike = [
-        each.seconds
-        for each in state.evaluations.all
-        if each.candidate is not None and each.candidate.micro_batches == 2 and not each.candidate.recompute
+        build_candidate(row, layout_costs).seconds
+        for row in uniform_pipelines(layout_costs, 2, "none")
+        if not row.recompute
     ]
     assert alike
     assert alike == pytest.approx([found.seconds] * len(alike), rel=1e-9)
