@@ -165,10 +165,22 @@ def cross_validate(
             "lies in one fold of two or more"
         )
     result = np.empty(count)
-    for fold, outside in splits(count, folds):
-        found = fit(parameters, forecast, measured, outside, scale=scale)
+    for fold, found in fits(parameters, forecast, measured, folds, scale=scale):
         result[fold] = forecast(found.values)[fold]
     return result
+
+
+def fits(
+    parameters: Sequence[Parameter],
+    forecast: Forecast,
+    measured: Array,
+    folds: Sequence[Array],
+    *,
+    scale: float = 0.1,
+) -> Iterator[tuple[Array, Fit]]:
+    """(rows of a fold, the fit to all other rows) for each fold."""
+    for fold, outside in splits(len(measured), folds):
+        yield fold, fit(parameters, forecast, measured, outside, scale=scale)
 
 
 def splits(count: int, folds: Sequence[Array]) -> Iterator[tuple[Array, Array]]:

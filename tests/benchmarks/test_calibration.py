@@ -11,6 +11,7 @@ import pytest
 from support.paths import BENCHMARKS, ROOT
 from support.programs.forecasts import WAITING
 
+from benchmarks import vtrain
 from benchmarks.support.calibration import (
     Parameter,
     by_group,
@@ -21,6 +22,7 @@ from benchmarks.support.calibration import (
     regret,
     splits,
 )
+from benchmarks.support.megatron.measured_runs import seconds_of_run
 from benchmarks.support.megatron.training_cost import Costs
 from benchmarks.support.megatron.training_program import Run, Shape, gpt_build, read_runs
 from distgraph.errors import ResourceError
@@ -163,6 +165,22 @@ def test_the_closed_form_is_the_forecast(sizes, issue):
     closed = Costs([run], cluster, plain=True).seconds(numbers(cluster))
     # Slow hosts: the forecast knows how many ops follow a message, and at which op the host falls behind.
     assert closed[0] == pytest.approx(whole.step_seconds, rel=5e-3 if issue else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (256, 4, 128, 2, 1, 2, 1, 3, 2),
+        (256, 4, 128, 1, 2, 1, 2, 4, 6),  # softmax of matrices that do not come by fours
+        (256, 4, 128, 2, 4, 1, 3, 6, 5),
+    ],
+)
+def test_the_closed_form_that_is_fitted_is_the_forecast_of_measured_runs(sizes):
+    """With recomputation, updates in one kernel and the softmax of Megatron-LM (its runtime model)."""
+    run = run_of(*sizes)
+    values = {**vtrain.FIXED, **{p.name: p.start for p in vtrain.PARAMETERS}}
+    closed = Costs([run], load_cluster(CLUSTER)).seconds(values)
+    assert seconds_of_run(run, [values])[0] == pytest.approx(closed[0], rel=5e-3)
 
 
 @pytest.fixture(scope="module")

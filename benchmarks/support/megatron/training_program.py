@@ -177,15 +177,21 @@ def gpt_build(shape: Shape, layers: Sequence[int], dp: int, micro_batches: int) 
     """The compiled training step of a GPT with so many layers on every stage."""
     each = dp * shape.tp
     meshes = [dg.ProcessMesh.grid(i * each, dp=dp, tp=shape.tp) for i in range(len(layers))]
+    model = gpt_model(shape, layers, meshes)
+    strategy = Strategy(mesh=meshes[0], batch_axis="dp") if len(meshes) == 1 else Strategy()
+    fields = {f"batch.{i}": ((shape.micro * dp, shape.sequence), "i64") for i in range(2)}
+    graph = TrainingSpec(model, model.loss, optim.Adam(), {}, strategy).trace("train", fields, {})
+    return build(complete(graph, strategy.mesh), micro_batches=micro_batches)
+
+
+def gpt_model(shape: Shape, layers: Sequence[int], meshes: Sequence[dg.ProcessMesh]) -> models.GPT:
+    """A GPT with so many layers on every stage, laid out on their meshes."""
     padded = -(-VOCABULARY // (128 * shape.tp)) * 128 * shape.tp
     model = models.GPT.megatron(
         shape.hidden, sum(layers), shape.heads, shape.sequence, vocabulary=padded, tied=len(layers) == 1
     )
     models.stages(model, meshes, layers)
-    strategy = Strategy(mesh=meshes[0], batch_axis="dp") if len(meshes) == 1 else Strategy()
-    fields = {f"batch.{i}": ((shape.micro * dp, shape.sequence), "i64") for i in range(2)}
-    graph = TrainingSpec(model, model.loss, optim.Adam(), {}, strategy).trace("train", fields, {})
-    return build(complete(graph, strategy.mesh), micro_batches=micro_batches)
+    return model
 
 
 @cache
