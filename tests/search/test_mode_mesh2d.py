@@ -27,6 +27,9 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.models import GPT, GPTConfig
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
+from distgraph.passes.matmul_algorithms.cluster_prices import ClusterPrices, product_rate
+from distgraph.passes.matmul_algorithms.product_seconds import ONE_AXIS
+from distgraph.passes.matmul_algorithms.tuner import tune
 from distgraph.passes.search.modes.mesh2d import (
     annotate,
     layouts_by_tuner,
@@ -207,6 +210,24 @@ def test_mode_auto_tries_two_axes_where_the_model_gains() -> None:
     graph = state.layout_costs.layered_graph(1).graph
     assert one_axis_seconds(graph, tuning, state.cluster) < tuning.seconds
     assert mesh2d_where_it_gains(state.layout_costs, 1, math.inf) is None
+
+
+def test_fully_sharded_data_needs_a_sample_for_each_device() -> None:
+    """Six sequences do not divide over four devices, though their tokens would."""
+    boxes, seconds = cluster((2, 2)), {}
+    model = GPT(GPTConfig(vocabulary=96, hidden=768, heads=6, layers=1, sequence=512, dtype="f64"))
+    for batch in (8, 6):
+        graph = train_graph(model, (((batch, 512), "i32"), ((batch, 512), "i32")))
+        tuning, _ = layouts_by_tuner(graph, [dg.ProcessMesh.grid(rows=2, cols=2)], boxes, "meshslice")[0]
+        layers = [each.layer for each in tuning.layers]
+        prices, rate = ClusterPrices(boxes), product_rate(boxes, "f64")
+        one_axis = {
+            name: tune(layers, 4, prices, rate, item_bytes=8, algorithm=name, meshes=[(1, 4)]).seconds
+            for name in ONE_AXIS
+        }
+        seconds[batch] = one_axis_seconds(graph, tuning, boxes), one_axis
+    assert seconds[8][0] == min(seconds[8][1].values()) == seconds[8][1]["fsdp"]
+    assert seconds[6][0] == seconds[6][1]["tensor_parallel"] > seconds[6][1]["fsdp"]
 
 
 def test_plans_compare_their_algorithms() -> None:

@@ -211,12 +211,17 @@ def _form(layer: LayerTuning) -> str:
 
 
 def one_axis_seconds(graph: Graph, tuning: Tuning, cluster: Cluster) -> float:
-    """Seconds of tuned layers by the better of one-axis tensor parallelism and FSDP; inf without either."""
-    devices, dtype = math.prod(tuning.mesh), linear_layers(graph)[0].result.dtype
+    """Seconds of tuned layers by the better of one-axis tensor parallelism and FSDP; inf without either.
+
+    FSDP splits the batch, not the sequences: it needs a sample for each device.
+    """
+    layers = linear_layers(graph)
+    devices, dtype = math.prod(tuning.mesh), layers[0].result.dtype
+    sharded = all(layer.activation.shape[0] % devices == 0 for layer in layers)
     sizes = [layer.layer for layer in tuning.layers]
     prices, rate = ClusterPrices(cluster), product_rate(cluster, dtype)
     least = math.inf
-    for algorithm in ONE_AXIS:
+    for algorithm in ONE_AXIS if sharded else ONE_AXIS[:1]:
         try:
             found = tune(
                 sizes,
