@@ -23,9 +23,9 @@ from distgraph.passes.search.solver.reduced_problem import Network
 DATA = DATA / "iopddl"
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(10))
 def test_optimum_equals_brute_force(block: int) -> None:
-    for seed in range(50 * block, 50 * block + 50):
+    for seed in range(20 * block, 20 * block + 20):
         problem = random_problem(seed)
         expected = brute_force(problem)
         found = solve(problem, seconds=20)
