@@ -94,7 +94,7 @@ def simulated_makespan(
         >>> simulated_makespan(ONE_F_ONE_B, [1.0] * 4, [2.0] * 4, 8)
         33.0
         >>> simulated_makespan(ONE_F_ONE_B, [1.0, 1.0], [2.0, 1.0], 8, [0.5], [5.0, 0.0])
-        32.0
+        37.0
     """
     count = len(forward)
     transfer, once = transfer or [0.0] * (count - 1), step or [0.0] * count

@@ -143,6 +143,8 @@ def layouts_by_tuner(
         for layer, each in zip(layers, tuning.layers, strict=True):
             if layer.op in names:
                 slices = [product.slices for product in each.products]
+                if each.dataflow == "RS":
+                    slices = [_slices_of_batch(layer, mesh, count, block) for count in slices]
                 algorithms |= _algorithms(graph, layer, algorithm, slices, block)
         found.append((tuning, replace(annotated, algorithms=algorithms)))
     if not found:
@@ -242,6 +244,17 @@ def _divides(layer: LinearLayer, mesh: ProcessMesh) -> bool:
     """Whether both axes divide the features, and rows the batch; then every dataflow has legal slices."""
     ranks, batch = math.lcm(*mesh.shape), layer.activation.shape[0]
     return layer.inputs % ranks == 0 and layer.outputs % ranks == 0 and batch % mesh.shape[0] == 0
+
+
+def _slices_of_batch(layer: LinearLayer, mesh: ProcessMesh, count: int, block: int) -> int:
+    """The most slices, up to a count, into which the shards of the batch can be cut.
+
+    A layer whose weight stays in place is sliced along the samples. The tuner counts batch * sequence
+    samples, a program slices the batch alone.
+    """
+    batch = layer.activation.shape[0]
+    shard = math.gcd(*(batch // ranks if batch % ranks == 0 else 1 for ranks in mesh.shape))
+    return max(each for each in range(1, count + 1) if each == 1 or shard % (each * block) == 0)
 
 
 def _algorithms(
