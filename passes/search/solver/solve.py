@@ -15,8 +15,8 @@ The programme (choices x, pairs y, limit on memory at every time) is stated ther
 4. Strategies and pairs whose own bound is no better than the best choice by the gap are forbidden, and all
    this is done again on what is left, as long as it becomes much smaller.
 5. `scip_model`: SCIP solves what is left, where that is small, with the costs that the vectors have moved.
-   Where it is large, dives into neighbourhoods of the best choice improve that, and if they do, there is
-   another round.
+   Where it is larger, dives into neighbourhoods of the best choice come first, and if they improve it, there
+   is another round.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _DIVE_SHARE = 0.5  # of the seconds left, for dives
 _PARTS = (0.1, 0.03, 0.03, 0.03, 0.03, 0.03)  # of the nodes, decided at a time in the dives of every round
 _SHRUNK = 0.8  # part of the strategies that another round must leave for one more
 _DEARER = 20  # dives with prices twice as high each time, while no choice fits
-_PAIRS = 20_000  # permitted pairs of strategies up to which SCIP is given the network
+_FEW_PAIRS = 5_000  # permitted pairs of strategies up to which SCIP is given the network at once
+_PAIRS = 20_000  # the same, where neighbourhoods have given nothing better
 
 
 def solve(
@@ -110,7 +111,10 @@ def _search(incumbent: Incumbent) -> None:
             return
         strategies = len(current.flat.cost)
         settled = number == len(_PARTS) or strategies > _SHRUNK * size
-        if settled and (current.solve_exactly() or not current.improve()):
+        if settled and current.solve_exactly(_FEW_PAIRS):
+            return
+        if settled and (not current.improve() or number == len(_PARTS)):
+            current.solve_exactly(_PAIRS)
             return
         size = strategies
         current.forbid()
@@ -191,17 +195,19 @@ class _Round:
             self.network.near[left][right] = table[own].reshape(shape)
             self.network.near[right][left] = self.network.near[left][right].T
 
-    def solve_exactly(self) -> bool:
-        """Give SCIP what is left where that is little; whether it was."""
+    def solve_exactly(self, pairs: int) -> bool:
+        """Give SCIP what is left where that has few pairs and is not solved; whether it has few."""
         incumbent = self.incumbent
+        if incumbent.left() <= 0:
+            return True
         incumbent.message = missing_scip()
         if incumbent.message:
             return False
         with incumbent.phase("exact"):
             model = ExactModel(self.dual, self.cutoff, 0.99 * incumbent.gap * max(self.dual.bound, 0.0))
-            if model.size <= _PAIRS:
+            if model.size <= pairs:
                 self.take_bound(model.solve(incumbent.left, self.see))
-        return model.size <= _PAIRS
+        return model.size <= pairs
 
     def improve(self) -> bool:
         """Dive into neighbourhoods of the best choice; whether one was found that is better by the gap."""
