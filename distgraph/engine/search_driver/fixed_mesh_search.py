@@ -228,7 +228,7 @@ def _mesh2d_program(
     devices = devices_of(layout_costs.cluster, mesh.shape) if whole else every
     names = {algorithm.name for algorithm in graph.algorithms.values()}
     rows, cols = mesh.shape
-    origin = f"mesh2d {rows} x {cols}, {', '.join(sorted(names))}"
+    origin = f"mesh2d: {rows} x {cols}, {', '.join(sorted(names))}"
     return build_program(layout_costs, completed, layered, devices, origin)
 
 
