@@ -96,7 +96,14 @@ def original(sample: Sample) -> Any:
 
 def document_of(sample: Sample, text: str) -> Any:
     """Plain data of a text that its reader has accepted, or that is a sample with one kind of damage."""
-    return yaml.load(text, _Loader) if sample.file.endswith(".yaml") else json.loads(text)
+    if not sample.file.endswith(".yaml"):
+        return json.loads(text)
+    try:
+        return yaml.load(text, _Loader)
+    except (
+        yaml.YAMLError
+    ):  # libyaml refuses some plain scalars with colons that the readers' own parser accepts
+        return yaml.load(text, yaml.SafeLoader)
 
 
 # Damage
