@@ -23,6 +23,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -40,6 +41,7 @@ _MOST_LOCKS: Final = 64
 """Number of locks that a process holds, each with a descriptor: those of the folders written last."""
 _CONTENT_MOST: Final = 4096  # bytes
 _TRIES: Final = 5  # while other jobs delete the file
+_ENDING_SECONDS: Final = 1.0  # for which a process that was killed may still hold its locks
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ def _take(folder: Path) -> _Lock:
 def _lock(descriptor: int, folder: Path) -> None:
     """Lock the open file. Raises RuntimeFault with the name of the holder where another process holds it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(descriptor)
     except OSError as error:
         other = _read_holder(descriptor)
         if error.errno in _TAKEN:
@@ -190,6 +192,24 @@ def _lock(descriptor: int, folder: Path) -> None:
                 f"checkpoint {folder} is written by another job: {other}; end it, save to another directory, "
                 f"or, if it has ended, delete {folder / LOCK}"
             ) from None
+
+
+def _flock(descriptor: int) -> None:
+    """Lock the open file. A killed process keeps its locks until its memory is freed, so this waits a little.
+
+    Raises:
+        OSError: another process holds the lock, or there are no locks here.
+    """
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def _may_live(other: Holder) -> bool:

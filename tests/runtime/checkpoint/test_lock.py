@@ -74,6 +74,17 @@ def test_the_second_job_is_refused_with_the_name_of_the_first(
     assert Checkpoint.open(tmp_path).index["step"] == 3
 
 
+def test_a_holder_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    """The kernel frees the memory of a killed process before its locks."""
+    held = os.open(tmp_path / lock.LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    ending = threading.Timer(0.3, os.close, [held])
+    ending.start()
+    save(tmp_path, 1)
+    assert json.loads((tmp_path / lock.LOCK).read_text())["process"] == os.getpid()
+    ending.join()
+
+
 def test_a_job_that_ends_normally_leaves_an_empty_lock_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
