@@ -156,10 +156,12 @@ class _Printer:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells in columns; a cell wider than `_WIDEST`, or of several lines, is left as it is."""
+    if not rows:
+        return []
     widths = [
         max((len(cell) for cell in column if len(cell) <= widest), default=0)
         for column, widest in zip(zip(*rows, strict=True), _WIDEST, strict=True)
-    ] or [0] * len(_WIDEST)
+    ]
     padded = (
         (cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width or cell) for row in rows
     )

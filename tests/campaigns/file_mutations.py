@@ -214,7 +214,8 @@ def _cluster(path: Path) -> Any:
     for count in {2, min(5, len(found.devices)), len(found.devices)} & set(range(2, 65)):
         _attempt(lambda count=count: cost.time("all_reduce", range(count), 1e6))
     _attempt(lambda: cost.time("send", (0, len(found.devices) - 1), 1e6))
-    return found.machines, found.devices, found.links, found.network, found.launch, found.measured, found.name
+    numbers = found.machines, found.devices, found.links, found.network, found.launch, found.measured
+    return *numbers, found.name, found.origins
 
 
 def _plan(path: Path) -> Any:

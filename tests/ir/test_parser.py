@@ -34,6 +34,10 @@ def round_trip(graph: Graph) -> Graph:
     return parsed
 
 
+def test_a_graph_without_ops_round_trips() -> None:
+    assert round_trip(Graph("empty", (), {})).ops == ()
+
+
 @given(programs(ALL_MESHES, train=True))
 def test_a_program_round_trips_at_every_stage(program):
     stages = [program.graph]
