@@ -147,7 +147,10 @@ class _Supervisor:
         os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
         remove_shared_memory(self.job)
-        importlib.import_module("shutil").rmtree(self.job, ignore_errors=True)
+        deadline = time.monotonic() + 1.0  # other ranks may still write their files there
+        while self.job.exists() and time.monotonic() < deadline:
+            importlib.import_module("shutil").rmtree(self.job, ignore_errors=True)
+            time.sleep(0.05)
         os._exit(1)
 
     def _kill(self, code: int) -> NoReturn:
