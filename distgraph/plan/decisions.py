@@ -20,7 +20,7 @@ class Decisions:
 
     Attributes:
         micro_batches: parts into which the batch is cut.
-        schedule: name of a pipeline schedule (see `schedule_policies.py`).
+        schedule: name of a pipeline schedule (see `pipeline_schedules.py`).
         recompute: numbers of layers that are computed again in the backward part.
     """
 

@@ -37,7 +37,7 @@ from distgraph.plan.components import (
 )
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.export.module_interface import Part, Read, Surface, in_order
-from distgraph.plan.schedule_policies import schedule_names
+from distgraph.plan.pipeline_schedules import schedule_names
 from distgraph.serialization.documents import (
     Entry,
     Record,

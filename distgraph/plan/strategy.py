@@ -11,7 +11,7 @@ from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.schedule_policies import schedule_names
+from distgraph.plan.pipeline_schedules import schedule_names
 
 SEARCHED = ("sharding_propagation", "recursive", "mesh2d", "auto")
 MODES = ("manual", "semi", *SEARCHED)
@@ -37,7 +37,7 @@ class Strategy:
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
             Mode "auto" chooses the number itself and takes none.
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
-            registered (see `distgraph.plan.schedule_policies`). Mode "auto" chooses it.
+            registered (see `distgraph.plan.pipeline_schedules`). Mode "auto" chooses it.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism

@@ -23,8 +23,8 @@ from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
 from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer, WriterType, compile_task
 from distgraph.runtime.program.memory_plan import plan_storage
-from distgraph.runtime.schedule.schedule import Schedule
 from distgraph.runtime.schedule.task import UPDATES
+from distgraph.runtime.schedule.task_order import Schedule
 from distgraph.runtime.transport.collectives import finish
 from distgraph.runtime.transport.transport import Transport
 from distgraph.runtime.transport.watchdog import Activity, recording

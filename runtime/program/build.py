@@ -11,8 +11,8 @@ from distgraph.passes.pass_pipeline import Pipeline, Watch, pipeline, run_passes
 from distgraph.passes.pass_registry import PassContext
 from distgraph.passes.redistribution.planner import Price, wire_price
 from distgraph.passes.split_tasks import Parts
-from distgraph.runtime.schedule.schedule import Schedule, schedule
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph
+from distgraph.runtime.schedule.task_order import Schedule, schedule
 
 
 @dataclass(frozen=True)

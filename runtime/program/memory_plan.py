@@ -20,7 +20,7 @@ from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
 from distgraph.runtime.program.storage import Place, Slot, Storage, is_started, nbytes
-from distgraph.runtime.schedule.schedule import Schedule
+from distgraph.runtime.schedule.task_order import Schedule
 
 _ALIGN = 64
 _MIN_FREED_BYTES = 2**20

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.passes.split_tasks import Parts
-from distgraph.runtime.schedule.schedule import Schedule
+from distgraph.runtime.schedule.task_order import Schedule
 
 Clocks = NDArray[np.int64]
 """One number for each micro-batch, ascending."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from distgraph.errors import GraphError
-from distgraph.plan.schedule_policies import Action, SchedulePolicy
+from distgraph.plan.pipeline_schedules import Action, SchedulePolicy
 from distgraph.runtime.schedule.task import Task, TaskGraph
 
 _COMPUTE_KINDS = ("forward", "backward")

@@ -8,7 +8,7 @@ When it has finished, it sends data downstream and releases a buffer upstream.
     instruction  Request    Run          Send        Release
 
 The driver of the actors (see `simulate.py`) delivers `Send` of one actor as `DataReady` of another and
-`Release` as `BufferFreed`. A schedule policy (`plan/schedule_policies.py`) or a recorded order decides whose
+`Release` as `BufferFreed`. A schedule policy (`plan/pipeline_schedules.py`) or a recorded order decides whose
 `Request` is answered with `DeviceFree`.
 
 Invariant: an actor runs its micro-batches in order 0, 1, 2, ..., one at a time, and a request once made stays

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
+from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.task import TaskGraph, barriers, phases
 
 

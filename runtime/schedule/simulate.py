@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
-from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
+from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.action_table import ActionTable
 from distgraph.runtime.schedule.actor import (
     Actor,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from distgraph.plan.schedule_policies import SchedulePolicy
+from distgraph.plan.pipeline_schedules import SchedulePolicy
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import TaskGraph, verify
 from distgraph.runtime.schedule.timeline import Interval, Timeline

@@ -11,11 +11,11 @@ from support.plans.plan_files import plan_of
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.plan.pipeline_schedules import schedule_names
 from distgraph.plan.plan import (
     Computed,
     Plan,
 )
-from distgraph.plan.schedule_policies import schedule_names
 
 
 def saved(tmp_path: Path, change: Any = None) -> Path:

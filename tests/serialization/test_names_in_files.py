@@ -27,8 +27,8 @@ from distgraph.ir.parser import parse_graph, print_graph
 from distgraph.ir.range_notation import fold, unfold
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.plan.export.result import header, quoted
+from distgraph.plan.pipeline_schedules import schedule_names
 from distgraph.plan.plan import Plan
-from distgraph.plan.schedule_policies import schedule_names
 from distgraph.plan.strategy import Strategy
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.report import html_report, plots

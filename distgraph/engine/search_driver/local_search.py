@@ -25,7 +25,7 @@ from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.engine.search_driver.stage_search import PipelineEstimate, pipeline_estimate, shapes_for
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh, place
-from distgraph.plan.schedule_policies import searched_schedules
+from distgraph.plan.pipeline_schedules import searched_schedules
 
 _MOST_OPS = 30_000
 """Ops of the programs, together, that a local search builds: building takes time in proportion to them."""

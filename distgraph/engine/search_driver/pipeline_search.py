@@ -33,7 +33,7 @@ from distgraph.engine.search_driver.stage_search import (
 from distgraph.errors import GraphError, InfeasibleError
 from distgraph.passes.search.inter_op.stages import Stages
 from distgraph.passes.search.inter_op.submesh_placement import SubMesh
-from distgraph.plan.schedule_policies import schedule_policy, searched_schedules
+from distgraph.plan.pipeline_schedules import schedule_policy, searched_schedules
 
 SLOWER = 1.15
 """A pipeline whose estimate is this much above the best is neither looked for nor forecast."""

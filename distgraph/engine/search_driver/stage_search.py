@@ -29,7 +29,7 @@ from distgraph.passes.search.inter_op.stage_costs import (
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
-from distgraph.plan.schedule_policies import schedule_policy
+from distgraph.plan.pipeline_schedules import schedule_policy
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]

@@ -19,7 +19,7 @@ from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.export.axis_roles import MOST, mostly_split, strays_of
 from distgraph.plan.export.module_interface import Read, in_order
 from distgraph.plan.export.result import Export, data_axes, listed, surface
-from distgraph.plan.schedule_policies import schedule_policy
+from distgraph.plan.pipeline_schedules import schedule_policy
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan

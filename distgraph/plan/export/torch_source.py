@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distgraph.plan.export.result import header, literal, quoted_list
-from distgraph.plan.schedule_policies import schedule_names, schedule_policy
+from distgraph.plan.pipeline_schedules import schedule_names, schedule_policy
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan

@@ -6,7 +6,7 @@ With t_i the seconds of stage i for one micro-batch, forward and backward, and m
 
 under both GPipe and 1F1B (Zheng et al., Alpa, OSDI 2022, equation 2; for p equal stages (m + p - 1) t). The
 two schedules differ in the number of micro-batches in flight on a stage and in whether transfers are hidden:
-see `in_flight`, `fill` and `waits_for_transfers` in `plan/schedule_policies.py`.
+see `in_flight`, `fill` and `waits_for_transfers` in `plan/pipeline_schedules.py`.
 
 The closed form is what a dynamic programme can minimise. Of a pipeline whose stages are all known,
 `simulated_makespan` follows every micro-batch instead.
@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from distgraph.plan.schedule_policies import SchedulePolicy
+from distgraph.plan.pipeline_schedules import SchedulePolicy
 
 
 def makespan(
@@ -45,7 +45,7 @@ def makespan(
         step: s, seconds of each stage once a step; empty if there are none.
 
     Example:
-        >>> from distgraph.plan.schedule_policies import ONE_F_ONE_B
+        >>> from distgraph.plan.pipeline_schedules import ONE_F_ONE_B
         >>> makespan(ONE_F_ONE_B, [1.0] * 4, [2.0] * 4, 8)
         33.0
     """
@@ -90,7 +90,7 @@ def simulated_makespan(
         step: seconds of each stage once a step, after its last backward part; empty if there are none.
 
     Example:
-        >>> from distgraph.plan.schedule_policies import ONE_F_ONE_B
+        >>> from distgraph.plan.pipeline_schedules import ONE_F_ONE_B
         >>> simulated_makespan(ONE_F_ONE_B, [1.0] * 4, [2.0] * 4, 8)
         33.0
         >>> simulated_makespan(ONE_F_ONE_B, [1.0, 1.0], [2.0, 1.0], 8, [0.5], [5.0, 0.0])

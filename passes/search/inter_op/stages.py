@@ -40,7 +40,7 @@ from distgraph.passes.search.inter_op.stage_candidates import ConfigCosts, Stage
 from distgraph.passes.search.inter_op.stage_costs import IntervalCosts, RestrictedCosts
 from distgraph.passes.search.inter_op.stage_dp import Devices, StageAssignment, StageTable
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, chains, place
-from distgraph.plan.schedule_policies import SchedulePolicy
+from distgraph.plan.pipeline_schedules import SchedulePolicy
 
 Floats = NDArray[np.float64]
 

@@ -39,7 +39,7 @@ from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 from distgraph.passes.analysis.op_work import Work, work_of
 from distgraph.passes.analysis.redistribution_cost import window_cost
 from distgraph.passes.redistribution.planner import redistribute_cost
-from distgraph.passes.search.intra_op.redistribution_costs import StepGraph, representatives, step_graph
+from distgraph.passes.search.intra_op.redistribution_cost_table import StepGraph, representatives, step_graph
 from distgraph.passes.search.intra_op.strategies import (
     Specs,
     Strategies,

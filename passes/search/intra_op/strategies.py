@@ -24,7 +24,7 @@ from distgraph.ir.index_rule import OpLayout, Rule, choices, operand_spec, resul
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.search.intra_op.redistribution_costs import representative
+from distgraph.passes.search.intra_op.redistribution_cost_table import representative
 
 Ints = NDArray[np.int64]
 Axes = tuple[tuple[str, tuple[str, ...]], ...]

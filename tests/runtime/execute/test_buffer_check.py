@@ -20,7 +20,7 @@ from distgraph.runtime.program import memory_plan, ring_buffer_sizes
 from distgraph.runtime.program.memory_packing import Block
 from distgraph.runtime.program.memory_plan import StoragePlan, plan_storage
 from distgraph.runtime.program.storage import Storage
-from distgraph.runtime.schedule.schedule import Schedule
+from distgraph.runtime.schedule.task_order import Schedule
 from distgraph.runtime.transport.transport import Transport
 
 WHERE = r"rank \d: %\S+ .*(forward|backward|optimize)\.s\d.* of micro-batch \d"

@@ -11,7 +11,7 @@ import pytest
 
 import distgraph.runtime.schedule.actor
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, schedule_names, schedule_policy
+from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B, schedule_names, schedule_policy
 from distgraph.runtime.schedule.actor import (
     Actor,
     BufferFreed,

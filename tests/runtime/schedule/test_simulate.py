@@ -14,7 +14,7 @@ from support.programs.peak_live import peak_live
 from support.programs.task_graphs import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.plan.schedule_policies import SchedulePolicy, schedule_names, schedule_policy
+from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_names, schedule_policy
 from distgraph.runtime.schedule.flow_control import with_credits
 from distgraph.runtime.schedule.simulate import Timeline, seconds_of, simulate, symbols
 from distgraph.runtime.schedule.steady_state import unit_timeline

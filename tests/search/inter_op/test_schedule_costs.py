@@ -7,7 +7,7 @@ import random
 import pytest
 
 from distgraph.passes.search.inter_op.schedule_costs import makespan, simulated_makespan
-from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, SchedulePolicy
+from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B, SchedulePolicy
 from distgraph.runtime.schedule.simulate import simulate
 from distgraph.runtime.schedule.task import pipeline
 

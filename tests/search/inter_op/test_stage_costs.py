@@ -24,7 +24,7 @@ from distgraph.passes.search.inter_op.submesh_placement import (
     Pool,
 )
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-from distgraph.plan.schedule_policies import ONE_F_ONE_B
+from distgraph.plan.pipeline_schedules import ONE_F_ONE_B
 
 
 def random_profile(rng: np.random.Generator, layers: int, equal: bool) -> Config:

@@ -24,7 +24,7 @@ from distgraph.passes.search.inter_op.submesh_placement import (
     submeshes,
 )
 from distgraph.passes.search.intra_op.chosen_layouts import Profile
-from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B
+from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B
 
 SCHEDULES = (GPIPE, ONE_F_ONE_B)
 

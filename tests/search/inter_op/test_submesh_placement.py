@@ -17,7 +17,7 @@ from distgraph.passes.search.inter_op.submesh_placement import (
     place,
     pool_sizes,
 )
-from distgraph.plan.schedule_policies import GPIPE, ONE_F_ONE_B, schedule_names, schedule_policy
+from distgraph.plan.pipeline_schedules import GPIPE, ONE_F_ONE_B, schedule_names, schedule_policy
 
 
 def test_schedules_say_what_was_published() -> None:

@@ -13,8 +13,8 @@ from support.programs.peak_live import peak_live
 from support.programs.task_graphs import plain, task_graphs, with_transfers
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.runtime.schedule.schedule import Schedule, check, parse, schedule
 from distgraph.runtime.schedule.task import Edge, Task, TaskGraph, pipeline
+from distgraph.runtime.schedule.task_order import Schedule, check, parse, schedule
 
 FILE = DATA / "schedules.txt"  # read from the Alpa paper (OSDI 2022) and its artifact
 UNEQUAL = {"forward": 1.0, "backward": 2.0}

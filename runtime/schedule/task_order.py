@@ -1,4 +1,4 @@
-"""Schedules: the order in which each rank runs its tasks, decided once; it can be printed and parsed.
+"""Order of tasks: the order in which each rank runs its tasks, decided once; it can be printed and parsed.
 
 `schedule` runs the actors under the simulated clock and records the order. Every rank follows its recorded
 order, so that ranks which share a task (and the collectives inside it) always agree, whatever the real
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgraph.errors import GraphError, RuntimeFault
-from distgraph.plan.schedule_policies import SchedulePolicy, schedule_policy
+from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.simulate import Timeline, simulate, symbols
 from distgraph.runtime.schedule.steady_state import unit_timeline
 from distgraph.runtime.schedule.task import UPDATES, TaskGraph

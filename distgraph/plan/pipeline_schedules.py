@@ -1,4 +1,4 @@
-"""Pipeline schedules. Each is declared once, here or outside the package, and looked up by its name.
+"""Pipeline schedules (GPipe, 1F1B). Each is declared once, here or outside, and looked up by its name.
 
 A declaration has three parts, and every reader takes its part from here:
 

@@ -11,10 +11,9 @@ from support.programs.task_graphs import plain
 
 import distgraph as dg
 from distgraph.errors import GraphError, ShardingError
-from distgraph.plan import schedule_policies
+from distgraph.plan import pipeline_schedules
 from distgraph.plan.export.torch_source import torch_schedules
-from distgraph.plan.plan import Plan
-from distgraph.plan.schedule_policies import (
+from distgraph.plan.pipeline_schedules import (
     ONE_F_ONE_B,
     Action,
     SchedulePolicy,
@@ -25,8 +24,9 @@ from distgraph.plan.schedule_policies import (
     schedule_policy,
     searched_schedules,
 )
-from distgraph.runtime.schedule.schedule import schedule
+from distgraph.plan.plan import Plan
 from distgraph.runtime.schedule.task import pipeline
+from distgraph.runtime.schedule.task_order import schedule
 
 
 def early_forwards(stages: int, micro_batches: int) -> Table:
@@ -59,7 +59,7 @@ EARLY_CREDITS = replace(
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_policies, "_POLICIES", dict(schedule_policies._POLICIES))
+    monkeypatch.setattr(pipeline_schedules, "_POLICIES", dict(pipeline_schedules._POLICIES))
     register_schedule(EARLY_TABLE)
     register_schedule(EARLY_CREDITS)
 
