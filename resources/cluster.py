@@ -23,6 +23,7 @@ import distgraph.ops  # noqa: F401 - declares the kinds of ops
 from distgraph.errors import ResourceError
 from distgraph.ir.dtypes import NAMES
 from distgraph.ir.op_registry import REGISTRY
+from distgraph.resources.host_times import HostTimes
 from distgraph.resources.units import Bandwidth, Origin, Seconds, Size, Work
 from distgraph.serialization.documents import documented
 
@@ -161,19 +162,13 @@ class Compute:
 
     Attributes:
         launch: seconds to start one op.
-        issue: seconds for which the host is busy to issue one op while the device runs earlier ones; None if
-            the host is never the bottleneck.
-        message: seconds for which the device is busy at each end of a message to another mesh. None if other
-            hardware moves messages. A device with this number, such as a CPU, also does not compute while a
-            collective inside its machine progresses (`MeasuredTable.busy`).
-        step, task: seconds of host work outside of ops, once per step and once per run of a task, on a device
-            that waits for its host, such as a CPU; None if the host is never the bottleneck.
         memory_efficiency, lookup_efficiency: fraction of the memory bandwidth that streams and lookups reach.
         matmul: rate of contractions, by dtype.
         ops: kind of op -> dtype -> table, which takes precedence over the class of the op.
         error: relative error of the fit, by name of the number.
         slice_block: rows or columns that stay together where a matrix is cut into strided slices: the height
             of the tiles in which the device accesses its memory.
+        host: times of its host.
     """
 
     launch: Seconds | None = None
@@ -182,11 +177,8 @@ class Compute:
     matmul: Mapping[Dtype, MatmulRate] = field(default_factory=dict, hash=False)
     ops: OpTables = field(default_factory=dict, hash=False)
     error: Mapping[str, Error] = field(default_factory=dict, hash=False)
-    issue: Seconds | None = None
-    message: Seconds | None = None
-    step: Seconds | None = None
-    task: Seconds | None = None
     slice_block: Annotated[int, Field(gt=0, le=_MOST_ROWS, strict=True)] | None = None
+    host: HostTimes = field(default_factory=HostTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +351,7 @@ class MeasuredTable:
             groups, and to a subset of them if no other table does. None: it applies to any groups that share
             no link.
         busy: the part of `times` for which the devices themselves are busy and cannot compute. None: all of
-            `times` for devices of one machine that have `Compute.message`, and zero otherwise.
+            `times` for devices of one machine that move messages themselves, and zero otherwise.
     """
 
     collective: str

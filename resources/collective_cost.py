@@ -43,6 +43,7 @@ from distgraph.resources.collective_algorithms import (
     algorithms,
     priced_kinds,
 )
+from distgraph.resources.host_times import busy_seconds
 from distgraph.resources.ring_cost import RingCost
 from distgraph.resources.routing import Router
 from distgraph.resources.units import format_bytes, format_si
@@ -160,16 +161,15 @@ class CollectiveCost:
             )
         if len(members) == 1:
             return Estimate(kind, members, nbytes, 0.0, "nothing to do", None)
-        table, at_work = self._table(kind, members, others), self.at_work(members)
+        table, moved = self._table(kind, members, others), self.moved_by_devices(members)
         if table is not None:
             seconds = float(self._measured(table, "times", nbytes))
-            busy = seconds if at_work else 0.0
-            if table.busy is not None:
-                busy = min(seconds, float(self._measured(table, "busy", nbytes)))
+            measured = None if table.busy is None else float(self._measured(table, "busy", nbytes))
+            busy = busy_seconds(seconds, measured, moved_by_devices=moved)
             return Estimate(kind, members, nbytes, seconds, "measured", None, busy)
         best = min(self.lines(kind, members, others), key=lambda line: float(line.seconds(nbytes)))
         seconds = float(best.seconds(nbytes))
-        busy = seconds if at_work else 0.0
+        busy = busy_seconds(seconds, None, moved_by_devices=moved)
         return Estimate(kind, members, nbytes, seconds, best.algorithm, best.bottleneck, busy)
 
     def times(
@@ -370,11 +370,11 @@ class CollectiveCost:
                     return table
         return None if nearest is None else nearest[1]
 
-    def at_work(self, group: Iterable[int]) -> bool:
-        """Whether the devices move their messages themselves: one machine, and all with `Compute.message`."""
+    def moved_by_devices(self, group: Iterable[int]) -> bool:
+        """Whether the devices of a group are in one machine and move messages between them themselves."""
         devices = [self.cluster.devices[device] for device in group]
         one = len({device.machine for device in devices}) == 1
-        return one and all(device.compute.message is not None for device in devices)
+        return one and all(device.compute.host.moves_messages for device in devices)
 
     def _apart(self, group: Group, others: tuple[Group, ...]) -> bool:
         """Whether no link between neighbours of the group carries bytes of another group."""

@@ -2,8 +2,9 @@
 
 *In:* a cluster and the device of every rank. *Out:* seconds, by the bytes that a rank sends or holds.
 *Invariant:* all groups along some axes run the collective at the same time and their loads add up; the
-slowest group decides. Each pattern of groups (`group_symmetry.patterns`) is priced once however large the
-mesh is.
+slowest group decides. Groups that share no machine do not contend for links, and machines of one template
+behind a non-blocking network are interchangeable: each equivalence class of groups (`patterns`) is priced
+once, however large the mesh is.
 
 The planner of redistributions, the search and the forecast all use this model, so that the forecast of a plan
 agrees with the costs by which it was chosen.
@@ -11,7 +12,9 @@ agrees with the costs by which it was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +23,9 @@ from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective_cost import held_bytes, shared_cost
-from distgraph.resources.group_symmetry import Groups, patterns
 
 Floats = NDArray[np.float64]
+Groups = tuple[tuple[int, ...], ...]
 
 TIE_SECONDS = 1e-9
 """Seconds for every byte of `Collective.tie_break`: orders equally expensive steps, decides nothing else."""
@@ -49,7 +52,7 @@ class MeshCommunication:
         return rank if self.devices is None else self.devices[rank]
 
     def patterns(self, mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[Groups, ...]:
-        """Representatives of the groups of devices along some axes; see `group_symmetry.patterns`."""
+        """Representatives of the groups of devices along some axes."""
         key = (mesh, axes)
         if key not in self._patterns:
             groups = [tuple(self.device(rank) for rank in group) for group in mesh.groups(axes)]
@@ -113,3 +116,89 @@ class MeshCommunication:
         """Kind of the link with the least bandwidth between two devices; "" where they share memory."""
         links = [self.cost.router.link(directed) for directed in self.cost.router.route(source, target)]
         return min(links, key=lambda link: link.bandwidth or 0.0).kind if links else ""
+
+
+def patterns(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> tuple[Groups, ...]:
+    """One representative of every equivalence class of contending groups: the groups, most machines first.
+
+    Args:
+        cluster: its machines and network.
+        groups: groups of device numbers that run the same collective at the same time.
+    """
+    contending = _groups_in_contention(cluster, list(groups))
+    if cluster.network.topology in ("none", "switch"):
+        contending = [_canonical_groups(cluster, members) for members in contending]
+    ordered = [
+        tuple(sorted(members, key=lambda g: (-_machine_count(cluster, g), g))) for members in contending
+    ]
+    return tuple(dict.fromkeys(ordered))
+
+
+def _machine_count(cluster: Cluster, group: tuple[int, ...]) -> int:
+    return len({cluster.devices[device].machine for device in group})
+
+
+def _groups_in_contention(cluster: Cluster, groups: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Connected components of groups that share a machine; all groups unless the network is one switch."""
+    if cluster.network.topology not in ("none", "switch"):
+        return [groups]
+    parent = list(range(len(groups)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    owner: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for device in group:
+            first = owner.setdefault(cluster.devices[device].machine, number)
+            parent[root(number)] = root(first)
+    components: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        components[root(number)].append(group)
+    return list(components.values())
+
+
+def _canonical_groups(cluster: Cluster, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same groups on the first machines of each template."""
+    devices = iter(_canonical_devices(cluster, itertools.chain.from_iterable(groups)))
+    return [tuple(itertools.islice(devices, len(group))) for group in groups]
+
+
+def representative_devices(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
+    """Representatives of devices: messages between them take as long as between the given ones.
+
+    They are at the same places of the first machines of each template, in order of first use. Where machines
+    are not interchangeable, they are the devices themselves.
+
+    Args:
+        cluster: the machines and the network.
+        devices: device numbers. Devices that share a machine have representatives that share one.
+
+    Example:
+        >>> from distgraph.resources.load import load_cluster
+        >>> representative_devices(load_cluster("dgx_a100_pod"), (17, 19, 9, 18))  # machines 2, 2, 1, 2
+        (1, 3, 9, 2)
+    """
+    if cluster.network.topology not in ("none", "switch"):
+        return tuple(devices)
+    return _canonical_devices(cluster, devices)
+
+
+def _canonical_devices(cluster: Cluster, devices: Iterable[int]) -> tuple[int, ...]:
+    machines_of_template: dict[int, list[int]] = defaultdict(list)
+    for machine in cluster.machines:
+        machines_of_template[machine.template].append(machine.index)
+    representative: dict[int, int] = {}  # of every machine that is used
+    used: dict[int, int] = defaultdict(int)
+    canonical = []
+    for number in devices:
+        device = cluster.devices[number]
+        template = cluster.machines[device.machine].template
+        if device.machine not in representative:
+            representative[device.machine] = machines_of_template[template][used[template]]
+            used[template] += 1
+        canonical.append(cluster.machines[representative[device.machine]].devices[device.local])
+    return tuple(canonical)

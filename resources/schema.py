@@ -79,6 +79,7 @@ DeviceType = Annotated[str, AfterValidator(_device_type)]
 DEVICE_NUMBERS: Final = ("memory", "memory_bandwidth", "peak", "measured", "compute")
 LINK_NUMBERS: Final = ("bandwidth", "latency", "host_bandwidth", "levels", "rings")
 """Fields of the entries of devices and links that are numbers, or groups of them, with an origin."""
+_COMPUTE_GROUPS: Final = ("matmul", "ops", "host")  # fields of `compute` that are groups of numbers
 
 
 class DeviceEntry(Entry):
@@ -316,7 +317,8 @@ def _library_entry(name: str) -> dict[str, Any]:
 def _completed(entry: Any) -> Any:
     """The entry of a device with all fields of its library device that it does not state itself.
 
-    Rates by dtype and the numbers of `compute` are replaced one by one, each with its origin.
+    Rates by dtype and the numbers of `compute` and of `compute.host` are replaced one by one, each with its
+    origin.
     """
     if not isinstance(entry, dict) or entry.get("type") not in library_devices():
         return entry
@@ -338,7 +340,7 @@ def _completed(entry: Any) -> Any:
 def _merged(base: Any, stated: Any) -> Any:
     if not isinstance(stated, dict):
         return stated
-    parts = {name: _merged(base.get(name, {}), stated[name]) for name in ("matmul", "ops") if name in stated}
+    parts = {name: _merged(base.get(name, {}), stated[name]) for name in _COMPUTE_GROUPS if name in stated}
     return {**base, **stated, **parts}
 
 
@@ -355,10 +357,9 @@ def _numbers(entry: Mapping[str, Any]) -> Iterator[str]:
     compute = _mapping(entry.get("compute"))
     groups = {name: _mapping(entry.get(name)) for name in ("peak", "measured")}
     groups["compute"] = {
-        n: 1 for n in compute if compute[n] is not None and n not in ("matmul", "ops", "error")
+        n: 1 for n in compute if compute[n] is not None and n not in (*_COMPUTE_GROUPS, "error")
     }
-    groups["compute.matmul"] = _mapping(compute.get("matmul"))
-    groups["compute.ops"] = _mapping(compute.get("ops"))
+    groups |= {f"compute.{name}": _mapping(compute.get(name)) for name in _COMPUTE_GROUPS}
     for group, names in groups.items():
         yield from (f"{group}.{name}" for name in names)
 

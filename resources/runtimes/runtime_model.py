@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from distgraph.resources.cluster import Cluster, Device, Fraction
+from distgraph.resources.host_times import HostTimes
 from distgraph.resources.units import Seconds, Size
 from distgraph.serialization.documents import documented
 
@@ -132,22 +133,6 @@ class Kernels:
 
 @documented(complete=False)
 @dataclass(frozen=True, slots=True)
-class Host:
-    """Work of the host, in seconds. None for the numbers of the resource file (`compute`).
-
-    Attributes:
-        op: to issue one op or collective while the device runs earlier ones (`compute.issue`).
-        micro_batch: once per micro-batch on every stage, while the device waits.
-        step: once per step, while the device waits (`compute.step`).
-    """
-
-    op: Seconds | None = None
-    micro_batch: Seconds | None = None
-    step: Seconds | None = None
-
-
-@documented(complete=False)
-@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of a program under a runtime.
 
@@ -178,6 +163,12 @@ class Memory:
         return memory * self.usable - self.context
 
 
+def _without_message(host: HostTimes) -> HostTimes:
+    if host.moves_messages:
+        raise ValueError("no message: who moves messages is a matter of the hardware (compute.host.message)")
+    return host
+
+
 @documented(complete=False)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeModel:
@@ -190,7 +181,8 @@ class RuntimeModel:
         gradients: reductions of gradients.
         parameters: that are stored in parts.
         kernels: that differ from the ops of the program.
-        host: work of the host.
+        host: times of the host that replace those of the resource file (`compute.host`): all but `message`,
+            which is a matter of the hardware.
         memory: bytes of a program, and what a device has for it.
         sources: path of a field, such as "memory.context" -> where its value comes from.
     """
@@ -202,7 +194,7 @@ class RuntimeModel:
     gradients: Gradients = Gradients()
     parameters: Parameters = Parameters()
     kernels: Kernels = Kernels()
-    host: Host = Host()
+    host: Annotated[HostTimes, AfterValidator(_without_message)] = field(default_factory=HostTimes)
     memory: Memory = Memory()
     sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
 
@@ -217,7 +209,5 @@ class RuntimeModel:
         return replace(cluster, devices=devices), replace(self, memory=memory)
 
     def _device(self, device: Device) -> Device:
-        issue = device.compute.issue if self.host.op is None else self.host.op
-        step = device.compute.step if self.host.step is None else self.host.step
-        compute = replace(device.compute, issue=issue, step=step)
+        compute = replace(device.compute, host=device.compute.host.replaced_by(self.host))
         return replace(device, memory=self.memory.available(device.memory), compute=compute)

@@ -21,8 +21,8 @@ from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.redistribution.halo import halo_tiles
 from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles, link_bytes, renumbered
 from distgraph.resources import Cluster
-from distgraph.resources.group_symmetry import representative_devices
-from distgraph.resources.mesh_communication import MeshCommunication
+from distgraph.resources.host_times import busy_seconds
+from distgraph.resources.mesh_communication import MeshCommunication, representative_devices
 from distgraph.runtime.program.storage import nbytes
 
 
@@ -88,7 +88,8 @@ class TrafficCost:
                 placed[devices[a], devices[b]] += size
             cost = self.communication.cost
             seconds, wire = cost.exchange(placed), float(sum(sizes.values()))
-            busy = seconds if cost.at_work({device for pair in placed for device in pair}) else 0.0
+            moved = cost.moved_by_devices({device for pair in placed for device in pair})
+            busy = busy_seconds(seconds, None, moved_by_devices=moved)
             largest = max(placed, key=lambda pair: placed[pair], default=None)
             link = "" if largest is None else self.communication.narrowest(*largest)
             self._exchanges[key] = Message("send", seconds, wire, link, busy)

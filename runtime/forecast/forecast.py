@@ -279,8 +279,8 @@ class _Forecaster:
 
     def host_seconds(self, device: int) -> float:
         """Work of the host of a device once per step."""
-        own = self.runtime_of(device).host.step
-        return (self.cluster.devices[device].compute.step if own is None else own) or 0.0
+        host = self.cluster.devices[device].compute.host
+        return host.replaced_by(self.runtime_of(device).host).step or 0.0
 
     def slowest(self, name: str) -> TaskForecast:
         """The task on the rank whose last micro-batch is slowest, with the longest body of all ranks."""

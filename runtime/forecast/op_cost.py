@@ -140,7 +140,7 @@ class OpCost:
         in place. The copy of a view that is not contiguous is not modelled. Devices whose messages are moved
         by other hardware have no such work, because copies there are fast compared to messages.
         """
-        if self.cost.cluster.devices[self.device].compute.message is None:
+        if not self.cost.cluster.devices[self.device].compute.host.moves_messages:
             return NOTHING
         operand, result = local.op.operands[0].name, local.op.result.name
         copied = 0

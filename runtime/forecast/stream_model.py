@@ -4,11 +4,10 @@
 *Out:* `TaskTime`: seconds of one run of a task.
 *Invariant:* a collective starts where the generated program starts it, after the earlier collectives of its
 group have ended, and the compute stream waits for it where the program waits (`Storage.waits`,
-`Storage.late`). Two other things delay a task: it ends no earlier than the host has issued its ops
-(`Compute.issue`) and reached the next task (`Compute.task`), and a device that moves its messages to other
-meshes itself computes nothing for `Compute.message` at each end of a message. Two collectives of different
-groups that use the same links at the same time get half of their bandwidth each; those along different axes
-of a torus do not. Exchanges over the same links follow one another.
+`Storage.late`). The host delays a task, too (`HostTimes`): it ends no earlier than its ops are issued, and a
+device that moves its messages itself computes nothing at each end of a message to another mesh. Two
+collectives of different groups that use the same links at the same time get half of their bandwidth each;
+those along different axes of a torus do not. Exchanges over the same links follow one another.
 
 A device that works for its collectives itself (`Message.busy`) does that work while it waits for any of them,
 the oldest first. The rest of this work is done when the program waits for the collective, or at the end of
@@ -116,11 +115,8 @@ class Streams:
     ) -> None:
         self.program, self.storage, self.ops, self.traffic = program, storage, ops, traffic
         hardware = ops.cost.cluster.devices[ops.device]
-        compute, runtime = hardware.compute, runtime or default_runtime(hardware.type)
-        self.runtime, host = runtime, runtime.host
-        self.issue = (compute.issue if host.op is None else host.op) or 0.0
-        self.message, self.task = compute.message or 0.0, compute.task or 0.0
-        self.micro_batch = host.micro_batch or 0.0
+        self.runtime = runtime or default_runtime(hardware.type)
+        self.host = hardware.compute.host.replaced_by(self.runtime.host)
         self._priced_ops: dict[str, list[_PricedOp]] = {}
 
     def run(
@@ -255,9 +251,8 @@ class _Run:
         update = self.streams.ops.update(self.task)
         self.clock += update
         self.compute += update
-        self.clock = max(self.clock, self.issued * self.streams.issue) + self.streams.task
-        if self.task.kind == "forward" and self.task.per_micro:
-            self.clock += self.streams.micro_batch
+        forward = self.task.kind == "forward" and self.task.per_micro
+        self.clock = self.streams.host.end_of_task(self.clock, self.issued, micro_batch=forward)
         remaining = {value: max(0.0, end - self.clock) for value, end in late.items()}
         return TaskTime(
             self.clock,
@@ -318,14 +313,14 @@ class _Run:
 
     def _send(self, local: LocalOp, message: Message) -> None:
         self._count_wire_bytes(message)
-        start = max(self.clock, self.outgoing, self.issued * self.streams.issue)
+        start = max(self.clock, self.outgoing, self.streams.host.issued(self.issued))
         self.outgoing = self.sends[local.op.name] = start + message.seconds
         self._record_span("send", local, start, message.seconds)
         self._handle_messages(len(local.attrs["sends"]))
 
     def _handle_messages(self, messages: int) -> None:
-        """Wait while the device handles the ends of messages itself (`Compute.message`)."""
-        seconds = messages * self.streams.message
+        """Wait while the device handles the ends of messages itself."""
+        seconds = self.streams.host.ends_of_messages(messages)
         self._wait(self.clock + seconds, seconds)
 
     def _communicate(self, local: LocalOp, message: Message) -> None:

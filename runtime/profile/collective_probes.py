@@ -4,30 +4,24 @@
 *Out:* seconds of every collective on every group of ranks along an axis of a mesh.
 *Invariant:* all groups of a pattern communicate at the same time, as in training, and the slowest rank
 counts. The time of a pattern is the median over runs; on ranks that share cores it is the mean over runs
-minus the computation before them.
+minus the computation before them (`shared_cores`).
 
 The buffer that is sent is written right before each run, as in a step, because reading freshly written bytes
 from the cache of another core takes longer.
-
-Where ranks share cores, a collective is also measured behind computation that is longer than a time slice of
-the scheduler. The result is the time that it adds to the computation: ranks reach it one after the other, do
-not get their core back at once, and wait for each other. The time without computation before it is the work
-of the ranks themselves, which no overlap hides. `benchmarks/HISTORY.md` has the measurements behind both
-rules.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
 
 from distgraph.ir.collectives import COLLECTIVES
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.runtime.profile.shared_cores import WORK_SECONDS, RunTime, behind_work, message_work, write
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.transport import Group, Transport, even_counts
 
@@ -36,11 +30,6 @@ MESSAGE_WORK: Final = "attend"
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 """Bytes of a message: 1 KiB to 256 MiB."""
 _ITEM: Final = 4  # bytes of an element, f32
-WORK_SECONDS: Final = 0.002
-"""Processor seconds of the computation before a collective of ranks that share cores."""
-_WORK_EDGE: Final = 128  # rows and columns of the matrices that are multiplied as computation
-_RUNS_BEHIND_WORK: Final = 10  # limit on the runs behind computation
-_MINIMUM: Final = 1e-6  # seconds; lower bound of a difference of two noisy times
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,30 +102,6 @@ def _is_awaited_later(kind: str) -> bool:
     return COLLECTIVES[kind].grouped and COLLECTIVES[kind].steps is not None
 
 
-@dataclass(frozen=True, slots=True)
-class RunTime:
-    """Time of one run of a pattern on one rank.
-
-    Attributes:
-        seconds: wall time including the computation before the collective; 0.0 on a rank outside all groups.
-        work: processor seconds of that computation and of writing the buffer; 0.0 if `seconds` excludes them.
-    """
-
-    seconds: float
-    work: float = 0.0
-
-
-def added_seconds(times: Sequence[RunTime], shares: Sequence[float]) -> float:
-    """Seconds that a collective adds to a step on the slowest rank, without the computation on its core.
-
-    Args:
-        times: times of all ranks.
-        shares: for each rank, the number of ranks that share its core.
-    """
-    work = fmean(time.work for time in times)
-    return max(_MINIMUM, *(time.seconds - share * work for time, share in zip(times, shares, strict=True)))
-
-
 def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool = False) -> RunTime:
     """One run on this rank; collective over all ranks of the job.
 
@@ -148,72 +113,24 @@ def measure(transport: Transport, pattern: Pattern, repeats: int, shared: bool =
     """
     group = next((members for members in pattern.groups if transport.rank in members), None)
     if pattern.kind == MESSAGE_WORK:
-        return RunTime(0.0 if group is None else _message_work(transport, group, pattern.nbytes, repeats))
+        elements = pattern.nbytes // _ITEM
+        return RunTime(0.0 if group is None else message_work(transport, group, elements, repeats))
     run, sent = (None, None) if group is None else _prepare(transport, pattern, group)
     if run is not None:
         run()  # first touch of the buffers, and of the way
     transport.barrier()
     trips = 2 if pattern.kind == "send" else 1
     if shared:
-        return _behind_work(run, sent, min(repeats, _RUNS_BEHIND_WORK), trips, pattern.work)
+        return behind_work(run, sent, repeats, trips, pattern.work)
     if run is None:
         return RunTime(0.0)
     spans = []
     for _ in range(repeats):
-        _write(sent)
+        write(sent)
         begin = time.perf_counter()
         run()
         spans.append(time.perf_counter() - begin)
     return RunTime(float(np.median(spans)) / trips)
-
-
-def _write(sent: Any) -> None:
-    """Write an array, so that it is in the caches of this core as after the op that computes it."""
-    np.add(sent, 0, out=sent)
-
-
-def _behind_work(
-    run: Callable[[], None] | None, sent: Any, repeats: int, trips: int, seconds: float
-) -> RunTime:
-    """Mean time over runs, each behind computation. Ranks outside all groups compute, too."""
-    factor = np.full((_WORK_EDGE, _WORK_EDGE), 0.5, np.float32)
-    product = np.empty_like(factor)
-    begin, work = time.perf_counter(), 0.0
-    for _ in range(repeats):
-        start = time.thread_time()
-        while time.thread_time() - start < seconds:
-            np.matmul(factor, factor, product)
-        if sent is not None:
-            _write(sent)
-        work += time.thread_time() - start
-        if run is not None:
-            run()
-    elapsed = 0.0 if run is None else time.perf_counter() - begin
-    return RunTime(elapsed / repeats / trips, work / repeats / trips)
-
-
-def _message_work(transport: Transport, group: Group, nbytes: int, repeats: int) -> float:
-    """Seconds that a rank is busy at one end of a message, in the calls that start it and that end it.
-
-    Both ranks send to each other. The time in transit does not count: ranks poll, and wait only once the
-    message has arrived.
-    """
-    other = group[1 - group.index(transport.rank)]
-    mine, theirs = (np.zeros(max(1, nbytes // _ITEM), np.float32) for _ in range(2))
-    whole = ((slice(0, mine.size),),)
-    spans = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        received = collectives.exchange_start(transport, None, (), ((other, *whole),), theirs)
-        sent = collectives.exchange_start(transport, mine, ((other, *whole),), (), None)
-        busy = time.perf_counter() - begin
-        while not (received.done() and sent.done()):
-            pass
-        begin = time.perf_counter()
-        received.wait()
-        sent.wait()
-        spans.append((busy + time.perf_counter() - begin) / 2)
-    return float(np.median(spans[1:]))
 
 
 PreparedRun = tuple[Callable[[], Any], Any]

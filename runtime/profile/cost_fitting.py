@@ -318,17 +318,6 @@ def fit_table(unit: str, amounts: Vector, seconds: Vector) -> OpTable:
     return replace(table, bytes=tuple(knots)) if unit == "bytes" else replace(table, flops=tuple(knots))
 
 
-def fit_host(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of host work outside of tasks: per step, and per task.
-
-    Args:
-        steps: (number of tasks, seconds outside of tasks) of steps with different numbers of tasks.
-    """
-    rows = np.array([[1.0, tasks] for tasks, _ in steps])
-    step, task = expected(rows, np.array([seconds for _, seconds in steps]))
-    return float(step), float(task)
-
-
 def fit_links(cluster: Cluster, messages: Sequence[Message]) -> LinkFit:
     """Launch time of collectives, latencies and bandwidths of all links that the messages use.
 

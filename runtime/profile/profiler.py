@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -41,12 +41,12 @@ from distgraph.runtime.profile.cost_fitting import (
     LinkFit,
     Message,
     fit_compute,
-    fit_host,
     fit_links,
 )
 from distgraph.runtime.profile.measurements import read_measurements
 from distgraph.runtime.profile.op_probes import PreparedProbe, probes
 from distgraph.runtime.profile.resource_writer import Measured, write_measured
+from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes, host_times, no_host
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import refuse, shown
@@ -60,29 +60,6 @@ from {module} import {name}
 rank_main({name})
 """
 _TERMINAL: Final = "DISTGRAPH_PROFILE_TERMINAL"
-
-
-class HostProbe(Protocol):
-    """A step whose tasks take almost no time, which measures the host work of a step.
-
-    Attributes:
-        name: unique name among all measured items.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self) -> tuple[int, float]:
-        """Tasks that a rank runs in a step, and seconds of the step outside them. All ranks call it."""
-
-
-HostProbes = Callable[[], Sequence[HostProbe]]
-"""A function at module level, so that every rank can import it."""
-
-
-def no_host() -> tuple[HostProbe, ...]:
-    """No probes: the host work of a step is not measured."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +159,12 @@ def rank_main(host: HostProbes) -> None:
 
 def _rank(request: Request, host: HostProbes) -> int:
     cluster, transport = request.cluster(), current_transport()
-    leads = transport is None or transport.rank == 0
-    store = Store.open(request, _core_sharing(transport)) if leads else Store({}, None)
+    leads, cores = transport is None or transport.rank == 0, CoreSharing.of(transport)
+    store = Store.open(request, str(cores)) if leads else Store({}, None)
     if transport is not None:
         store.runs = transport.broadcast_object(store.runs, 0)
     with threadpool_limits(1):
-        _Profile(request, cluster, transport, store, host()).run()
+        _Profile(request, cluster, transport, store, cores, host()).run()
     if leads:
         measured = evaluate(cluster, store.runs, request.ranks)
         write_measured(request.output, request.source, request.ranks, measured)
@@ -195,13 +172,6 @@ def _rank(request: Request, host: HostProbes) -> int:
             f"profile: {request.output} written; {measured.summary()}", highlight=False, soft_wrap=True
         )
     return 0
-
-
-def _core_sharing(transport: MpiTransport | None) -> str:
-    """Text on how ranks share the cores of the first rank's machine; part of the header of a store."""
-    if transport is None:
-        return ""
-    return f"{transport.binding.share:g} ranks a core" + ", each on one" * transport.binding.bound
 
 
 def _format_header(header: Mapping[str, Any]) -> str:
@@ -274,18 +244,14 @@ class _Profile:
         cluster: Cluster,
         transport: MpiTransport | None,
         store: Store,
-        host: Sequence[HostProbe] = (),
+        cores: CoreSharing,
+        host: Sequence[HostProbe],
     ) -> None:
         self.request, self.cluster, self.transport, self.store = request, cluster, transport, store
-        self.host = host
+        self.cores, self.host = cores, host
         self.prepared_probes: dict[str, PreparedProbe] = {}
         self.durations: dict[str, float] = {}
         self.begin = time.monotonic()
-        # Number of ranks that share a core: for this rank, and for every rank.
-        self.share, self.shares = 1.0, [1.0]
-        if transport is not None:
-            self.share = transport.binding.share
-            self.shares = transport.broadcast_object(transport.gather_objects(self.share, 0), 0)
 
     @property
     def rank(self) -> int:
@@ -297,7 +263,7 @@ class _Profile:
         items += [Item(p.name, partial(self.compute, p)) for p in probes()]
         if self.transport is not None:
             limit = self.cluster.devices[0].memory / 16  # two buffers of it, a few copies
-            found = collective_probes.patterns(self.transport.size, limit, shared=max(self.shares) > 1)
+            found = collective_probes.patterns(self.transport.size, limit, shared=self.cores.shared)
             items += [Item(pattern.name, partial(self.message, pattern)) for pattern in found]
         done = {item.name: self.rounds(item.name) for item in items}
         with self.bar() as bar:
@@ -346,7 +312,8 @@ class _Profile:
         if self.transport is not None:
             self.transport.barrier()
         works = {"works": [asdict(work) for work in timed.works]}
-        return self.by_device(works, [seconds * self.share for seconds in timed.run()])
+        share = self.cores.shares[self.rank]
+        return self.by_device(works, [seconds * share for seconds in timed.run()])
 
     def host_work(self, probe: HostProbe) -> dict[str, tuple[dict[str, Any], list[float]]]:
         """Measure the host work of a step; the slowest rank counts as in `compute`."""
@@ -369,11 +336,11 @@ class _Profile:
         """Measure one collective; the slowest rank counts."""
         assert self.transport is not None
         repeats = 20 if pattern.nbytes <= 2**16 else 4 if pattern.nbytes <= 2**22 else 1
-        run_time = collective_probes.measure(self.transport, pattern, repeats, shared=max(self.shares) > 1)
+        run_time = collective_probes.measure(self.transport, pattern, repeats, shared=self.cores.shared)
         times = self.transport.gather_objects(run_time, 0)
         if times is None:
             return {}
-        return {"": ({"message": asdict(pattern)}, [collective_probes.added_seconds(times, self.shares)])}
+        return {"": ({"message": asdict(pattern)}, [self.cores.added_seconds(times)])}
 
     def bar(self) -> Progress:
         """Progress bar on the first rank, disabled if it has no terminal."""
@@ -440,11 +407,8 @@ def evaluate(cluster: Cluster, runs: Mapping[str, Mapping[str, Any]], ranks: int
     for origin, device_samples in samples.items():
         device = next(device for device in cluster.devices if device.origin == origin)
         fit = fit_compute(device_samples, device.peak, device.memory_bandwidth)
-        numbers = replace(fit.compute, message=message_work)
-        if origin in host_steps:
-            step, task = fit_host(host_steps[origin])
-            numbers = replace(numbers, step=step, task=task)
-        compute[origin] = replace(fit, compute=numbers)
+        host = host_times(host_steps.get(origin, ()), message_work)
+        compute[origin] = replace(fit, compute=replace(fit.compute, host=host))
     links: LinkFit | None = fit_links(cluster, sent) if sent else None
     return Measured(compute, links, tuple(_tables(cluster, timed, shared)))
 

@@ -27,6 +27,7 @@ from benchmarks.support.megatron.training_cost import Costs
 from benchmarks.support.megatron.training_program import Run, Shape, gpt_build, read_runs
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import Cluster
+from distgraph.resources.host_times import HostTimes
 from distgraph.resources.load import load_cluster
 from distgraph.runtime.forecast.forecast import forecast
 
@@ -120,7 +121,7 @@ def numbers(cluster: Cluster) -> dict[str, float]:
         "memory_efficiency": device.compute.memory_efficiency,
         "lookup_efficiency": device.compute.lookup_efficiency,
         "launch": device.compute.launch,
-        "issue": device.compute.issue,
+        "issue": device.compute.host.op,
         "collective_launch": cluster.launch,
         "send_launch": cluster.launch,
         "inside_bandwidth": links["nvlink"].bandwidth,
@@ -154,7 +155,7 @@ def test_the_closed_form_is_the_forecast(sizes, issue):
     cluster = dataclasses.replace(
         cluster,
         devices=tuple(
-            dataclasses.replace(d, compute=dataclasses.replace(d.compute, issue=issue))
+            dataclasses.replace(d, compute=dataclasses.replace(d.compute, host=HostTimes(op=issue)))
             for d in cluster.devices
         ),
     )

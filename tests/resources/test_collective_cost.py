@@ -280,7 +280,7 @@ def test_tables_of_groups_hold_for_these_groups_at_once():
 def test_devices_that_move_their_messages_are_at_work_for_them():
     """All the time where a table does not say for how long; devices whose messages others move never are."""
     given = [placed(3.0, (0, 1), (2, 3), busy=(1.0, 8.0)), placed(5.0, (0, 2), (1, 3))]
-    message = {**DEVICE, "compute": {"message": "1 us"}}
+    message = {**DEVICE, "compute": {"host": {"message": "1 us"}}}
     for device, known in ((DEVICE, False), (message, True)):
         cost = CollectiveCost(boxes([4], devices={**device, "count": 4}), tables=given)
         found = cost.estimate("all_reduce", (0, 1), 150, [(2, 3)])
@@ -295,7 +295,7 @@ def test_devices_that_move_their_messages_are_at_work_for_them():
 
 
 def test_between_machines_others_move_the_bytes():
-    device = {**DEVICE, "compute": {"message": "1 us"}}
+    device = {**DEVICE, "compute": {"host": {"message": "1 us"}}}
     cost = CollectiveCost(boxes([2, 2], devices={**device, "count": 2}))
     assert cost.estimate("all_reduce", (0, 1), 2**20).busy > 0
     assert cost.estimate("all_reduce", (0, 2), 2**20).busy == 0

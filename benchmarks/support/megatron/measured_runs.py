@@ -20,9 +20,10 @@ from distgraph.engine.compile.train_graph import train_graph
 from distgraph.passes.complete import complete
 from distgraph.resources import Cluster
 from distgraph.resources.cluster import MatmulRate
+from distgraph.resources.host_times import HostTimes
 from distgraph.resources.load import load_cluster
 from distgraph.resources.runtimes.load_runtime import load_runtime
-from distgraph.resources.runtimes.runtime_model import Host, Messages, RuntimeModel
+from distgraph.resources.runtimes.runtime_model import Messages, RuntimeModel
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.program.build import Build, build
 
@@ -79,7 +80,7 @@ def runtime_of(values: Values) -> RuntimeModel:
         megatron,
         messages=Messages(start=values["send_launch"]),
         kernels=replace(megatron.kernels, update_bytes=values["update_bytes"]),
-        host=Host(op=values["issue"], micro_batch=values["micro"], step=values["step"]),
+        host=HostTimes(op=values["issue"], micro_batch=values["micro"], step=values["step"]),
     )
 
 

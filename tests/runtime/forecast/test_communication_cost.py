@@ -17,7 +17,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective_cost import CollectiveCost, shared_cost
-from distgraph.resources.group_symmetry import representative_devices
+from distgraph.resources.mesh_communication import representative_devices
 from distgraph.runtime.forecast.communication_cost import Message, TrafficCost
 from distgraph.runtime.program.build import Build
 
@@ -99,7 +99,7 @@ def test_devices_of_one_machine_that_send_themselves_are_at_work_for_all_of_an_e
     for message, machines, share in (("1 us", [4], 1.0), ("1 us", [1, 1, 1, 1], 0.0), (None, [4], 0.0)):
         entries = [machine(size, f"m{i}") for i, size in enumerate(machines)]
         for entry in entries:
-            entry["devices"] |= {"compute": {"message": message}} if message else {}
+            entry["devices"] |= {"compute": {"host": {"message": message}}} if message else {}
         document = {
             "name": "equal",
             "launch": "10 us",

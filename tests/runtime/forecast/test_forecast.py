@@ -315,7 +315,7 @@ def test_a_device_that_moves_its_messages_stands_still_at_both_ends():
     described = document(2)
     alone = forecast(build, cluster_of(described))
     ends = 1e-3  # of a message: longer than it is under way
-    described["machines"][0]["devices"]["compute"]["message"] = "1 ms"
+    described["machines"][0]["devices"]["compute"]["host"] = {"message": "1 ms"}
     attended = forecast(build, cluster_of(described))
     under_way = [seconds for seconds in alone.transfers.values() if seconds]
     assert len(under_way) == 2
@@ -328,7 +328,7 @@ def at_work(*sizes: int) -> Cluster:
     """Devices that move their messages themselves."""
     described = document(*sizes)
     for entry in described["machines"]:
-        entry["devices"]["compute"]["message"] = "0 s"
+        entry["devices"]["compute"]["host"] = {"message": "0 s"}
     return cluster_of(described)
 
 
@@ -414,7 +414,7 @@ def communications(build: Build) -> list[LocalOp]:
 def test_what_the_host_does_beside_the_ops_is_added_once_a_step_and_for_every_task():
     build, described = serial_chain(3), document(1)
     alone = forecast(build, cluster_of(described))
-    described["machines"][0]["devices"]["compute"] |= {"step": "90 us", "task": "7 us"}
+    described["machines"][0]["devices"]["compute"]["host"] = {"step": "90 us", "task": "7 us"}
     found = forecast(build, cluster_of(described))
     runs = len(build.schedule.order(0))
     assert runs == 3 * 2 + sum(not task.per_micro for task in build.program(0).tasks)

@@ -9,8 +9,9 @@ from support.programs.forecasts import BANDWIDTH, WAITING, chain, machines
 
 from distgraph.errors import ResourceError
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.resources.host_times import HostTimes
 from distgraph.resources.runtimes.load_runtime import default_runtime
-from distgraph.resources.runtimes.runtime_model import Host, Kernels, Memory, Messages, Overlap, RuntimeModel
+from distgraph.resources.runtimes.runtime_model import Kernels, Memory, Messages, Overlap, RuntimeModel
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.program.build import Build
 
@@ -76,11 +77,11 @@ def test_the_start_of_a_message_is_that_of_the_runtime():
 def test_host_times():
     build = pipeline()
     usual = with_runtime(build, WAITING)
-    step = with_runtime(build, replace(WAITING, host=Host(step=2e-3)))
+    step = with_runtime(build, replace(WAITING, host=HostTimes(step=2e-3)))
     assert step.step_seconds == pytest.approx(usual.step_seconds + 2e-3)
-    micro = with_runtime(build, replace(WAITING, host=Host(micro_batch=1e-3)))
+    micro = with_runtime(build, replace(WAITING, host=HostTimes(micro_batch=1e-3)))
     assert micro.step_seconds == pytest.approx(usual.step_seconds + 4e-3, rel=0.05)  # 3, and 1 to fill
-    slow = with_runtime(build, replace(WAITING, host=Host(op=1e-3)))
+    slow = with_runtime(build, replace(WAITING, host=HostTimes(op=1e-3)))
     assert slow.step_seconds > 10 * usual.step_seconds
 
 

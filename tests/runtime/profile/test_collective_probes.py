@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,15 +15,13 @@ from distgraph.runtime.profile.collective_probes import (
     KINDS,
     MESSAGE_WORK,
     Pattern,
-    RunTime,
-    _behind_work,
     _prepare,
-    added_seconds,
     axis_groups,
     measure,
     patterns,
 )
 from distgraph.runtime.profile.profiler import evaluate
+from distgraph.runtime.profile.shared_cores import RunTime
 from distgraph.runtime.transport.inprocess import connect
 
 
@@ -60,19 +56,6 @@ def test_every_collective_runs_on_every_pattern(shared: bool) -> None:
         assert all((own.seconds > 0) == (r in members) for r, own in enumerate(taken)), pattern.name
         works = shared and pattern.kind != MESSAGE_WORK
         assert all((own.work > 0) == works for own in taken), pattern.name
-
-
-def test_a_message_behind_work_takes_what_it_adds() -> None:
-    """Two ranks a core: the slowest takes 9 s, of which both works take 2 x 3 s; never nothing or less."""
-    found = [RunTime(9.0, 2.0), RunTime(8.0, 4.0), RunTime(0.0, 3.0)]
-    assert added_seconds(found, [2.0, 2.0, 2.0]) == 3.0
-    assert added_seconds(found, [2.0, 1.0, 2.0]) == 5.0  # the second has a core of its own
-    assert 0 < added_seconds(found, [4.0, 4.0, 4.0]) < 1e-5
-    once = _behind_work(partial(time.sleep, 0.02), None, 3, 1, 0.002)
-    assert added_seconds([once], [1.0]) >= 0.02
-    there_and_back = _behind_work(partial(time.sleep, 0.02), None, 3, 2, 0.002)
-    assert added_seconds([there_and_back], [1.0]) >= 0.01
-    assert there_and_back.work < once.work
 
 
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"send"}))

@@ -18,7 +18,6 @@ from distgraph.runtime.profile.collective_probes import (
 from distgraph.runtime.profile.cost_fitting import (
     Message,
     fit_compute,
-    fit_host,
     fit_links,
     fit_matmul,
     fit_table,
@@ -174,13 +173,6 @@ def test_without_a_peak_the_rate_is_measured() -> None:
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(ResourceError, match="no measurement; give the profile more seconds"):
         fit_compute([], {}, None)
-
-
-def test_steps_with_few_and_many_tasks_tell_what_each_costs() -> None:
-    step, task = fit_host([(4, 100e-6 + 4 * 12e-6), (34, 100e-6 + 34 * 12e-6)])
-    assert step == pytest.approx(100e-6, rel=0.01)
-    assert task == pytest.approx(12e-6, rel=0.01)
-    assert fit_host([(4, 50e-6), (34, 40e-6)])[1] == pytest.approx(0.0, abs=1e-9)  # disturbed: never below
 
 
 def torn(**numbers: str) -> Cluster:

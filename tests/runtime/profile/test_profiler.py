@@ -43,9 +43,9 @@ def test_command_writes_a_file_that_a_cost_can_use(tmp_path: Path, monkeypatch: 
     assert cost.time(0, "memory", 0.0, 2.0**20, "f32", op="multiply") > 0
     assert cost.time(0, "lookup", 0.0, 2.0**20, "f32", op="embedding") > 0
     assert (tmp_path / "mine.measurements.json").is_file()
-    compute = cost.cluster.devices[0].compute
-    assert compute.step is not None
-    assert 0 < compute.step + compute.task < 0.1  # of an engine's step
+    host = cost.cluster.devices[0].compute.host
+    assert host.step is not None
+    assert 0 < host.step + host.task < 0.1  # of an engine's step
 
 
 def test_resumed_profile_measures_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +146,10 @@ def test_what_a_step_costs_beside_its_tasks_goes_to_its_device(tmp_path: Path) -
     found = evaluate(load_cluster("local"), runs)
     path = tmp_path / "here.yaml"
     write_measured(str(path), "", 1, found)
-    compute = load_cluster(path).devices[0].compute
-    assert compute.step == pytest.approx(8e-5, rel=0.01)
-    assert compute.task == pytest.approx(1e-5, rel=0.01)
-    without = evaluate(load_cluster("local"), {f"{origin}|all": works}).compute[origin].compute
+    host = load_cluster(path).devices[0].compute.host
+    assert host.step == pytest.approx(8e-5, rel=0.01)
+    assert host.task == pytest.approx(1e-5, rel=0.01)
+    without = evaluate(load_cluster("local"), {f"{origin}|all": works}).compute[origin].compute.host
     assert (without.step, without.task) == (None, None)
 
 
@@ -161,8 +161,8 @@ def test_what_a_rank_is_busy_with_for_a_message_goes_to_its_device(tmp_path: Pat
     pattern = {"kind": MESSAGE_WORK, "groups": [[0, 1]], "nbytes": 1024}
     attended = {"message": pattern, "runs": [[3e-5], [9e-5], [4e-5]]}
     found = evaluate(load_cluster("local"), {"machines[0].devices|all": works, "|attend": attended})
-    assert found.compute["machines[0].devices"].compute.message == 4e-5
+    assert found.compute["machines[0].devices"].compute.host.message == 4e-5
     assert found.links is None
     path = tmp_path / "here.yaml"
     write_measured(str(path), "", 2, found)
-    assert load_cluster(path).devices[1].compute.message == pytest.approx(4e-5)
+    assert load_cluster(path).devices[1].compute.host.message == pytest.approx(4e-5)

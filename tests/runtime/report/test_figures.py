@@ -22,7 +22,7 @@ def behind(issue: str | None) -> Cluster:
     """Two machines of six devices, whose hosts take so long to issue an op."""
     described = document(6, 6)
     for entry in described["machines"]:
-        entry["devices"]["compute"] |= {} if issue is None else {"issue": issue}
+        entry["devices"]["compute"] |= {} if issue is None else {"host": {"op": issue}}
     return cluster_of(described)
 
 
