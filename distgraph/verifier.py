@@ -393,9 +393,21 @@ def _blocks(attr: DistAttr) -> tuple[ProcessMesh, ShardSpec]:
 
 
 def _check_comm(graph: Graph, op: Op) -> None:
-    """Check that a collective leads from the layout of its operand to that of its result."""
-    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
+    """Check that a collective leads from the layouts of its operands to those of its results."""
     kind = op.kind.removeprefix("comm.")
+    if len(op.operands) > 1 and not COLLECTIVES[kind].fusible:
+        _fault(graph, op, _CALL, op.kind, f"{kind} takes one tensor but has {len(op.operands)}")
+    for operand, result in zip(op.operands, op.results, strict=True):
+        first, attrs = op.operands[0], graph.attrs
+        if operand.dtype != first.dtype or attrs[operand.name].mesh != attrs[first.name].mesh:
+            given = (f"{value.type} on {attrs[value.name].mesh}" for value in (first, operand))
+            message = f"one {kind} takes tensors of one dtype on one mesh but has {' and '.join(given)}"
+            _fault(graph, op, _CALL, f"%{operand.name}", message)
+        _check_move(graph, op, kind, graph.attrs[operand.name], graph.attrs[result.name])
+
+
+def _check_move(graph: Graph, op: Op, kind: str, source: DistAttr, target: DistAttr) -> None:
+    """Check that a collective leads from the layout of one operand to that of its result."""
     if kind == "halo":
         _check_halo(graph, op)
         return

@@ -5,6 +5,7 @@ Importing this package registers the passes of `pass_pipeline`; `register_pass` 
 
 from distgraph.passes import (
     choose_completion,
+    communication,
     complete,
     dead_code_elimination,
     decompose,
@@ -21,6 +22,7 @@ __all__ = [
     "PassContext",
     "choose_completion",
     "complete",
+    "communication",
     "dead_code_elimination",
     "decompose",
     "layout_local_search",

@@ -14,7 +14,7 @@ Invariant: annotations do not change; no dim loses an axis of its annotation; th
     %y  : f32[64, 128] = matmul(%h, %w2)                           %y  : f32[64, 128] [dp, _]    #
     partial(tp), reduced
 
-Phases: meshes (`assign_meshes`), axes (`propagate_shardings`), deferred reductions (`deferral`).
+Phases: meshes (`assign_meshes`), axes (`propagate_shardings`), deferred reductions (`communication`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.assign_meshes import place
+from distgraph.passes.communication.defer_cross_mesh_sums import defer_cross_mesh_sums
+from distgraph.passes.communication.defer_partials import Partials, deferred_partials, passing_group
 from distgraph.passes.decompose import decompose
-from distgraph.passes.deferral.defer_cross_mesh_sums import defer_cross_mesh_sums
-from distgraph.passes.deferral.defer_partials import Partials, deferred_partials, passing_group
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.propagate_shardings import Shardings, op_layout, propagate, value_spec
 from distgraph.passes.redistribution.tiles import without_unit_axes

@@ -146,11 +146,11 @@ def communication(graph: Graph, op: Op, rank: int) -> LocalOp:
 
 def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, Any]]:
     """Mode and attributes of a collective on one rank: on its group, tile by tile, or on its block alone."""
-    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
-    mesh, shape = source.mesh, op.result.shape
+    source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
+    mesh, shape = source.mesh, op.results[0].shape
     declared = collective_of(op.kind)
     assert declared is not None, op.kind
-    itemsize = op.result.nbytes // max(1, op.result.size)
+    itemsize = op.results[0].nbytes // max(1, op.results[0].size)
     if "windows" in op.attrs:  # a halo, whose axes are those of the mesh that reads
         return "exchange", _halo(op, source, target, rank, itemsize, number)
     if declared.traffic == "tiles":
@@ -160,8 +160,9 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     arguments = declared.arguments(RankCall(op, source, target, rank, group)) if declared.arguments else {}
     if declared.local:
         return op.kind, dict(arguments)
-    larger = target if declared.growth > 0 else source
-    size = itemsize * math.prod(larger.spec.local_shape(shape, mesh, rank))
+    larger = op.results if declared.growth > 0 else op.operands
+    shapes = (graph.attrs[value.name].spec.local_shape(value.shape, mesh, rank) for value in larger)
+    size = itemsize * sum(map(math.prod, shapes))
     return op.kind, {"group": group, **arguments, "wire": declared.sent_share(len(group)) * size}
 
 

@@ -2,7 +2,8 @@
 
     final = run_passes(graph, ["complete", "reshard", "lower"], watch=print)
 
-`PIPELINE` has one pass for each step from a stage of a program to the next (see `pass_registry`).
+`PIPELINE` has one pass for each step from a stage of a program to the next (see `pass_registry`), and passes
+that optimise a program of one stage.
 `Strategy(passes=...)` adds passes to it, removes and replaces them.
 """
 
@@ -33,6 +34,7 @@ PIPELINE = (
     "distribute_matmuls",
     "reshard",
     "lower",
+    "fuse_reductions",
     "split_tasks",
     "partition",
 )

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.programs.seeded_programs import CUBE, seeded_program
 
 from distgraph.ir.graph import Graph
+from distgraph.ir.step_phases import multiplicity
 from distgraph.passes import choose_completion
-from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.layout_local_search import BUDGET, Refined, _Refiner, refined
 from distgraph.passes.lower import lower
 from distgraph.passes.partition import partition

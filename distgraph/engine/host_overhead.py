@@ -21,7 +21,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.plan.strategy import Strategy
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.job.job_files import ranks_of_job
-from distgraph.runtime.program.codegen import CompiledTask
+from distgraph.runtime.program.compiled_task import CompiledTask
 
 MICRO_BATCHES: Final = (1, 16)
 _STEPS: Final = 20

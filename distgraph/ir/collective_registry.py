@@ -25,8 +25,9 @@ import numpy as np
 
 from distgraph.errors import GraphError
 from distgraph.ir.graph import Op, Value
+from distgraph.ir.index_rule import Rule, make_rule
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, View, Windows, define, elementwise
+from distgraph.ir.op_registry import REGISTRY, Attrs, Shape, Shapes, View, Windows, define
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 
 Dims = tuple[tuple[str, ...], ...]
@@ -164,6 +165,8 @@ class Collective:
         result_memory: where the result is written. "new": in newly allocated memory. "operand": in the memory
             of the operand, if nothing else reads it. "replaced": also in that of the parameter it replaces.
         view: whether the result aliases the operand's memory (see `OpDef.view`); only where nothing is sent.
+        fusible: whether one message may reduce several tensors: an op with several operands and one result
+            for each of them, which the transport gets as one flat block of memory.
     """
 
     name: str
@@ -180,6 +183,7 @@ class Collective:
     packed: Mapping[str, str] = field(default_factory=dict)
     result_memory: ResultMemory = "new"
     view: View = ""
+    fusible: bool = False
 
     @property
     def local(self) -> bool:
@@ -216,7 +220,7 @@ def register_collective(collective: Collective) -> Collective:
     if name in COLLECTIVES:
         raise GraphError(f"collective {name} is declared twice; choose another name")
     if collective.layout_after is not None or collective.traffic == "tiles":
-        define(op_kind(name), elementwise, _no_kernel, infer=_same_type, linear=((0,),), cost="comm")
+        define(op_kind(name), _own_indices, _no_kernel, infer=_same_types, linear=((0,),), cost="comm")
     COLLECTIVES[name] = collective
     _forget_plans()
     return collective
@@ -284,8 +288,22 @@ def _step_generators() -> tuple[StepGenerator, ...]:
 _forget.append(_step_generators.cache_clear)
 
 
-def _same_type(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
-    return [(operands[0].shape, operands[0].dtype)]
+def _same_types(operands: Sequence[Value], attrs: Attrs) -> list[tuple[Shape, str]]:
+    return [(value.shape, value.dtype) for value in operands]
+
+
+def _own_indices(shapes: Shapes, attrs: Attrs) -> Rule:
+    """Every result has the indices of its operand, and no two operands share one."""
+    return _indices_of(tuple(shapes))
+
+
+@lru_cache(maxsize=65536)
+def _indices_of(shapes: Shapes) -> Rule:
+    numbers = itertools.count()
+    terms = tuple(tuple((f"i{next(numbers)}",) for _ in shape) for shape in shapes)
+    indices = (index for term in terms for (index,) in term)
+    lengths = dict(zip(indices, itertools.chain(*shapes), strict=True))
+    return make_rule("one result for each operand", terms, terms, lengths)
 
 
 def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:

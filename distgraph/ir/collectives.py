@@ -19,6 +19,8 @@
 
 What has a root is only read where it is: see `OpDef.root` and the verifier.
 
+An all_reduce may have several operands, which one message reduces: `%a, %b = comm.all_reduce(%x, %y)`.
+
 The largest rank's block counts; where a group's blocks are uneven, a rank sends up to g-1 of the largest of
 them, but never more than all there is.
 
@@ -348,6 +350,7 @@ for _collective in (
         parameters=("group", "reduction"),
         arguments=lambda call: {"reduction": call.op.attrs["reduction"]},
         result_memory="operand",
+        fusible=True,
     ),
     Collective(
         "reduce_scatter",

@@ -20,7 +20,8 @@ from distgraph.ir.dtypes import itemsize
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.op_registry import operand_layout, result_layout
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.analysis.redistribution_cost import move_cost, multiplicity
+from distgraph.ir.step_phases import multiplicity
+from distgraph.passes.analysis.redistribution_cost import move_cost
 from distgraph.passes.complete import complete
 from distgraph.passes.propagate_shardings import Lost
 from distgraph.passes.redistribution.cross_mesh import transfer

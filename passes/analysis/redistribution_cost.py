@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from distgraph.ir.graph import Graph
-from distgraph.ir.op_registry import Windows, lookup
+from distgraph.ir.op_registry import Windows
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.redistribution.cross_mesh import transfer_cost
 from distgraph.passes.redistribution.halo import halo_tiles, halo_volume
@@ -19,20 +18,6 @@ from distgraph.passes.reshard import fetches
 TOUCH = 1e-4  # cost of a byte touched locally, in bytes on the wire
 
 Read = tuple[DistAttr, Windows]
-
-
-def multiplicity(graph: Graph) -> dict[str, int]:
-    """Value name -> how often it is made in one step."""
-    phase: dict[str, int] = {}
-    for op in graph.ops:
-        inside = max((phase[v.name] for v in op.operands), default=0)
-        if (op.kind == "input" and op.results[0].shape != ()) or lookup(op.kind).micro:
-            inside = max(inside, 1)
-        if op.kind == "accumulate":
-            inside = 2
-        for value in op.results:
-            phase[value.name] = inside
-    return {name: graph.micro_batches if at == 1 else 1 for name, at in phase.items()}
 
 
 def move_cost(shape: tuple[int, ...], size: int, source: DistAttr, target: DistAttr, price: Price) -> float:

@@ -28,7 +28,8 @@ import numpy as np
 
 from distgraph.errors import RuntimeFault
 from distgraph.passes.partition import LocalOp, RankProgram
-from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer
+from distgraph.runtime.program.codegen import Writer
+from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.identifiers import literal
 from distgraph.runtime.program.storage import Storage, is_started
 from distgraph.runtime.transport.transport import Array, Group, Request, Transport

@@ -21,7 +21,7 @@ from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import SOURCES
 from distgraph.passes.partition import RankProgram
 from distgraph.passes.split_tasks import Parts
-from distgraph.runtime.program.codegen import Arena
+from distgraph.runtime.program.compiled_task import Arena
 from distgraph.runtime.program.storage import Storage
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.transport.transport import Transport

@@ -24,7 +24,7 @@ from distgraph.runtime.execute.measured_timeline import (
     MeasuredStep,
     MeasuredTimeline,
 )
-from distgraph.runtime.program.codegen import CompiledTask
+from distgraph.runtime.program.compiled_task import CompiledTask
 from distgraph.runtime.schedule.task import TaskGraph
 from distgraph.runtime.transport.transport import MESSAGES, Group, Request, Transport
 

@@ -8,6 +8,7 @@ its result is read.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,8 @@ from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.runtime.execute.buffer_check import BufferCheck, CheckedWriter, check_enabled
 from distgraph.runtime.execute.finite_check import FiniteCheck, Guard
 from distgraph.runtime.execute.recorder import Recorder
-from distgraph.runtime.program.codegen import Arena, CompiledTask, Writer, WriterType, compile_task
+from distgraph.runtime.program.codegen import Writer, WriterType, compile_task
+from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.memory_plan import plan_storage
 from distgraph.runtime.schedule.task import UPDATES
 from distgraph.runtime.schedule.task_order import Schedule
@@ -118,6 +120,7 @@ class Worker:
             for label, value in self._outputs
             if program.parts.phase[value.name] == 1 and program.graph.micro_batches > 1
         ]
+        self._started_by = self.storage.started_by(program)
         self._home = {
             v.name: t.name for t in program.tasks for o in t.ops if o.mode != "send" for v in o.op.results
         }
@@ -139,8 +142,11 @@ class Worker:
             self.arena.fixed[name] = block
         scratch = xp.empty(self.storage.scratch, xp.uint8)
         fills = self._fills()
+        self._allocate_fused()
         for name, slot in self.storage.slots.items():
             if slot.root != name or slot.kind not in ("persistent", "ring", "scratch"):
+                continue
+            if name in self.arena.fixed:
                 continue
             shape, dtype = program.types[name]
             array_type = to_numpy(dtype)
@@ -156,6 +162,18 @@ class Worker:
             else:
                 count = self.storage.rings[name]
                 self.arena.rings[name] = [xp.zeros(shape, array_type) for _ in range(count)]
+
+    def _allocate_fused(self) -> None:
+        """Allocate one block for the results of each collective of several tensors."""
+        types, slots, fixed = self.program.types, self.storage.slots, self.arena.fixed
+        for collective, results in self.storage.fused.items():
+            ends = itertools.accumulate(math.prod(types[name][0]) for name in results)
+            count = sum(math.prod(types[name][0]) for name in results)
+            block = self.arena.fused[collective] = self.xp.zeros(count, to_numpy(types[collective][1]))
+            for result, end in zip(results, ends, strict=True):
+                part = block[end - math.prod(types[result][0]) : end]
+                for name in (slots[result].root, result):
+                    fixed[name] = part.reshape(types[name][0])
 
     def _fills(self) -> dict[str, float]:
         """Value -> neutral element, for values that are the neutral element of a reduction on this rank."""
@@ -261,8 +279,9 @@ class Worker:
             run(name, m, task.last if m == last or name in self._once else task.body)
             for label, value in self._per_micro:
                 if self._home.get(value.name) == name:
-                    if (value.name, m) in arena.pending:  # a collective leaves it
-                        arena.pending[value.name, m].wait()
+                    started = (self._started_by.get(value.name, ""), m)
+                    if started in arena.pending:  # a collective leaves it
+                        arena.pending[started].wait()
                     collected[label].append(self._block(value, m).copy())
 
     def _block(self, value: Value, m: int) -> Any:

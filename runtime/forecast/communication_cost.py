@@ -66,7 +66,8 @@ class TrafficCost:
         """A collective on the groups of one mesh, with the sizes of one rank."""
         op, declared = local.op, local.collective
         assert declared is not None
-        size = nbytes(program, (op.result if declared.growth > 0 else op.operands[0]).name)
+        larger = op.results if declared.growth > 0 else op.operands
+        size = sum(nbytes(program, value.name) for value in larger)
         mesh = self.graph.attrs[op.operands[0].name].mesh
         seconds, link, busy = 0.0, "", 0.0
         if len(local.attrs["group"]) > 1 and size:
@@ -101,14 +102,14 @@ class TrafficCost:
         Args:
             first, second: collectives or exchanges. One that is not in the graph may use any link.
         """
-        ends = (value.name for op in (first, second) for value in (op.operands[0], op.result))
+        ends = (value.name for op in (first, second) for value in (op.operands[0], op.results[0]))
         if any(name not in self.graph.attrs for name in ends):
             return True
         return not self._links(first).isdisjoint(self._links(second))
 
     def _links(self, op: Op) -> frozenset[int]:
         """Directed links that all ranks of a communication use together."""
-        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
+        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.name]
         declared = collective_of(op.kind)
         if declared is None or not declared.grouped:
             if op.name not in self._exchange_links:

@@ -88,12 +88,13 @@ class _Ledger:
         """Gradients that a task reduces for the update, and what becomes of them."""
         for local in task.ops if task.per_micro else ():
             if local.mode in ("comm.reduce_scatter", "comm.all_reduce") and local.op.role == "backward":
-                source, result = self._root(local.op.operands[0].name), self._root(local.op.result.name)
-                later = any(not self.tasks[other].per_micro for other in self.read.get(result, ()))
-                if later and source in self.made:
-                    self.whole.add(source)
-                    if result != source:
-                        self.shards.add(result)
+                for operand, reduced in zip(local.op.operands, local.op.results, strict=True):
+                    source, result = self._root(operand.name), self._root(reduced.name)
+                    later = any(not self.tasks[other].per_micro for other in self.read.get(result, ()))
+                    if later and source in self.made:
+                        self.whole.add(source)
+                        if result != source:
+                            self.shards.add(result)
 
     def moments(self) -> tuple[dict[str, int], dict[str, int]]:
         """Category -> bytes while micro-batches run, and while parameters are updated."""

@@ -142,7 +142,7 @@ class OpCost:
         """
         if not self.cost.cluster.devices[self.device].compute.host.moves_messages:
             return NOTHING
-        operand, result = local.op.operands[0].name, local.op.result.name
+        operand, result = local.op.operands[0].name, local.op.name
         copied = 0
         for name, dim in declared.packed.items():
             value = operand if name == "operand" else result
@@ -150,11 +150,13 @@ class OpCost:
             if math.prod(shape[: local.attrs[dim]]) > 1:
                 copied += nbytes(self.program, value)
         slots = self.storage.slots
-        if declared.result_memory == "operand" and slots[operand].root != slots[result].root:
-            copied = nbytes(self.program, result)
+        if declared.result_memory == "operand":
+            pairs = zip(local.op.operands, local.op.results, strict=True)
+            elsewhere = (r.name for o, r in pairs if slots[o.name].root != slots[r.name].root)
+            copied = sum(nbytes(self.program, name) for name in elsewhere)
         if not copied:
             return NOTHING
-        return Work("memory", nbytes=2 * copied, dtype=local.op.result.dtype, op="reshape")
+        return Work("memory", nbytes=2 * copied, dtype=local.op.results[0].dtype, op="reshape")
 
     def _is_view(self, local: LocalOp) -> bool:
         slot = self.storage.slots[local.op.results[0].name]

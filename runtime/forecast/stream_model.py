@@ -178,7 +178,7 @@ class Streams:
     def _purpose(self, task: LocalTask, local: LocalOp) -> Purpose:
         """What a collective is for (see `RuntimeModel`)."""
         if task.per_micro:
-            return "gradients" if self.program.parts.phase[local.op.result.name] == 2 else "activations"
+            return "gradients" if self.program.parts.phase[local.op.name] == 2 else "activations"
         gathers = task.kind == "load" or local.mode == "comm.all_gather"
         return "parameters" if gathers else "gradients"
 
@@ -222,7 +222,10 @@ class _Run:
         self.ends: dict[str, float] = {}  # value -> end of the collective that computes it
         self.busy: dict[str, float] = {}  # value -> remaining work of the device for its collective
         self.carrier: dict[str, Channel] = {}  # value -> channel of its collective
-        self.pending = {self.storage.slots[name].root: end for name, end in pending.items()}
+        slots, producers = streams.storage.slots, streams.program.graph.producers
+        self.pending = {
+            slots[value.name].root: end for name, end in pending.items() for value in producers[name].results
+        }
         self.sends: dict[str, float] = {}
         self.wire: dict[str, float] = {}
         self.spans: list[Span] = []
@@ -326,7 +329,7 @@ class _Run:
     def _communicate(self, local: LocalOp, message: Message) -> None:
         self._count_wire_bytes(message)
         self.issued += bool(message.link)
-        name, channel = local.op.result.name, self._channel(local, message)
+        name, channel = local.op.name, self._channel(local, message)
         start = max(self.clock, self.channels.get(channel, 0.0))
         end = start + message.seconds
         for other, busy in self.channels.items():

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.analysis.redistribution_cost import multiplicity
+from distgraph.ir.step_phases import multiplicity
 from distgraph.passes.partition import LocalOp, communication
 from distgraph.resources import Cluster
 from distgraph.runtime.forecast.communication_cost import message_bytes
@@ -37,7 +37,7 @@ def exchanged_bytes(lowered: Graph, classes: Mapping[int, Collection[int]] | Non
     ranks = sorted({rank for mesh in lowered.meshes for rank in mesh.members})
     for rank, equal_ranks in (classes or {rank: (rank,) for rank in ranks}).items():
         for op in changes:
-            source, target = lowered.attrs[op.operands[0].name], lowered.attrs[op.result.name]
+            source, target = lowered.attrs[op.operands[0].name], lowered.attrs[op.name]
             if rank not in source.mesh or op.name in counted:
                 continue
             local = communication(lowered, op, rank)

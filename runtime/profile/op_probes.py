@@ -33,7 +33,7 @@ from distgraph.resources import Cluster, ComputeCost
 from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.forecast.op_cost import NOTHING, OpCost, Work
 from distgraph.runtime.program.build import build
-from distgraph.runtime.program.codegen import CompiledTask
+from distgraph.runtime.program.compiled_task import CompiledTask
 from distgraph.tracing.tensor import Tensor, emit_one
 from distgraph.tracing.tracer import Trace
 

@@ -15,7 +15,6 @@ import functools
 import linecache
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,51 +25,11 @@ from distgraph.ir.op_registry import lookup
 from distgraph.ir.printer import name_text
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.code_cache import shared_code
+from distgraph.runtime.program.compiled_task import Arena, CompiledTask
 from distgraph.runtime.program.identifiers import Identifiers, commented, literal
-from distgraph.runtime.program.storage import Storage, is_started
+from distgraph.runtime.program.storage import Storage, is_fused, is_started
 from distgraph.runtime.transport import collectives
 from distgraph.runtime.transport.transport import Transport
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledTask:
-    """A compiled task.
-
-    Attributes:
-        name: name of the task.
-        post: starts the receives of micro-batch m; may be called before the task runs.
-        body: runs micro-batch m, unless it is the last one.
-        last: runs the last micro-batch, and the ops that run once per step.
-        source: Python text of the three functions.
-        scope: their globals; its "comm" is the transport that they use.
-    """
-
-    name: str
-    post: Callable[[int], None]
-    body: Callable[[int], None]
-    last: Callable[[int], None]
-    source: str
-    scope: dict[str, Any]
-
-
-@dataclass(slots=True)
-class Arena:
-    """Memory of one rank: arrays by value name, the feeds, and unfinished communication.
-
-    Attributes:
-        fixed: value name -> array that stays the same in all steps (sources in memory, persistent and scratch
-            buffers, views of them).
-        rings: root name -> buffers, one for each micro-batch in flight.
-        feeds: input name -> one array for each micro-batch, or a scalar.
-        pending: (value, micro-batch) -> handle of a collective that another task waits for.
-        sends: root name -> for each of its buffers the unfinished sends from it.
-    """
-
-    fixed: dict[str, Any]
-    rings: dict[str, list[Any]]
-    feeds: dict[str, Any]
-    pending: dict[tuple[str, int], Any]
-    sends: dict[str, list[list[collectives.Handle]]]
 
 
 class Writer:
@@ -298,6 +257,9 @@ class Writer:
             self.read(name)  # a buffer of the neutral element, filled once when it was made
 
     def collective(self, local: LocalOp) -> None:
+        if is_fused(local):
+            self.fused(local)
+            return
         op, attrs = local.op, local.attrs
         source = self.read(op.operands[0].name)
         slots = self.storage.slots
@@ -327,6 +289,23 @@ class Writer:
             if source in self.bound:
                 self.lines.pop()
                 self.bound[target] = self.bound[source]
+
+    def fused(self, local: LocalOp) -> None:
+        """Start a collective of several tensors in the block of its results."""
+        op, slots, declared = local.op, self.storage.slots, local.collective
+        assert declared is not None
+        for operand, result in zip(op.operands, op.results, strict=True):
+            source = self.read(operand.name)
+            if slots[operand.name].root == slots[result.name].root:
+                self.bound[self.name(result.name)] = self.arena.fixed[result.name]
+                self.ready.add(result.name)
+            else:
+                self.line(f"copyto({self.target(result.name)}, {source})", op)
+        block = self.bind("fused", self.arena.fused[op.name])
+        arguments = [self.argument(op, name, local.attrs[name]) for name in declared.parameters]
+        start = self.bind(f"{declared.name}_start", collectives.CALLS[declared.name])
+        call = ", ".join((self.comm(op.name), block, *arguments, block))
+        self.line(f"{self.work(op.name)} = {start}({call})", op)
 
     def argument(self, op: Op, name: str, value: Any) -> str:
         """An argument of a collective as text; a group, in which ranks differ, and an object by a name."""
@@ -371,7 +350,8 @@ class Writer:
 
     def wait(self, value: str) -> None:
         self.line(f"{self.work(value)}.wait()")
-        self.arrived(value)
+        for result in self.maker(value).op.results:
+            self.arrived(result.name)
 
     def comm(self, value: str) -> str:
         """Text of the transport for the messages of a value."""
@@ -401,10 +381,11 @@ class Writer:
             for value in self.elsewhere(local, task):
                 self.line(f"work = pending.pop(({literal(value)}, {self.at(value)}), None)")
                 self.line("if work is not None: work.wait()")
-                self.arrived(value, "if work is not None: ")
+                for result in self.maker(value).op.results:
+                    self.arrived(result.name, "if work is not None: ")
             self.emit(local, last=last)
             if is_started(local) and (local.mode != "recv" or local.attrs["recvs"]):
-                started.add(local.op.result.name)
+                started.add(local.op.name)
         self.hand_over(task, started)
         return self.lines or ["    pass"]
 
@@ -440,7 +421,8 @@ class Writer:
         results: dict[str, list[str]] = {}
         for other, names in self.storage.late.items():
             for name in names if other != task.name else ():
-                results.setdefault(self.storage.slots[name].root, []).append(name)
+                for value in self.maker(name).op.results:
+                    results.setdefault(self.storage.slots[value.name].root, []).append(name)
         return results
 
     def ready_elsewhere(self, name: str) -> None:

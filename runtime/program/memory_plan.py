@@ -19,7 +19,7 @@ from distgraph.ir.op_registry import lookup
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.runtime.program.memory_packing import Block, pack_once
 from distgraph.runtime.program.ring_buffer_sizes import RankClocks, outstanding, rank_clocks, window
-from distgraph.runtime.program.storage import Place, Slot, Storage, is_started, nbytes
+from distgraph.runtime.program.storage import Place, Slot, Storage, is_fused, is_started, nbytes
 from distgraph.runtime.schedule.task_order import Schedule
 
 _ALIGN = 64
@@ -119,7 +119,7 @@ class StoragePlan:
                 self.copies.setdefault(name, []).append(place)
             for position, value in enumerate(local.op.results):
                 self.made[value.name] = place
-                alias = self.alias(local) if position == 0 else None
+                alias = self.alias(local, position)
                 if alias is None:
                     self.put(value.name, Slot("scratch", value.name))
                 else:
@@ -127,16 +127,24 @@ class StoragePlan:
                     self.put(value.name, Slot("view", root, contiguous))
                     self.viewed[value.name] = local
                 self.uses.setdefault(self.slots[value.name].root, []).append(place)
+            if is_fused(local):
+                self.storage.fused[local.op.name] = tuple(value.name for value in local.op.results)
 
-    def alias(self, local: LocalOp) -> tuple[str, bool] | None:
-        """(root, contiguous) of the result where it shares the operand's memory; None where it does not."""
+    def alias(self, local: LocalOp, position: int) -> tuple[str, bool] | None:
+        """(root, contiguous) of a result where it shares an operand's memory; None where it does not."""
         op = local.op
-        if op.results[0].name in self.program.graph.live_out or op.results[0].name in self.copied:
+        if (
+            op.results[position].name in self.program.graph.live_out
+            or op.results[position].name in self.copied
+        ):
             return None  # outputs have memory of their own
         declared = local.collective
         if declared is not None and declared.result_memory == "operand":
-            operand = op.operands[0].name
-            return (self.slots[operand].root, True) if self.is_only_reader(operand) else None
+            operand = op.operands[position].name
+            fits = self.is_only_reader(operand) and not (is_fused(local) and self._is_part_of_fused(operand))
+            return (self.slots[operand].root, True) if fits else None
+        if position > 0:
+            return None
         view = lookup(op.kind).view if declared is None else declared.view
         if not view or (local.mode == "accumulate" and self.program.graph.micro_batches > 1):
             return None
@@ -148,6 +156,14 @@ class StoragePlan:
         if view == "strided" and source.kind == "source" and self.program.types[source.root][0] == ():
             return None  # a scalar is a number, not memory
         return source.root, view == "same" and source.contiguous
+
+    def _is_part_of_fused(self, operand: str) -> bool:
+        """Whether the memory of a value is in the block of a fused collective, or is not that value alone."""
+        root = self.slots[operand].root
+        return root in self._fused_roots() or nbytes(self.program, root) != nbytes(self.program, operand)
+
+    def _fused_roots(self) -> set[str]:
+        return {self.slots[name].root for names in self.storage.fused.values() for name in names}
 
     def outliving(self) -> frozenset[str]:
         """Slices to copy because as views they would keep all of a large value alive after its task."""
@@ -219,8 +235,8 @@ class StoragePlan:
             for number, local in enumerate(task.ops):
                 if not is_started(local):
                     continue
-                result = local.op.result.name
-                aliases = self.aliases[self.slots[result].root]
+                result, roots = local.op.name, [self.slots[v.name].root for v in local.op.results]
+                aliases = [name for root in roots for name in self.aliases[root]]
                 all_readers = [p for n in aliases for p in self.readers.get(n, ())]
                 readers = [
                     p for p in all_readers if p[0] != task.name or p[1] > number
@@ -235,7 +251,8 @@ class StoragePlan:
                 else:  # no op reads it: wait at the end of the task, before its scratch memory is reused
                     place = (task.name, len(task.ops))
                     waits.setdefault(place, []).append(result)
-                    self.uses[self.slots[result].root].append(place)
+                    for root in roots:
+                        self.uses[root].append(place)
                 for value in local.op.operands if local.mode != "recv" else ():
                     self.uses[self.slots[value.name].root].append(place)
             self.storage.late[task.name] = tuple(late)
@@ -246,6 +263,7 @@ class StoragePlan:
         graph = self.program.graph
         per_micro = {task.name: task.per_micro for task in self.program.tasks}
         output_roots = {slot.root for name, slot in self.slots.items() if name in graph.live_out}
+        fused_roots = self._fused_roots()
         for name, slot in self.slots.items():
             if slot.root != name or slot.kind != "scratch":
                 continue
@@ -256,9 +274,14 @@ class StoragePlan:
             accumulated = local.mode == "accumulate"
             zeros = local.mode == "comm.mask"
             received = local.mode == "recv"  # may arrive while the task before is still running
-            if not (crosses or sent or accumulated or zeros or received):
+            if not (crosses or sent or accumulated or zeros or received or name in fused_roots):
                 continue
             once = not per_micro[task] or local.tail or accumulated or zeros
+            if name in fused_roots and not once and graph.micro_batches > 1:
+                raise RuntimeFault(
+                    f"%{name} is reduced together with other tensors in every micro-batch, but only "
+                    "reductions that run once a step can be fused; leave out the pass that fused them"
+                )
             slot.kind = "persistent" if once or graph.micro_batches == 1 else "ring"
 
     def _sends(self, root: str) -> list[tuple[str, LocalOp]]:

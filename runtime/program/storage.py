@@ -55,6 +55,8 @@ class Storage:
             memory is written.
         lives: root of a persistent or ring value -> tasks that use it, from the first to the last of which it
             is alive.
+        fused: name of a collective of several tensors -> its results, whose roots have one block of memory
+            in this order: it is what the transport gets.
     """
 
     slots: dict[str, Slot]
@@ -66,6 +68,12 @@ class Storage:
     into: dict[str, str] = field(default_factory=dict)
     sent: frozenset[str] = frozenset()
     lives: dict[str, frozenset[str]] = field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def started_by(self, program: RankProgram) -> dict[str, str]:
+        """Result of a collective -> name of the op that starts it, which is what tasks wait for."""
+        started = (local.op for task in program.tasks for local in task.ops if is_started(local))
+        return {value.name: op.name for op in started for value in op.results}
 
 
 def nbytes(program: RankProgram, name: str) -> int:
@@ -82,3 +90,8 @@ def is_started(local: LocalOp) -> bool:
     """Whether an op starts communication that is waited for later."""
     declared = local.collective
     return local.mode in ("recv", "exchange") or (declared is not None and not declared.local)
+
+
+def is_fused(local: LocalOp) -> bool:
+    """Whether an op is a collective of several tensors."""
+    return is_started(local) and len(local.op.results) > 1

@@ -20,8 +20,9 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.ir.step_phases import multiplicity
 from distgraph.passes import choose_completion as completion_module
-from distgraph.passes.analysis.redistribution_cost import move_cost, multiplicity
+from distgraph.passes.analysis.redistribution_cost import move_cost
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import Refined, _Refiner, refine, refined
 from distgraph.passes.redistribution import cross_mesh, planner

@@ -19,10 +19,10 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ir.step_phases import multiplicity
 from distgraph.kernels.random import random_key
 from distgraph.models import GPT, GPTConfig, annotate
 from distgraph.nn.initializers import materialize
-from distgraph.passes.analysis.redistribution_cost import multiplicity
 from distgraph.passes.redistribution.planner import redistribute_cost, wire_price
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts

@@ -19,8 +19,8 @@ from distgraph.ir.graph import Graph, Op
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
+from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.complete import follow
-from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.redistribution.tiles import without_unit_axes
 from distgraph.passes.search.layering.layer_sequence import REST
 from distgraph.plan.plan import Computed, Plan, Program

@@ -16,7 +16,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup
 from distgraph.ir.range_notation import fold
 from distgraph.passes.assign_meshes import place
-from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
+from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.layering.layer_sequence import REST, Layering, cluster_layers
 from distgraph.passes.search.layering.layer_sequence import Layer as GraphLayer
 from distgraph.plan.components import KINDS

@@ -149,10 +149,13 @@ class PlanView:
             source = f" ({user.source})" if user.source else ""
             lines.append(f"  read by %{user.name} {user.kind}{source} [{user.role}]")
         collectives = [
-            op for op in self.build.lowered.ops if is_collective(op) and self._origin_of(op) == value.name
+            (op, result)
+            for op in self.build.lowered.ops
+            for operand, result in zip(op.operands, op.results, strict=False)
+            if is_collective(op) and self._origin_of(operand) == value.name
         ]
-        for op in collectives:
-            target = self.build.lowered.attrs[op.result.name]
+        for op, result in collectives:
+            target = self.build.lowered.attrs[result.name]
             lines.append(
                 f"  {op.kind.removeprefix('comm.')} over {self._where(op)} gives {target.spec} on "
                 f"{target.mesh}"
@@ -276,15 +279,15 @@ class PlanView:
 
     def _where(self, op: Op) -> str:
         attrs = self.build.lowered.attrs
-        source, target = attrs[op.operands[0].name].mesh, attrs[op.result.name].mesh
+        source, target = attrs[op.operands[0].name].mesh, attrs[op.name].mesh
         if source != target:
             return f"{source} -> {target}"
         axes = tuple(op.attrs.get("axes", ())) or target.axes
         return "*".join(axes)
 
-    def _origin_of(self, op: Op) -> str:
-        """Name of the value of the completed graph from which a collective starts."""
-        name = op.operands[0].name
+    def _origin_of(self, operand: Value) -> str:
+        """Name of the value of the completed graph from which a collective of an operand starts."""
+        name = operand.name
         while name not in self.build.completed.values:
             producer = self.build.lowered.producers[name]
             if not producer.operands:

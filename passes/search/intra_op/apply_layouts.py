@@ -19,7 +19,7 @@ from distgraph.ir.index_rule import OpLayout, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import lookup, rule_of
 from distgraph.ir.sharding_spec import DistAttr
-from distgraph.passes.deferral.defer_cross_mesh_sums import spread_over_meshes
+from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 
 

@@ -35,7 +35,7 @@ from distgraph.ir.index_rule import OpLayout, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import flops, linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.passes.analysis.redistribution_cost import multiplicity
+from distgraph.ir.step_phases import multiplicity
 from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.planner import Price, redistribute_cost, wire_price
 from distgraph.passes.redistribution.tiles import without_unit_axes

@@ -21,7 +21,7 @@ from distgraph.ir.index_rule import OpLayout, choices, operand_spec, result_spec
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import linear_groups, lookup, rule_of
 from distgraph.ir.sharding_spec import ShardSpec
-from distgraph.passes.analysis.redistribution_cost import multiplicity
+from distgraph.ir.step_phases import multiplicity
 from distgraph.passes.redistribution.planner import redistribute_cost
 from distgraph.passes.search.intra_op.cost_model import CostModel
 from distgraph.passes.search.intra_op.strategies import Strategies
