@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from types import ModuleType
-from typing import Final
+from types import FrameType, ModuleType
+from typing import Final, NoReturn
 
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+_MESSAGE: Final = "error: interrupted\n"
 
 
 def main() -> None:
-    """Run a command; Ctrl-C is one line on standard error and exit code 130."""
+    """Run a command; Ctrl-C is one line on standard error and exit code 130.
+
+    An exception inside an import may be swallowed or printed with a traceback, so Ctrl-C ends the process
+    directly while modules are loaded. It raises KeyboardInterrupt while the command runs. Nothing changes
+    where SIGINT is ignored, as in a background job of a shell.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     try:
-        load_application().main()
+        if not ignored:
+            signal.signal(signal.SIGINT, _end)
+        application = load_application()
+        if not ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        application.main()
     except KeyboardInterrupt:
         pass
     except SystemExit as ended:
@@ -21,7 +35,10 @@ def main() -> None:
             raise
     else:
         return
-    sys.stderr.write("error: interrupted\n")
+    finally:
+        if not ignored:  # an exception at the end of the interpreter would be printed with a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stderr.write(_MESSAGE)
     raise SystemExit(INTERRUPTED)
 
 
@@ -30,6 +47,12 @@ def load_application() -> ModuleType:
     from distgraph.cli import application  # noqa: PLC0415
 
     return application
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal by ending the process."""
+    os.write(2, _MESSAGE.encode())
+    os._exit(INTERRUPTED)
 
 
 def _interrupted(error: BaseException | None) -> bool:

@@ -24,6 +24,7 @@ from typing import IO, Final, TextIO
 from distgraph.errors import RuntimeFault, installing
 from distgraph.runtime.job.failure_report import read_reports, summary
 from distgraph.runtime.job.heartbeat import heartbeat_limit
+from distgraph.runtime.job.interrupts import signals_blocked
 from distgraph.runtime.job.job_files import (
     CLOSED,
     DEFAULT_TIME_LIMIT,
@@ -52,6 +53,8 @@ _THREAD_VARIABLES: Final = (
 )
 _END_SECONDS: Final = 5.0
 _SIGNAL_TEXTS: Final = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated (SIGTERM)"}
+# Signals that end a supervisor while it starts. mpiexec gives their number as its exit code.
+_KILLING: Final = frozenset(signal.valid_signals()) - {signal.SIGHUP, signal.SIGINT}
 # What MPICH's mpiexec prints about a rank that was killed; the launcher prints its own message.
 _MPIEXEC_REMARKS: Final = re.compile(
     rb"={60,}\s*$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT STRING|"
@@ -135,14 +138,15 @@ class _Job:
 
     def run(self, command: list[str], env: Mapping[str, str]) -> int:
         """Run mpiexec until it ends or a signal comes, and pass on its output. Returns the exit code."""
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks in order
-        )
+        with signals_blocked():
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks in order
+            )
         assert process.stdout is not None
         assert process.stderr is not None
         pairs = ((process.stdout, self.out), (process.stderr, self.errors))
@@ -198,16 +202,34 @@ class _Job:
             self.errors.write(f"error: {what}; all ranks are stopped\n")
             return 128 + received
         if failure is None:
-            problem = self._early_end() or _lost(lost_supervisors)
-            if code and not problem:
-                self.errors.write(f"error: {_ended(code)} before the ranks could say why\n")
-                return code if code >= 0 else 128 - code
-            self.errors.write(f"error: {problem}\n" if problem else "")
-            return int(bool(problem))
+            problem = self._early_end()
+            if problem or (not code and not lost_supervisors):
+                self.errors.write(f"error: {problem}\n" if problem else "")
+                return int(bool(problem))
+            text, code = self._killed(code, lost_supervisors)
+            self.errors.write(f"error: {text}\n")
+            return code
         if observed:
             hint = "; the machine may be out of memory" if failure.text.endswith("SIGKILL") else ""
             self.errors.write(f"error: {failure.text}, all {self.n} ranks are stopped{hint}\n")
         return failure.code
+
+    def _killed(self, code: int, lost_supervisors: Sequence[int]) -> tuple[str, int]:
+        """Error text and exit code where mpiexec, or a supervisor that could not record it, was killed.
+
+        Args:
+            code: exit code of mpiexec; the number of the signal where a process that it watches was killed.
+            lost_supervisors: ranks whose supervisors were killed. The launcher does not know one that was
+                killed while it was starting.
+        """
+        if code < 0:
+            return f"mpiexec was killed by {signal.Signals(-code).name}, all ranks are stopped", 128 - code
+        closed = next(self.path.glob(f"{CLOSED}.*"), None)
+        if closed is not None or (not lost_supervisors and code not in _KILLING):
+            return f"mpiexec ended with exit code {code} before the ranks could say why", code
+        number = signal.Signals(code if code in _KILLING else signal.SIGKILL)
+        which = f"supervisor of rank {lost_supervisors[0]}" if lost_supervisors else "a supervisor"
+        return f"{which} was killed by {number.name}, all {self.n} ranks are stopped", 128 + number
 
     def _early_end(self) -> str:
         """Error text where some ranks ended without ending MPI, so that mpiexec killed the others; else "".
@@ -219,14 +241,6 @@ class _Job:
             return ""
         names = ", ".join(map(str, closed))
         return f"rank {names} has ended without ending MPI (os._exit?), so mpiexec has stopped the others"
-
-
-def _lost(ranks: Sequence[int]) -> str:
-    return f"supervisor of rank {ranks[0]} was killed, all ranks are stopped" if ranks else ""
-
-
-def _ended(code: int) -> str:
-    return f"mpiexec ended with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
 
 
 def _wait(pid: int, signals: Signals, seconds: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from distgraph.errors import DistGraphError, RuntimeFault
 from distgraph.runtime.job.deadline import deadline
 from distgraph.runtime.job.failure_report import FailureReport, write_report
+from distgraph.runtime.job.interrupts import end_on_sigint, ignore_sigint, raise_on_sigint
 from distgraph.runtime.job.job_files import (
     FAILURE_REPORT_SECONDS,
     INTERRUPTED,
@@ -91,6 +92,7 @@ def fail(error: BaseException) -> None:
     error in one line; the others report only the line. A launched rank writes a failure report for the
     launcher, which prints equal reports once. Does not return where there are several ranks.
     """
+    end_on_sigint()  # a second Ctrl-C counts at once
     transport = _current[0] if _current else None
     follows = transport is not None and transport.failed_elsewhere
     if isinstance(error, KeyboardInterrupt) and _job_is_stopping():  # the launcher ends all ranks
@@ -144,8 +146,11 @@ def run_script(argv: Sequence[str]) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).resolve().parent)
+    sys.excepthook = lambda kind, error, trace: fail(error)
+    atexit.register(ignore_sigint)  # called last: the functions that the script registers can be interrupted
     try:
         current_transport()
+        raise_on_sigint()
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as error:
         if error.code not in {None, 0}:
@@ -202,17 +207,23 @@ def _finish(loaded_here: bool) -> None:
     """
     transport = _current[0]
     try:
-        transport.leave()
+        _leave(transport)
+        ignore_sigint()  # the script is done, on all ranks
     except KeyboardInterrupt as error:
         fail(error)
+    if loaded_here:
+        limit = time_limit(None)
+        with deadline(limit, f"rank {transport.rank}: MPI has not ended in {limit:g} s; {_ABSENT}"):
+            transport.finalize()
+
+
+def _leave(transport: MpiTransport) -> None:
+    """Wait for the other ranks; if one has failed, end as it did."""
+    try:
+        transport.leave()
     except RuntimeFault as error:
         code = exit_code(SystemExit(_statuses[-1])) if _statuses else 0
         if not code or not transport.failed_elsewhere:
             fail(error)
         _print_error(f"error: {_named(_one_line(error), transport)}\n", late=True)
         transport.follow(code, 0.5)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script is done, on all ranks
-    if loaded_here:
-        limit = time_limit(None)
-        with deadline(limit, f"rank {transport.rank}: MPI has not ended in {limit:g} s; {_ABSENT}"):
-            transport.finalize()

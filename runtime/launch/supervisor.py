@@ -23,9 +23,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from distgraph.runtime.job.heartbeat import Silence, beat, heartbeat_limit, interval, last_beat
+from distgraph.runtime.job.interrupts import accept_signals, end_on_sigint, ignore_sigint
 from distgraph.runtime.job.job_files import (
     CLOSED,
     DEFAULT_TIME_LIMIT,
@@ -51,6 +53,7 @@ def supervise(argv: Sequence[str]) -> None:
     if job is None or rank is None:
         _run(argv)
         return
+    ignore_sigint()  # the launcher passes Ctrl-C to the rank
     supervisor = os.getpid()
     try:
         write_processes(job / f"supervisor.{rank}", [supervisor, os.getppid()])
@@ -60,12 +63,12 @@ def supervise(argv: Sequence[str]) -> None:
     if child == 0:
         _run_as_rank(job, rank, supervisor, argv)
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes Ctrl-C to the rank
     code = _Supervisor(job, rank, child).watch()
     if code < 0:
         record_death(rank, signal.Signals(-code).name, 128 - code)
-        _wait_for(job, "reported", ranks_of_job() - 1)
         code = 128 - code
+        if not (job / STOPPING).exists():
+            _wait_for(job, "reported", ranks_of_job() - 1)
     if (job / STOPPING).exists():
         with suppress(OSError):
             (job / f"ended.{rank}").touch()
@@ -75,14 +78,13 @@ def supervise(argv: Sequence[str]) -> None:
 
 def _run_as_rank(job: Path, rank: int, supervisor: int, argv: Sequence[str]) -> None:
     """Run the script in the child process."""
-    try:
-        die_with_parent(supervisor)
-        write_processes(job / f"rank.{rank}", [os.getpid()])
-        if (job / STOPPING).exists():  # the launcher did not see this process when it ended all ranks
-            os._exit(INTERRUPTED)
-        _run(argv)
-    except KeyboardInterrupt:  # while modules were loaded
+    end_on_sigint()
+    accept_signals()
+    die_with_parent(supervisor)
+    write_processes(job / f"rank.{rank}", [os.getpid()])
+    if (job / STOPPING).exists():  # the launcher did not see this process when it ended all ranks
         os._exit(INTERRUPTED)
+    _run(argv)
 
 
 def _close(job: Path, rank: int, code: int) -> NoReturn:
@@ -105,10 +107,15 @@ class _Supervisor:
         self.time_limit = setting_in_seconds(TIMEOUT, DEFAULT_TIME_LIMIT) + FAILURE_REPORT_SECONDS
         self.rank_stopped = Silence(lambda: None if is_stopped(child) else time.monotonic(), self.interval)
         self.failed_at = 0.0
+        self.descriptor = os.pidfd_open(child)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._terminated)
+        accept_signals()
 
     def watch(self) -> int:
         """Wait for the rank. Returns its exit code, or minus the number of the signal that killed it."""
-        watched = [os.pidfd_open(self.child)]
+        watched = [self.descriptor]
         with suppress(OSError):
             if self.launcher is not None:
                 watched.append(os.pidfd_open(self.launcher.pid))
@@ -142,10 +149,15 @@ class _Supervisor:
         record_failure(1, why, observed=True)
         self._kill(1)
 
+    def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Handle a signal: this process ends as if it had no handler, but the launcher learns why."""
+        name = signal.Signals(number).name
+        record_failure(128 + number, f"supervisor of rank {self.rank} was killed by {name}", observed=True)
+        self._kill(128 + number)
+
     def _abandon(self) -> NoReturn:
         """End everything of this rank after the launcher has gone, which would have removed the directory."""
-        os.kill(self.child, signal.SIGKILL)
-        os.waitpid(self.child, 0)
+        self._kill_rank()
         remove_shared_memory(self.job)
         deadline = time.monotonic() + 1.0  # other ranks may still write their files there
         while self.job.exists() and time.monotonic() < deadline:
@@ -153,9 +165,13 @@ class _Supervisor:
             time.sleep(0.05)
         os._exit(1)
 
+    def _kill_rank(self) -> None:
+        with suppress(ProcessLookupError, ChildProcessError):  # it has ended
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+            os.waitpid(self.child, 0)
+
     def _kill(self, code: int) -> NoReturn:
-        os.kill(self.child, signal.SIGKILL)
-        os.waitpid(self.child, 0)
+        self._kill_rank()
         _close(self.job, self.rank, code)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,24 @@ from distgraph.runtime.execute.process_group import InProcessWorld
 def press() -> None:
     """Ctrl-C, which Python notices before the next statement."""
     os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def sigint_restored() -> Iterator[None]:
+    """Undo what a command does to SIGINT for the rest of its process."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_command_that_ignores_ctrl_c_as_its_shell_told_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "load_application", lambda: Cli(press))
+    with sigint_restored():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        entry.main()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def interrupted_while_loading(name: str) -> Any:
@@ -58,7 +77,7 @@ def test_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: Any, said: str
 ) -> None:
     monkeypatch.setattr(entry, "load_application", lambda: load("distgraph.cli.application"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, sigint_restored():
         entry.main()
     assert ended.value.code == 130
     assert capsys.readouterr().err == said

@@ -139,9 +139,19 @@ def test_a_killed_process_leaves_no_other(tmp_path: Path, name: str) -> None:
     code, errors = job.end()
     assert code != 0
     if name == "supervisor":
-        assert "error: supervisor of rank 0 was killed, all ranks are stopped\n" in errors
+        assert code == 128 + signal.SIGKILL
+        assert errors == "error: supervisor of rank 0 was killed by SIGKILL, all 2 ranks are stopped\n"
     elif name != "launcher":
         assert errors.count("error: ") == 1
+
+
+@needs_mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_supervisor_is_named(tmp_path: Path, number: signal.Signals) -> None:
+    job = Job(WAITS, 2, tmp_path)
+    os.kill(job.processes["supervisor"], number)
+    text = f"error: supervisor of rank 0 was killed by {number.name}, all 2 ranks are stopped\n"
+    assert job.end() == (128 + number, text)
 
 
 @needs_mpi
