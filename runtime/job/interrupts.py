@@ -1,9 +1,10 @@
 """SIGINT (Ctrl-C) and SIGHUP while the processes of a job start and end; standard library only.
 
 Python raises KeyboardInterrupt wherever the main thread is. In an import, or between the last line of a
-script and the end of its process, that prints a traceback which tells the user nothing. So the launcher blocks
-these signals while it starts mpiexec, and all processes that mpiexec starts inherit that. A process accepts
-them when it can handle them: a rank first by ending at once, and by KeyboardInterrupt while its script runs.
+script and the end of its process, that prints a traceback which tells the user nothing. So the launcher
+blocks these signals while it starts mpiexec, and all processes that mpiexec starts inherit that. A process
+accepts them when it can handle them: a rank first by ending at once, then, while its script runs, by
+KeyboardInterrupt.
 """
 
 from __future__ import annotations

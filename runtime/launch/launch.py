@@ -228,7 +228,7 @@ class _Job:
         if closed is not None or (not lost_supervisors and code not in _KILLING):
             return f"mpiexec ended with exit code {code} before the ranks could say why", code
         number = signal.Signals(code if code in _KILLING else signal.SIGKILL)
-        which = f"supervisor of rank {lost_supervisors[0]}" if lost_supervisors else "a supervisor"
+        which = f"supervisor of rank {lost_supervisors[0]}" if lost_supervisors else "mpiexec or a supervisor"
         return f"{which} was killed by {number.name}, all {self.n} ranks are stopped", 128 + number
 
     def _early_end(self) -> str:

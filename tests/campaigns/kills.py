@@ -50,14 +50,7 @@ TARGETS: Final = {
     "run": ("rank", "supervisor", "proxy", "mpiexec", "launcher"),
     "mpiexec": ("rank", "proxy", "mpiexec"),
 }
-LAUNCH: Final = """
-import sys
-try:
-    from distgraph.runtime.launch.launch import launch
-except KeyboardInterrupt:
-    sys.exit(130)  # as distgraph.cli.entry does
-sys.exit(launch({ranks}, sys.argv[1:]))
-"""
+LAUNCH: Final = "from distgraph.cli.entry import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +115,9 @@ def expected_codes(trial: Trial, started: bool) -> set[int]:
         return set(range(-64, 256)) - {0}
     if trial.number == signal.SIGSTOP:
         return {1}
-    if trial.target == "launcher":
-        return {128 + number}
-    if trial.target == "rank":
-        return {128 + number}
-    if trial.target == "supervisor":
-        return {0} if trial.number == signal.SIGINT else {1, 128 + number}
-    return set(range(1, 256))
+    if trial.number == signal.SIGINT and trial.target in ("supervisor", "proxy", "mpiexec"):
+        return {0}
+    return set(range(1, 256)) if trial.target == "proxy" else {128 + number}
 
 
 def job_processes(token: str) -> dict[int, tuple[str, int]]:
@@ -226,7 +215,7 @@ def started(trial: Trial, folder: Path, token: str) -> Iterator[Job]:
     script = [str(PROGRAM), str(folder), str(trial.ranks)]
     command = {
         "in-process": [sys.executable, *script],
-        "run": [sys.executable, "-c", LAUNCH.format(ranks=trial.ranks), *script],
+        "run": [sys.executable, "-c", LAUNCH, "run", "-n", str(trial.ranks), *script],
         "mpiexec": [find_mpiexec(), "-n", str(trial.ranks), sys.executable, *script],
     }[trial.how]
     (folder / "tmp").mkdir()

@@ -63,12 +63,14 @@ if by == "launcher" and "run" in sys.orig_argv:
     watch()
 """
 SCRIPT = """
-import colorsys, os
+import colorsys, os, select
 import numpy as np
 from distgraph.runtime.launch.launch import current_transport
 transport = current_transport()
 if transport is not None and transport.rank == 1 and "rank end" in os.environ["PRESS"]:
     transport.recv(np.zeros(1), 1, 4).wait()  # for a message that nobody sends
+while "rank script" in os.environ["PRESS"]:
+    select.select([], [], [], 0.01)
 """
 STOPPED = "error: interrupted; all ranks are stopped\n"
 
@@ -130,6 +132,6 @@ def test_ctrl_c_at_the_end_of_a_rank(tmp_path: Path, ranks: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_supervisor_that_is_killed_at_its_start(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
-    which = "supervisor of rank 0" if number == signal.SIGHUP else "a supervisor"
+    which = "supervisor of rank 0" if number == signal.SIGHUP else "mpiexec or a supervisor"
     said = f"error: {which} was killed by {number.name}, all {ranks} ranks are stopped\n"
     assert run(tmp_path, ranks, f"supervisor start itself {number}") == (128 + number, said)
