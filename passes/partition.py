@@ -25,7 +25,7 @@ from distgraph.ir.op_registry import local_attrs, window_bounds
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.halo import halo_tiles, inside_window
-from distgraph.passes.redistribution.tiles import Tile, crossing_by_rank, exchange_by_rank
+from distgraph.passes.redistribution.tiles import Tile, tiles_by_rank
 from distgraph.passes.split_tasks import Part, Parts
 
 LocalType = tuple[tuple[int, ...], str]
@@ -154,7 +154,7 @@ def _comm(graph: Graph, op: Op, rank: int, number: int) -> tuple[str, dict[str, 
     if "windows" in op.attrs:  # a halo, whose axes are those of the mesh that reads
         return "exchange", _halo(op, source, target, rank, itemsize, number)
     if declared.traffic == "tiles":
-        tiles = exchange_by_rank(shape, mesh, source.spec, target.spec).get(rank, ())
+        tiles = tiles_by_rank(shape, source, target).get(rank, ())
         return "exchange", _exchange(tiles, source, target, shape, rank, itemsize, number)
     group = () if declared.local else mesh.group(rank, tuple(op.attrs.get("axes", ())))
     arguments = declared.arguments(RankCall(op, source, target, rank, group)) if declared.arguments else {}
@@ -188,7 +188,7 @@ def _transfer(graph: Graph, op: Op, mesh: ProcessMesh, rank: int, number: int) -
     """
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.result.name]
     shape = op.result.shape
-    moves = crossing_by_rank(shape, source.mesh, source.spec, target.mesh, target.spec)
+    moves = tiles_by_rank(shape, source, target)
     itemsize = op.result.nbytes // max(1, op.result.size)
     attrs = _exchange(moves.get(rank, ()), source, target, shape, rank, itemsize, number)
     if source.mesh.rank_set == target.mesh.rank_set:

@@ -45,7 +45,7 @@ class Step:
     Attributes:
         kind: name of the collective.
         axes: mesh axes of the group, major to minor: `mesh.group(rank, axes)` lists its ranks in the order of
-            the blocks. For a permute, whose partners are in `exchange_tiles`, all axes that change place.
+            the blocks. For a permute, whose partners are in `tiles_between`, all axes that change place.
         dim: dim that is sliced, gathered or scattered; for all_to_all the dim that gives the axes away.
         to_dim: for all_to_all, the dim that gets the axes.
         reduction: sum, max, min or prod, where the kind reduces or masks.

@@ -9,7 +9,7 @@
     reduce_scatter  partial axes become trailing axes of a dim      (g-1)/g x block before
     all_reduce      partial axes become replicated                  2(g-1)/g x block before
     all_to_all      trailing axes of one dim move to another's end  (g-1)/g x block before
-    permute         any exchange of tiles (`tiles.exchange_tiles`)  the larger of block before and after
+    permute         any exchange of tiles (`tiles.tiles_between`)   the larger of block before and after
     halo, transfer  tiles of neighbours; tiles between two meshes   their tiles
     broadcast       partial axes become replicated, where all but   the block
                     one rank of the group (the root) have zeros

@@ -38,11 +38,10 @@ from distgraph.passes.redistribution.tiles import (
     Tile,
     assign,
     busiest,
-    crossing_tiles,
-    exchange_tiles,
     moved,
     needs,
     renumbered,
+    tiles_between,
 )
 
 
@@ -72,11 +71,7 @@ class Transfer:
 
 
 def transfer(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: DistAttr,
-    target: DistAttr,
-    price: Price = wire_price,
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price = wire_price
 ) -> Transfer:
     """The cheapest transfer: fewest bytes from ranks outside the target mesh, then the lowest price, then the
     fewest messages.
@@ -104,19 +99,14 @@ def transfer(
     if price not in BYTE_PRICES:
         return _plan(tuple(shape), itemsize, source, target, price)
     # no price depends on who the ranks are: all pairs of stages of a pipeline share one plan
-    first, second, ranks = renumbered(source.mesh, target.mesh)
-    ends = DistAttr(first, source.spec), DistAttr(second, target.spec)
-    plan = _plan(tuple(shape), itemsize, *ends, price)
+    first, second, ranks = renumbered(source, target)
+    plan = _plan(tuple(shape), itemsize, first, second, price)
     start, landing = DistAttr(source.mesh, plan.source.spec), DistAttr(target.mesh, plan.landing.spec)
     return Transfer(plan.before, start, moved(plan.tiles, ranks), landing, plan.after)
 
 
 def transfer_cost(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: DistAttr,
-    target: DistAttr,
-    price: Price = wire_price,
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price = wire_price
 ) -> float:
     """Price of `transfer`, cached: steps before, busiest rank of the tiles, steps after."""
     return choose(shape, itemsize, source, target, price).cost
@@ -142,16 +132,11 @@ class Choice:
 
 
 def choose(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: DistAttr,
-    target: DistAttr,
-    price: Price = wire_price,
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price = wire_price
 ) -> Choice:
     """Price of `transfer`, cached, with what it takes to find; arguments as there."""
     if price in BYTE_PRICES:
-        first, second, _ = renumbered(source.mesh, target.mesh)
-        source, target = DistAttr(first, source.spec), DistAttr(second, target.spec)
+        source, target, _ = renumbered(source, target)
     if source.mesh == target.mesh:
         found = priced(tuple(shape), itemsize, source.mesh, source.spec, target.spec, price)
         return Choice(found.cost, target.spec, target.spec, 0, (found,))
@@ -175,32 +160,20 @@ class _Way:
 
 @cached_until_registration(maxsize=1 << 14)
 def _plan(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: DistAttr,
-    target: DistAttr,
-    price: Price,
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
 ) -> Transfer:
     if source.mesh == target.mesh:
         return _stay(shape, itemsize, source, target, price)
     chosen = _choose(shape, itemsize, source, target, price)
-    start, landing = chosen.start, chosen.landing
-    return Transfer(
-        redistribute(shape, itemsize, source.mesh, source.spec, start, price),
-        DistAttr(source.mesh, start),
-        crossing_tiles(shape, source.mesh, start, target.mesh, landing),
-        DistAttr(target.mesh, landing),
-        redistribute(shape, itemsize, target.mesh, landing, target.spec, price),
-    )
+    start, landing = DistAttr(source.mesh, chosen.start), DistAttr(target.mesh, chosen.landing)
+    before = redistribute(shape, itemsize, source.mesh, source.spec, start.spec, price)
+    after = redistribute(shape, itemsize, target.mesh, landing.spec, target.spec, price)
+    return Transfer(before, start, tiles_between(shape, start, landing), landing, after)
 
 
 @cached_until_registration(maxsize=1 << 16)
 def _choose(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: DistAttr,
-    target: DistAttr,
-    price: Price,
+    shape: tuple[int, ...], itemsize: int, source: DistAttr, target: DistAttr, price: Price
 ) -> Choice:
     """The cheapest transfer between two meshes."""
     source.spec.check(shape, source.mesh, "source of a transfer")
@@ -231,7 +204,7 @@ def _choose(
         for bound, second, (landing, _) in ranked:
             if best is not None and bounded and bound > best[0][1]:
                 break
-            way = _way(shape, source.mesh, start.spec, target.mesh, landing.spec)
+            way = _way(shape, *renumbered(start, landing)[:2])
             ways += 1
             after = moved_within(target.mesh, landing.spec, target.spec)
             most = itemsize * way.busiest
@@ -243,20 +216,11 @@ def _choose(
     return Choice(best[0][1], best[1], best[2], ways, tuple(redistributions.values()))
 
 
-def _way(
-    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target_mesh: ProcessMesh, landing: ShardSpec
-) -> _Way:
-    """What tiles between two layouts come to, found once for meshes that differ in the numbers of ranks."""
-    first, second, _ = renumbered(mesh, target_mesh)
-    return _numbered_way(shape, first, start, second, landing)
-
-
 @cached_until_registration(maxsize=1 << 14)
-def _numbered_way(
-    shape: tuple[int, ...], mesh: ProcessMesh, start: ShardSpec, target_mesh: ProcessMesh, landing: ShardSpec
-) -> _Way:
-    tiles = assign(needs(shape, mesh, start, target_mesh, landing))
-    crossing = sum(tile.volume for tile in tiles if tile.source_rank not in target_mesh)
+def _way(shape: tuple[int, ...], start: DistAttr, landing: DistAttr) -> _Way:
+    """What tiles between two layouts come to."""
+    tiles = assign(needs(shape, start, landing))
+    crossing = sum(tile.volume for tile in tiles if tile.source_rank not in landing.mesh)
     return _Way(crossing, busiest(tiles), sum(not tile.local for tile in tiles))
 
 
@@ -267,8 +231,7 @@ def _stay(
     source.spec.check(shape, source.mesh, "source of a transfer")
     target.spec.check(shape, target.mesh, "target of a transfer")
     steps = redistribute(shape, itemsize, source.mesh, source.spec, target.spec, price)
-    tiles = exchange_tiles(shape, source.mesh, target.spec, target.spec)
-    return Transfer(steps, target, tiles, target, ())
+    return Transfer(steps, target, tiles_between(shape, target, target), target, ())
 
 
 def _finished(source: DistAttr) -> Iterator[ShardSpec]:

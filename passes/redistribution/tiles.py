@@ -22,7 +22,7 @@ import numpy as np
 
 from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.ir.sharding_spec import DistAttr, ShardSpec
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -65,69 +65,54 @@ def volume(bounds: Bounds) -> int:
 
 
 @lru_cache(maxsize=4096)
-def exchange_tiles(
-    shape: tuple[int, ...], mesh: ProcessMesh, source_spec: ShardSpec, target_spec: ShardSpec
-) -> tuple[Tile, ...]:
-    """The tiles of a `permute`: from one layout to another on the same mesh.
+def tiles_between(shape: tuple[int, ...], source: DistAttr, target: DistAttr) -> tuple[Tile, ...]:
+    """The tiles of a move from one layout to another, on one mesh or between two.
 
-    Pending reductions stay: a piece comes from a rank with the same coordinates on the partial axes.
+    Pending reductions stay: a piece comes from a rank with the same coordinates on the partial axes. Partial
+    over one rank is whole.
 
     Raises:
         ShardingError: a spec does not fit the shape or mesh, or the two have other pending reductions.
 
     Example:
         >>> mesh = ProcessMesh.grid(x=2, y=2)
-        >>> tiles = exchange_tiles((4,), mesh, ShardSpec.parse("[x]"), ShardSpec.parse("[y]"))
-        >>> [str(tile) for tile in tiles if not tile.local]
+        >>> first, second = (DistAttr(mesh, ShardSpec.parse(text)) for text in ("[x]", "[y]"))
+        >>> [str(tile) for tile in tiles_between((4,), first, second) if not tile.local]
         ['2->1 [2:4]', '0->2 [0:2]']
     """
-    source_spec.check(shape, mesh, "source of a permute")
-    target_spec.check(shape, mesh, "target of a permute")
-    source_spec, target_spec = without_unit_axes(source_spec, mesh), without_unit_axes(target_spec, mesh)
-    if source_spec.partial != target_spec.partial:
-        raise ShardingError(
-            f"permute from {source_spec} to {target_spec} changes what is partial; reduce or mask first"
-        )
-    first, second, ranks = renumbered(mesh, mesh)
-    return moved(_crossing_tiles(tuple(shape), first, source_spec, second, target_spec), ranks)
-
-
-@lru_cache(maxsize=1024)
-def crossing_tiles(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    spec: ShardSpec,
-    target_mesh: ProcessMesh,
-    target_spec: ShardSpec,
-) -> tuple[Tile, ...]:
-    """The tiles of a move between meshes; partial over one rank is whole."""
-    first, second, ranks = renumbered(mesh, target_mesh)
-    return moved(_crossing_tiles(shape, first, spec, second, target_spec), ranks)
-
-
-@lru_cache(maxsize=1024)
-def _crossing_tiles(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    spec: ShardSpec,
-    target_mesh: ProcessMesh,
-    target_spec: ShardSpec,
-) -> tuple[Tile, ...]:
-    start, goal = without_unit_axes(spec, mesh), without_unit_axes(target_spec, target_mesh)
-    return assign(needs(shape, mesh, start, target_mesh, goal))
+    start, goal, ranks = renumbered(source, target)
+    return moved(_tiles_between(tuple(shape), start, goal), ranks)
 
 
 @lru_cache(maxsize=4096)
-def renumbered(first: ProcessMesh, second: ProcessMesh) -> tuple[ProcessMesh, ProcessMesh, tuple[int, ...]]:
-    """Two meshes with their ranks numbered from 0 in the same order, and the rank behind each number.
+def _tiles_between(shape: tuple[int, ...], source: DistAttr, target: DistAttr) -> tuple[Tile, ...]:
+    source.spec.check(shape, source.mesh, "source of a move")
+    target.spec.check(shape, target.mesh, "target of a move")
+    start, goal = without_unit_axes(source.spec, source.mesh), without_unit_axes(target.spec, target.mesh)
+    if start.partial != goal.partial:
+        raise ShardingError(f"move from {start} to {goal} changes what is partial; reduce or mask first")
+    return assign(needs(shape, DistAttr(source.mesh, start), DistAttr(target.mesh, goal)))
+
+
+def renumbered(source: DistAttr, target: DistAttr) -> tuple[DistAttr, DistAttr, tuple[int, ...]]:
+    """Two layouts with the ranks of their meshes numbered from 0 in order, and the rank behind each number.
 
     What holds between two stages of a pipeline holds between the next two as well, under other numbers.
 
     Example:
-        >>> first, second, ranks = renumbered(ProcessMesh.grid(6, x=2), ProcessMesh.grid(2, y=3))
-        >>> first.members, second.members, ranks
-        ((3, 4), (0, 1, 2), (2, 3, 4, 6, 7))
+        >>> first, second = (DistAttr(ProcessMesh.grid(n, x=2), ShardSpec.parse("[x]")) for n in (6, 2))
+        >>> first, second, ranks = renumbered(first, second)
+        >>> first.mesh.members, second.mesh.members, ranks
+        ((2, 3), (0, 1), (2, 3, 6, 7))
     """
+    first, second, ranks = _renumbered_meshes(source.mesh, target.mesh)
+    return DistAttr(first, source.spec), DistAttr(second, target.spec), ranks
+
+
+@lru_cache(maxsize=4096)
+def _renumbered_meshes(
+    first: ProcessMesh, second: ProcessMesh
+) -> tuple[ProcessMesh, ProcessMesh, tuple[int, ...]]:
     ranks = np.union1d(first.ranks, second.ranks)
     one, other = (mesh.renumbered(np.searchsorted(ranks, mesh.ranks)) for mesh in (first, second))
     return one, other, tuple(int(rank) for rank in ranks)
@@ -138,24 +123,12 @@ def moved(tiles: Iterable[Tile], ranks: Sequence[int]) -> tuple[Tile, ...]:
     return tuple(Tile(ranks[t.source_rank], ranks[t.target_rank], t.bounds) for t in tiles)
 
 
-@lru_cache(maxsize=1024)
-def exchange_by_rank(
-    shape: tuple[int, ...], mesh: ProcessMesh, source_spec: ShardSpec, target_spec: ShardSpec
+@lru_cache(maxsize=2048)
+def tiles_by_rank(
+    shape: tuple[int, ...], source: DistAttr, target: DistAttr
 ) -> Mapping[int, tuple[Tile, ...]]:
-    """Rank -> those of `exchange_tiles` that it sends, receives or keeps."""
-    return by_rank(exchange_tiles(shape, mesh, source_spec, target_spec))
-
-
-@lru_cache(maxsize=1024)
-def crossing_by_rank(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    spec: ShardSpec,
-    target_mesh: ProcessMesh,
-    target_spec: ShardSpec,
-) -> Mapping[int, tuple[Tile, ...]]:
-    """Rank -> those of `crossing_tiles` that it sends, receives or keeps."""
-    return by_rank(crossing_tiles(shape, mesh, spec, target_mesh, target_spec))
+    """Rank -> those of `tiles_between` that it sends, receives or keeps."""
+    return by_rank(tiles_between(shape, source, target))
 
 
 def by_rank(tiles: Iterable[Tile]) -> dict[int, tuple[Tile, ...]]:
@@ -182,22 +155,16 @@ def without_unit_axes(spec: ShardSpec, mesh: ProcessMesh) -> ShardSpec:
     return ShardSpec(dims, tuple((axis, kind) for axis, kind in spec.partial if mesh.axis_size(axis) > 1))
 
 
-def needs(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    spec: ShardSpec,
-    target_mesh: ProcessMesh,
-    target_spec: ShardSpec,
-) -> list[Need]:
+def needs(shape: tuple[int, ...], source: DistAttr, target: DistAttr) -> list[Need]:
     """Every intersection of a target rank's block with a source block; empty ones are left out."""
-    held_by = holders(mesh, spec)
-    blocks = [mesh.blocks(size, axes) for size, axes in zip(shape, spec.dims, strict=True)]
+    held_by = holders(source.mesh, source.spec)
+    blocks = [source.mesh.blocks(size, axes) for size, axes in zip(shape, source.spec.dims, strict=True)]
     found: list[Need] = []
-    for rank in target_mesh.members:
-        bounds = target_spec.bounds(shape, target_mesh, rank)
+    for rank in target.mesh.members:
+        bounds = target.spec.bounds(shape, target.mesh, rank)
         if volume(bounds) == 0:
             continue
-        pending = tuple(target_mesh.index(rank, (axis,)) for axis, _ in target_spec.partial)
+        pending = tuple(target.mesh.index(rank, (axis,)) for axis, _ in target.spec.partial)
         pieces = (list(overlaps(block, *b)) for b, block in zip(bounds, blocks, strict=True))
         for piece in itertools.product(*pieces):
             at = tuple(part for part, _ in piece)

@@ -19,7 +19,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.passes.partition import LocalOp, RankProgram
 from distgraph.passes.redistribution.halo import halo_tiles
-from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles, link_bytes, renumbered
+from distgraph.passes.redistribution.tiles import link_bytes, renumbered, tiles_between
 from distgraph.resources import Cluster
 from distgraph.resources.host_times import busy_seconds
 from distgraph.resources.mesh_communication import MeshCommunication, representative_devices
@@ -60,7 +60,7 @@ class TrafficCost:
         self._exchanges: dict[object, Message] = {}
         self._exchange_links: dict[str, frozenset[int]] = {}
         self._group_links: dict[tuple[ProcessMesh, tuple[str, ...]], frozenset[int]] = {}
-        self._representatives: dict[tuple[ProcessMesh, ProcessMesh], tuple[int, ...]] = {}
+        self._representatives: dict[tuple[int, ...], tuple[int, ...]] = {}  # of devices, by ranks
 
     def collective(self, program: RankProgram, local: LocalOp) -> Message:
         """A collective on the groups of one mesh, with the sizes of one rank."""
@@ -78,9 +78,11 @@ class TrafficCost:
     def exchange(self, op: Op) -> Message:
         """Pieces from rank to rank: a permute, a halo, a transfer between meshes."""
         source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
-        first, second, _ = renumbered(source.mesh, target.mesh)
-        devices = self._devices_between(source.mesh, target.mesh)
-        start, goal = DistAttr(first, source.spec), DistAttr(second, target.spec)
+        start, goal, ranks = renumbered(source, target)
+        if ranks not in self._representatives:
+            placed_on = [self.devices[rank] for rank in ranks]
+            self._representatives[ranks] = representative_devices(self.cluster, placed_on)
+        devices = self._representatives[ranks]
         key = (op.kind, op.result.shape, op.result.dtype, start, goal, op.attrs.get("windows", ()), devices)
         if key not in self._exchanges:
             sizes = message_bytes(op, start, goal)
@@ -121,15 +123,6 @@ class TrafficCost:
             self._group_links[key] = self.communication.links(*key)
         return self._group_links[key]
 
-    def _devices_between(self, first: ProcessMesh, second: ProcessMesh) -> tuple[int, ...]:
-        """Representatives of the devices of two meshes, ascending by rank."""
-        if (first, second) not in self._representatives:
-            ranks = renumbered(first, second)[2]
-            self._representatives[first, second] = representative_devices(
-                self.cluster, [self.devices[rank] for rank in ranks]
-            )
-        return self._representatives[first, second]
-
 
 def message_bytes(op: Op, source: DistAttr, target: DistAttr) -> dict[tuple[int, int], int]:
     """(source rank, target rank) -> bytes of a permute, halo or transfer; no local copies.
@@ -141,8 +134,6 @@ def message_bytes(op: Op, source: DistAttr, target: DistAttr) -> dict[tuple[int,
     shape, size = op.result.shape, itemsize(op.result.dtype)
     if op.kind == "comm.halo":
         tiles = halo_tiles(shape, target.mesh, target.spec, op.attrs["windows"], source)
-    elif op.kind == "comm.permute":
-        tiles = exchange_tiles(shape, source.mesh, source.spec, target.spec)
     else:
-        tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
+        tiles = tiles_between(shape, source, target)
     return link_bytes(tiles, size)

@@ -16,7 +16,7 @@ from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
 from distgraph.passes.redistribution.cross_mesh import transfer, transfer_cost
-from distgraph.passes.redistribution.tiles import Need, assign, exchange_tiles, link_bytes
+from distgraph.passes.redistribution.tiles import Need, assign, link_bytes, tiles_between
 
 parse = ShardSpec.parse
 
@@ -309,7 +309,7 @@ def test_wrong_specs_are_refused():
     with pytest.raises(ShardingError, match=r"target of a transfer: .* names axis 'z'"):
         transfer((4, 4), 4, good, DistAttr(R4, parse("[z, _]")))
     with pytest.raises(ShardingError, match="changes what is partial"):
-        exchange_tiles((4, 4), R4, parse("[_, _] partial(x)"), parse("[x, _]"))
+        tiles_between((4, 4), DistAttr(R4, parse("[_, _] partial(x)")), good)
 
 
 @st.composite

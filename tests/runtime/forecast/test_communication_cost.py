@@ -14,7 +14,7 @@ from support.programs.forecasts import chain
 
 from distgraph.ir.graph import Op
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.passes.redistribution.tiles import crossing_tiles, exchange_tiles
+from distgraph.passes.redistribution.tiles import tiles_between
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.collective_cost import CollectiveCost, shared_cost
 from distgraph.resources.mesh_communication import representative_devices
@@ -56,11 +56,7 @@ def anew(build: Build, op: Op, cluster: Cluster, devices: list[int]) -> Message:
     """An exchange of tiles between the devices themselves, with costs that know nothing."""
     source, target = (build.lowered.attrs[value.name] for value in (op.operands[0], op.result))
     shape, placed = op.result.shape, dict[tuple[int, int], float]()
-    if op.kind == "comm.permute":
-        tiles = exchange_tiles(shape, source.mesh, source.spec, target.spec)
-    else:
-        tiles = crossing_tiles(shape, source.mesh, source.spec, target.mesh, target.spec)
-    for tile in tiles:
+    for tile in tiles_between(shape, source, target):
         if not tile.local:
             pair = devices[tile.source_rank], devices[tile.target_rank]
             placed[pair] = placed.get(pair, 0.0) + 4 * tile.volume

@@ -9,8 +9,8 @@ import numpy as np
 
 from distgraph.ir.collective_registry import Step
 from distgraph.ir.mesh import ProcessMesh
-from distgraph.ir.sharding_spec import REDUCTIONS, ShardSpec
-from distgraph.passes.redistribution.tiles import Tile, exchange_tiles
+from distgraph.ir.sharding_spec import REDUCTIONS, DistAttr, ShardSpec
+from distgraph.passes.redistribution.tiles import Tile, tiles_between
 
 Blocks = dict[int, np.ndarray]
 
@@ -92,7 +92,7 @@ def check_layout(blocks: Blocks, value: np.ndarray, mesh: ProcessMesh, spec: Sha
 def run_step(step: Step, blocks: Blocks, shape: tuple[int, ...], mesh: ProcessMesh) -> tuple[Blocks, int]:
     """Blocks after a step, and the most elements that one rank must send (receive, for a permute)."""
     if step.kind == "permute":
-        tiles = exchange_tiles(shape, mesh, step.source, step.target)
+        tiles = tiles_between(shape, DistAttr(mesh, step.source), DistAttr(mesh, step.target))
         received = dict.fromkeys(mesh.members, 0)
         for tile in tiles:
             received[tile.target_rank] += 0 if tile.local else tile.volume
