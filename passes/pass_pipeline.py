@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph
+from distgraph.ir.verifier import verify
 from distgraph.passes.pass_registry import (
     GRAPH_STAGES,
     PASSES,
@@ -26,7 +27,6 @@ from distgraph.passes.pass_registry import (
     Program,
     find_passes,
 )
-from distgraph.verifier import verify
 
 PIPELINE = (
     "dead_code_elimination",

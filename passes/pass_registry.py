@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from distgraph.errors import GraphError
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.verifier import STAGES as VERIFIED
 from distgraph.passes.redistribution.planner import Price, wire_price
-from distgraph.verifier import STAGES as VERIFIED
 
 F = TypeVar("F", bound=Callable[..., Any])
 GRAPH_STAGES = VERIFIED

@@ -11,11 +11,11 @@ from distgraph.cli.pass_table import pass_table
 from distgraph.errors import DistGraphError, GraphError
 from distgraph.ir.graph import Graph
 from distgraph.ir.parser import parse_graph, print_graph
+from distgraph.ir.verifier import verify
 from distgraph.passes.analysis.conflicts import conflicts, explain
 from distgraph.passes.pass_pipeline import PassRun, run_passes
 from distgraph.passes.pass_registry import GRAPH_STAGES, find_passes
 from distgraph.serialization.documents import MOST_BYTES, decode, read_text
-from distgraph.verifier import verify
 
 
 def _list_passes(requested: bool) -> None:

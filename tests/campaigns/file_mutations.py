@@ -27,6 +27,7 @@ from support.programs.plan_cases import CASES
 from benchmarks.support.iopddl_reader import read_contest
 from distgraph.errors import DistGraphError
 from distgraph.ir.parser import parse_graph, print_graph
+from distgraph.ir.verifier import verify
 from distgraph.passes.search.intra_op.solution_cache import Cache, digest
 from distgraph.passes.search.solver.problem import Problem, Solution, Use
 from distgraph.plan.plan import Plan
@@ -41,7 +42,6 @@ from distgraph.runtime.execute.measured_timeline import (
 )
 from distgraph.runtime.profile.profiler import Request, Store, evaluate
 from distgraph.runtime.report.chrome_trace import measured_events
-from distgraph.verifier import verify
 
 ROOT = Path(__file__).parents[2]
 DEEP: Any = []

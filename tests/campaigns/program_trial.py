@@ -20,7 +20,7 @@ from support.programs.equivalence import gathered
 from distgraph.engine import Engine
 from distgraph.engine.callbacks import Callback
 from distgraph.errors import DistGraphError, RuntimeFault
-from distgraph.verifier import verify
+from distgraph.ir.verifier import verify
 
 TOLERANCE = 1e-9
 """Largest error, relative to the largest element of a tensor."""

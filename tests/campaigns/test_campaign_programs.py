@@ -26,9 +26,10 @@ from support.files.clusters import cluster_of
 from support.programs.searched import slow
 
 import distgraph as dg
-from distgraph import nn, ops, optim, verifier
+from distgraph import nn, ops, optim
 from distgraph.engine import Engine
 from distgraph.errors import GraphError, RuntimeFault
+from distgraph.ir import verifier
 from distgraph.runtime.transport import inprocess
 
 SEED = 20

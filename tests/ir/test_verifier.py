@@ -17,8 +17,8 @@ from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op, Value
 from distgraph.ir.index_rule import OpLayout
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.ir.verifier import STAGES, verify
 from distgraph.passes.pass_pipeline import run_passes
-from distgraph.verifier import STAGES, verify
 
 ALL_MESHES = tuple((mesh,) for mesh in MESHES) + PIPELINES + OVERLAPPING
 NAMES = {"serial": [], "completed": ["complete"], "resharded": ["complete", "reshard"]}

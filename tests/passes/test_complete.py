@@ -21,6 +21,7 @@ from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.op_registry import rule_of
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ir.verifier import verify
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
@@ -28,7 +29,6 @@ from distgraph.passes.propagate_shardings import _class_of, propagate
 from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
-from distgraph.verifier import verify
 
 ONE = tuple((mesh,) for mesh in MESHES)
 checked = settings(

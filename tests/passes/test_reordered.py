@@ -19,13 +19,13 @@ from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.parser import parse_graph, print_graph, same_graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.ir.verifier import verify
 from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.layout_local_search import refine
 from distgraph.passes.redistribution.halo import halo_tiles, inside_window, nearest
 from distgraph.runtime.program.build import Build, build
 from distgraph.tracing.tracer import Trace
-from distgraph.verifier import verify
 
 grid = ProcessMesh.grid
 FOUR, SQUARE, SIX = grid(x=4), grid(x=2, y=2), grid(x=2, y=3)

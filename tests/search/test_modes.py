@@ -20,6 +20,7 @@ from distgraph.ir.op_registry import rule_of
 from distgraph.ir.reference_interpreter import interpret
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.ir.step_phases import multiplicity
+from distgraph.ir.verifier import verify
 from distgraph.kernels.random import random_key
 from distgraph.models import GPT, GPTConfig, annotate
 from distgraph.nn.initializers import materialize
@@ -28,7 +29,6 @@ from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.modes.propagation import laid_out, propagate, spread
 from distgraph.passes.search.modes.recursive import cut_costs, prime_factors, prime_mesh, recursive
-from distgraph.verifier import verify
 
 TOKENS = (((4, 8), "i32"), ((4, 8), "i32"))
 

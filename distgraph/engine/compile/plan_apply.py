@@ -19,6 +19,7 @@ from distgraph.ir.graph import Graph, Op
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin
+from distgraph.ir.verifier import verify
 from distgraph.passes.communication.defer_cross_mesh_sums import spread_over_meshes
 from distgraph.passes.complete import follow
 from distgraph.passes.redistribution.tiles import without_unit_axes
@@ -26,7 +27,6 @@ from distgraph.passes.search.layering.layer_sequence import REST
 from distgraph.plan.plan import Computed, Plan, Program
 from distgraph.plan.strategy import with_decisions
 from distgraph.resources import Cluster
-from distgraph.verifier import verify
 
 
 def with_plan_settings(training_spec: TrainingSpec, plan: Plan) -> TrainingSpec:

@@ -26,6 +26,7 @@ from distgraph.errors import DistGraphError, GraphError, ResourceError, Sharding
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
+from distgraph.ir.verifier import verify
 from distgraph.passes.complete import complete
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.cost_model import CostModel
@@ -34,7 +35,6 @@ from distgraph.passes.search.layering.layer_sequence import cluster_layers, laye
 from distgraph.passes.search.solver import solve
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.plan import Plan, Stored
-from distgraph.verifier import verify
 
 
 def plan_of(case: Case, **given: Any) -> tuple[dg.Engine, Plan]:

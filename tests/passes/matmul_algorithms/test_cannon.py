@@ -11,10 +11,10 @@ import distgraph as dg
 from distgraph import ops
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.verifier import verify
 from distgraph.passes.complete import complete
 from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
 from distgraph.runtime.program.build import build
-from distgraph.verifier import verify
 
 
 def test_blocks_leave_for_the_neighbours_before_they_are_multiplied() -> None:

@@ -10,9 +10,9 @@ from support.programs.matrix_products import Product, product
 from distgraph.errors import GraphError, ShardingError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
+from distgraph.ir.verifier import verify
 from distgraph.passes.matmul_algorithms.distribute_matmuls import distribute_matmuls
 from distgraph.runtime.program.build import build
-from distgraph.verifier import verify
 
 
 def lowered(flow: str) -> Graph:

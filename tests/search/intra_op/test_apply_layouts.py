@@ -14,6 +14,7 @@ from distgraph import optim
 from distgraph.errors import ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.verifier import verify
 from distgraph.passes.complete import complete
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.formulate import Formulation, formulate
@@ -21,7 +22,6 @@ from distgraph.passes.search.layering.layer_sequence import cluster_layers, laye
 from distgraph.passes.search.solver import solve
 from distgraph.runtime.forecast.forecast import Forecast, forecast
 from distgraph.runtime.program.build import build
-from distgraph.verifier import verify
 
 OPTIMIZER = optim.Adam(lr=0.01, eps=1e-6)
 NAMES = ("mlp", "gpt", "conv", "moe")
