@@ -35,6 +35,7 @@ _HOMES = {
 }
 _MODULES = {
     "errors": "distgraph.errors",
+    "frontends": "distgraph.frontends",
     "models": "distgraph.models",
     "nn": "distgraph.nn",
     "ops": "distgraph.ops",

@@ -102,7 +102,7 @@ class Engine:
         self._conflicts_reported = False  # whether annotations that compete have been looked for
         self._run = secrets.token_hex(8)  # of this training and all that it goes on from; rank 0's counts
         self._loaded: Loaded | None = None  # what it goes on from
-        self.memory = Memory(seed)
+        self.memory = Memory(seed, training_spec.parameters)
         self._session = Session(training_spec, self.cluster, self.memory, plan_for(training_spec, plan))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, ShardSpec
+from distgraph.nn import Parameter
 from distgraph.nn.initializers import Init, materialize
 from distgraph.runtime.execute.device import Device, Host
 
@@ -38,14 +39,16 @@ class Memory:
 
     Args:
         seed: of the initial values.
+        parameters: parameters and buffers of the model by name, once they were traced; some have arrays.
 
     Attributes:
         devices: rank -> device, for running ranks; blocks of other ranks are created on the host.
         damaged: reason why the blocks are unusable; empty otherwise.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, parameters: Mapping[str, Parameter] | None = None) -> None:
         self.seed = seed
+        self.parameters = {} if parameters is None else parameters
         self.records: dict[str, Record] = {}
         self.reader: Reader | None = None
         self.devices: dict[int, Device] = {}
@@ -133,6 +136,11 @@ class Memory:
         return None if values is None else values.astype(to_numpy(record.dtype), copy=False)
 
     def _initial(self, name: str, record: Record, rank: int) -> Any:
+        source = self.parameters.get(record.init[1] if record.init[0] == "like" else name)
+        if record.init[-1] == "given" and source is not None and source.value is not None:
+            index = record.attr.spec.slices(record.shape, record.attr.mesh, rank)
+            block = np.array(source.value[index], dtype=to_numpy(record.dtype))
+            return self._device(rank).asarray(block)
         bounds = record.attr.spec.bounds(record.shape, record.attr.mesh, rank)
         starts, local = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
         xp = self._device(rank).xp

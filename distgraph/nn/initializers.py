@@ -4,6 +4,7 @@
     ("uniform", 0.1)   uniform in [-0.1, 0.1)
     ("zeros",) ("ones",) ("constant", 3.0)
     ("like", "fc1.weight", "normal", 0.02)   the numbers of another parameter, whose own init follows its name
+    ("given",)           the array that was assigned to the parameter, which the engine copies
 
 A block is computed from the seed, the parameter's name and the global positions of the block: no rank ever
 holds the whole parameter, and the numbers are the same under every layout.
@@ -23,7 +24,7 @@ from distgraph.kernels.random import random_key, random_normal, random_uniform
 
 Init = tuple[Any, ...]
 
-_ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0}
+_ARGUMENTS = {"normal": 1, "uniform": 1, "constant": 1, "zeros": 0, "ones": 0, "given": 0}
 
 
 def check_init(init: Init) -> None:
@@ -33,7 +34,8 @@ def check_init(init: Init) -> None:
     if not init or _ARGUMENTS.get(init[0]) != len(init) - 1:
         raise GraphError(
             f'init is {init!r} but must be ("normal", std), ("uniform", bound), ("constant", value), '
-            '("zeros",) or ("ones",), behind "like" and the name of a parameter to start from its numbers'
+            '("zeros",), ("ones",) or ("given",), behind "like" and the name of a parameter to '
+            "start from its numbers"
         )
 
 
@@ -60,11 +62,16 @@ def materialize(
         xp: array namespace, numpy or cupy.
 
     Raises:
-        GraphError: malformed init.
+        GraphError: malformed init; it is the array of a parameter.
     """
     check_init(init)
     if init[0] == "like":
         name, init = init[1], init[2:]
+    if init[0] == "given":
+        raise GraphError(
+            f"{name} starts from an array that was assigned to its parameter but none is at hand; assign one "
+            f"with parameter.assign"
+        )
     global_shape = tuple(shape)
     local = global_shape if local_shape is None else tuple(local_shape)
     kind, numpy_dtype = init[0], to_numpy(dtype)

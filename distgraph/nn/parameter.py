@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from distgraph.errors import GraphError
-from distgraph.ir.dtypes import is_integer, short
+from distgraph.ir.dtypes import is_integer, short, to_numpy
 from distgraph.ir.sharding_spec import DistAttr
 from distgraph.nn.initializers import Init, check_init
 from distgraph.tracing.tensor import Tensor, TensorOperators
@@ -22,6 +24,7 @@ class Parameter(TensorOperators):
         trainable: whether the optimiser changes it.
         annotation: mesh and layout that the user annotated, or None.
         name: module path such as "blocks.3.attn.q.weight"; set when the root module is entered.
+        value: the array that it starts from, if one was assigned; see `assign`.
     """
 
     kind = "param"
@@ -44,6 +47,7 @@ class Parameter(TensorOperators):
         self.trainable = trainable
         self.annotation = annotation
         self.name = ""
+        self.value: np.ndarray | None = None
 
     @property
     def ndim(self) -> int:
@@ -57,6 +61,27 @@ class Parameter(TensorOperators):
         for n in self.shape:
             size *= n
         return size
+
+    def assign(self, value: Any) -> None:
+        """Start from the numbers of an array instead of those of `init`; the array is copied.
+
+        An engine reads them when it first needs the parameter, so they must be assigned before it trains.
+
+        Raises:
+            GraphError: the array has another shape, or numbers that the dtype of the parameter cannot hold.
+        """
+        array, dtype = np.asarray(value), to_numpy(self.dtype)
+        if array.shape != self.shape:
+            raise GraphError(
+                f"parameter {self.name or '?'} has shape {self.shape} but is given an array of {array.shape}"
+            )
+        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise GraphError(
+                f"parameter {self.name or '?'} is {self.dtype} but is given an array of {array.dtype}; "
+                f"convert it first with .astype"
+            )
+        self.value = np.array(array, dtype=dtype)
+        self.init = ("given",)
 
     def __distgraph_tensor__(self, trace: Trace) -> Tensor:
         """The tensor of this parameter in a trace. Raises GraphError when another one has its name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import Graph
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
-from distgraph.nn import Module
+from distgraph.nn import Module, Parameter
 from distgraph.optim import Optimizer
 from distgraph.passes.backward import differentiate
 from distgraph.passes.pass_pipeline import run_passes
@@ -41,6 +41,7 @@ class TrainingSpec:
         optimizer: None for an engine that does not train.
         metrics: name -> (output, *targets) -> scalar, a mean over the samples.
         strategy: see `Strategy`.
+        parameters: name -> parameter or buffer, of the programs that were traced; filled by `trace`.
     """
 
     model: Callable[..., Any]
@@ -48,6 +49,7 @@ class TrainingSpec:
     optimizer: Optimizer | None
     metrics: Mapping[str, Callable[..., Any]]
     strategy: Strategy
+    parameters: dict[str, Parameter] = field(default_factory=dict, compare=False, repr=False)
 
     def trace(
         self,
@@ -92,6 +94,7 @@ class TrainingSpec:
             if mode != "predict":
                 outputs = {label: emit_one("accumulate", value) for label, value in outputs.items()}
             _annotate_stored(trace, layouts)
+        self.parameters.update(trace.parameters)
         passes = strategy_pipeline(self.strategy).reaching("serial") if pruned else ()
         graph: Graph = run_passes(trace.finish(outputs), passes, verified=False)
         if self.strategy.mode == "manual":

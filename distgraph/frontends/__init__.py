@@ -1,0 +1,21 @@
+"""Models of other frameworks: `frontends.torch` imports a module of PyTorch.
+
+A frontend is loaded on first use, so that importing distgraph never imports another framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_FRONTENDS = ("torch",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FRONTENDS:
+        return import_module(f"distgraph.frontends.{name}")
+    raise AttributeError(f"module 'distgraph.frontends' has no attribute {name!r}; it has {_FRONTENDS}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_FRONTENDS)

@@ -1,0 +1,239 @@
+"""Elementwise ops: arithmetic, comparisons, activations, casts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from distgraph import ops
+from distgraph.frontends.torch.rule_registry import aten
+from distgraph.frontends.torch.torch_dtypes import short_dtype
+from distgraph.ir.dtypes import is_float
+
+_UNARY: dict[str, Callable[..., Any]] = {
+    "abs": ops.absolute, "acos": ops.arccos, "asin": ops.arcsin, "atan": ops.arctan, "ceil": ops.ceil,
+    "cos": ops.cos, "cosh": ops.cosh, "erf": ops.erf, "exp": ops.exp, "expm1": ops.expm1, "floor": ops.floor,
+    "log": ops.log, "log10": ops.log10, "log1p": ops.log1p, "log2": ops.log2, "neg": ops.negative,
+    "reciprocal": ops.reciprocal, "round": ops.rint, "rsqrt": ops.rsqrt, "sigmoid": ops.sigmoid,
+    "sign": ops.sign, "sgn": ops.sign, "silu": ops.silu, "sin": ops.sin, "sinh": ops.sinh, "sqrt": ops.sqrt,
+    "square": ops.square, "tan": ops.tan, "tanh": ops.tanh, "trunc": ops.trunc,
+    "acosh": lambda x: ops.log(x + ops.sqrt(ops.square(x) - 1)),
+    "asinh": lambda x: ops.sign(x) * ops.log(ops.absolute(x) + ops.sqrt(ops.square(x) + 1)),
+    "atanh": lambda x: (ops.log1p(x) - ops.log1p(-x)) * 0.5,
+    "erfc": lambda x: 1 - ops.erf(x),
+    "exp2": lambda x: ops.exp(x * math.log(2)),
+    "frac": lambda x: x - ops.trunc(x),
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+    "relu": lambda x: ops.relu(x) if is_float(x.dtype) else ops.maximum(x, 0),
+    "relu6": lambda x: ops.clip(x, 0, 6),
+    "hardsigmoid": lambda x: ops.clip(x + 3, 0, 6) * (1 / 6),
+    "hardswish": lambda x: x * ops.clip(x + 3, 0, 6) * (1 / 6),
+    "log_sigmoid": lambda x: -_softplus(-x),
+    "mish": lambda x: x * ops.tanh(_softplus(x)),
+}  # fmt: skip
+"""Name of an op of one operand -> function."""
+
+_TESTS: dict[str, Callable[..., Any]] = {
+    "eq": ops.equal, "ne": ops.not_equal, "lt": ops.less, "le": ops.less_equal, "gt": ops.greater,
+    "ge": ops.greater_equal,
+}  # fmt: skip
+
+_BINARY: dict[str, Callable[..., Any]] = {
+    "mul": ops.multiply, "maximum": ops.maximum, "minimum": ops.minimum, "atan2": ops.arctan2,
+    "hypot": ops.hypot, "remainder": ops.remainder, "floor_divide": ops.floor_divide,
+    "bitwise_and": ops.bitwise_and, "bitwise_or": ops.bitwise_or, "bitwise_xor": ops.bitwise_xor,
+    "bitwise_left_shift": ops.left_shift, "bitwise_right_shift": ops.right_shift,
+    "fmax": ops.maximum, "fmin": ops.minimum,
+    "fmod": lambda x, y: x - ops.trunc(x / y) * y,
+    "logaddexp": lambda x, y: ops.maximum(x, y) + ops.log1p(ops.exp(-ops.absolute(x - y))),
+    "xlogy": lambda x, y: ops.where(ops.equal(x, 0), 0, x * ops.log(ops.where(ops.equal(x, 0), 1, y))),
+}  # fmt: skip
+
+for _name, _function in _UNARY.items():
+    aten(f"{_name}.default", operands="result")(_function)
+for _name, _function in _TESTS.items():
+    aten(f"{_name}.Tensor", f"{_name}.Scalar", operands="common")(_function)
+for _name, _function in _BINARY.items():
+    overloads = (f"{_name}.default", f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}.Tensor_Scalar")
+    aten(*overloads, f"{_name}.Scalar_Tensor", operands="result")(_function)
+
+aten("isnan.default")(ops.isnan)
+aten("isinf.default")(ops.isinf)
+aten("isfinite.default")(ops.isfinite)
+aten("logical_not.default")(ops.logical_not)
+aten("logical_and.default")(ops.logical_and)
+aten("logical_or.default")(ops.logical_or)
+aten("logical_xor.default")(ops.logical_xor)
+aten("bitwise_not.default")(lambda x: ops.logical_not(x) if x.dtype == "bool" else ops.bitwise_not(x))
+
+
+@aten("add.Tensor", "add.Scalar", operands="result")
+def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return ops.add(x, y if alpha == 1 else y * alpha)
+
+
+@aten("sub.Tensor", "sub.Scalar", operands="result")
+def _subtract(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return ops.subtract(x, y if alpha == 1 else y * alpha)
+
+
+@aten("rsub.Tensor", "rsub.Scalar", operands="result")
+def _subtract_from(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return ops.subtract(y, x if alpha == 1 else x * alpha)
+
+
+@aten(
+    "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor", operands="result"
+)
+def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode == "floor":
+        return ops.floor_divide(x, y)
+    if rounding_mode == "trunc" and not is_float(x.dtype):
+        return ops.sign(x) * ops.sign(y) * ops.floor_divide(ops.absolute(x), ops.absolute(y))
+    if isinstance(y, (int, float)) and y and is_float(x.dtype) and rounding_mode is None and _power_of_two(y):
+        return x * (1 / y)
+    quotient = ops.divide(x, y)
+    return ops.trunc(quotient) if rounding_mode == "trunc" else quotient
+
+
+def _power_of_two(number: float) -> bool:
+    return math.frexp(abs(number))[0] == 0.5
+
+
+@aten("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", operands="result")
+def _power(x: Any, y: Any) -> Any:
+    special: dict[Any, Callable[[Any], Any]] = {
+        0.5: ops.sqrt,
+        1: ops.identity,
+        2: ops.square,
+        3: lambda v: ops.square(v) * v,
+        -0.5: ops.rsqrt,
+        -1: ops.reciprocal,
+    }
+    if isinstance(y, (int, float)) and y in special and (y >= 1 or is_float(x.dtype)):
+        return special[y](x)
+    return ops.power(x, y)
+
+
+@aten("addcmul.default", operands="result")
+def _add_product(x: Any, y: Any, z: Any, value: Any = 1) -> Any:
+    return x + y * z * value
+
+
+@aten("addcdiv.default", operands="result")
+def _add_quotient(x: Any, y: Any, z: Any, value: Any = 1) -> Any:
+    return x + y / z * value
+
+
+@aten("lerp.Tensor", "lerp.Scalar", operands="result")
+def _interpolate(x: Any, y: Any, weight: Any) -> Any:
+    return x + (y - x) * weight
+
+
+@aten("clamp.default", "clamp.Tensor", "clip.default", "hardtanh.default", operands="result")
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    return ops.clip(x, min, max)
+
+
+@aten("clamp_min.default", "clamp_min.Tensor", operands="result")
+def _clamp_min(x: Any, min: Any) -> Any:
+    return ops.maximum(x, min)
+
+
+@aten("clamp_max.default", "clamp_max.Tensor", operands="result")
+def _clamp_max(x: Any, max: Any) -> Any:
+    return ops.minimum(x, max)
+
+
+@aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    return ops.where(condition, x, y)
+
+
+@aten("masked_fill.Scalar", "masked_fill.Tensor")
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return ops.where(mask, value if isinstance(value, (int, float)) else ops.cast(value, x.dtype), x)
+
+
+@aten("_to_copy.default", "to.dtype", "to.dtype_layout")
+def _to_copy(x: Any, dtype: Any = None, **options: Any) -> Any:
+    return x if dtype is None else ops.cast(x, short_dtype(dtype))
+
+
+@aten("gelu.default", operands="result")
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    return ops.gelu(x, approximate=approximate == "tanh")
+
+
+def _softplus(x: Any) -> Any:
+    return ops.maximum(x, 0) + ops.log1p(ops.exp(-ops.absolute(x)))
+
+
+@aten("softplus.default", operands="result")
+def _scaled_softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    scaled = x * beta
+    return ops.where(ops.greater(scaled, threshold), x, _softplus(scaled) * (1 / beta))
+
+
+@aten("log_sigmoid_forward.default", operands="")
+def _log_sigmoid(x: Any) -> Any:
+    return -_softplus(-x), None
+
+
+@aten("elu.default", operands="result")
+def _elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    falling = ops.expm1(ops.minimum(x, 0) * input_scale) * alpha
+    return ops.where(ops.greater(x, 0), x, falling) * scale
+
+
+@aten("selu.default", operands="result")
+def _selu(x: Any) -> Any:
+    return _elu(x, 1.6732632423543772, 1.0507009873554805)
+
+
+@aten("celu.default", operands="result")
+def _celu(x: Any, alpha: float = 1) -> Any:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+@aten("leaky_relu.default", operands="result")
+def _leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+    return ops.where(ops.greater(x, 0), x, x * negative_slope)
+
+
+@aten("rrelu.default", operands="result")
+def _random_leaky_relu(x: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False) -> Any:
+    if not training:
+        return _leaky_relu(x, (lower + upper) / 2)
+    slope = ops.random_uniform(x.shape, x.dtype) * (upper - lower) + lower
+    return ops.where(ops.greater_equal(x, 0), x, x * slope)
+
+
+@aten("prelu.default", "_prelu_kernel.default", operands="result")
+def _prelu(x: Any, weight: Any) -> Any:
+    if weight.ndim == 1 and x.ndim > 1:
+        weight = ops.reshape(weight, (1, -1) + (1,) * (x.ndim - 2))
+    return ops.where(ops.greater(x, 0), x, x * weight)
+
+
+@aten("threshold.default", operands="result")
+def _threshold(x: Any, threshold: float, value: float) -> Any:
+    return ops.where(ops.greater(x, threshold), x, value)
+
+
+@aten("hardshrink.default", operands="result")
+def _hardshrink(x: Any, lambd: float = 0.5) -> Any:
+    return ops.where(ops.greater(ops.absolute(x), lambd), x, 0)
+
+
+@aten("softshrink.default", operands="result")
+def _softshrink(x: Any, lambd: float = 0.5) -> Any:
+    return ops.sign(x) * ops.maximum(ops.absolute(x) - lambd, 0)
+
+
+@aten("glu.default", operands="result")
+def _glu(x: Any, dim: int = -1) -> Any:
+    first, second = ops.split(x, 2, dim)
+    return first * ops.sigmoid(second)

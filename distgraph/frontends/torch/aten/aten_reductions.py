@@ -1,0 +1,178 @@
+"""Reductions, cumulative ops, order along a dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from distgraph import ops
+from distgraph.errors import GraphError
+from distgraph.frontends.torch.rule_registry import aten
+from distgraph.frontends.torch.torch_dtypes import short_dtype
+from distgraph.ir.dtypes import is_float
+
+
+def _axes(dim: Any) -> Any:
+    """Dims of a reduction as distgraph has them: None for all."""
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return None
+    return tuple(dim) if isinstance(dim, (list, tuple)) else dim
+
+
+def _reduction(*names: str, kind: str) -> None:
+    @aten(*names)
+    def _reduce(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+        if dtype is not None:
+            x = ops.cast(x, short_dtype(dtype))
+        return ops.reduce(kind, x, _axes(dim), keepdim)
+
+
+_reduction("sum.default", "sum.dim_IntList", kind="sum")
+_reduction("amax.default", "max.default", kind="max")
+_reduction("amin.default", "min.default", kind="min")
+_reduction("prod.default", "prod.dim_int", kind="prod")
+
+
+@aten("any.default", "any.dim", "any.dims")
+def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return ops.reduce("any", ops.cast(x, "bool"), _axes(dim), keepdim)
+
+
+@aten("all.default", "all.dim", "all.dims")
+def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return ops.reduce("all", ops.cast(x, "bool"), _axes(dim), keepdim)
+
+
+@aten("mean.default", "mean.dim")
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if isinstance(dim, bool):
+        raise GraphError("mean has a bool in the place of its dim")
+    return ops.mean(x if dtype is None else ops.cast(x, short_dtype(dtype)), _axes(dim), keepdim)
+
+
+def _correction(correction: Any, unbiased: bool = True) -> float:
+    return float(unbiased) if correction is None else float(correction)
+
+
+@aten("var.correction")
+def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+    return ops.var(x, _axes(dim), keepdim, _correction(correction))
+
+
+@aten("var.default", "var.dim")
+def _var_unbiased(x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    return ops.var(x, _axes(dim), keepdim, float(unbiased))
+
+
+@aten("std.correction")
+def _std(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+    return ops.sqrt(_var(x, dim, correction, keepdim))
+
+
+@aten("var_mean.correction")
+def _var_mean(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+    return _var(x, dim, correction, keepdim), ops.mean(x, _axes(dim), keepdim)
+
+
+@aten("logsumexp.default")
+def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    return ops.logsumexp(x, _axes(dim), keepdim)
+
+
+@aten("linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.Scalar")
+def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    x = x if dtype is None else ops.cast(x, short_dtype(dtype))
+    axes, ord = _axes(dim), 2 if ord is None else ord
+    if ord == 2:
+        return ops.norm(x, axes, keepdim)
+    size = ops.absolute(x)
+    if math.isinf(ord):
+        return ops.reduce("max" if ord > 0 else "min", size, axes, keepdim)
+    if ord == 0:
+        return ops.reduce("sum", ops.cast(ops.not_equal(x, 0), x.dtype), axes, keepdim)
+    if ord == 1:
+        return ops.reduce("sum", size, axes, keepdim)
+    return ops.power(ops.reduce("sum", ops.power(size, ord), axes, keepdim), 1 / ord)
+
+
+@aten("cumsum.default")
+def _cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
+    x = ops.cast(x, "i64") if x.dtype == "bool" else x
+    return ops.cumsum(x if dtype is None else ops.cast(x, short_dtype(dtype)), dim)
+
+
+@aten("cumprod.default")
+def _cumprod(x: Any, dim: int, dtype: Any = None) -> Any:
+    return ops.cumprod(x if dtype is None else ops.cast(x, short_dtype(dtype)), dim)
+
+
+@aten("argmax.default")
+def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return ops.argmax(x, dim, keepdim)
+
+
+@aten("argmin.default")
+def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return ops.argmin(x, dim, keepdim)
+
+
+def _extreme(name: str, position: Callable[..., Any]) -> None:
+    @aten(f"{name}.dim")
+    def _extreme_and_position(x: Any, dim: int, keepdim: bool = False) -> Any:
+        at = position(x, dim, True)
+        value = ops.take_along(x, at, dim)
+        return (value, at) if keepdim else (ops.squeeze(value, dim), ops.squeeze(at, dim))
+
+
+_extreme("max", ops.argmax)
+_extreme("min", ops.argmin)
+
+
+@aten("topk.default")
+def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    last = dim in (-1, x.ndim - 1)
+    moved = x if last else _swapped(x, dim)
+    values, places = ops.top_k(moved if largest else -moved, k)
+    values = values if largest else -values
+    return (values, places) if last else (_swapped(values, dim), _swapped(places, dim))
+
+
+def _swapped(x: Any, dim: int) -> Any:
+    order = list(range(x.ndim))
+    order[dim], order[-1] = order[-1], order[dim]
+    return ops.transpose(x, order)
+
+
+@aten("sort.default", "sort.stable")
+def _sort(x: Any, dim: int = -1, descending: bool = False, stable: Any = None) -> Any:
+    order = ops.argsort(-x if descending else x, dim)
+    return ops.take_along(x, order, dim), order
+
+
+@aten("argsort.default", "argsort.stable")
+def _argsort(x: Any, dim: int = -1, descending: bool = False, stable: Any = None) -> Any:
+    return ops.argsort(-x if descending else x, dim)
+
+
+@aten("softmax.int", "_softmax.default", "_safe_softmax.default")
+def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    return _along_last(ops.softmax, x, dim, dtype)
+
+
+@aten("log_softmax.int", "_log_softmax.default")
+def _log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    return _along_last(ops.log_softmax, x, dim, dtype)
+
+
+def _along_last(function: Callable[..., Any], x: Any, dim: int, dtype: Any) -> Any:
+    """A function of the last dim along another one; a bool in the place of the dtype is an old flag."""
+    if dtype is not None and not isinstance(dtype, bool):
+        x = ops.cast(x, short_dtype(dtype))
+    if not is_float(x.dtype):
+        raise GraphError(f"softmax of {x.dtype} needs a floating dtype; cast it first")
+    if dim in (-1, x.ndim - 1):
+        return function(x)
+    return _swapped(function(_swapped(x, dim)), dim)

@@ -1,0 +1,276 @@
+"""Export: the graph of ATen ops of a module of torch, with the names of its inputs, outputs and tensors."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from distgraph.errors import GraphError
+from distgraph.frontends.torch.rule_registry import IGNORED, RANDOM, RULES
+
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+    NotImplementedError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of an exported graph.
+
+    Attributes:
+        kind: "input", "tensor" (a parameter or buffer), "constant" or "none" (an argument that is no tensor).
+        name: argument of the module, or path of the parameter, buffer or constant.
+    """
+
+    kind: str
+    name: str
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported graph.
+
+    Attributes:
+        module: holds the graph and its subgraphs.
+        inputs: name of each placeholder -> what it is.
+        shapes: input of the module -> its shape in the example; symbolic sizes are symbols.
+        mutated: path of each buffer that a step changes.
+        outputs: name of each output of the module, in order; None for the new value of a buffer.
+        kind: "tensor" where the module returns one tensor, "tuple" or "dict".
+    """
+
+    module: torch.fx.GraphModule
+    inputs: Mapping[str, Input]
+    shapes: Mapping[str, torch.Tensor]
+    mutated: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kind: str
+
+
+def export(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    dynamic_batch: bool,
+) -> Exported:
+    """Export a module in its present mode (training or evaluation).
+
+    Raises:
+        GraphError: torch cannot export the module, or ops have no rule.
+    """
+    if dynamic_shapes is None and dynamic_batch:
+        args, kwargs = pytree.tree_map(_at_least_two, (args, dict(kwargs)))
+        shapes = torch.export.ShapesCollection()
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                shapes[leaf] = {0: torch.export.Dim.AUTO}
+        dynamic_shapes = shapes.dynamic_shapes(module, args, dict(kwargs))
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it replaces layers by one op without a gradient
+    try:
+        with warnings.catch_warnings():  # of torch, about itself
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(module, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
+            exported = exported.run_decompositions(_decompositions())
+    except _FAILURES as error:
+        raise _refused(module, error) from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    exported.graph.eliminate_dead_code()
+    signature = exported.graph_signature
+    inputs = dict(_inputs(exported, input_names(module, args, kwargs)))
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    shapes_of = {inputs[n.name].name: n.meta["val"] for n in placeholders if inputs[n.name].kind == "input"}
+    changed = {OutputKind.BUFFER_MUTATION}
+    mutated = tuple(str(s.target) for s in signature.output_specs if s.kind in changed)
+    kind, names = output_names(exported.call_spec.out_spec)
+    result = Exported(exported.graph_module, inputs, shapes_of, mutated, names, kind)
+    check_rules(result, type(module).__name__)
+    return result
+
+
+def _at_least_two(leaf: Any) -> Any:
+    """A tensor with two samples where the example has one: torch takes a size of 1 for a constant."""
+    if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == 1:
+        return torch.cat([leaf, leaf])
+    return leaf
+
+
+def _decompositions() -> Any:
+    """The decompositions of torch, without those of the ops that have a rule."""
+    table = torch.export.default_decompositions()
+    for name in RULES:
+        library, op, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, library), op, None)
+        if packet is not None and overload in packet.overloads():
+            table.pop(getattr(packet, overload), None)
+    return table
+
+
+def _refused(module: torch.nn.Module, error: BaseException) -> GraphError:
+    text = str(error).strip().splitlines()
+    return GraphError(
+        f"{type(module).__name__} cannot be exported by torch.export: "
+        f"{text[0] if text else type(error).__name__}; write control flow that depends on numbers with "
+        "torch.where or torch.cond, give dynamic_shapes, or dynamic_batch=False where the sizes "
+        "of the example are the only ones"
+    )
+
+
+def input_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Name of each leaf of the example inputs, after the arguments of the module's forward."""
+    parameters = [
+        p.name
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+        first, second, *rest = (_key(entry) for entry in path)
+        position = int(second) if first == "0" else -1
+        if first == "1":
+            base = second
+        else:
+            base = parameters[position] if position < len(parameters) else f"x{position}"
+        names.append("_".join([base, *rest]))
+    return names
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, "idx", getattr(entry, "key", getattr(entry, "name", entry))))
+
+
+def output_names(spec: Any) -> tuple[str, tuple[str, ...]]:
+    """How a module returns its outputs ("tensor", "tuple" or "dict"), and the name of each of them."""
+    if spec.is_leaf():
+        return "tensor", ("output",)
+    names = tuple(".".join(path) for path in _paths(spec))
+    return ("tuple" if spec.type in (tuple, list) else "dict"), names
+
+
+def _paths(spec: Any) -> Iterator[tuple[str, ...]]:
+    if spec.is_leaf():
+        yield ()
+        return
+    children = spec.children()
+    keys = spec.context if isinstance(spec.context, (list, tuple)) else None
+    named = keys is not None and len(keys) == len(children) and all(isinstance(k, str) for k in keys)
+    for position, child in enumerate(children):
+        key = str(keys[position]) if named and keys is not None else str(position)
+        for path in _paths(child):
+            yield (key, *path)
+
+
+def _inputs(exported: Any, names: Sequence[str]) -> Iterator[tuple[str, Input]]:
+    """(name of the placeholder, what it is)."""
+    remaining = iter(names)
+    changed = {
+        str(s.target) for s in exported.graph_signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION
+    }
+    for spec in exported.graph_signature.input_specs:
+        name, path = spec.arg.name, str(spec.target)
+        if spec.kind is InputKind.USER_INPUT:
+            argument = next(remaining)
+            is_tensor = isinstance(spec.arg, torch.export.graph_signature.TensorArgument)
+            value = None if is_tensor else getattr(spec.arg, "value", None)
+            yield name, Input("input" if is_tensor else "none", argument, value)
+        elif spec.kind is InputKind.PARAMETER:
+            yield name, Input("tensor", path)
+        elif spec.kind is InputKind.BUFFER:
+            value = exported.state_dict.get(path, exported.constants.get(path))
+            fixed = not spec.persistent and path not in changed and value is not None and not value.is_meta
+            yield name, Input("constant" if fixed else "tensor", path, value if fixed else None)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            yield name, Input("constant", path, exported.constants[path])
+        else:
+            raise GraphError(
+                f"input {name} of the exported graph is a {spec.kind.name}, which has no meaning here"
+            )
+
+
+# ops without a rule
+
+
+def check_rules(exported: Exported, model: str) -> None:
+    """Raises GraphError that lists all ops without a rule, with the lines of the model that call them."""
+    missing: dict[str, list[str]] = {}
+    for node in depending_nodes(exported):
+        name = op_name(node)
+        if name and name not in RULES and name not in IGNORED:
+            where = source_line(node)
+            missing.setdefault(name, [])
+            if where not in missing[name]:
+                missing[name].append(where)
+    if missing:
+        lines = [
+            f"  {name} ({', '.join(places[:4])}{', ...' if places[4:] else ''})"
+            for name, places in missing.items()
+        ]
+        raise GraphError(
+            f"{model} uses {len(missing)} op{'s' if len(missing) > 1 else ''} of torch without a rule:\n"
+            + "\n".join(lines)
+            + "\nwrite them with other ops, or give each a rule with "
+            '@distgraph.frontends.torch.register_torch_op("name")'
+        )
+
+
+def depending_nodes(exported: Exported) -> list[torch.fx.Node]:
+    """The calls whose results depend on an input, a parameter, a buffer or a random number."""
+    found: list[torch.fx.Node] = []
+    depends: set[torch.fx.Node] = set()
+    for node in exported.module.graph.nodes:
+        if node.op == "placeholder" and exported.inputs[node.name].kind in ("input", "tensor"):
+            depends.add(node)
+        elif node.op == "call_function" and (
+            op_name(node) in RANDOM or any(n in depends for n in node.all_input_nodes)
+        ):
+            if "val" in node.meta and not _is_tensors(node.meta["val"]):
+                continue  # a size, which is known when the graph is traced
+            depends.add(node)
+            found.append(node)
+    return found
+
+
+def _is_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """Name of the op of a call, such as "aten.add.Tensor"; empty for a function of Python."""
+    target: Any = node.target
+    return str(target) if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """file:line of the innermost frame of the model that emitted a node, outside of torch."""
+    inner = outer = ""
+    for line in (node.stack_trace or "").splitlines():
+        text = line.strip()
+        if text.startswith('File "'):
+            path, _, rest = text[6:].partition('", line ')
+            place = f"{path.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}"
+            outer = outer or place
+            if f"{torch.__path__[0]}/" not in path:
+                inner = place
+    return inner or outer or "?"
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """Path of the module of torch that emitted a node, such as "encoder.layers.0"."""
+    stack = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+    return str(stack[-1]) if stack and not str(stack[-1]).startswith("_empty") else ""

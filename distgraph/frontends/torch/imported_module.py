@@ -1,0 +1,228 @@
+"""ImportedModule: a module of torch as a module of distgraph."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from distgraph.errors import GraphError
+from distgraph.frontends.torch.exporting import Exported, export
+from distgraph.frontends.torch.graph_evaluator import evaluate
+from distgraph.frontends.torch.torch_dtypes import as_array, short_dtype
+from distgraph.ir.dtypes import is_float
+from distgraph.nn import Buffer, Module, Parameter
+from distgraph.ops import accumulate, stop_gradient
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
+
+
+class Outputs(dict[str, Any]):
+    """Named outputs of a model, also as attributes: `output["logits"]` and `output.logits`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self:
+            raise GraphError(f"model has no output {name!r} but {', '.join(self)}")
+        return self[name]
+
+
+class ImportedModule(Module):
+    """A module of torch whose graph was exported; made by `import_module`.
+
+    Parameters and buffers have the names of torch, and its values.
+    """
+
+    def __init__(self, source: torch.nn.Module, training: Exported, evaluation: Exported) -> None:
+        self._name = type(source).__name__
+        self._exported = {True: training, False: evaluation}
+        self._tensors, self._names = _tensors(source)
+        self._forward = _with_signature(self._run, tuple(training.shapes))
+
+    @property
+    def forward(self) -> Any:
+        """What the module computes of the inputs that the example has, by position or by name."""
+        return self._forward
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """(name in torch, parameter or buffer); a tied one under its first name."""
+        yield from self._names.items()
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter or buffer of a name in torch; a tied one has several.
+
+        Raises:
+            GraphError: there is none of this name.
+        """
+        if name not in self._tensors:
+            near = difflib.get_close_matches(name, self._tensors, 3)
+            raise GraphError(
+                f"{self._name} has no parameter or buffer {name!r}; "
+                + (f"near are {', '.join(near)}" if near else "named_tensors() lists them")
+            )
+        return self._tensors[name]
+
+    def _run(self, given: Mapping[str, Any]) -> Any:
+        trace = Trace.current()
+        exported = self._exported[trace.training]
+        inputs = {name: trace.tensor(x) for name, x in given.items()}
+        _check_inputs(self._name, exported, inputs)
+        changes, results = evaluate(exported, self._tensors, inputs)
+        if trace.training:
+            for path, new in zip(exported.mutated, changes, strict=True):
+                self._update(path, new)
+        return _returned(exported, results, trace)
+
+    def _update(self, path: str, new: Any) -> None:
+        """Set a buffer at the end of the step to the mean of its new values over the micro-batches."""
+        buffer = self._tensors[path]
+        assert isinstance(buffer, Buffer)
+        trace = Trace.current()
+        value = trace.tensor(new)
+        if any(op.role == "optimize" and value.value in op.results for op in trace.ops):
+            buffer.update(value)  # computed once a step already
+            return
+        wide = value if is_float(value.dtype) else value.astype("f64")
+        mean = accumulate(stop_gradient(wide))
+        with trace.within(role="optimize"):
+            buffer.update(mean if mean.dtype == buffer.dtype else mean.astype(buffer.dtype))
+
+
+def import_module(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+) -> ImportedModule:
+    """A module of torch as a module of distgraph, which trains, plans and exports like any other.
+
+    Values of parameters and buffers are copied; parameters on the meta device have none and are drawn as
+    normal numbers, so that a large model can be planned without its memory. A module in training mode is
+    exported in evaluation mode too, for `evaluate` and `predict`; one in evaluation mode stays in it.
+
+    Args:
+        module: a `torch.nn.Module`.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        example_kwargs: further keyword arguments; those that are no tensors are part of the program.
+        dynamic_batch: whether dim 0 of every input is the batch, whose size may differ from the example's.
+        dynamic_shapes: as of `torch.export.export`, in place of `dynamic_batch`.
+
+    Raises:
+        GraphError: torch.export refuses the module, or it uses ops without a rule: all are listed.
+
+    Example:
+        >>> import torch, distgraph as dg
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> model = dg.frontends.torch.import_module(net, torch.zeros(2, 3))
+        >>> [(name, p.shape) for name, p in model.named_parameters()][:2]
+        [('0.weight', (4, 3)), ('0.bias', (4,))]
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise GraphError(f"module is a {type(module).__name__} but must be a torch.nn.Module")
+    args, kwargs = _arguments(example_inputs, example_kwargs)
+    training = evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch)
+    modes = {m: m.training for m in module.modules()}
+    if any(modes.values()):
+        module.eval()
+        try:
+            evaluation = export(module, args, kwargs, dynamic_shapes, dynamic_batch)
+        finally:
+            for part, was in modes.items():
+                part.training = was
+    return ImportedModule(module, training, evaluation)
+
+
+def _arguments(inputs: Any, further: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = dict(further or {})
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), kwargs
+    if isinstance(inputs, Mapping):
+        return (), {**inputs, **kwargs}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), kwargs
+    raise GraphError(
+        f"example_inputs is a {type(inputs).__name__} but must be a torch.Tensor, a tuple of them or a dict"
+    )
+
+
+def _tensors(module: torch.nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """(name -> tensor with every name of a tied one, name -> tensor with the first name of each)."""
+    every: dict[str, Parameter] = {}
+    first: dict[str, Parameter] = {}
+    made: dict[int, Parameter] = {}
+    own = list(module.named_parameters(remove_duplicate=False))
+    for name, tensor in [*own, *module.named_buffers(remove_duplicate=False)]:
+        if id(tensor) not in made:
+            made[id(tensor)] = first[name] = _tensor(tensor)
+        every[name] = made[id(tensor)]
+    return every, first
+
+
+def _tensor(tensor: torch.Tensor) -> Parameter:
+    dtype = short_dtype(tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        parameter = Parameter(tuple(tensor.shape), dtype, trainable=tensor.requires_grad)
+    else:
+        parameter = Buffer(tuple(tensor.shape), dtype)
+    if not tensor.is_meta:
+        parameter.assign(as_array(tensor))
+    return parameter
+
+
+def _with_signature(run: Any, names: tuple[str, ...]) -> Any:
+    """A function of inputs with these names, which calls `run` with a dict of them."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise GraphError(
+                f"imported model takes the inputs of its example, ({', '.join(names)}): {error}"
+            ) from None
+        return run(given)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+def _check_inputs(model: str, exported: Exported, inputs: Mapping[str, Tensor]) -> None:
+    """Raises GraphError for a shape or dtype that does not fit the exported graph."""
+    sizes: dict[str, int] = {}
+    for name, x in inputs.items():
+        example = exported.shapes[name]
+        dtype = short_dtype(example.dtype)
+        fits = len(x.shape) == example.ndim and all(
+            sizes.setdefault(str(n), actual) == actual if not isinstance(n, int) else n == actual
+            for n, actual in zip(example.shape, x.shape, strict=True)
+        )
+        if not fits:
+            shown = ", ".join(map(str, example.shape))
+            raise GraphError(
+                f"input {name} of {model} is {x.value.type} but was exported as {dtype}[{shown}]; sizes of "
+                "one name are equal and numbers are fixed: give such inputs, or import with dynamic_shapes"
+            )
+        if x.dtype != dtype and (is_float(x.dtype) or is_float(dtype)):
+            raise GraphError(
+                f"input {name} of {model} is {x.value.type} but was exported as {dtype}; convert the array "
+                "with .astype"
+            )
+
+
+def _returned(exported: Exported, results: list[Any], trace: Trace) -> Any:
+    """The outputs as the module of torch returns them; those that are no tensors are left out."""
+    named = {
+        name: trace.tensor(x)
+        for name, x in zip(exported.outputs, results, strict=True)
+        if x is not None and not isinstance(x, (bool, int, float, str))
+    }
+    if exported.kind == "tensor":
+        return next(iter(named.values()))
+    return tuple(named.values()) if exported.kind == "tuple" else Outputs(named)
