@@ -3,7 +3,7 @@
     python benchmarks/iopddl.py [FILES] [--seconds 60] [--threads 2] [--quick] [--json FILE]
 
 Files are in the format of the contest on intra-operator parallelism (ASPLOS / EuroSys 2025, google/iopddl),
-`.json` or `.json.gz`; without any, those of `tests/data/iopddl`. Every instance gets the same seconds on the
+`.json` or `.json.gz`; without any, those of `tests/support/data/iopddl`. Every instance gets the same seconds on the
 wall clock, reading and reducing included. `ratio` is the mean of objective / best known over the files whose
 best known objective is in `KNOWN`; for the others the gap to the own bound is what there is to judge by. The
 choice of every instance is judged by `Problem.feasible` and `Problem.objective`, not by the solver. `--quick`
@@ -63,7 +63,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of the p
 from benchmarks.support.iopddl_reader import read_contest
 from benchmarks.support.iopddl_solver.search import solve
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "iopddl"
+DATA = Path(__file__).resolve().parents[1] / "tests" / "support" / "data" / "iopddl"
 QUICK_SECONDS = 8.0
 KNOWN = {  # file: best known objective, best of the contest's entries
     "A": (6548553650, 6548641531),

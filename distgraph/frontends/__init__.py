@@ -8,14 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_FRONTENDS = ("torch",)
-
 
 def __getattr__(name: str) -> Any:
-    if name in _FRONTENDS:
-        return import_module(f"distgraph.frontends.{name}")
-    raise AttributeError(f"module 'distgraph.frontends' has no attribute {name!r}; it has {_FRONTENDS}")
+    if name == "torch":
+        return import_module("distgraph.frontends.torch")
+    raise AttributeError(f"module 'distgraph.frontends' has no attribute {name!r}; it has torch")
 
 
 def __dir__() -> list[str]:
-    return sorted(_FRONTENDS)
+    return ["torch"]

@@ -1,4 +1,4 @@
-"""Inference of single operators beside PaddlePaddle's, run as a black box (see tests/data/README.md).
+"""Inference of single operators beside PaddlePaddle's, run as a black box (see tests/support/data/README.md).
 
 Every row that was found sound is built as a program of one operator whose inputs (and, for rows that go
 backward, outputs) are pinned. Ours must read and leave its tensors in the same layout, or split the work over

@@ -1,4 +1,4 @@
-"""Completion of whole models beside PaddlePaddle 2.6.2's (see tests/data/README.md).
+"""Completion of whole models beside PaddlePaddle 2.6.2's (see tests/support/data/README.md).
 
 The six models are rebuilt op by op from the file, exactly the tensors annotated there are annotated, and the
 layouts of parameters, biases and matmul results are compared. The file is the policy of that version, not the

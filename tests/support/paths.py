@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-DATA = TESTS / "data"
+DATA = TESTS / "support" / "data"
 GOLDEN = TESTS / "golden"
 CAMPAIGNS = TESTS / "campaigns"
 BENCHMARKS = ROOT / "benchmarks"
