@@ -3,13 +3,13 @@
     python benchmarks/iopddl.py [FILES] [--seconds 60] [--threads 2] [--quick] [--json FILE]
 
 Files are in the format of the contest on intra-operator parallelism (ASPLOS / EuroSys 2025, google/iopddl),
-`.json` or `.json.gz`; without any, those of `tests/support/data/iopddl`. Every instance gets the same seconds on the
-wall clock, reading and reducing included. `ratio` is the mean of objective / best known over the files whose
-best known objective is in `KNOWN`; for the others the gap to the own bound is what there is to judge by. The
-choice of every instance is judged by `Problem.feasible` and `Problem.objective`, not by the solver. `--quick`
-gives every file at most 8 s. The solver is that of `benchmarks/support/iopddl_solver`: the product's
-reductions, dual and exact model, with a search tree, neighbourhoods and a second process beside them, which
-the problems of this project's own searches do not need.
+`.json` or `.json.gz`; without any, those of `tests/support/data/iopddl`. Every instance gets the same
+seconds on the wall clock, reading and reducing included. `ratio` is the mean of objective / best known over
+the files whose best known objective is in `KNOWN`; for the others the gap to the own bound is what there is
+to judge by. The choice of every instance is judged by `Problem.feasible` and `Problem.objective`, not by the
+solver. `--quick` gives every file at most 8 s. The solver is that of `benchmarks/support/iopddl_solver`: the
+product's reductions, dual and exact model, with a search tree, neighbourhoods and a second process beside
+them, which the problems of this project's own searches do not need.
 
 Best known and best of the contest's entries, as objective / best known:
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.torch_comparison import compare, engine_losses, torch_losses
-from support.programs.torch_models import MLP, ConvNet, TinyGPT
+from support.frontends.torch_comparison import compare, engine_losses, torch_losses
+from support.frontends.torch_models import MLP, ConvNet, TinyGPT
 
 import distgraph as dg
 from distgraph import ops

@@ -15,8 +15,8 @@ from distgraph.errors import GraphError
 from distgraph.ir.graph import Graph, Op
 from distgraph.ir.parser import parse_graph
 from distgraph.ir.printer import print_graph
+from distgraph.ir.verifier import verify
 from distgraph.passes.communication.fuse_reductions import fuse_reductions
-from distgraph.verifier import verify
 
 PLAIN = ("-fuse_reductions",)
 mesh = dg.ProcessMesh.grid(dp=2, tp=2)

@@ -67,7 +67,7 @@ def test_the_update_adds_one_clock() -> None:
         assert simulate(pipeline(meshes, 4), policy=policy).makespan == without.makespan + 1
 
 
-# tests/support/data/schedules.txt, last line: n=4 m=8, forward 1, backward 2, buffers 2 on the edges between ranks.
+# support/data/schedules.txt, last line: n=4 m=8, forward 1, backward 2, buffers 2 on the edges between ranks.
 def test_unlimited_credit_costs_memory_and_gains_nothing() -> None:
     first_come = SchedulePolicy("first come", room(None, 2), lambda phase, micro, request: (request,))
     timeline = simulate(plain(4, 8), {"forward": 1, "backward": 2}, policy=first_come)
