@@ -7,10 +7,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from distgraph.cli.script_options import RUNTIME
+from distgraph.cli.script_options import (
+    BORDERS,
+    DEVICES,
+    MEMORY,
+    MICRO_BATCHES,
+    RECOMPUTE,
+    RUNTIME,
+    SCHEDULE,
+    STAGES,
+    UNIFORM,
+    ZERO,
+    numbers_of_layers,
+    recomputed_layers,
+)
 from distgraph.engine.commands.plan_search import Progress, SearchOptions
 from distgraph.engine.commands.script_plans import plan_script
 from distgraph.errors import GraphError
+from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
 from distgraph.plan.strategy import MODES
 from distgraph.resources.runtimes.load_runtime import load_runtime
@@ -30,6 +44,15 @@ def plan(
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     mode: Annotated[str, typer.Option("--mode", help=f"One of {', '.join(MODES)}.")] = "auto",
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.")] = 60.0,
+    micro_batches: Annotated[int | None, MICRO_BATCHES] = None,
+    schedule: Annotated[str | None, SCHEDULE] = None,
+    stages: Annotated[int | None, STAGES] = None,
+    borders: Annotated[str, BORDERS] = "",
+    recompute: Annotated[str, RECOMPUTE] = "",
+    zero: Annotated[int | None, ZERO] = None,
+    uniform: Annotated[bool, UNIFORM] = False,
+    memory: Annotated[str | None, MEMORY] = None,
+    devices: Annotated[int | None, DEVICES] = None,
     about: Annotated[
         str, typer.Option("--explain", help="A tensor, layer or decision to explain, with its runner-up.")
     ] = "",
@@ -38,6 +61,17 @@ def plan(
     """Search the best plan for a script on a described cluster; Ctrl-C ends it with the best so far."""
     compared = Plan.load(other) if other else None
     executes = load_runtime(runtime) if runtime else None
+    constraints = SearchConstraints(
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stages=stages,
+        borders=numbers_of_layers("--borders", borders),
+        recompute=recomputed_layers(recompute),
+        zero=zero,
+        uniform=uniform,
+        memory=memory,
+        devices=devices,
+    )
     if output:
         check_writable(output, GraphError)
     with Console(stderr=True).status("tracing") as status:
@@ -45,7 +79,9 @@ def plan(
         def watch(progress: Progress) -> None:
             status.update(str(progress))
 
-        options = SearchOptions(mode=mode, seconds=seconds, watch=watch, runtime=executes)
+        options = SearchOptions(
+            mode=mode, seconds=seconds, watch=watch, runtime=executes, constraints=constraints
+        )
         best = plan_script(script, args or (), cluster or None, options)
     if output:
         best.save(output)

@@ -8,16 +8,48 @@ from collections.abc import Mapping
 import typer
 
 from distgraph.errors import GraphError
+from distgraph.ir.range_notation import parse_spans
 
 PLAN = typer.Option("--plan", help="Plan file, see distgraph plan; may follow the script.")
 CLUSTER = typer.Option(
     "--cluster", help="Resource file or shipped name, for the costs of collectives; may follow the script."
 )
 RUNTIME = typer.Option(
-    "--runtime", help="What executes the program, such as megatron (docs/runtimes.md); default: distgraph."
+    "--runtime",
+    "--for",
+    help="What executes the program, such as megatron, torch or jax (docs/runtimes.md); default: distgraph.",
 )
+MICRO_BATCHES = typer.Option("--micro-batches", help="Parts of a batch; default: searched.")
+SCHEDULE = typer.Option("--schedule", help="Pipeline schedule, such as 1f1b or gpipe; default: searched.")
+STAGES = typer.Option("--stages", help="Number of pipeline stages; default: searched.")
+BORDERS = typer.Option("--borders", help="First layers of the stages behind the first, such as 4,8.")
+RECOMPUTE = typer.Option("--recompute", help="Layers to recompute: all, none, or numbers such as 0-3,7.")
+ZERO = typer.Option("--zero", help="What dp may split: 0 nothing, 1 optimiser states, 3 parameters too.")
+UNIFORM = typer.Option("--uniform", help="All stages have the same size and shape.")
+MEMORY = typer.Option("--memory", help="That a plan may use of each device, such as 8GiB.")
+DEVICES = typer.Option("--devices", help="Number of devices that a plan may use, the first of the cluster.")
 ARGUMENTS_OF_SCRIPT = {"allow_interspersed_args": False}
 """Typer settings of commands where options after the script belong to the script."""
+
+
+def numbers_of_layers(option: str, text: str) -> tuple[int, ...] | None:
+    """Numbers of layers from an option such as "0-3,7"; None for an empty one.
+
+    Raises:
+        GraphError: the text is malformed.
+    """
+    try:
+        return parse_spans(text) if text.strip() else None
+    except ValueError as error:
+        raise GraphError(
+            f"{option} is {text!r} but must be numbers of layers such as 0-3,7: {error}"
+        ) from None
+
+
+def recomputed_layers(text: str) -> bool | tuple[int, ...] | None:
+    """The layers that `--recompute` names; None for an empty text. Raises GraphError: it is malformed."""
+    words = {"all": True, "none": False}
+    return words[text] if text in words else numbers_of_layers("--recompute", text)
 
 
 def refuse_option_of_script(command: str, option: str, script: str, args: list[str] | None) -> None:

@@ -169,7 +169,7 @@ class Engine:
         enter("engine.fit()")
         if self._session.plan is not None and is_integer(batch_size):
             check_batch(self._session.plan, batch_size)
-        check_training(epochs, batch_size, self.training_spec.strategy.micro_batches, callbacks)
+        check_training(epochs, batch_size, self.training_spec.strategy.start.micro_batches, callbacks)
         source = as_source(train)
         watchers = [*callbacks, *([ProgressBar()] if progress else [])]
         last = epochs if resume else self.epoch + epochs

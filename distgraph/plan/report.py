@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from distgraph.ir.range_notation import fold, spans, unfold
 from distgraph.plan.components import Decision, LayerOps
+from distgraph.plan.constraints import SearchConstraints
 
 if TYPE_CHECKING:
     from distgraph.plan.plan import Plan
@@ -55,7 +56,10 @@ def shown(plan: Plan) -> str:
     if plan.search.status:
         bound = plan.search.bound
         limit = "" if bound is None else f"; no plan can take less than {_seconds(bound)}"
-        parts.append(f"search {plan.search.mode}: {plan.search.status}{limit}")
+        names = (field.name for field in fields(SearchConstraints))
+        given = [f"{name}={plan.search.settings[name]}" for name in names if name in plan.search.settings]
+        kept = f"; given: {', '.join(given)}" if given else ""
+        parts.append(f"search {plan.search.mode}: {plan.search.status}{limit}{kept}")
     return "\n".join(parts)
 
 

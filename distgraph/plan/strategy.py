@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from distgraph.errors import ShardingError
 from distgraph.ir.dtypes import is_integer
 from distgraph.ir.mesh import ProcessMesh, check_mesh
+from distgraph.plan.constraints import SEARCHED, SearchConstraints
 from distgraph.plan.decisions import Decisions
 from distgraph.plan.pipeline_schedules import schedule_names
 
-SEARCHED = ("sharding_propagation", "recursive", "mesh2d", "auto")
 MODES = ("manual", "semi", *SEARCHED)
 REFINE = ("conflicts", "always", "never")
 DEVICES = ["cpu", "gpu"]
 """Names of devices; `distgraph.runtime.execute.device.register_device` adds to them."""
 NONFINITE = ("raise", "skip", "warn")
+_DECIDED = ("micro_batches", "schedule")
+"""Decisions that are settings of a program without a search too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,16 @@ class Strategy:
             forecast.
         micro_batches: parts into which a batch is cut; gradients are accumulated over them, and the stages of
             a pipeline work on different ones at the same time. A batch that does not divide takes fewer.
-            Mode "auto" chooses the number itself and takes none.
+            None for 1; in mode "auto" for the best number, else that mode keeps to what is given, which
+            has to divide the batch.
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
-            registered (see `distgraph.plan.pipeline_schedules`). Mode "auto" chooses it.
+            registered (see `distgraph.plan.pipeline_schedules`). None for "1f1b", in mode "auto" for the
+            best one.
+        stages, borders, recompute, zero, uniform: decisions that mode "auto" keeps to; what is not given is
+            searched (see `distgraph.plan.constraints.SearchConstraints`).
+        memory: that a plan may use of each device, such as "8 GiB", or bytes.
+        devices: number of devices that a plan may use, the first ones of the cluster.
+        seconds: time limit of the search; None for 60. Memory, devices and seconds are for modes that search.
         mesh: where everything runs that no annotation places; without it, and without annotations, on one
             rank.
         batch_axis: axis (or axes) of `mesh` that split the first dim of every input: plain data parallelism
@@ -68,8 +76,8 @@ class Strategy:
 
     Raises:
         ShardingError: an unknown mode, schedule, device, policy or axis; passes that are no list of changes;
-            fewer than one micro-batch, or step between comparisons; micro-batches or a schedule in mode
-            "auto"; a budget below one, or without a search.
+            fewer than one micro-batch, or step between comparisons; a constraint of the search in a mode
+            that does not search, or one that contradicts another; a budget below one, or without a search.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -77,8 +85,16 @@ class Strategy:
     """
 
     mode: str = "semi"
-    micro_batches: int = 1
-    schedule: str = "1f1b"
+    micro_batches: int | None = None
+    schedule: str | None = None
+    stages: int | None = None
+    borders: Sequence[int] | None = None
+    recompute: bool | Sequence[int] | None = None
+    zero: int | None = None
+    uniform: bool = False
+    memory: str | float | None = None
+    devices: int | None = None
+    seconds: float | None = None
     mesh: ProcessMesh | None = None
     batch_axis: str | Sequence[str] | None = None
     refine: str = "conflicts"
@@ -93,7 +109,7 @@ class Strategy:
             raise ShardingError(
                 f"mode {self.mode!r} of Strategy does not exist; the modes are {', '.join(MODES)}"
             )
-        if self.schedule not in schedule_names():
+        if self.schedule is not None and self.schedule not in schedule_names():
             raise ShardingError(
                 f"schedule {self.schedule!r} of Strategy does not exist; the schedules are "
                 f"{', '.join(schedule_names())}"
@@ -106,12 +122,10 @@ class Strategy:
                 )
         if self.refine_budget is not None:
             self._check_budget(self.refine_budget)
-        if not is_integer(self.micro_batches) or self.micro_batches < 1:
-            raise ShardingError(
-                f"micro_batches of Strategy is {self.micro_batches!r} but must be a number from 1 up"
-            )
-        if self.mode == "auto":
-            self._check_nothing_is_given_to_the_search()
+        count = self.micro_batches
+        if count is not None and (not is_integer(count) or count < 1):
+            raise ShardingError(f"micro_batches of Strategy is {count!r} but must be a number from 1 up")
+        self._check_constraints()
         every = self.verify_replicas
         if every is not None and (not is_integer(every) or every < 1):
             raise ShardingError(
@@ -148,14 +162,28 @@ class Strategy:
                 'nothing; use refine="always" or leave refine_budget out'
             )
 
-    def _check_nothing_is_given_to_the_search(self) -> None:
-        for name, default in _shared(Decisions()).items():
-            value = getattr(self, name)
-            if value != default:
-                raise ShardingError(
-                    f'{name} of Strategy is {value!r} but mode "auto" chooses it itself; leave {name} out, '
-                    f'or use mode "semi"'
-                )
+    def _check_constraints(self) -> None:
+        """Constraints make sense, and have a mode that keeps to them."""
+        self.constraints.check_mode(self.mode, "Strategy")
+        seconds = self.seconds
+        if seconds is not None and (isinstance(seconds, bool) or not seconds >= 0):
+            raise ShardingError(f"seconds of Strategy is {seconds!r} but must be a number from 0 up")
+        if seconds is not None and self.mode not in SEARCHED:
+            raise ShardingError(
+                f"seconds of Strategy is {seconds!r} but mode {self.mode!r} searches nothing; leave seconds "
+                f'out, or use mode "auto"'
+            )
+
+    @property
+    def constraints(self) -> SearchConstraints:
+        """What a search keeps to. Raises ShardingError: constraints make no sense, or contradict another."""
+        names = (field.name for field in fields(SearchConstraints))
+        return SearchConstraints(**{name: getattr(self, name) for name in names})
+
+    @property
+    def start(self) -> Decisions:
+        """Micro-batches and schedule of a program that is not searched."""
+        return self.constraints.start
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -165,15 +193,11 @@ class Strategy:
         return (self.batch_axis,) if isinstance(self.batch_axis, str) else tuple(self.batch_axis)
 
 
-def _shared(decisions: Decisions) -> dict[str, Any]:
-    """The decisions that a strategy may make as well."""
-    own = {field.name for field in fields(Strategy)}
-    return {name: value for name, value in decisions.decided().items() if name in own}
-
-
 def with_decisions(strategy: Strategy, decisions: Decisions) -> Strategy:
-    """A strategy of mode "semi" that says what was decided."""
-    return replace(strategy, mode="semi", **_shared(decisions))
+    """A strategy of mode "semi" that says what was decided, without constraints of a search."""
+    free = {field.name: field.default for field in fields(SearchConstraints)}
+    made = {name: value for name, value in decisions.decided().items() if name in _DECIDED}
+    return replace(strategy, mode="semi", seconds=None, **{**free, **made})
 
 
 def _is_change(change: object) -> bool:

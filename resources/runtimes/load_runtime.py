@@ -17,6 +17,8 @@ from distgraph.serialization.documents import read_text, refuse, shown_path, val
 from distgraph.serialization.yaml_reader import MOST_BYTES, parse_yaml
 
 _DESCRIPTIVE = ("name", "about", "sources")
+_ALIASES = {"jax": "xla"}
+"""Names by which users call what executes their programs."""
 _DOCUMENTATION = "docs/runtimes.md"
 
 
@@ -37,6 +39,7 @@ def load_runtime(name_or_path: str | os.PathLike[str]) -> RuntimeModel:
         True
     """
     text = os.fspath(name_or_path)
+    text = _ALIASES.get(text, text)
     if text in shipped_runtimes():
         return _shipped(text)
     path = Path(text)

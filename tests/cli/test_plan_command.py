@@ -49,6 +49,29 @@ def planned(files: dict[str, str]) -> dict[str, str]:
     return files
 
 
+def test_plan_keeps_what_is_given(files: dict[str, str]) -> None:
+    """Constraints on the command line, and their mistakes."""
+    given = ("--stages", "2", "--schedule", "gpipe", "--micro-batches", "2", "--zero", "0", "--uniform")
+    more = ("--memory", "1GiB", "--devices", "2", "--recompute", "none", "--borders", "1")
+    code, output = invoke(
+        "plan", *given, *more, "--cluster", files["boxes"], "-o", files["plan"], files["plain"]
+    )
+    assert code == 0, output
+    plan = Plan.load(files["plan"])
+    assert (plan.micro_batches, plan.schedule, len(plan.stages), plan.stages[1].first) == (2, "gpipe", 2, 1)
+    assert plan.ranks == (0, 1)
+    assert "; given: micro_batches=2, schedule=gpipe, stages=2, borders=1, recompute=False, zero=0" in output
+    for option, value, message in (
+        ("--recompute", "some", "--recompute is 'some' but must be numbers of layers such as 0-3,7"),
+        ("--stages", "0", "stages of the search is 0 but must be a number from 1 up"),
+        ("--memory", "8", "memory of the search is '8' but must be a size such as"),
+        ("--micro-batches", "7", "micro_batches of the search is 7 but a batch of 22 samples"),
+    ):
+        code, output = invoke("plan", option, value, "--cluster", files["boxes"], files["plain"])
+        assert code != 0
+        assert message in " ".join(output.split())
+
+
 def test_plan_writes_and_shows_the_plan(planned: dict[str, str]) -> None:
     plan = Plan.load(planned["plan"])
     assert plan.ranks == (0, 1, 2, 3)

@@ -80,9 +80,3 @@ def test_what_is_not_decided_yet_is_refused() -> None:
     ):
         dg.pipeline_boundary(X)
     assert dg.pipeline_boundary(X, None) is X
-    for setting, name in (({"micro_batches": 4}, "micro_batches"), ({"schedule": "gpipe"}, "schedule")):
-        with pytest.raises(
-            ShardingError, match=f'{name} of Strategy is .* but mode "auto" chooses it itself'
-        ):
-            dg.Strategy(mode="auto", **setting)  # type: ignore[arg-type]
-    assert dg.Strategy(mode="recursive", micro_batches=4).micro_batches == 4

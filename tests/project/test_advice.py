@@ -100,7 +100,7 @@ def test_advice_names_what_exists() -> None:
         ("use dg.where instead", ["dg.where"]),
         ("use dg.ops.where and engine.load, or Strategy(device=1)", []),
         ("call engine.restore", ["engine.restore"]),
-        ("try Strategy(stages=2)", ["Strategy(stages=)"]),
+        ("try Strategy(phases=2)", ["Strategy(phases=)"]),
         ("start it with distgraph go -n 4", ["distgraph go"]),
         ("start it with distgraph run -n 4", []),
     ],

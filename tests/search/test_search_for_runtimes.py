@@ -42,3 +42,7 @@ def test_what_a_runtime_keeps_of_the_memory_is_not_planned_with() -> None:
     left, rest = runtime.applied(cluster)
     assert {device.memory for device in left.devices} == {0.5 * memory - 1000.0}
     assert rest.memory.available(left.devices[0].memory) == pytest.approx(0.5 * memory - 1000.0)
+
+
+def test_a_runtime_has_the_name_of_its_framework_too() -> None:
+    assert load_runtime("jax") is load_runtime("xla")

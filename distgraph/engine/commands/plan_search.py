@@ -21,8 +21,9 @@ from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.engine.search_driver.worker_pool import available_processes
 from distgraph.errors import DistGraphError, GraphError, ResourceError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
+from distgraph.plan.constraints import FREE, SEARCHED, SearchConstraints
 from distgraph.plan.plan import Found, Plan
-from distgraph.plan.strategy import MODES, SEARCHED
+from distgraph.plan.strategy import MODES, Strategy
 from distgraph.resources import Cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
@@ -62,9 +63,11 @@ class SearchOptions:
         processes: that search at the same time, which changes nothing but the time it takes; None for one on
             each core that this process may use.
         runtime: what is to execute the plan (docs/runtimes.md); None for distgraph.
+        constraints: decisions that the search keeps to.
 
     Raises:
         GraphError: an unknown mode, or seconds are negative.
+        ShardingError: the mode does not keep the constraints.
     """
 
     mode: str = "auto"
@@ -72,6 +75,7 @@ class SearchOptions:
     watch: Callable[[Progress], None] | None = None
     processes: int | None = None
     runtime: RuntimeModel | None = None
+    constraints: SearchConstraints = FREE
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -84,11 +88,12 @@ class SearchOptions:
             raise GraphError(
                 f"processes of the search is {self.processes} but must be 1 or more; None takes every core"
             )
+        self.constraints.check_mode(self.mode)
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """The options as they are stored in the plan."""
         runtime = {} if self.runtime is None else {"runtime": self.runtime.name}
-        return {"mode": self.mode, "seconds": self.seconds, **runtime}
+        return {"mode": self.mode, "seconds": self.seconds, **runtime, **self.constraints.given()}
 
 
 @collector_paused()  # objects of a search stay alive, or are in no reference cycle
@@ -140,6 +145,22 @@ def search(request: CompileRequest, cluster: Cluster, options: SearchOptions) ->
     return replace(plan, search=replace(plan.search, status=status, seconds=seconds))
 
 
+def options_of(strategy: Strategy) -> SearchOptions:
+    """The options of the search that a strategy asks for."""
+    constraints = strategy.constraints
+    if strategy.mode != "auto":  # a number of micro-batches that does not divide takes fewer there
+        constraints = replace(constraints, micro_batches=None)
+    options = SearchOptions(mode=strategy.mode, constraints=constraints)
+    return options if strategy.seconds is None else replace(options, seconds=strategy.seconds)
+
+
+def with_constraints_of(strategy: Strategy, options: SearchOptions) -> SearchOptions:
+    """Options that also keep the constraints of a strategy that searches; those of the options go first."""
+    if strategy.mode != "auto" or options.mode != "auto":
+        return options
+    return replace(options, constraints=options.constraints.over(strategy.constraints))
+
+
 def with_searched_plan(request: CompileRequest, cluster: Cluster | None) -> CompileRequest:
     """The request with a plan if the mode of its strategy requires a search; else the request itself.
 
@@ -161,7 +182,8 @@ def with_searched_plan(request: CompileRequest, cluster: Cluster | None) -> Comp
             f"mode {mode!r} of Strategy searches a plan for training but the first program is one to "
             f"{request.mode}; call prepare(batch) or fit before, or give the engine a plan"
         )
-    plan = _plan_of_rank_0(lambda: search(request, cluster, SearchOptions(mode=mode)))
+    options = options_of(request.training_spec.strategy)
+    plan = _plan_of_rank_0(lambda: search(request, cluster, options))
     return replace(request, training_spec=with_plan_settings(request.training_spec, plan), plan=plan)
 
 
@@ -189,6 +211,12 @@ def _search_events(
     if options.mode in SEARCHED:
         yield from _automatic_search(request, cluster, options, interrupt)
         return
+    given = options.constraints
+    strategy = request.training_spec.strategy
+    if given.given():  # micro-batches and schedule: no others are for these modes
+        start = given.over(strategy.constraints).start
+        strategy = replace(strategy, micro_batches=start.micro_batches, schedule=start.schedule)
+        request = replace(request, training_spec=replace(request.training_spec, strategy=strategy))
     forecasted = forecast_training(request, cluster, runtime=options.runtime)
 
     def as_compiled() -> Plan:
@@ -217,6 +245,7 @@ def _automatic_search(
         lambda: interrupt.asked,
         processes=options.processes or available_processes(),
         runtime=runtime,
+        constraints=options.constraints,
     )
     best: Evaluation | None = None
     for event in run_search(state):

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distgraph.engine.commands.plan_search import SearchOptions, search, with_searched_plan
+from distgraph.engine.commands.plan_search import (
+    SearchOptions,
+    search,
+    with_constraints_of,
+    with_searched_plan,
+)
 from distgraph.engine.commands.script_runner import ScriptHook, run_script
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.program_forecast import ProgramForecast, cluster_for, forecast_training
@@ -63,6 +68,7 @@ def plan_script(
 
     def plan(request: CompileRequest, engine_cluster: Cluster | None) -> Plan:
         target = cluster_for(given, engine_cluster, "distgraph plan --cluster")
-        return search(request, target, options or SearchOptions())
+        asked = with_constraints_of(request.training_spec.strategy, options or SearchOptions())
+        return search(request, target, asked)
 
     return run_script(path, argv, ScriptHook(plan), "plan", "there is nothing to plan")

@@ -48,11 +48,11 @@ def compile_program(
         check_cluster(completed.meshes, cluster)
     program = reshard_program(completed, request.micro_batches, strategy_pipeline(strategy), watch)
     if cluster is None:
-        mapping, built = None, program.build(strategy.schedule, watch=watch)
+        mapping, built = None, program.build(strategy.start.schedule, watch=watch)
     else:
         mapping = place_ranks(program, cluster, devices_of(request.plan, cluster))
         price = MeshCommunication(cluster, mapping.devices).price
-        built = program.build(strategy.schedule, price, watch)
+        built = program.build(strategy.start.schedule, price, watch)
     if dump_directory() is not None and is_chief():
         write(f"{request.mode}.schedule.txt", built.schedule)
     return built, mapping

@@ -35,8 +35,8 @@ class CompileRequest:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches into which a batch is split."""
-        limit = self.training_spec.strategy.micro_batches if self.plan is None else self.plan.micro_batches
-        return equal_parts(self.size, limit)
+        decided = self.training_spec.strategy.start if self.plan is None else self.plan
+        return equal_parts(self.size, decided.micro_batches)
 
     @property
     def planned(self) -> bool:

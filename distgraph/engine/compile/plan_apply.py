@@ -31,8 +31,8 @@ from distgraph.resources import Cluster
 
 def with_plan_settings(training_spec: TrainingSpec, plan: Plan) -> TrainingSpec:
     """The training specification with the strategy's settings replaced by the decisions of the plan."""
-    unplaced = replace(training_spec.strategy, mode="semi", mesh=None, batch_axis=None)
-    return replace(training_spec, strategy=with_decisions(unplaced, plan))
+    decided = with_decisions(training_spec.strategy, plan)
+    return replace(training_spec, strategy=replace(decided, mesh=None, batch_axis=None))
 
 
 def layouts_of(plan: Plan) -> dict[str, DistAttr]:

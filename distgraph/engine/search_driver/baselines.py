@@ -21,7 +21,7 @@ from distgraph.engine.search_driver.fixed_mesh_search import (
     sharding_propagation,
 )
 from distgraph.engine.search_driver.pipeline_search import best_count
-from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction
+from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
@@ -47,12 +47,16 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
     """
     if not hopeless:
         yield Event("data parallel")
-    groups = {"data parallel": tuple(range(len(state.cluster.devices)))}
+    groups = {"data parallel": state.layout_costs.devices}
     for pool in state.layout_costs.pools:
-        if 1 < pool.size < len(state.cluster.devices):
+        if 1 < pool.size < len(state.layout_costs.devices):
             devices = tuple(device for machine in pool.machines for device in machine)
             groups[f"data parallel, {pool.size} x {pool.name}"] = devices
+    broken = state.single_stage_breaks()
     for name, devices in groups.items():
+        if broken:
+            state.evaluations.leave_out(name, broken)
+            continue
         program = data_parallel(state.layout_costs, devices, name, hopeless=hopeless)
         if isinstance(program, str):
             state.evaluations.baselines[name] = program
@@ -62,21 +66,28 @@ def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = 
 
 def evaluate_single_devices(state: SearchState) -> Iterator[Event]:
     """One device of each kind, as long as parameters and states fit: nothing else is as fast to try."""
-    layered = state.layout_costs.layered_graph(1)
+    if state.single_stage_breaks():
+        return
+    layered = state.layout_costs.layered_graph(state.constraints.start.micro_batches)
+    recompute = state.constraints.recomputed(len(layered.layers)) or ()
     nbytes = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
     for pool in state.layout_costs.pools:
         device = pool.machines[0][0]
         if nbytes <= state.cluster.devices[device].memory and not state.expired():
             stage = StageChoice(0, len(layered.layers), (device,), Shape((("dp", 1),)))
             yield Event("one device")
-            candidate = Candidate("search", (stage,), "none", math.inf)
+            free = Candidate("search", (stage,), state.layout_costs.restriction, math.inf)
+            start = state.constraints.start
+            candidate = replace(
+                free, micro_batches=start.micro_batches, schedule=start.schedule, recompute=recompute
+            )
             yield state.record(state.evaluations.evaluator.evaluate(candidate))
 
 
 def evaluate_sharding_propagation(state: SearchState) -> Iterator[Event]:
     """Sharding propagation from the annotations, with the micro-batches of the strategy."""
     yield Event("sharding propagation")
-    yield state.record(evaluation_of(sharding_propagation(state.layout_costs, state.request.micro_batches)))
+    yield state.record(evaluation_of(sharding_propagation(state.layout_costs, state.micro_batches)))
 
 
 def evaluate_mesh2d(state: SearchState) -> Iterator[Event]:
@@ -89,9 +100,7 @@ def evaluate_mesh2d(state: SearchState) -> Iterator[Event]:
     for algorithm in (name for name in MATMUL_ALGORITHMS if name in ALGORITHMS):
         yield Event(f"mesh2d, {algorithm}")
         try:
-            programs = mesh2d_programs(
-                state.layout_costs, state.request.micro_batches, algorithm, _MOST_SHAPES
-            )
+            programs = mesh2d_programs(state.layout_costs, state.micro_batches, algorithm, _MOST_SHAPES)
             for _, build in programs:
                 yield state.record(evaluation_of(build()))
         except DistGraphError as error:
@@ -107,8 +116,8 @@ def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
     """
     best = state.best
     counts = [1] if best is None else [1, int(best.choices["micro_batches"])]
-    for micro_batches in dict.fromkeys(counts):
-        if state.expired():
+    for micro_batches in dict.fromkeys(state.constraints.among("micro_batches", counts)):
+        if state.expired() or state.single_stage_breaks():
             return
         limit = math.inf if best is None else best.seconds
         build = mesh2d_where_it_gains(state.layout_costs, micro_batches, limit)
@@ -124,31 +133,29 @@ def evaluate_mesh2d_where_it_gains(state: SearchState) -> Iterator[Event]:
 def evaluate_double_recursion(state: SearchState) -> Iterator[Event]:
     """Double recursion over all devices, with the micro-batches of the strategy."""
     yield Event("double recursion")
-    yield state.record(evaluation_of(double_recursion(state.layout_costs, state.request.micro_batches)))
+    yield state.record(evaluation_of(double_recursion(state.layout_costs, state.micro_batches)))
 
 
 def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
     """The best uniform pipeline of every kind, by estimate, and double recursion, while there is time."""
     yield Event("uniform grid")
     layout_costs, evaluations, pipelines = state.layout_costs, state.evaluations, state.pipelines
-    micro_batches = best_count(pipelines.best) if pipelines.best else 1
+    micro_batches = best_count(pipelines.best) if pipelines.best else state.constraints.start.micro_batches
     excluded = pipelines.excluded_shapes()
+    allowed = _allowed_restrictions(state)
 
     def best(restriction: Restriction) -> Candidate | None:
         return best_uniform(layout_costs, [micro_batches], restriction, excluded)
 
-    best_pipelines = layout_costs.parallel_map(best, _UNIFORM, evaluations.processes)
+    best_pipelines = layout_costs.parallel_map(best, allowed, evaluations.processes)
     same_layouts: dict[object, list[Candidate]] = {}
     for pipeline in best_pipelines:
         if pipeline is not None:
             same_layouts.setdefault(layout_identity(pipeline, layout_costs), []).append(pipeline)
     if state.expired():
         return
-    for restriction, pipeline in zip(_UNIFORM, best_pipelines, strict=True):
-        if pipeline is None:
-            several = len(layout_costs.pools) > 1
-            reason = "devices are of several kinds" if several else "out of memory by the estimate"
-            evaluations.baselines[RESTRICTION_NAMES[restriction]] = reason
+    missing = [name for name, pipeline in zip(allowed, best_pipelines, strict=True) if pipeline is None]
+    evaluations.baselines |= {RESTRICTION_NAMES[each]: _why_not_uniform(state) for each in missing}
     yield Event("double recursion")
 
     def evaluate_one(pipeline: Candidate | None) -> Evaluation | str:
@@ -168,9 +175,31 @@ def evaluate_uniform_and_recursive(state: SearchState) -> Iterator[Event]:
         yield state.record(recursive)
 
 
+def _allowed_restrictions(state: SearchState) -> list[Restriction]:
+    """The restrictions of uniform pipelines, without those that split more than a constraint allows."""
+    zero, allowed = state.constraints.zero, []
+    for restriction in _UNIFORM:
+        if zero is None or zero_of(restriction) <= zero:
+            allowed.append(restriction)
+        else:
+            state.evaluations.leave_out(RESTRICTION_NAMES[restriction], f"zero={zero}")
+    return allowed
+
+
+def _why_not_uniform(state: SearchState) -> str:
+    if len(state.layout_costs.pools) > 1:
+        return "devices are of several kinds"
+    kept = f", with {state.constraints}" if state.constraints.given() else ""
+    return f"out of memory by the estimate{kept}"
+
+
 def _double_recursion(state: SearchState) -> Evaluation | str:
     """Double recursion for the micro-batches of the best program, or why there is none: no fault here."""
-    micro_batches = 1 if state.best is None else int(state.best.choices["micro_batches"])
+    broken = state.single_stage_breaks()
+    if broken:
+        return f"left out: {broken} is given"
+    start = state.constraints.start.micro_batches
+    micro_batches = start if state.best is None else int(state.best.choices["micro_batches"])
     try:
         return evaluation_of(double_recursion(state.layout_costs, micro_batches, _MOST_AXES))
     except DistGraphError as error:

@@ -13,7 +13,7 @@ from distgraph.engine.compile.fingerprint import program_of
 from distgraph.engine.compile.plan_extract import estimate, plan_of_graph
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts
-from distgraph.engine.search_driver.restrictions import Restriction
+from distgraph.engine.search_driver.restrictions import Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import Graph
@@ -125,6 +125,39 @@ def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCan
     return replace(built, solved=solved)
 
 
+def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts) -> str:
+    """The first constraint of the search that a candidate does not keep, such as "stages=4"; "" for none."""
+    borders = [stage.first for stage in candidate.stages[1:]]
+    layers = len(layout_costs.all_layers(candidate.micro_batches))
+    equal = len({stage.shape for stage in candidate.stages}) == 1
+    zero = zero_of(candidate.restriction)
+    return layout_costs.constraints.broken_by(candidate, borders, layers, equal, zero)
+
+
+def constraint_broken_by(program: BuiltCandidate, layout_costs: LayoutCosts) -> str:
+    """The same of a program, by what its layouts really split; the restriction of its candidate, if any, may
+    allow more."""
+    meshes = dict.fromkeys(program.completed.meshes)
+    if program.candidate is not None:
+        borders = [stage.first for stage in program.candidate.stages[1:]]
+    else:
+        stages = plan_of(program, layout_costs, outline=True).stages if len(meshes) > 1 else ()
+        borders = [stage.first for stage in stages[1:] if stage.last > stage.first]
+    layers, equal = len(program.layered.layers), len({tuple(mesh.sizes.items()) for mesh in meshes}) == 1
+    split = _split_by_data_axes(program.completed)
+    return layout_costs.constraints.broken_by(program.decisions, borders, layers, equal, split)
+
+
+def _split_by_data_axes(graph: Graph) -> int:
+    """What the axes split that split the batch, as a number of `SearchConstraints.zero`."""
+    split: dict[str, set[str]] = {"input": set(), "param": set(), "state": set()}
+    for op in graph.sources(*split):
+        dims = graph.attrs[op.result.name].spec.dims
+        split[op.kind].update(axis for dim in (dims[:1] if op.kind == "input" else dims) for axis in dim)
+    data = split["input"]
+    return 3 if split["param"] & data else int(bool(split["state"] & data))
+
+
 def layout_identity(candidate: Candidate, layout_costs: LayoutCosts) -> tuple[object, ...]:
     """A key that is the same for two candidates of different restrictions only where their programs are the
     same: layouts came out the same in all stages."""
@@ -207,7 +240,7 @@ def build_program(
 ) -> BuiltCandidate:
     """Build and forecast a completed graph, with the decisions of a candidate where there is one."""
     decisions = replace(
-        Decisions() if candidate is None else Decisions(**candidate.decided()),
+        layout_costs.constraints.start if candidate is None else Decisions(**candidate.decided()),
         micro_batches=completed.micro_batches,
         recompute=layered.recompute,
     )

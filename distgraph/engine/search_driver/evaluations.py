@@ -163,12 +163,14 @@ class Evaluations:
         best: the fastest program so far that fits and may be the answer.
         baselines: name -> seconds of a step, or why there is none.
         all: in the order in which they were made.
+        left_out: origin -> the constraint that a program does not keep.
     """
 
     evaluator: Evaluator
     best: Evaluation | None = None
     baselines: dict[str, float | str] = field(default_factory=dict)
     all: list[Evaluation] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
     _last_seconds: float = 0.0
     _prefetched: dict[tuple[object, ...], Evaluation] = field(default_factory=dict)
 
@@ -201,6 +203,12 @@ class Evaluations:
         else:
             evaluation.release()
         return evaluation
+
+    def leave_out(self, origin: str, constraint: str) -> None:
+        """Enter a program that does not keep a constraint: among the baselines, unless the search made it."""
+        self.left_out[origin] = constraint
+        if origin != "search":
+            self.baselines[origin] = f"left out: {constraint} is given"
 
     def is_better(self, evaluation: Evaluation) -> bool:
         """Whether a program takes less than the best so far."""

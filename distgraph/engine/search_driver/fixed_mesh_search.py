@@ -13,6 +13,7 @@ from functools import partial
 from distgraph.engine.compile.program_forecast import with_data_parallel_inputs
 from distgraph.engine.search_driver.candidate import BuiltCandidate, build_program, with_layouts
 from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts, solve_problem
+from distgraph.engine.search_driver.restrictions import restricted
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
@@ -26,26 +27,38 @@ from distgraph.passes.search.intra_op.formulate import Formulation, formulate
 from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
-from distgraph.resources import Cluster
 from distgraph.resources.units import format_bytes
 
 
-def annotated_meshes(graph: Graph, cluster: Cluster) -> tuple[ProcessMesh, ...]:
+def annotated_meshes(graph: Graph, layout_costs: LayoutCosts) -> tuple[ProcessMesh, ...]:
     """The meshes that annotations name; none where there are no annotations.
 
     Raises:
-        ResourceError: the cluster has fewer devices than they have ranks.
+        ResourceError: the cluster has fewer devices than they have ranks, or the search may use fewer.
     """
+    cluster = layout_costs.cluster
     origins = {attr.mesh: attr.origin.where for attr in graph.attrs.values()}
     origins |= {mesh: "dg.on" for mesh in graph.placements.values() if mesh not in origins}
     for mesh, where in origins.items():
-        needed, available = max(mesh.members) + 1, len(cluster.devices)
+        needed, available = max(mesh.members) + 1, len(layout_costs.devices)
+        if available < needed <= len(cluster.devices):
+            raise ResourceError(
+                f"{mesh} ({where}) needs {needed} devices but devices of the search is {available}; annotate "
+                f"with a smaller mesh, or let the search use more"
+            )
         if needed > available:
             raise ResourceError(
                 f"{mesh} ({where}) needs {needed} devices but cluster {cluster.name} has {available}; "
                 f"annotate with a smaller mesh or search for a larger cluster"
             )
     return tuple(origins)
+
+
+def start_graph(layout_costs: LayoutCosts, micro_batches: int) -> LayeredGraph:
+    """The serial graph, with the layers recomputed that constraints name."""
+    layered = layout_costs.layered_graph(micro_batches)
+    recompute = layout_costs.constraints.recomputed(len(layered.layers))
+    return layout_costs.layered_graph(micro_batches, recompute) if recompute else layered
 
 
 def best_on_given_meshes(
@@ -64,7 +77,7 @@ def best_on_given_meshes(
         ResourceError: see `annotated_meshes`.
     """
     layered = layout_costs.layered_graph(micro_batches, recompute)
-    graph, meshes = layered.graph, annotated_meshes(layered.graph, layout_costs.cluster)
+    graph, meshes = layered.graph, annotated_meshes(layered.graph, layout_costs)
     _, homes = place(graph, meshes[0])
     placements = {op.name: homes[op.name] for op in graph.ops}
     solved = {
@@ -77,8 +90,8 @@ def best_on_given_meshes(
 
 def completed_annotations(layout_costs: LayoutCosts, micro_batches: int) -> BuiltCandidate:
     """The program that completion makes of the annotations."""
-    layered = layout_costs.layered_graph(micro_batches)
-    meshes = annotated_meshes(layered.graph, layout_costs.cluster)
+    layered = start_graph(layout_costs, micro_batches)
+    meshes = annotated_meshes(layered.graph, layout_costs)
     completed = replace(complete(layered.graph, meshes[0]), micro_batches=micro_batches)
     devices = tuple(range(max(rank for mesh in completed.meshes for rank in mesh.members) + 1))
     return build_program(layout_costs, completed, layered, devices, "annotations, completed")
@@ -97,7 +110,7 @@ def data_parallel(
     """
     if layout_costs.request.size < len(devices):
         return f"the batch has {layout_costs.request.size} samples, fewer than {len(devices)} devices"
-    layered = layout_costs.layered_graph(1)
+    layered = start_graph(layout_costs, layout_costs.constraints.start.micro_batches)
     held = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
     if missing > 0 and not hopeless:
@@ -107,7 +120,8 @@ def data_parallel(
         )
     mesh = ProcessMesh.grid(dp=len(devices))
     try:
-        completed = replace(complete(with_data_parallel_inputs(layered.graph, mesh), mesh), micro_batches=1)
+        completed = complete(with_data_parallel_inputs(layered.graph, mesh), mesh)
+        completed = replace(completed, micro_batches=layered.graph.micro_batches)
         return build_program(layout_costs, completed, layered, devices, name)
     except DistGraphError as error:
         return f"there is none: {error}"
@@ -143,11 +157,12 @@ def _solved(
 ) -> tuple[Formulation, tuple[int, ...]]:
     """The problem of one mesh and its best choice."""
     formulation = formulate_on_mesh(layout_costs, layered, mesh)
-    solution = solve_problem(formulation.problem)
+    restriction = layout_costs.restriction
+    solution = solve_problem(restricted(formulation, restriction))
     if memory_share:
         memory = min(layout_costs.cluster.devices[rank].memory for rank in mesh.members)
         formulation = formulation.with_memory(memory_multiplier=memory_share * solution.objective / memory)
-        solution = solve_problem(formulation.problem)
+        solution = solve_problem(restricted(formulation, restriction))
     if solution.choice is None:
         raise ShardingError(
             f"graph @{layered.graph.name}: no layouts on {mesh} meet all annotations "
@@ -160,9 +175,9 @@ def double_recursion(
     layout_costs: LayoutCosts, micro_batches: int, most_axes: int | None = None
 ) -> BuiltCandidate:
     """Double recursion over all devices, or over the mesh of the annotations (see `recursive`)."""
-    layered = layout_costs.layered_graph(micro_batches)
-    count = len(layout_costs.cluster.devices)
-    meshes = annotated_meshes(layered.graph, layout_costs.cluster) or (ProcessMesh.grid(dp=count),)
+    layered = start_graph(layout_costs, micro_batches)
+    count = len(layout_costs.devices)
+    meshes = annotated_meshes(layered.graph, layout_costs) or (ProcessMesh.grid(dp=count),)
     price = layout_costs.cost_model(tuple(range(count))).price
     mesh, layouts = recursive(layered.graph, _only(meshes, "recursive"), price, most_axes)
     placements = dict.fromkeys((op.name for op in layered.graph.ops), mesh)
@@ -187,10 +202,11 @@ def mesh2d_programs(
         ShardingError: annotations name several meshes, or one that has not two axes; no mesh divides a layer.
         InfeasibleError: the algorithm fits no mesh.
     """
-    layered = layout_costs.layered_graph(micro_batches)
+    layered = start_graph(layout_costs, micro_batches)
     cluster = layout_costs.cluster
-    annotated = annotated_meshes(layered.graph, cluster)
-    meshes = [_two_axes(_only(annotated, "mesh2d"))] if annotated else mesh2d.shapes(cluster)
+    annotated = annotated_meshes(layered.graph, layout_costs)
+    shapes = mesh2d.shapes(cluster, len(layout_costs.devices))
+    meshes = [_two_axes(_only(annotated, "mesh2d"))] if annotated else shapes
     tuned = mesh2d.layouts_by_tuner(layered.graph, meshes, cluster, algorithm)
     for tuning, graph in tuned[:most]:
         mesh = next(mesh for mesh in meshes if mesh.shape == tuning.mesh)
@@ -247,8 +263,8 @@ def sharding_propagation(layout_costs: LayoutCosts, micro_batches: int) -> Built
     Raises:
         ShardingError: there are no annotations, or they name several meshes.
     """
-    layered = layout_costs.layered_graph(micro_batches)
-    meshes = annotated_meshes(layered.graph, layout_costs.cluster)
+    layered = start_graph(layout_costs, micro_batches)
+    meshes = annotated_meshes(layered.graph, layout_costs)
     if not meshes:
         raise ShardingError(
             f"graph @{layered.graph.name} has no annotation to propagate from but the mode is "
@@ -289,6 +305,8 @@ def given_mesh_trials(
     """Micro-batch counts, layers to recompute and memory shares, in the order in which they are tried."""
     for share in (0.0, 1.0):
         for micro_batches in counts:
-            yield micro_batches, (), share
-            if share:
-                yield micro_batches, layout_costs.all_layers(micro_batches), share
+            every = layout_costs.all_layers(micro_batches)
+            given = layout_costs.constraints.recomputed(len(every))
+            yield micro_batches, given or (), share
+            if share and given is None:
+                yield micro_batches, every, share

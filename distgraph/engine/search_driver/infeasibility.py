@@ -13,7 +13,6 @@ from itertools import islice
 
 from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
-from distgraph.engine.search_driver.search_space import micro_batch_counts
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import VariantTable, best_pipeline, variant_table
 from distgraph.errors import InfeasibleError
@@ -35,7 +34,7 @@ def evaluate_nearest(state: SearchState) -> Iterator[Event]:
     """Forecast the pipelines that need least memory: one may fit, else the error tells what is missing."""
     yield Event("the plan that exceeds memory least")
     pipelines = state.pipelines
-    for count in micro_batch_counts(state.request.size):
+    for count in pipelines.counts:
         if not pipelines.is_batch(count):
             continue
         table = variant_table(state.layout_costs, count, pipelines.submeshes)
@@ -60,11 +59,12 @@ def candidates_by_memory(layout_costs: LayoutCosts, table: VariantTable) -> Iter
         table: costs of stages.
     """
     slack, seen = _LEAST, set()
+    schedule = layout_costs.constraints.start.schedule
     for _ in range(_STEPS):
         if layout_costs.expired():
             return
         try:
-            pipeline = best_pipeline(layout_costs, table, slack=slack)[0]
+            pipeline = best_pipeline(layout_costs, table, slack=slack, schedule=schedule)[0]
         except InfeasibleError:
             pipeline = None
         if pipeline is not None and pipeline.decisions not in seen:
@@ -78,10 +78,16 @@ def candidates_by_memory(layout_costs: LayoutCosts, table: VariantTable) -> Iter
 def infeasible_message(state: SearchState) -> str:
     """The message of a search without an answer."""
     cluster = state.cluster
-    head = f"search: no plan fits cluster {cluster.name}"
+    given = str(state.constraints)
+    kept = f" and keeps {given}" if given else ""
+    head = f"search: no plan fits cluster {cluster.name}{kept}"
     if state.expired():
-        head = f"search: no plan that fits cluster {cluster.name} was found in {state.seconds:g} s"
+        head = f"search: no plan that fits cluster {cluster.name}{kept} was found in {state.seconds:g} s"
     unfit = [evaluation for evaluation in state.evaluations.all if not evaluation.fits]
+    if not unfit and given:
+        broken = state.evaluations.left_out
+        found = "; ".join(f"{origin} does not keep {constraint}" for origin, constraint in broken.items())
+        return f"{head}{': ' if found else ''}{found}; leave a constraint out"
     if not unfit:
         return f"{head}; use more or larger devices, or a smaller batch"
     nearest = min(unfit, key=lambda evaluation: evaluation.memory_ratio).built(state.layout_costs)

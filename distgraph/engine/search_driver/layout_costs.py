@@ -26,7 +26,7 @@ import numpy as np
 
 from distgraph.engine.compile.compile_request import CompileRequest
 from distgraph.engine.compile.op_positions import layers_by_first_ops
-from distgraph.engine.search_driver.restrictions import Restriction, restricted
+from distgraph.engine.search_driver.restrictions import Restriction, restricted, restriction_of
 from distgraph.engine.search_driver.search_space import Shape, devices_for
 from distgraph.engine.search_driver.worker_pool import parallel_map
 from distgraph.errors import InfeasibleError
@@ -40,6 +40,7 @@ from distgraph.passes.search.intra_op.warm_start import Ints, corresponding_ops,
 from distgraph.passes.search.layering.layer_folding import Fold, fold
 from distgraph.passes.search.layering.layer_sequence import Layer, Layering, cluster_layers, layering
 from distgraph.passes.search.solver.problem import Problem, Solution
+from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.resources import Cluster, CollectiveCost, shared_cost
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
@@ -184,6 +185,7 @@ class LayoutCosts:
         expired: whether nothing new is to be begun.
         processes: that solve at the same time (see `worker_pool`).
         runtime: what executes the plan in forecasts; None for distgraph.
+        constraints: of the search.
     """
 
     request: CompileRequest
@@ -192,6 +194,7 @@ class LayoutCosts:
     expired: Callable[[], bool] = lambda: False
     processes: int = 1
     runtime: RuntimeModel | None = None
+    constraints: SearchConstraints = FREE
     _firsts: list[str] | None = None
     _traces: dict[tuple[int, tuple[int, ...]], LayeredGraph] = field(default_factory=dict)
     _cost_models: dict[tuple[int, ...], CostModel] = field(default_factory=dict)
@@ -249,6 +252,16 @@ class LayoutCosts:
     def all_layers(self, micro_batches: int) -> tuple[int, ...]:
         """Numbers of all layers."""
         return tuple(range(len(self.layered_graph(micro_batches).layers)))
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """Numbers of the devices that may be used, ascending: the first ones of the cluster."""
+        return tuple(range(sum(pool.size for pool in self.pools)))
+
+    @cached_property
+    def restriction(self) -> Restriction:
+        """What layouts keep to in any case."""
+        return restriction_of(self.constraints.zero)
 
     @cached_property
     def collective(self) -> CollectiveCost:
@@ -411,7 +424,7 @@ class LayoutCosts:
             self.layered_graph(micro_batches),
             self.layered_graph(micro_batches, self.all_layers(micro_batches)),
         )
-        stages = max(1, len(self.cluster.devices) // submesh.size)
+        stages = max(1, len(self.devices) // submesh.size)
         variants: list[Variant] = []
         fastest, held = 0.0, np.inf
         for share in shares:
@@ -425,19 +438,8 @@ class LayoutCosts:
             size = profile.nbytes(1)
             if size * _SMALLER < held:
                 recompute = self._again(a, choice, again, devices, shape, multiplier, restriction)
-                variants.append(
-                    Variant(
-                        micro_batches,
-                        submesh,
-                        shape,
-                        multiplier,
-                        restriction,
-                        profile,
-                        recompute,
-                        estimate,
-                        solved,
-                    )
-                )
+                costs = profile, recompute, estimate, solved
+                variants.append(Variant(micro_batches, submesh, shape, multiplier, restriction, *costs))
                 held = size
             fastest = fastest or estimate
             if profile.nbytes(stages) < memory * stages or self.expired():

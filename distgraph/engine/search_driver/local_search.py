@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
-from distgraph.engine.search_driver.candidate import Candidate, StageChoice
+from distgraph.engine.search_driver.candidate import Candidate, StageChoice, broken_constraint
 from distgraph.engine.search_driver.evaluations import Evaluation
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.load_balancing import rebalanced
@@ -98,7 +98,7 @@ def _unseen(state: SearchState, evaluation: Evaluation, seen: Collection[object]
             ranked.append((ratio, after))
     ranked.sort(key=lambda pair: pair[0])
     unique = {candidate.decisions: candidate for _, candidate in ranked if candidate.decisions not in seen}
-    return list(unique.values())
+    return [candidate for candidate in unique.values() if not broken_constraint(candidate, layout_costs)]
 
 
 def _restriction_with_costs(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from distgraph.engine.search_driver.candidate import Candidate
 from distgraph.engine.search_driver.pipeline_search import SLOWER, best_count, best_estimate
-from distgraph.engine.search_driver.search_space import FEW_COUNTS, micro_batch_counts
+from distgraph.engine.search_driver.search_space import FEW_COUNTS
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.engine.search_driver.stage_search import may_fit
 
@@ -27,8 +27,8 @@ _TIGHTER = 4
 
 def search_micro_batch_counts(state: SearchState) -> Iterator[Event]:
     """The best pipelines of several micro-batch counts, the most promising of them forecast."""
-    pipelines, counts = state.pipelines, micro_batch_counts(state.request.size)
-    longest = min(len(state.cluster.devices), len(state.layout_costs.layered_graph(counts[-1]).layers))
+    pipelines, counts = state.pipelines, state.pipelines.counts
+    longest = min(len(state.layout_costs.devices), len(state.layout_costs.layered_graph(counts[-1]).layers))
     tried: set[int] = set()
     for count in counts_to_try(counts, longest, pipelines.best, state.expired):
         tried.add(count)

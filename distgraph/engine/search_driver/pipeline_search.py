@@ -24,6 +24,7 @@ from distgraph.engine.search_driver.stage_search import (
     VariantTable,
     best_pipeline,
     may_fit,
+    of_equal_shapes,
     of_pool,
     of_size,
     single_shape_seconds,
@@ -90,9 +91,22 @@ class PipelineSearch:
                 self._divides[micro_batches] = False
         return self._divides[micro_batches]
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Micro-batch counts to try, falling."""
+        every = micro_batch_counts(self.layout_costs.request.size)
+        return self.layout_costs.constraints.among("micro_batches", every)
+
     def adjacent_counts(self, count: int) -> list[int]:
         """The next micro-batch counts above and below one, also those between the counts that are tried."""
+        if self.layout_costs.constraints.micro_batches is not None:
+            return []
         return [n for n in adjacent_counts(self.layout_costs.request.size, count) if self.is_batch(n)]
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Names of the schedules to try."""
+        return self.layout_costs.constraints.among("schedule", searched_schedules())
 
     def try_count(self, micro_batches: int) -> None:
         """Add the best pipeline for a micro-batch count, if any fits."""
@@ -114,7 +128,7 @@ class PipelineSearch:
             slack: share of a device's memory that a stage may need by the estimate.
             schedules: by name; all that are searched by default.
         """
-        schedules = searched_schedules() if schedules is None else schedules
+        schedules = self.schedules if schedules is None else schedules
         resolved = 0
         while True:
             excluded = self.excluded_shapes()
@@ -151,7 +165,7 @@ class PipelineSearch:
             table = of_size(self.tables[pipeline.micro_batches], size)
             best = None
             if not self.layout_costs.expired():
-                best = self._best_of(table, 1.0, searched_schedules())
+                best = self._best_of(table, 1.0, self.schedules)
             if best is not None:
                 yield best[0]
 
@@ -161,7 +175,7 @@ class PipelineSearch:
         Of the shapes of the best pipeline itself one always stays: their mean, weighted by devices, is not
         above its seconds.
         """
-        if len(micro_batch_counts(self.layout_costs.request.size)) <= FEW_COUNTS:
+        if len(self.counts) <= FEW_COUNTS:
             return frozenset()
         least = best_estimate(self.best) * (1 + _ROUNDING)
         return frozenset(shape for shape, seconds in self.shape_seconds.items() if seconds > least)
@@ -208,14 +222,15 @@ class PipelineSearch:
         """The best pipelines by dynamic programming under each schedule, with transfers in the period of a
         stage and hidden; those are left out that are much slower than `seconds` and all before."""
         several = len(self.layout_costs.cluster.machines) > 1
-        for schedule, hidden in product(schedules, (False, True)):
+        parts = of_equal_shapes(table) if self.layout_costs.constraints.uniform else (table,)
+        for part, schedule, hidden in product(parts, schedules, (False, True)):
             if hidden != several and not schedule_policy(schedule).waits_for_transfers:
                 continue  # transfers are hidden either way, and priced between machines where there are some
             least = self._objectives.get((schedule, hidden), math.inf)
             try:
                 pipeline = best_pipeline(
                     self.layout_costs,
-                    table,
+                    part,
                     slack=slack,
                     schedule=schedule,
                     hidden=hidden,

@@ -32,6 +32,17 @@ RESTRICTION_NAMES: Final[dict[Restriction, str]] = {
 """How baselines are called; docs/plan.md explains the names."""
 
 
+def restriction_of(zero: int | None) -> Restriction:
+    """The restriction under which dp splits what `SearchConstraints.zero` allows."""
+    by_zero: dict[int | None, Restriction] = {None: "none", 0: "uniform", 1: "zero1", 3: "zero3"}
+    return by_zero[zero]
+
+
+def zero_of(restriction: Restriction) -> int:
+    """What dp may split under a restriction, as a number of `SearchConstraints.zero`; 4 for anything."""
+    return {"uniform": 0, "zero1": 1, "zero3": 3, "none": 4}[restriction]
+
+
 def restricted(formulation: Formulation, restriction: Restriction) -> Problem:
     """The problem with forbidden ways to store made infinitely dear."""
     problem = formulation.problem

@@ -45,7 +45,7 @@ from distgraph.engine.search_driver.infeasibility import evaluate_nearest, infea
 from distgraph.engine.search_driver.local_search import local_search
 from distgraph.engine.search_driver.lower_bound import least_seconds
 from distgraph.engine.search_driver.micro_batch_search import evaluate_single_pools, search_micro_batch_counts
-from distgraph.engine.search_driver.search_space import micro_batch_counts
+from distgraph.engine.search_driver.search_space import check_constraints, micro_batch_counts
 from distgraph.engine.search_driver.search_state import FORECASTS, Event, SearchState
 from distgraph.errors import InfeasibleError
 from distgraph.plan.plan import Found, Plan
@@ -66,7 +66,10 @@ def run_search(state: SearchState) -> Iterator[Event]:
         ShardingError: annotations contradict each other.
     """
     layered = state.layout_costs.layered_graph(1)
-    annotated = bool(annotated_meshes(layered.graph, state.cluster))
+    check_constraints(state.constraints, state.request.size, len(layered.layers), state.cluster)
+    if state.constraints.given():
+        yield Event(f"search with {state.constraints}")
+    annotated = bool(annotated_meshes(layered.graph, state.layout_costs))
     state.bound = least_seconds(layered.fold, state.cluster) or None
     yield from evaluate_data_parallel(state, eligible=not annotated and state.mode != "mesh2d")
     if state.mode == "sharding_propagation":
@@ -90,7 +93,9 @@ def run_search(state: SearchState) -> Iterator[Event]:
         yield Event(step) if isinstance(step, str) else state.record(step)
     if state.best is None and state.mode == "auto" and not annotated and not state.expired():
         yield from evaluate_nearest(state)
-    if not state.evaluations.all:  # so that the error can tell how much memory is missing
+    if (
+        not state.evaluations.all and not state.single_stage_breaks()
+    ):  # so that the error can tell how much memory is missing
         yield from evaluate_data_parallel(state, eligible=not annotated, hopeless=True)
     if state.best is None:
         raise InfeasibleError(infeasible_message(state))
@@ -98,8 +103,9 @@ def run_search(state: SearchState) -> Iterator[Event]:
 
 def search_given_meshes(state: SearchState) -> Iterator[Event]:
     """Layouts on the meshes that annotations name, for several micro-batch counts."""
-    layout_costs, given = state.layout_costs, state.request.micro_batches
+    layout_costs, given = state.layout_costs, state.micro_batches
     counts = (given,) if given > 1 else micro_batch_counts(state.request.size)[::-1][:FORECASTS]
+    counts = state.constraints.among("micro_batches", counts)
     yield state.record(evaluation_of(completed_annotations(layout_costs, given)))
     for count, recompute, memory_share in given_mesh_trials(layout_costs, counts):
         if state.best is not None and (memory_share or state.expired()):
@@ -124,5 +130,8 @@ def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float 
         state.explainer.plan_of(state.best.built(state.layout_costs)),
         baselines=dict(evaluations.baselines),
         search=Found(mode=state.mode, status=status, bound=state.bound, gap=gap, settings=settings),
-        decisions={**decisions(state.best, evaluations.all), **state.explainer.decisions},
+        decisions={
+            **decisions(state.best, evaluations.all, state.constraints),
+            **state.explainer.decisions,
+        },
     )

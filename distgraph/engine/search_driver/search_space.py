@@ -1,21 +1,24 @@
 """What may be chosen on a cluster: pools of equal machines, shapes of a stage's mesh, micro-batch counts.
 
-*In:* a cluster, the size of a batch. *Out:* `Pool`s, `Shape`s, numbers. *Invariant:* deterministic; the whole
-cluster is always among the sub-meshes, one device too.
+*In:* a cluster, the size of a batch, constraints. *Out:* `Pool`s, `Shape`s, numbers. *Invariant:*
+deterministic; all devices that may be used are always among the sub-meshes, one device too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 
+from distgraph.errors import ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place, spanning, submeshes
+from distgraph.plan.constraints import SearchConstraints
 from distgraph.resources import Cluster
+from distgraph.resources.units import SIZE, parse
 
 _WIDEST = 8
 """Devices of a machine along the inner axis where machines have more: wider ones are tried as one axis."""
@@ -63,16 +66,74 @@ def _mesh(shape: Shape, start: int) -> ProcessMesh:
     return ProcessMesh(ranks, names, {names[0]: shape.samples} if shape.samples else None)
 
 
-def pools_of(cluster: Cluster) -> tuple[Pool, ...]:
+def with_memory(cluster: Cluster, constraints: SearchConstraints) -> Cluster:
+    """The cluster with no more memory in a device than constraints allow.
+
+    Raises:
+        ShardingError: the memory is no size, as "8" without a unit.
+    """
+    memory = constraints.memory
+    if memory is None:
+        return cluster
+    try:
+        limit = parse(memory, SIZE) if isinstance(memory, str) else float(memory)
+    except ValueError as error:
+        raise ShardingError(f"memory of the search is {memory!r} but must be {error}") from None
+    devices = (replace(device, memory=min(device.memory, limit)) for device in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
+def check_constraints(constraints: SearchConstraints, size: int, layers: int, cluster: Cluster) -> None:
+    """Refuse constraints that no plan of a program on a cluster keeps.
+
+    Args:
+        constraints: of the search.
+        size: samples of a batch.
+        layers: of the program.
+        cluster: where it is to run.
+
+    Raises:
+        ShardingError: names the constraint and what there is.
+    """
+    count, stages, available = constraints.micro_batches, constraints.stage_count, len(cluster.devices)
+    if count is not None and size % count:
+        parts = ", ".join(map(str, _divisors(size)))
+        raise ShardingError(
+            f"micro_batches of the search is {count} but a batch of {size} samples is cut into equal parts; "
+            f"take one of {parts}"
+        )
+    if constraints.devices is not None and constraints.devices > available:
+        raise ShardingError(
+            f"devices of the search is {constraints.devices} but cluster {cluster.name} has {available}; "
+            f"take fewer, or a larger cluster"
+        )
+    used = constraints.devices or available
+    for limit, what in ((layers, "layers"), (used, "devices")):
+        if stages is not None and stages > limit:
+            raise ShardingError(
+                f"stages of the search is {stages} but there are {limit} {what}; every stage has one or more"
+            )
+    for name in ("borders", "recompute"):
+        given = getattr(constraints, name)
+        if isinstance(given, tuple) and given and max(given) >= layers:
+            raise ShardingError(
+                f"{name} of the search names layer {max(given)} but the program has layers 0 to "
+                f"{layers - 1}; distgraph plan prints them"
+            )
+
+
+def pools_of(cluster: Cluster, count: int | None = None) -> tuple[Pool, ...]:
     """Devices of one type and model in machines that have equally many of them.
 
     Args:
         cluster: any, also one whose machines hold devices of different types.
+        count: only the first so many devices; None for all.
     """
     pools: dict[tuple[str, str, float, int], list[tuple[int, ...]]] = {}
+    last = len(cluster.devices) if count is None else count
     for machine in cluster.machines:
         kinds: dict[tuple[str, str, float], list[int]] = {}
-        for device in (cluster.devices[number] for number in machine.devices):
+        for device in (cluster.devices[number] for number in machine.devices if number < last):
             kinds.setdefault((device.type, device.model, device.memory), []).append(device.index)
         for kind, devices in kinds.items():
             pools.setdefault((*kind, len(devices)), []).append(tuple(devices))

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from distgraph.engine.compile.compile_request import CompileRequest
+from distgraph.engine.search_driver.candidate import broken_constraint, constraint_broken_by
 from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations, Evaluator, Forecaster
 from distgraph.engine.search_driver.explain.runners_up import Explainer
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.pipeline_search import PipelineSearch
-from distgraph.engine.search_driver.search_space import pools_of
+from distgraph.engine.search_driver.search_space import pools_of, with_memory
+from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.resources import Cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
@@ -50,6 +52,7 @@ class SearchState:
         processes: that work at the same time; the answer does not depend on how many there are.
         evaluator: of candidates; forecasts by default.
         runtime: what is to execute the plan; None for distgraph.
+        constraints: which every program keeps that is the answer or a baseline.
 
     Attributes:
         layout_costs: what layers cost on the meshes of the search space.
@@ -71,6 +74,7 @@ class SearchState:
     processes: int = 1
     evaluator: Evaluator | None = None
     runtime: RuntimeModel | None = None
+    constraints: SearchConstraints = FREE
     bound: float | None = None
     evaluated: set[object] = field(default_factory=set)
     layout_costs: LayoutCosts = field(init=False)
@@ -81,13 +85,19 @@ class SearchState:
 
     def __post_init__(self) -> None:
         self.expired = partial(_expired, self.stopped, self.clock, self.clock() + self.seconds)
-        pools = pools_of(self.cluster)
+        self.cluster = with_memory(self.cluster, self.constraints)
+        pools, limits = pools_of(self.cluster, self.constraints.devices), (self.expired, self.processes)
         self.layout_costs = LayoutCosts(
-            self.request, self.cluster, pools, self.expired, self.processes, self.runtime
+            self.request, self.cluster, pools, *limits, self.runtime, self.constraints
         )
         self.evaluations = Evaluations(self.evaluator or Forecaster(self.layout_costs))
         self.pipelines = PipelineSearch(self.layout_costs)
         self.explainer = Explainer(self.layout_costs, self.evaluations, self.expired)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of modes that do not search their number."""
+        return self.constraints.micro_batches or self.request.micro_batches
 
     @property
     def best(self) -> Evaluation | None:
@@ -95,6 +105,27 @@ class SearchState:
         return self.evaluations.best
 
     def record(self, evaluation: Evaluation, eligible: bool = True) -> Event:
-        """Enter a program among the evaluations; `eligible` tells whether it may be the answer."""
+        """Enter a program among the evaluations; `eligible` tells whether it may be the answer. One that does
+        not keep the constraints is left out."""
+        broken = self.broken_by(evaluation)
+        if broken:
+            self.evaluations.leave_out(evaluation.origin, broken)
+            evaluation.release()
+            return Event(f"left out {evaluation.origin}: {broken} is given")
         self.evaluations.add(evaluation, eligible)
         return Event(f"forecast of {evaluation.origin}", evaluation)
+
+    def broken_by(self, evaluation: Evaluation) -> str:
+        """The constraint that a program does not keep; "" where it keeps all."""
+        if not self.constraints.given():
+            return ""
+        if evaluation.program is not None:
+            return constraint_broken_by(evaluation.program, self.layout_costs)
+        assert evaluation.candidate is not None  # else the program is at hand
+        return broken_constraint(evaluation.candidate, self.layout_costs)
+
+    def single_stage_breaks(self) -> str:
+        """The constraint that no program of one stage keeps; "" where there is none."""
+        count = self.constraints.stage_count
+        name = "stages" if self.constraints.borders is None else "borders"
+        return "" if count in (None, 1) else f"{name}={self.constraints.given()[name]}"

@@ -7,8 +7,8 @@ says whether it really does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 
@@ -24,11 +24,13 @@ from distgraph.passes.search.inter_op.stage_costs import (
     Config,
     IntervalCosts,
     ProfileCosts,
+    RestrictedCosts,
     StageCosts,
     every_stage,
 )
 from distgraph.passes.search.inter_op.stages import StageProblem, Stages, find_stages
 from distgraph.passes.search.inter_op.submesh_placement import Pool, SubMesh, place
+from distgraph.passes.search.intra_op.chosen_layouts import Profile
 from distgraph.plan.pipeline_schedules import schedule_policy
 
 Floats = NDArray[np.float64]
@@ -79,13 +81,14 @@ def variant_table(
         (submesh, shape) for submesh in near for shape in shapes_for(layout_costs, micro_batches, submesh)
     ]
     pairs = [pair for pair in pairs if pair not in excluded]
-    layout_costs.prepare_variants(micro_batches, pairs, "none")
+    restriction = layout_costs.restriction
+    layout_costs.prepare_variants(micro_batches, pairs, restriction)
     for submesh, shape in pairs:
-        solved = layout_costs.has_variants(micro_batches, submesh, shape, "none")
+        solved = layout_costs.has_variants(micro_batches, submesh, shape, restriction)
         if table and layout_costs.expired() and not solved:
             complete = False
             continue
-        variants = layout_costs.variants(micro_batches, submesh, shape, "none")
+        variants = layout_costs.variants(micro_batches, submesh, shape, restriction)
         table[submesh] = [*table.get(submesh, ()), *variants]
     present = tuple(submesh for submesh in submeshes if submesh in table)
     return VariantTable(micro_batches, present, tuple(tuple(table[s]) for s in present), complete)
@@ -99,6 +102,14 @@ def of_pool(table: VariantTable, pool: int) -> VariantTable:
 def of_size(table: VariantTable, size: int) -> VariantTable:
     """The part of a table whose stages have `size` devices."""
     return _part(table, lambda submesh: submesh.size == size)
+
+
+def of_equal_shapes(table: VariantTable) -> Iterator[VariantTable]:
+    """The parts of a table from which stages of equal size and shape are made."""
+    for submesh, variants in zip(table.submeshes, table.variants, strict=True):
+        for shape in dict.fromkeys(variant.shape for variant in variants):
+            equal = tuple(variant for variant in variants if variant.shape == shape)
+            yield replace(table, submeshes=(submesh,), variants=(equal,))
 
 
 def _part(table: VariantTable, includes: Callable[[SubMesh], bool]) -> VariantTable:
@@ -163,11 +174,12 @@ def _distance(layout_costs: LayoutCosts, submesh: SubMesh) -> float:
 def shapes_for(layout_costs: LayoutCosts, micro_batches: int, submesh: SubMesh) -> tuple[Shape, ...]:
     """Logical meshes of a sub-mesh, in one pool or across several."""
     pools = [p for p, size in zip(layout_costs.pools, submesh.sizes, strict=True) if size]
-    return (
-        shapes_of(pools[0], submesh.size)
-        if len(pools) == 1
-        else shared_shapes(layout_costs, micro_batches, submesh)
-    )
+    if len(pools) > 1:
+        return shared_shapes(layout_costs, micro_batches, submesh)
+    shapes = shapes_of(pools[0], submesh.size)
+    if layout_costs.restriction == "none" or not 1 < submesh.size <= pools[0].machine:
+        return shapes
+    return (*shapes, Shape((("tp", submesh.size),)))  # under a restriction axes differ by their names
 
 
 def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, larger: int = 1) -> bool:
@@ -186,9 +198,10 @@ def may_fit(layout_costs: LayoutCosts, micro_batches: int, whole: SubMesh, large
         return True
     (pool,) = layout_costs.pools
     shapes = shapes_of(pool, whole.size)
-    layout_costs.prepare_variants(micro_batches, [(whole, shape) for shape in shapes], "none")
+    restriction = layout_costs.restriction
+    layout_costs.prepare_variants(micro_batches, [(whole, shape) for shape in shapes], restriction)
     for shape in shapes:
-        for variant in layout_costs.variants(micro_batches, whole, shape, "none"):
+        for variant in layout_costs.variants(micro_batches, whole, shape, restriction):
             for profile in (variant.profile, variant.recompute):
                 once = profile.nbytes(1)
                 grows = once - float(profile.fixed.sum())
@@ -369,10 +382,7 @@ def best_pipeline(
     Raises:
         InfeasibleError: nothing fits, or nothing takes less.
     """
-    costs = ProfileCosts(
-        [[Config(v.profile, v.recompute) for v in variants] for variants in table.variants],
-        [slack * layout_costs.memory(submesh) for submesh in table.submeshes],
-    )
+    costs = _interval_costs(layout_costs, table, slack)
     behind = transfer_seconds(layout_costs, table.micro_batches, table.submeshes, apart=hidden)
     policy = schedule_policy(schedule)
     count, waits = len(table.submeshes), policy.waits_for_transfers and not hidden
@@ -384,14 +394,42 @@ def best_pipeline(
         policy,
         None if waits else np.repeat(behind[:-1, :, None], count, axis=2),
         whole=False,
+        most=layout_costs.constraints.stage_count,
+        exact=layout_costs.constraints.stage_count is not None,
     )
     stages = find_stages(problem, below=below)
-    candidate = _candidate(table, stages, schedule)
+    candidate = _candidate(layout_costs, table, stages, schedule)
     estimate = pipeline_estimate(layout_costs, candidate)
     return replace(candidate, estimate=estimate.seconds), stages
 
 
-def _candidate(table: VariantTable, stages: Stages, schedule: str) -> Candidate:
+def _interval_costs(layout_costs: LayoutCosts, table: VariantTable, slack: float) -> IntervalCosts:
+    """Costs of stages by the variants of a table, with the recomputation and the borders of constraints."""
+    constraints, layers = layout_costs.constraints, len(layout_costs.all_layers(table.micro_batches))
+    recomputed = constraints.recomputed(layers)
+    costs = ProfileCosts(
+        [[_config(variant, recomputed) for variant in variants] for variants in table.variants],
+        [slack * layout_costs.memory(submesh) for submesh in table.submeshes],
+    )
+    if constraints.borders is None:
+        return costs
+    stages = set(pairwise((0, *constraints.borders, layers)))
+    forbidden = [[(first, last + 1) not in stages for last in range(layers)] for first in range(layers)]
+    return RestrictedCosts(costs, np.array(forbidden)[:, :, None])
+
+
+def _config(variant: Variant, recomputed: tuple[int, ...] | None) -> Config:
+    """The costs of a variant with the choice of recomputation, or with given layers recomputed."""
+    if recomputed is None:
+        return Config(variant.profile, variant.recompute)
+    once, again = variant.profile, variant.recompute
+    is_again = np.isin(np.arange(len(once.forward)), recomputed)
+    costs = {f.name: np.where(is_again, getattr(again, f.name), getattr(once, f.name)) for f in fields(once)}
+    return Config(Profile(**costs))
+
+
+def _candidate(layout_costs: LayoutCosts, table: VariantTable, stages: Stages, schedule: str) -> Candidate:
+    given = layout_costs.constraints.recomputed(len(layout_costs.all_layers(table.micro_batches)))
     choices: list[StageChoice] = []
     recompute: list[int] = []
     for stage in stages.stages:
@@ -403,9 +441,9 @@ def _candidate(table: VariantTable, stages: Stages, schedule: str) -> Candidate:
     return Candidate(
         "search",
         tuple(choices),
-        "none",
+        layout_costs.restriction,
         stages.seconds,
         micro_batches=table.micro_batches,
         schedule=schedule,
-        recompute=tuple(sorted(recompute)),
+        recompute=tuple(sorted(recompute)) if given is None else given,
     )

@@ -102,8 +102,10 @@ def _pipelines(layout_costs: LayoutCosts, micro_batches: int) -> Iterator[_Unifo
     if len(layout_costs.pools) > 1:
         return
     (pool,) = layout_costs.pools
-    layers = len(layout_costs.layered_graph(micro_batches).layers)
+    layers, given = len(layout_costs.all_layers(micro_batches)), layout_costs.constraints.stage_count
     for count in range(1, min(layers, pool.size) + 1):
+        if given not in (None, count):
+            continue
         submesh = SubMesh((pool.size // count,))
         devices = place(layout_costs.pools, [submesh] * count) if pool.size % count == 0 else None
         if devices is not None:
@@ -118,13 +120,14 @@ def _floor(layout_costs: LayoutCosts, pipeline: _UniformPipeline) -> float:
     profile = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.free, "none")[
         0
     ].profile
-    firsts = _divided(profile.forward[:-1] + profile.backward[:-1], len(pipeline.devices))
+    firsts = _firsts(layout_costs, profile, len(pipeline.devices))
     if firsts is None:
         return float("inf")
     free = replace(pipeline, shape=pipeline.free)
     candidate = Candidate(
         "", _choices(free, profile, firsts), "none", np.inf, micro_batches=pipeline.micro_batches
     )
+    candidate = replace(candidate, schedule=layout_costs.constraints.start.schedule)
     return pipeline_estimate(layout_costs, candidate).seconds
 
 
@@ -134,14 +137,16 @@ def _candidate_of(
     """A pipeline without recomputation, or else with it; None where neither fits or a stage is empty."""
     variant = layout_costs.variants(pipeline.micro_batches, pipeline.submesh, pipeline.shape, restriction)[0]
     count, layers = len(pipeline.devices), len(variant.profile.forward) - 1
-    firsts = _divided(variant.profile.forward[:-1] + variant.profile.backward[:-1], count)
+    firsts = _firsts(layout_costs, variant.profile, count)
     if firsts is None:
         return None
     choices = _choices(pipeline, variant.profile, firsts)
     stages = f"{count} stage{'s' * (count > 1)}"
     name = f"{RESTRICTION_NAMES[restriction]}: {pipeline.shape}, {stages}"
     candidate = Candidate(name, choices, restriction, np.inf, micro_batches=pipeline.micro_batches)
-    for recompute in ((), tuple(range(layers))):
+    candidate = replace(candidate, schedule=layout_costs.constraints.start.schedule)
+    given = layout_costs.constraints.recomputed(layers)
+    for recompute in ((), tuple(range(layers))) if given is None else (given,):
         estimate = pipeline_estimate(layout_costs, replace(candidate, recompute=recompute))
         if estimate.memory_ratio <= 1:
             return replace(candidate, recompute=recompute, estimate=estimate.seconds)
@@ -164,6 +169,14 @@ def _shapes(layout_costs: LayoutCosts, submesh: SubMesh) -> tuple[Shape, ...]:
     shapes = shapes_of(pool, submesh.size)
     inside = 1 < submesh.size <= pool.machine
     return (*shapes, Shape((("tp", submesh.size),))) if inside else shapes
+
+
+def _firsts(layout_costs: LayoutCosts, profile: Profile, count: int) -> tuple[int, ...] | None:
+    """First layer of each of `count` stages: those that are given, or of about the same work."""
+    borders = layout_costs.constraints.borders
+    if borders is not None:
+        return (0, *borders)
+    return _divided(profile.forward[:-1] + profile.backward[:-1], count)
 
 
 def _divided(work: Floats, count: int) -> tuple[int, ...] | None:

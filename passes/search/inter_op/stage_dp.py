@@ -111,8 +111,11 @@ class StageTable:
             return None
         return end[0], self._trace_back(lambda _: table, lambda _: reach, end[1], 0)
 
-    def counted(self, times: Times, most: int, budget: float) -> tuple[float, StageAssignment] | None:
-        """The assignment of at most `most` stages with the least sum; other arguments as for `shortest`."""
+    def counted(
+        self, times: Times, most: int, budget: float, exact: bool = False
+    ) -> tuple[float, StageAssignment] | None:
+        """The assignment of at most `most` stages with the least sum, or of exactly as many if `exact`; other
+        arguments as for `shortest`."""
         before_bound = self._prefixes(times(1), budget)
         reach = self._empty()
         self._start(reach)
@@ -122,11 +125,14 @@ class StageTable:
             totals = self._extend_all(times(position), levels[-1])
             totals[totals + before_bound[..., None] > budget] = np.inf
             end = self._best_end(totals[0].min(axis=-1))
-            if end is not None and (best is None or end[0] < best[0]):
+            if end is not None and (best is None or end[0] < best[0]) and (not exact or position == most):
                 best = end[0], end[1], position
             reach = self._with_borders(totals)
-            before, least = least, self._least_on_fewer(np.minimum(reach, least))
-            reach[(reach > least) | (reach >= before)] = np.inf
+            if exact:  # an assignment of fewer stages is no substitute
+                reach[reach > self._least_on_fewer(reach)] = np.inf
+            else:
+                before, least = least, self._least_on_fewer(np.minimum(reach, least))
+                reach[(reach > least) | (reach >= before)] = np.inf
             if not np.isfinite(reach).any():
                 break
             levels.append(reach)

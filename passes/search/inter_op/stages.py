@@ -61,6 +61,7 @@ class StageProblem:
             backward, between a stage that ends with a layer and the next stage; None if they cost nothing.
         whole: whether every device must be used, as in Alpa.
         most: the largest number of stages; None for any number.
+        exact: whether a pipeline has exactly `most` stages.
     """
 
     costs: IntervalCosts
@@ -71,6 +72,7 @@ class StageProblem:
     transfer: Floats | None = None
     whole: bool = True
     most: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         layers, submeshes, _ = self.costs.shape
@@ -274,11 +276,14 @@ class _Search:
                 seconds[in_flight] = self.fitting(position).within(limit)
             return seconds[in_flight]
 
-        shortest = table.shortest(times, self.budget(least))
+        most, exact = self.problem.stages, self.problem.exact
+        if exact and most != self.problem.most:
+            return None
+        shortest = None if exact else table.shortest(times, self.budget(least))
         if shortest is not None:
             self.offer(shortest[1], limit)
-            if not self.is_exact(shortest[1], limit):
-                shortest = table.counted(times, self.problem.stages, self.budget(least))
+        if exact or (shortest is not None and not self.is_exact(shortest[1], limit)):
+            shortest = table.counted(times, most, self.budget(least), exact)
         if shortest is None:
             return None
         self.offer(shortest[1], limit)

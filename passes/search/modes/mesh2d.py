@@ -31,6 +31,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
 from distgraph.passes.matmul_algorithms.cluster_prices import (
     ClusterPrices,
+    devices_of,
     on_torus,
     product_rate,
     slice_block,
@@ -319,10 +320,12 @@ def _fits(attrs: Mapping[str, DistAttr], value: Value, attr: DistAttr) -> bool:
     return divides and attrs.get(value.name, attr) == attr
 
 
-def shapes(cluster: Cluster) -> list[ProcessMesh]:
-    """All meshes (rows, cols) of all devices, neither of which is 1; on a torus only blocks of it."""
-    devices = len(cluster.devices)
+def shapes(cluster: Cluster, count: int | None = None) -> list[ProcessMesh]:
+    """All meshes (rows, cols) of all devices, or of the first `count`, neither of which is 1; on a torus only
+    blocks of it."""
+    devices = len(cluster.devices) if count is None else count
     pairs = [(rows, devices // rows) for rows in range(2, devices // 2 + 1) if devices % rows == 0]
     if any(on_torus(cluster, pair) for pair in pairs):
         pairs = [pair for pair in pairs if on_torus(cluster, pair)]
+    pairs = [pair for pair in pairs if max(devices_of(cluster, pair)) < devices]
     return [ProcessMesh.grid(rows=rows, cols=cols) for rows, cols in pairs]

@@ -107,6 +107,21 @@ def test_equals_brute_force(seed: int) -> None:
         assert found.seconds >= best * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(0, 160, 4))
+def test_an_exact_number_of_stages_equals_brute_force(seed: int, count: int) -> None:
+    problem = replace(random_problem(seed), most=count, exact=True)
+    best = brute_force(problem)
+    if best == np.inf:
+        with pytest.raises(InfeasibleError):
+            find_stages(problem)
+        return
+    found = find_stages(problem)
+    check(problem, found)
+    assert len(found.stages) == count
+    assert found.seconds == pytest.approx(best, rel=1e-12)
+
+
 @pytest.mark.parametrize("seed", [0, 2, 3, 6, 9])
 def test_only_rows_below_are_looked_for(seed: int) -> None:
     problem = random_problem(seed)

@@ -89,6 +89,8 @@ def brute_force(problem: StageProblem) -> float:
     for row in rows(problem):
         if problem.most is not None and len(row) > problem.most:
             continue
+        if problem.exact and len(row) != problem.most:
+            continue
         taken = [problem.submeshes[r[2]].sizes for r in row]
         if all(
             packs(len(pool.machines), pool.machine, [t[p] for t in taken])

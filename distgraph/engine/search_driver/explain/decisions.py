@@ -31,6 +31,7 @@ from distgraph.passes.search.intra_op.chosen_layouts import Layouts
 from distgraph.passes.search.intra_op.cost_model import MOST_AXES
 from distgraph.passes.search.intra_op.decision_nodes import ValueNode
 from distgraph.passes.search.solver.problem import Problem
+from distgraph.plan.constraints import FREE, SearchConstraints
 from distgraph.plan.plan import Decision
 from distgraph.resources.units import format_bytes
 
@@ -38,23 +39,31 @@ _FOLLOWERS = 4
 """Moves a node, at most, while neighbours follow; they may go round in a circle where costs are equal."""
 
 
-def decisions(best: Evaluation, evaluations: Sequence[Evaluation]) -> dict[str, Decision]:
-    """Choices of the whole program, each with the best program in which it was taken otherwise."""
-    by_name = {}
+def decisions(
+    best: Evaluation, evaluations: Sequence[Evaluation], constraints: SearchConstraints = FREE
+) -> dict[str, Decision]:
+    """Choices of the whole program, each with the best program in which it was taken otherwise; given ones
+    say so."""
+    by_name, given = {}, constraints.given()
     for name, chosen in best.choices.items():
+        note = f"given: {name}={given[name]}; " if name in given else ""
+        if note and name != "stages":  # stages of a given number differ in their layers and shapes
+            by_name[name] = Decision(chosen=chosen, note=f"{note}nothing else was tried")
+            continue
         if name == "products" and all(other.choices[name] == chosen for other in evaluations):
             continue  # no other algorithm of matrix products was tried
         others = [other for other in evaluations if other.fits and other.choices[name] != chosen]
         runner_up = min(others, key=lambda other: other.seconds, default=None)
         if runner_up is None:
             single = "; of single layers other choices may be: explain a layer" if name == "recompute" else ""
-            by_name[name] = Decision(chosen=chosen, note=f"nothing else that fits was forecast{single}")
+            by_name[name] = Decision(chosen=chosen, note=f"{note}nothing else that fits was forecast{single}")
             continue
+        note += f"the runner-up is the best program of the search that differs in this: {runner_up.origin}"
         by_name[name] = Decision(
             chosen=chosen,
             runner_up=runner_up.choices[name],
             runner_up_seconds=runner_up.seconds,
-            note=f"the runner-up is the best program of the search that differs in this: {runner_up.origin}",
+            note=note,
         )
     return by_name
 

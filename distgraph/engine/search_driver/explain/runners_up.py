@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from distgraph.engine.search_driver.candidate import BuiltCandidate, plan_of
+from distgraph.engine.search_driver.candidate import BuiltCandidate, constraint_broken_by, plan_of
 from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations, evaluation_of
 from distgraph.engine.search_driver.explain.decisions import (
     ParameterStorage,
@@ -123,18 +123,19 @@ class Explainer:
             seen.add(storage.name)
             other = prefetched[storage.name]
             self._ops += other.ops
+            faster, note = None, storage.decision.note
             if other.fits and other.seconds < best.seconds:
+                faster = other.program or with_runner_up(best, storage, self.layout_costs)
+                if broken := self._broken(faster):
+                    faster, note = None, f"{note}; the runner-up does not keep {broken}, which is given"
+            if faster is not None:
                 seen.clear()
                 prefetched.clear()
-                best = other.program or with_runner_up(best, storage, self.layout_costs)
+                best = faster
                 self._forget()
                 yield evaluation_of(best, other_layouts=True)
                 continue
-            note = (
-                storage.decision.note
-                if other.fits
-                else f"{storage.decision.note}; the runner-up does not fit memory"
-            )
+            note = note if other.fits else f"{note}; the runner-up does not fit memory"
             self._stored[storage.name] = replace(
                 storage.decision, runner_up_seconds=other.seconds, note=note, instead=other.instead
             )
@@ -156,7 +157,8 @@ class Explainer:
         forecasts: dict[Change, RunnerUp] = {}
         profiles = profiles_of(best)
         self._layers = layer_decisions(best, profiles, forecasts)
-        waiting = self._in_order(changes(best))[:_MOST_CHANGES]
+        waiting = self._in_order([each for each in changes(best) if self._is_allowed(best, each)])
+        waiting = waiting[:_MOST_CHANGES]
         while waiting and self._ops_of_layers < _MOST_CHANGE_OPS and not self.expired():
             yield f"another choice of layers: {waiting[0].text}"
             few = waiting[: self._at_once(best)]
@@ -170,6 +172,17 @@ class Explainer:
                 forecasts[change] = other.without_program()
             self._layers = layer_decisions(best, profiles, forecasts)
         return None
+
+    def _broken(self, program: BuiltCandidate) -> str:
+        """The constraint that a program does not keep; "" where it keeps all."""
+        constrained = bool(self.layout_costs.constraints.given())
+        return constraint_broken_by(program, self.layout_costs) if constrained else ""
+
+    def _is_allowed(self, best: BuiltCandidate, change: Change) -> bool:
+        """Whether constraints leave a change of layers to the search."""
+        given = self.layout_costs.constraints
+        moved = change.candidate is not None and change.recompute == best.layered.recompute
+        return given.borders is None if moved else given.recompute is None
 
     def _at_once(self, best: BuiltCandidate) -> int:
         """Changes to forecast at the same time; one process writes the plan meanwhile."""

@@ -1,0 +1,242 @@
+"""Constraints of a search: every program keeps them, the plan says so, contradictions are named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.files.clusters import cluster_of
+from support.programs.searched import CHAIN, PROGRAMS, SECONDS, Net, slow, two_by_two
+from support.search.plan_training import trains_as_one_rank
+
+import distgraph as dg
+from distgraph.engine.commands.plan_search import (
+    SearchOptions,
+    options_of,
+    search,
+    with_constraints_of,
+    with_searched_plan,
+)
+from distgraph.engine.search_driver.run_search import plan_of_search, run_search
+from distgraph.engine.search_driver.search_state import SearchState
+from distgraph.errors import InfeasibleError, ResourceError, ShardingError
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.plan.constraints import SearchConstraints
+from distgraph.plan.plan import Plan
+from distgraph.plan.strategy import Strategy
+
+pytestmark = pytest.mark.timeout(600)
+KEPT: dict[str, dict[str, Any]] = {
+    "micro_batches": {"micro_batches": 4},
+    "schedule": {"schedule": "gpipe", "stages": 2},
+    "stages": {"stages": 3},
+    "devices": {"devices": 3},
+    "borders": {"borders": (1, 4)},
+    "recompute": {"recompute": (0, 2)},
+    "zero": {"zero": 0},
+    "uniform": {"uniform": True, "stages": 2, "micro_batches": 2},
+}
+
+
+def run(**given: Any) -> SearchState:
+    """A finished search of the chain on two machines of two devices."""
+    state = SearchState(
+        CHAIN.compile_request(), two_by_two(), "auto", SECONDS, constraints=SearchConstraints(**given)
+    )
+    list(run_search(state))
+    return state
+
+
+def layouts_over_dp(plan: Plan, kind: str) -> bool:
+    stored = (tensor for tensor in plan.tensors.values() if tensor.kind == kind)
+    return any("dp" in dim for tensor in stored for dim in tensor.spec.dims)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_every_program_keeps_what_is_given(name: str) -> None:
+    given = KEPT[name]
+    state = run(**given)
+    options = SearchOptions(constraints=state.constraints)
+    plan = plan_of_search(state, options.settings())
+    assert all(not state.broken_by(evaluation) for evaluation in state.evaluations.all)
+    programs = [e.candidate for e in state.evaluations.all if e.candidate is not None]
+    assert programs
+    for candidate in programs:
+        stages = candidate.stages
+        assert candidate.micro_batches == given.get("micro_batches", candidate.micro_batches)
+        assert candidate.schedule == given.get("schedule", candidate.schedule)
+        assert len(stages) == given.get("stages", len(stages))
+        assert tuple(s.first for s in stages[1:]) == given.get("borders", tuple(s.first for s in stages[1:]))
+        assert candidate.recompute == given.get("recompute", candidate.recompute)
+        assert max(max(s.devices) for s in stages) < given.get("devices", 4)
+        assert not given.get("uniform") or len({s.shape for s in stages}) == 1
+    if name == "zero":
+        assert not layouts_over_dp(plan, "param")
+        assert not layouts_over_dp(plan, "state")
+    shown = ", ".join(f"{key}={value}" for key, value in state.constraints.given().items())
+    assert f"; given: {shown}" in str(plan)
+    assert state.constraints.given().items() <= plan.search.settings.items()
+    if name in plan.decisions:
+        assert f"given: {name}=" in plan.explain(name)
+    trains_as_one_rank(CHAIN, plan)
+
+
+def test_without_constraints_nothing_changes() -> None:
+    free = search(CHAIN.compile_request(), two_by_two(), SearchOptions(seconds=SECONDS, processes=1))
+    assert "given" not in str(free)
+    stages = len(free.stages)
+    constraints = SearchConstraints(
+        micro_batches=free.micro_batches, schedule=free.schedule, stages=stages, recompute=free.recompute
+    )
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=constraints)
+    pinned = search(CHAIN.compile_request(), two_by_two(), options)
+    assert free.forecast is not None
+    assert pinned.forecast is not None
+    assert pinned.forecast.seconds <= free.forecast.seconds * (1 + 1e-9)
+
+
+def test_memory_is_a_limit_of_every_device() -> None:
+    """The plan fits into the memory, and is that of a cluster of such devices."""
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(memory="24 KiB"))
+    plan = search(CHAIN.compile_request(), two_by_two(), options)
+    assert plan.forecast is not None
+    assert max(plan.forecast.memory) <= 24 * 1024
+    small = search(
+        CHAIN.compile_request(),
+        two_by_two(memory="24 KiB"),
+        replace(options, constraints=SearchConstraints()),
+    )
+    assert small.forecast is not None
+    assert small.forecast.seconds == plan.forecast.seconds
+    tiny = SearchConstraints(memory="1 KiB")
+    with pytest.raises(InfeasibleError, match=r"no plan fits cluster boxes and keeps memory=1 KiB; the near"):
+        search(CHAIN.compile_request(), two_by_two(), replace(options, constraints=tiny))
+
+
+def test_annotated_programs_keep_constraints() -> None:
+    """Micro-batches, schedule and recomputation; other stages than the annotated ones are refused."""
+    mesh = ProcessMesh.grid(dp=2, tp=2)
+    program = PROGRAMS["mlp"]
+    constraints = SearchConstraints(micro_batches=2, schedule="gpipe", recompute=False)
+    options = SearchOptions(seconds=SECONDS, processes=1, constraints=constraints)
+    plan = search(program.compile_request(Net(mesh)), two_by_two(), options)
+    assert (plan.micro_batches, plan.schedule, plan.recompute) == (2, "gpipe", ())
+    two = replace(options, constraints=SearchConstraints(stages=2))
+    with pytest.raises(InfeasibleError, match=r"keeps stages=2: .* does not keep stages=2; leave a constr"):
+        search(program.compile_request(Net(mesh)), two_by_two(), two)
+    few = replace(options, constraints=SearchConstraints(devices=2))
+    with pytest.raises(ResourceError, match=r"needs 4 devices but devices of the search is 2; annotate"):
+        search(program.compile_request(Net(mesh)), two_by_two(), few)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stages": 0}, "stages of the search is 0 but must be a number from 1 up"),
+        ({"micro_batches": True}, "micro_batches of the search is True but must be a number"),
+        ({"devices": 1.5}, "devices of the search is 1.5 but must be a number"),
+        (
+            {"schedule": "zigzag"},
+            "schedule 'zigzag' of the search does not exist; the schedules are 1f1b, gp",
+        ),
+        ({"zero": 2}, "zero of the search is 2 but must be 0, 1 or 3"),
+        ({"uniform": 1}, "uniform of the search is 1 but must be True or False"),
+        ({"memory": 0}, 'memory of the search is 0 but must be a size such as "8 GiB", or bytes'),
+        ({"memory": math.inf}, "memory of the search is inf but must be finite"),
+        ({"borders": (4, 2)}, r"borders of the search is \(4, 2\) but must ascend"),
+        (
+            {"borders": (0,)},
+            r"borders of the search is \(0,\) but must be numbers of layers from 1 up, the fi",
+        ),
+        (
+            {"recompute": "all"},
+            "recompute of the search is 'all' but must be numbers of layers .* or True or",
+        ),
+        (
+            {"recompute": (1, 1)},
+            r"recompute of the search is \(1, 1\) but must ascend, without a number twice",
+        ),
+        ({"borders": (2,), "stages": 3}, "borders of the search are 2, which make 2 stages, but stages is 3"),
+    ],
+)
+def test_values_that_no_plan_has(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        SearchConstraints(**given)
+    with pytest.raises(ShardingError):
+        Strategy(mode="auto", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"micro_batches": 3},
+            r"micro_batches of the search is 3 but a batch of 8 samples .* one of 8, 4, 2, 1",
+        ),
+        ({"devices": 5}, "devices of the search is 5 but cluster boxes has 4; take fewer"),
+        ({"stages": 6}, "stages of the search is 6 but there are 5 layers; every stage has one or more"),
+        ({"stages": 3, "devices": 2}, "stages of the search is 3 but there are 2 devices"),
+        ({"borders": (5,)}, "borders of the search names layer 5 but the program has layers 0 to 4"),
+        ({"recompute": (7,)}, "recompute of the search names layer 7 but the program has layers 0 to 4"),
+        ({"memory": "8"}, "memory of the search is '8' but must be a size such as \"80 GiB\""),
+        ({"memory": "8 GHz"}, "memory of the search is '8 GHz' but must be a size such as \"80 GiB\""),
+    ],
+)
+def test_what_the_program_or_the_cluster_does_not_have(given: dict[str, Any], message: str) -> None:
+    options = SearchOptions(seconds=SECONDS, constraints=SearchConstraints(**given))
+    with pytest.raises(ShardingError, match=message):
+        search(CHAIN.compile_request(), two_by_two(), options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    [
+        ("semi", {"stages": 2}),
+        ("manual", {"memory": "8 GiB"}),
+        ("semi", {"devices": 4}),
+        ("recursive", {"recompute": False}),
+        ("mesh2d", {"zero": 0}),
+        ("sharding_propagation", {"borders": (1,)}),
+        ("recursive", {"uniform": True}),
+    ],
+)
+def test_a_mode_that_does_not_search_it(mode: str, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(
+        ShardingError, match=f"{name} of Strategy is .* but mode '{mode}' does not search it; "
+    ):
+        Strategy(mode=mode, **given)
+    with pytest.raises(ShardingError, match=f"{name} of the search is .* but mode '{mode}' does not search"):
+        SearchOptions(mode=mode, constraints=SearchConstraints(**given))
+
+
+def test_a_strategy_is_searched_as_it_says() -> None:
+    strategy = Strategy(mode="auto", stages=2, devices=3, seconds=SECONDS)
+    options = options_of(strategy)
+    assert (options.seconds, options.constraints) == (SECONDS, SearchConstraints(stages=2, devices=3))
+    request = with_searched_plan(CHAIN.compile_request(strategy=strategy), two_by_two())
+    assert request.plan is not None
+    assert len(request.plan.stages) == 2
+    assert max(request.plan.ranks) < 3
+    assert request.training_spec.strategy.constraints.stages is None  # decided: nothing is searched again
+    command = SearchOptions(constraints=SearchConstraints(stages=4, schedule="gpipe"))
+    both = with_constraints_of(strategy, command).constraints
+    assert both == SearchConstraints(stages=4, schedule="gpipe", devices=3)
+    assert with_constraints_of(Strategy(micro_batches=4), command) is command
+    with pytest.raises(ShardingError, match="seconds of Strategy is 5 but mode 'semi' searches nothing"):
+        Strategy(seconds=5)
+    with pytest.raises(ShardingError, match="seconds of Strategy is -1 but must be"):
+        Strategy(mode="auto", seconds=-1)
+
+
+def test_modes_on_fewer_devices() -> None:
+    """Micro-batches and schedule too, which modes that search layouts alone take as they are given."""
+    constraints = SearchConstraints(devices=4, micro_batches=2, schedule="gpipe")
+    options = SearchOptions(mode="recursive", seconds=SECONDS, constraints=constraints)
+    plan = search(CHAIN.compile_request(), cluster_of(slow(2, 2, 2)), options)
+    assert (plan.ranks, plan.micro_batches, plan.schedule) == ((0, 1, 2, 3), 2, "gpipe")
+    mesh2d = search(CHAIN.compile_request(), cluster_of(slow(2, 2, 2)), replace(options, mode="mesh2d"))
+    assert (len(mesh2d.ranks), mesh2d.micro_batches, mesh2d.schedule) == (4, 2, "gpipe")
+    assert dg.Strategy(mode="recursive", micro_batches=4).micro_batches == 4
