@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.torus_prices import TPU_V4
 from distgraph import ops
 from distgraph.ir.graph import Graph
 from distgraph.ir.matmul_algorithm import MatmulAlgorithm
@@ -36,7 +37,9 @@ from distgraph.passes.backward import differentiate
 from distgraph.passes.complete import complete
 from distgraph.passes.dead_code_elimination import prune
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
-from distgraph.passes.matmul_algorithms.tuner import ALGORITHMS, Layer, LayerTuning, TorusPrices, Tuning, tune
+from distgraph.passes.matmul_algorithms.layer_products import Layer
+from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
+from distgraph.passes.matmul_algorithms.tuner import LayerTuning, Tuning, tune
 from distgraph.passes.search.modes.mesh2d import annotate, linear_layers
 from distgraph.resources import Cluster, load_cluster
 from distgraph.runtime.forecast.forecast import forecast
@@ -48,15 +51,6 @@ CHIPS = (16, 64, 256)
 SEQUENCE, BLOCK = 2048, 8
 FLOPS = 266e12
 TOLERANCE = 0.02  # as in mode mesh2d: the fewest slices within 2 % of the least seconds
-PRICES = TorusPrices(
-    launch={"all_gather": 13e-6, "reduce_scatter": 26e-6, "send_receive": 50e-6},
-    step=5e-6,
-    bandwidth={
-        "all_gather": (27.5e9, 79.8e9),
-        "reduce_scatter": (37.5e9, 63.2e9),
-        "send_receive": (38.8e9, 35.2e9),
-    },
-)
 FILE = "resources/files/tpu_v4_16x16.yaml"
 
 
@@ -124,7 +118,7 @@ def fields(graph: Graph) -> dict[str, Any]:
 def best(layers: list[Layer], chips: int, algorithm: str) -> Tuning | None:
     """The tuner's answer; None where an algorithm fits no mesh."""
     try:
-        return tune(layers, chips, PRICES, FLOPS, block=BLOCK, algorithm=algorithm, tolerance=TOLERANCE)
+        return tune(layers, chips, TPU_V4, FLOPS, block=BLOCK, algorithm=algorithm, tolerance=TOLERANCE)
     except Exception as error:  # noqa: BLE001 - printed
         print(f"  {algorithm}: {error}")
         return None
@@ -198,11 +192,11 @@ def run(quick: bool) -> dict[str, Any]:
     )
     begun = time.perf_counter()
     for width in MODELS.values():
-        tune(layers_of(width, 128), 256, PRICES, FLOPS, block=BLOCK)
+        tune(layers_of(width, 128), 256, TPU_V4, FLOPS, block=BLOCK)
     seconds = (time.perf_counter() - begun) / len(MODELS)
     gains = {}
     for model, width in MODELS.items():
-        stationary = tune(layers_of(width, 128), 256, PRICES, FLOPS, block=BLOCK, forward="RS").seconds
+        stationary = tune(layers_of(width, 128), 256, TPU_V4, FLOPS, block=BLOCK, forward="RS").seconds
         gains[model] = 100 * (stationary / of(model, 256, "meshslice")["model"] - 1)
     pairs = [(row["model"], row["simulated"]) for row in rows if row["simulated"] is not None]
     return {

@@ -34,7 +34,6 @@ from distgraph.passes.matmul_algorithms.layer_products import (
     Mesh,
     Product,
     illegal_sizes,
-    legal_slices,
     nearest_multiples,
     products,
 )
@@ -178,54 +177,31 @@ def product_seconds(
     prices: RingPrices,
     flops_per_second: float,
     item_bytes: int = 2,
-    block: int = 1,
 ) -> ProductSeconds:
     """Forecast seconds of one product on a mesh; see the module for the formulas.
 
     Args:
-        algorithm: one of `ALGORITHMS`.
-        product: of a layer, in its dataflow.
-        mesh: rows and columns of chips. The one-axis algorithms need one of them to be 1, and do not depend
-            on the dataflow.
-        slices: into which meshslice cuts the product; 1 for the others.
+        algorithm: one of `ALGORITHMS`, which can use the mesh (`check_algorithm`).
+        product: of a layer, in its dataflow; the mesh divides its sizes (`illegal_reason`).
+        mesh: rows and columns of chips. The one-axis algorithms do not depend on the dataflow.
+        slices: into which meshslice cuts the product, one of `legal_slices`; 1 for the others.
         prices: of communication on the rings of the mesh.
         flops_per_second: effective FLOP/s of a chip.
         item_bytes: bytes of an element.
-        block: neighbouring rows or columns that stay together when a shard is sliced.
 
     Returns:
         Seconds in all, of computation, and of communication by cause.
 
-    Raises:
-        ShardingError: an unknown algorithm, a mesh that the algorithm cannot use, sizes that the mesh does
-            not divide, or a number of slices that does not divide them; the message names the nearest legal
-            values.
-
     Example:
+        >>> from distgraph.passes.matmul_algorithms.cluster_prices import ClusterPrices
         >>> from distgraph.passes.matmul_algorithms.layer_products import Layer
-        >>> from distgraph.passes.matmul_algorithms.ring_prices import TorusPrices
-        >>> prices = TorusPrices({"all_gather": 1e-5}, 1e-6, {"all_gather": (25e9, 25e9)})
-        >>> forward = products(Layer("up", 4096, 1024, 4096), "OS")[0]
-        >>> seconds = [product_seconds("meshslice", forward, (4, 4), s, prices, 20e12) for s in (1, 2, 4)]
-        >>> [f"{1e6 * each.total:.1f} us" for each in seconds]
-        ['183.3 us', '151.8 us', '141.8 us']
+        >>> from distgraph.resources.load import load_cluster
+        >>> prices = ClusterPrices(load_cluster("tpu_v4_16x16"))
+        >>> forward = products(Layer("up", 65536, 4096, 16384), "OS")[0]
+        >>> seconds = [product_seconds("meshslice", forward, (8, 8), s, prices, 200e12) for s in (1, 2, 4)]
+        >>> [f"{1e6 * each.total:.0f} us" for each in seconds]
+        ['1471 us', '1175 us', '1100 us']
     """
-    check_algorithm(algorithm, mesh)
-    check_positive(flops_per_second=flops_per_second, item_bytes=item_bytes, block=block)
-    _check_slices(algorithm, product, mesh, slices, block)
-    return unchecked_seconds(algorithm, product, mesh, slices, prices, flops_per_second, item_bytes)
-
-
-def unchecked_seconds(
-    algorithm: str,
-    product: Product,
-    mesh: Mesh,
-    slices: int,
-    prices: RingPrices,
-    flops_per_second: float,
-    item_bytes: int,
-) -> ProductSeconds:
-    """`product_seconds` of arguments that are known to be legal."""
     compute = product.flops(math.prod(mesh)) / flops_per_second
     case = _Case(product, mesh, slices, prices, compute, item_bytes)
     total, communication = _ALGORITHMS[algorithm](case)
@@ -277,25 +253,3 @@ def illegal_reason(algorithm: str, product: Product, mesh: Mesh, block: int) -> 
                 )
         return None
     return illegal_sizes(product, mesh, block if algorithm == "meshslice" else 1)
-
-
-def _check_slices(algorithm: str, product: Product, mesh: Mesh, slices: int, block: int) -> None:
-    if illegal := illegal_reason(algorithm, product, mesh, block):
-        raise ShardingError(illegal)
-    subject = f"layer {product.layer.name}: {product}"
-    if algorithm != "meshslice":
-        if slices != 1:
-            raise ShardingError(
-                f"{subject}: algorithm {algorithm} is not sliced but slices is {slices}; use slices=1, or "
-                f"algorithm meshslice"
-            )
-        return
-    legal = legal_slices(product, mesh, block)
-    if slices not in legal:
-        near = [*[s for s in legal if s < slices][-1:], *[s for s in legal if s > slices][:1]]
-        rows, cols = (getattr(product, product.sliced) // size for size in mesh)
-        raise ShardingError(
-            f"{subject}: slices is {slices} but the shards of index {product.sliced}, {rows} and {cols} "
-            f"long, must be multiples of block * slices with block {block}; the nearest legal value is "
-            f"{' or '.join(map(str, near))}"
-        )

@@ -10,7 +10,6 @@ directions of a torus use different links, so that neither slows the other down.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +17,6 @@ from distgraph.errors import ResourceError
 
 AXES = ("rows", "cols")
 """Names of mesh axes 0 and 1."""
-KINDS = ("all_gather", "reduce_scatter", "send_receive", "broadcast", "reduce")
-"""Kinds of communication that have a price."""
-_SAME_PRICE = {"broadcast": "all_gather", "reduce": "reduce_scatter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,64 +121,7 @@ class RingPrices(Protocol):
         """The price of a kind of communication on the rings of mesh axis 0 (rows) or 1 (cols).
 
         Args:
-            kind: one of `KINDS`.
+            kind: all_gather, reduce_scatter, send_receive, broadcast or reduce.
             axis: of the mesh.
             mesh: rows and columns of chips.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class TorusPrices:
-    """Prices that do not depend on the shape of the mesh: the `RingPrices` of a torus.
-
-    Attributes:
-        launch: kind -> seconds to start an operation.
-        step: seconds to synchronise neighbours, once a step.
-        bandwidth: kind -> bytes/s on the rings of mesh axes rows and cols.
-
-    Kinds are all_gather, reduce_scatter, send_receive, broadcast and reduce. Where broadcast has no price of
-    its own, it has the launch time and bandwidth of all_gather, and reduce those of reduce_scatter.
-
-    Raises:
-        ResourceError: an unknown kind, a kind without a launch time or bandwidth, a price that is no positive
-            number; on use, a kind without a price.
-
-    Example:
-        >>> prices = TorusPrices({"all_gather": 13e-6}, 5e-6, {"all_gather": (27.5e9, 79.8e9)})
-        >>> prices.ring("all_gather", 1, (4, 4))
-        Ring(launch=1.3e-05, step=5e-06, bandwidth=79800000000.0)
-        >>> prices.ring("send_receive", 1, (4, 4))
-        Traceback (most recent call last):
-            ...
-        distgraph.errors.ResourceError: ring prices: no price for send_receive, only for all_gather; add it \
-to launch and bandwidth
-    """
-
-    launch: Mapping[str, float]
-    step: float
-    bandwidth: Mapping[str, tuple[float, float]]
-
-    def __post_init__(self) -> None:
-        for kind in sorted({*self.launch, *self.bandwidth}):
-            if kind not in KINDS:
-                raise ResourceError(f"ring prices: unknown kind {kind!r}; write one of {', '.join(KINDS)}")
-            for field, given in (("launch", self.launch), ("bandwidth", self.bandwidth)):
-                if kind not in given:
-                    raise ResourceError(f"ring prices: {kind} has no {field}; add {field}[{kind!r}]")
-            if len(self.bandwidth[kind]) != len(AXES):
-                raise ResourceError(
-                    f"ring prices: bandwidth[{kind!r}] has {len(self.bandwidth[kind])} numbers but a mesh "
-                    f"has {len(AXES)} axes; write (rows, cols)"
-                )
-            for axis in range(len(AXES)):
-                Ring(self.launch[kind], self.step, self.bandwidth[kind][axis])
-
-    def ring(self, kind: str, axis: int, mesh: tuple[int, int]) -> Ring:
-        """The price of a kind on the rings of an axis; the same for every mesh."""
-        priced = kind if kind in self.launch else _SAME_PRICE.get(kind, kind)
-        if priced not in self.launch:
-            raise ResourceError(
-                f"ring prices: no price for {kind}, only for {', '.join(sorted(self.launch)) or 'nothing'}; "
-                f"add it to launch and bandwidth"
-            )
-        return Ring(self.launch[priced], self.step, self.bandwidth[priced][axis])

@@ -24,33 +24,14 @@ from distgraph.passes.matmul_algorithms.layer_products import (
     transposed_forms,
 )
 from distgraph.passes.matmul_algorithms.product_seconds import (
-    ALGORITHMS,
     ONE_AXIS,
     ProductSeconds,
     check_algorithm,
     check_positive,
     illegal_reason,
     product_seconds,
-    unchecked_seconds,
 )
-from distgraph.passes.matmul_algorithms.ring_prices import Ring, RingPrices, TorusPrices
-
-__all__ = [
-    "ALGORITHMS",
-    "Layer",
-    "Product",
-    "ProductSeconds",
-    "ProductTuning",
-    "LayerTuning",
-    "Ring",
-    "RingPrices",
-    "TorusPrices",
-    "Tuning",
-    "dataflow",
-    "product_seconds",
-    "products",
-    "tune",
-]
+from distgraph.passes.matmul_algorithms.ring_prices import RingPrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +154,15 @@ def tune(
         InfeasibleError: no mesh divides the sizes of all products; the message names the nearest legal sizes.
 
     Example:
-        >>> kinds = ("all_gather", "reduce_scatter")
-        >>> prices = TorusPrices(dict.fromkeys(kinds, 1e-5), 1e-6, dict.fromkeys(kinds, (25e9, 25e9)))
-        >>> print(tune([Layer("up", 4096, 1024, 4096)], 16, prices, flops_per_second=20e12))
-        meshslice on mesh 4x4: 0.483 ms, 66.7 % computing
+        >>> from distgraph.passes.matmul_algorithms.cluster_prices import ClusterPrices
+        >>> from distgraph.resources.load import load_cluster
+        >>> prices = ClusterPrices(load_cluster("tpu_v4_16x16"))
+        >>> print(tune([Layer("up", 65536, 4096, 16384)], 16, prices, flops_per_second=200e12))
+        meshslice on mesh 4x4: 8.669 ms, 95.1 % computing
         layer  product         slices   seconds   compute    launch      sync  transfer
-        up     Y = OS(X, W)         4  0.142 ms  0.107 ms  0.080 ms  0.024 ms  0.126 ms
-        up     dX = LS(dY, W)       4  0.170 ms  0.107 ms  0.080 ms  0.024 ms  0.126 ms
-        up     dW = RS(X, dY)       4  0.170 ms  0.107 ms  0.080 ms  0.024 ms  0.126 ms
+        up     Y = OS(X, W)        32  2.816 ms  2.749 ms  0.832 ms  0.960 ms  2.177 ms
+        up     dX = LS(dY, W)      16  2.975 ms  2.749 ms  0.624 ms  0.480 ms  2.508 ms
+        up     dW = RS(X, dY)      32  2.878 ms  2.749 ms  1.248 ms  0.960 ms  1.933 ms
     """
     if not callable(flops_per_second):
         check_positive(flops_per_second=flops_per_second)
@@ -200,7 +182,7 @@ def tune(
 
     def forecast(product: Product, mesh: Mesh, slices: int) -> ProductSeconds:
         speed = flops_per_second(product, mesh) if callable(flops_per_second) else flops_per_second
-        return unchecked_seconds(algorithm, product, mesh, slices, prices, speed, item_bytes)
+        return product_seconds(algorithm, product, mesh, slices, prices, speed, item_bytes)
 
     tunings: list[Tuning] = []
     reasons: list[str] = []

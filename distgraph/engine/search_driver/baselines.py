@@ -27,7 +27,7 @@ from distgraph.engine.search_driver.search_state import Event, SearchState
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.errors import DistGraphError
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
-from distgraph.passes.matmul_algorithms.tuner import ALGORITHMS
+from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
 
 _UNIFORM: tuple[Restriction, ...] = ("uniform", "zero1", "zero3", "none")
 _MOST_SHAPES = 3

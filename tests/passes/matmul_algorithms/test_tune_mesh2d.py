@@ -12,8 +12,15 @@ import distgraph as dg
 from distgraph.cli.application import app
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.passes.matmul_algorithms.cluster_prices import ClusterPrices, product_rate, slice_block
-from distgraph.passes.matmul_algorithms.layer_products import Layer, legal_slices, transposed_forms
-from distgraph.passes.matmul_algorithms.tuner import dataflow, product_seconds, products, tune
+from distgraph.passes.matmul_algorithms.layer_products import (
+    Layer,
+    dataflow,
+    legal_slices,
+    products,
+    transposed_forms,
+)
+from distgraph.passes.matmul_algorithms.product_seconds import product_seconds
+from distgraph.passes.matmul_algorithms.tuner import tune
 from distgraph.resources import Cluster, CollectiveCost, load_cluster, with_torus_shape
 
 BLOCK_OF_GPT3 = {
@@ -41,7 +48,7 @@ def least(layers: dict[str, tuple[int, int, int]], cluster: Cluster, count: int,
                 found = [
                     product_seconds(
                         "meshslice", product, mesh, slices, prices, rate(product, mesh),
-                        4 if dtype == "f32" else 2, block,
+                        4 if dtype == "f32" else 2,
                     ).total
                     for slices in legal_slices(product, mesh, block)
                 ]  # fmt: skip

@@ -12,35 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.support.torus_prices import TPU_V4, TorusPrices, checked_seconds
 from distgraph.errors import InfeasibleError, ShardingError
 from distgraph.passes.matmul_algorithms.layer_products import (
     DATAFLOWS,
-    legal_slices,
-    transposed_forms,
-)
-from distgraph.passes.matmul_algorithms.tuner import (
-    ALGORITHMS,
     Layer,
     Product,
-    Ring,
-    TorusPrices,
-    Tuning,
     dataflow,
-    product_seconds,
+    legal_slices,
     products,
-    tune,
+    transposed_forms,
 )
+from distgraph.passes.matmul_algorithms.product_seconds import ALGORITHMS
+from distgraph.passes.matmul_algorithms.ring_prices import Ring
+from distgraph.passes.matmul_algorithms.tuner import Tuning, tune
 
-# MeshSlice (Nam et al., ISCA 2025): TPU v4 in bf16.
-TPU_V4 = TorusPrices(
-    launch={"all_gather": 13e-6, "reduce_scatter": 26e-6, "send_receive": 50e-6},
-    step=5e-6,
-    bandwidth={
-        "all_gather": (27.5e9, 79.8e9),
-        "reduce_scatter": (37.5e9, 63.2e9),
-        "send_receive": (38.8e9, 35.2e9),
-    },
-)
 FLOPS = 266e12
 TWO_AXES = ("meshslice", "collective", "wang", "summa", "cannon")
 
@@ -249,7 +235,7 @@ class TestDataflow:
             product = products(Layer("fc", *shape), flow)[0]
             assert legal_slices(product, (2, 3)) == ()
             with pytest.raises(ShardingError, match="nearest legal size"):
-                product_seconds("meshslice", product, (2, 3), 1, TPU_V4, FLOPS)
+                checked_seconds("meshslice", product, (2, 3), 1, TPU_V4, FLOPS)
 
     @given(st.lists(st.sampled_from(DATAFLOWS), max_size=6))
     def test_no_input_is_transposed_between_layers(self, flows: list[str]) -> None:
@@ -283,7 +269,7 @@ class TestProductSeconds:
     def seconds(
         self, algorithm: str, product: Product, mesh: tuple[int, int] = (2, 4), slices: int = 1
     ) -> float:
-        return product_seconds(algorithm, product, mesh, slices, self.table, 1e12).total
+        return checked_seconds(algorithm, product, mesh, slices, self.table, 1e12).total
 
     def test_collective_by_hand(self) -> None:
         forward, input_gradient, weight_gradient = products(self.layer, "OS")
@@ -346,7 +332,7 @@ class TestProductSeconds:
     @pytest.mark.parametrize("flow", DATAFLOWS)
     def test_split_and_bounds(self, algorithm: str, flow: str) -> None:
         for product in products(self.layer, flow):
-            seconds = product_seconds(algorithm, product, (4, 4), 1, self.table, 1e12)
+            seconds = checked_seconds(algorithm, product, (4, 4), 1, self.table, 1e12)
             parts = seconds.communication
             assert seconds.compute == pytest.approx(product.flops(16) / 1e12, rel=1e-12)
             assert min(parts.launch, parts.sync, parts.transfer) > 0
@@ -364,7 +350,7 @@ class TestProductSeconds:
         free = replace(self.table, launch=dict.fromkeys(self.table.launch, 0.0), step=0.0)
         for product in products(self.layer, flow):
             times = [
-                product_seconds("meshslice", product, (2, 4), slices, free, 1e12).total
+                checked_seconds("meshslice", product, (2, 4), slices, free, 1e12).total
                 for slices in legal_slices(product, (2, 4))
             ]
             assert len(times) > 5

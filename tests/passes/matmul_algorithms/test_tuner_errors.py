@@ -6,15 +6,11 @@ import math
 
 import pytest
 
+from benchmarks.support.torus_prices import TorusPrices, checked_seconds
 from distgraph.errors import DistGraphError, InfeasibleError, ResourceError, ShardingError
-from distgraph.passes.matmul_algorithms.tuner import (
-    Layer,
-    Ring,
-    TorusPrices,
-    product_seconds,
-    products,
-    tune,
-)
+from distgraph.passes.matmul_algorithms.layer_products import Layer, products
+from distgraph.passes.matmul_algorithms.ring_prices import Ring
+from distgraph.passes.matmul_algorithms.tuner import tune
 
 KINDS = ("all_gather", "reduce_scatter", "send_receive")
 PRICES = TorusPrices(dict.fromkeys(KINDS, 1e-5), 1e-6, dict.fromkeys(KINDS, (1e9, 2e9)))
@@ -28,7 +24,7 @@ def tune_fc(**changes: object) -> object:
 
 
 def forward_seconds(algorithm: str, mesh: tuple[int, int], slices: int = 1, block: int = 1) -> object:
-    return product_seconds(algorithm, FORWARD, mesh, slices, PRICES, 1e12, block=block)
+    return checked_seconds(algorithm, FORWARD, mesh, slices, PRICES, 1e12, block=block)
 
 
 @pytest.mark.parametrize(
