@@ -9,6 +9,7 @@ lowered    also: every change of layout is one collective that makes exactly thi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -85,6 +86,7 @@ def _fault(graph: Graph, op: Op, cell: int, part: str, message: str) -> NoReturn
 
 
 def _check_op(graph: Graph, op: Op, defined: dict[str, Value]) -> None:
+    fault = partial(_fault, graph, op)
     if not op.results:
         raise GraphError(
             f"graph @{graph.name}: an op {op.kind} ({op.source}) has no result; every op makes a value"
@@ -92,38 +94,20 @@ def _check_op(graph: Graph, op: Op, defined: dict[str, Value]) -> None:
     for value in op.operands:
         if value.name not in defined:
             later = "is made only further down" if value.name in graph.values else "is made nowhere"
-            _fault(
-                graph,
-                op,
-                _CALL,
-                f"%{value.name}",
-                f"operand %{value.name} {later}; define it above its first use",
-            )
+            fault(_CALL, f"%{value.name}", f"operand %{value.name} {later}; define it above its first use")
         if defined[value.name] != value:
             type_ = defined[value.name].type
-            _fault(
-                graph,
-                op,
-                _CALL,
-                value.type,
-                f"operand %{value.name} is read as {value.type} but made as {type_}",
-            )
+            fault(_CALL, value.type, f"operand %{value.name} is read as {value.type} but made as {type_}")
     for value in op.results:
         if value.name in defined:
-            _fault(
-                graph,
-                op,
-                _NAME,
-                f"%{value.name}",
-                f"value %{value.name} is made twice; every value has one op",
-            )
+            fault(_NAME, f"%{value.name}", f"value %{value.name} is made twice; every value has one op")
         defined[value.name] = value
     if op.role not in ROLES:
-        _fault(graph, op, _REST, op.role, f"role {op.role!r} is not one of {', '.join(ROLES)}")
+        fault(_REST, op.role, f"role {op.role!r} is not one of {', '.join(ROLES)}")
     try:
         lookup(op.kind)
     except GraphError as error:
-        _fault(graph, op, _CALL, op.kind, str(error))
+        fault(_CALL, op.kind, str(error))
     _check_results(graph, op)
     for value in op.results:
         attr = graph.attrs.get(value.name)
@@ -132,10 +116,11 @@ def _check_op(graph: Graph, op: Op, defined: dict[str, Value]) -> None:
         try:
             attr.spec.check(value.shape, attr.mesh, f"%{value.name} {value.type}")
         except ShardingError as error:
-            _fault(graph, op, _STORED, str(attr.spec), str(error))
+            fault(_STORED, str(attr.spec), str(error))
 
 
 def _check_results(graph: Graph, op: Op) -> None:
+    fault = partial(_fault, graph, op)
     if op.kind in SOURCES:
         _check_source(graph, op)
         return
@@ -143,22 +128,14 @@ def _check_results(graph: Graph, op: Op) -> None:
         inferred = [(tuple(shape), dtype) for shape, dtype in infer_results(op.kind, op.operands, op.attrs)]
     except (GraphError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = str(error) if isinstance(error, GraphError) else f"attributes do not fit the op ({error!r})"
-        _fault(graph, op, _CALL, "", reason)
+        fault(_CALL, "", reason)
     if len(inferred) != len(op.results):
-        _fault(
-            graph, op, _NAME, "", f"op has {len(op.results)} results but its operands make {len(inferred)}"
-        )
+        fault(_NAME, "", f"op has {len(op.results)} results but its operands make {len(inferred)}")
     for position, (value, (shape, dtype)) in enumerate(zip(op.results, inferred, strict=True)):
         expected = Value(value.name, shape, dtype)
         if value != expected:
             cell, part = (_TYPE, value.type) if position == 0 else (_STORED, f"%{value.name} : {value.type}")
-            _fault(
-                graph,
-                op,
-                cell,
-                part,
-                f"result %{value.name} is {value.type} but its operands make {expected.type}",
-            )
+            fault(cell, part, f"result %{value.name} is {value.type} but its operands make {expected.type}")
 
 
 def _check_source(graph: Graph, op: Op) -> None:
@@ -230,70 +207,42 @@ def _end_fault(graph: Graph, line: str, part: str, message: str) -> NoReturn:
 
 
 def _check_completed(graph: Graph, op: Op) -> None:
+    fault = partial(_fault, graph, op)
     for value in op.results:
         if value.name not in graph.attrs:
-            _fault(
-                graph,
-                op,
-                _NAME,
-                f"%{value.name}",
-                f"value %{value.name} has no layout; run the pass complete",
-            )
+            fault(_NAME, f"%{value.name}", f"value %{value.name} has no layout; run the pass complete")
     if op.layout is None:
-        _fault(graph, op, _CALL, "", "op has no layout of its own; run the pass complete")
+        fault(_CALL, "", "op has no layout of its own; run the pass complete")
     if not op.kind.startswith("comm."):
         _check_layout(graph, op, op.layout)
 
 
 def _check_layout(graph: Graph, op: Op, layout: OpLayout) -> None:
+    fault = partial(_fault, graph, op)
     rule = rule_of(op)
     used: list[str] = []
     for index, axes in layout.axes:
         part = f"{index}:{'*'.join(axes)}"
         if index not in rule.indices:
             indices = ", ".join(rule.indices) or "none"
-            _fault(
-                graph,
-                op,
-                _COMPUTED,
-                part,
-                f"index {index} is not in its rule {rule.text!r}, which has {indices}",
-            )
+            fault(_COMPUTED, part, f"index {index} is not in its rule {rule.text!r}, which has {indices}")
         if index in rule.whole:
-            _fault(
-                graph,
-                op,
-                _COMPUTED,
-                part,
-                f"index {index} must be whole in {op.kind} but is split over {axes}",
-            )
+            fault(_COMPUTED, part, f"index {index} must be whole in {op.kind} but is split over {axes}")
         used += axes
     groups = linear_groups(op)
     for axis, group in layout.partial:
         part = f"partial {axis}:{group}"
         if not 0 <= group < len(groups):
-            _fault(
-                graph,
-                op,
-                _COMPUTED,
-                part,
-                f"linear group {group} does not exist; {op.kind} has {len(groups)}",
-            )
+            fault(_COMPUTED, part, f"linear group {group} does not exist; {op.kind} has {len(groups)}")
         used.append(axis)
     for axis in used:
         if axis not in layout.mesh.sizes:
             has = ", ".join(layout.mesh.axes)
-            _fault(graph, op, _COMPUTED, axis, f"axis {axis!r} is not in {layout.mesh}, which has {has}")
+            fault(_COMPUTED, axis, f"axis {axis!r} is not in {layout.mesh}, which has {has}")
         if used.count(axis) > 1:
-            _fault(graph, op, _COMPUTED, axis, f"axis {axis!r} is used twice; it splits one index of an op")
+            fault(_COMPUTED, axis, f"axis {axis!r} is used twice; it splits one index of an op")
     if not representable(rule, layout):
-        _fault(
-            graph,
-            op,
-            _COMPUTED,
-            "",
-            f"blocks of a dim would not be plain blocks under the rule {rule.text!r}",
-        )
+        fault(_COMPUTED, "", f"blocks of a dim would not be plain blocks under the rule {rule.text!r}")
 
 
 # resharded and lowered
@@ -325,13 +274,12 @@ def _check_windows(graph: Graph, op: Op) -> None:
 
 def _check_operands(graph: Graph, op: Op, layout: OpLayout) -> None:
     """Check that operands are stored as an op reads them."""
+    fault = partial(_fault, graph, op)
     for position, value in enumerate(op.operands):
         needed = DistAttr(operand_mesh(op, position), operand_layout(op, position))
         if _blocks(graph.attrs[value.name]) != _blocks(needed):
             stored = graph.attrs[value.name]
-            _fault(
-                graph,
-                op,
+            fault(
                 _CALL,
                 f"%{value.name}",
                 f"operand %{value.name} is stored as {stored} but read as {needed}; run the pass reshard",
@@ -354,9 +302,10 @@ def _check_roots(graph: Graph, op: Op) -> None:
 
 
 def _check_stored(graph: Graph, op: Op, level: int) -> None:
+    fault = partial(_fault, graph, op)
     _check_roots(graph, op)
     if op.kind == "reshard" and level > 2:
-        _fault(graph, op, _CALL, "reshard", "change of layout is not lowered; run the pass lower")
+        fault(_CALL, "reshard", "change of layout is not lowered; run the pass lower")
     if op.kind == "reshard":
         return
     if op.kind.startswith("comm."):
@@ -374,9 +323,7 @@ def _check_stored(graph: Graph, op: Op, level: int) -> None:
         written = DistAttr(layout.mesh, result_layout(op, position))
         if _blocks(graph.attrs[value.name]) != _blocks(written):
             stored = graph.attrs[value.name]
-            _fault(
-                graph,
-                op,
+            fault(
                 _STORED,
                 str(stored.spec),
                 f"result %{value.name} is stored as {stored} but left as {written}; run the pass reshard",
@@ -408,27 +355,16 @@ def _check_comm(graph: Graph, op: Op) -> None:
 
 def _check_move(graph: Graph, op: Op, kind: str, source: DistAttr, target: DistAttr) -> None:
     """Check that a collective leads from the layout of one operand to that of its result."""
+    fault = partial(_fault, graph, op)
     if kind == "halo":
         _check_halo(graph, op)
         return
     if kind == "transfer":
         if source.spec.partial != target.spec.partial:
-            _fault(
-                graph,
-                op,
-                _STORED,
-                str(target.spec),
-                f"transfer from {source} to {target} would drop a reduction",
-            )
+            fault(_STORED, str(target.spec), f"transfer from {source} to {target} would drop a reduction")
         return
     if source.mesh != target.mesh:
-        _fault(
-            graph,
-            op,
-            _CALL,
-            op.kind,
-            f"{kind} stays on one mesh but leads from {source.mesh} to {target.mesh}",
-        )
+        fault(_CALL, op.kind, f"{kind} stays on one mesh but leads from {source.mesh} to {target.mesh}")
     attrs = StepAttrs(
         tuple(op.attrs.get("axes", ())),
         op.attrs.get("dim", 0),
@@ -437,9 +373,9 @@ def _check_move(graph: Graph, op: Op, kind: str, source: DistAttr, target: DistA
     )
     for axis in attrs.axes:
         if axis not in source.mesh.sizes:
-            _fault(graph, op, _CALL, f'"{axis}"', f"axis {axis!r} is not in {source.mesh}")
+            fault(_CALL, f'"{axis}"', f"axis {axis!r} is not in {source.mesh}")
     for problem in _problems(kind, source, target, attrs):
-        _fault(graph, op, _STORED, str(target.spec), problem)
+        fault(_STORED, str(target.spec), problem)
 
 
 def _check_halo(graph: Graph, op: Op) -> None:
@@ -447,23 +383,18 @@ def _check_halo(graph: Graph, op: Op) -> None:
 
     The layout does not change, but for the order of the ranks of the mesh.
     """
+    fault = partial(_fault, graph, op)
     source, target = graph.attrs[op.operands[0].name], graph.attrs[op.name]
     same_ranks = source.mesh.rank_set == target.mesh.rank_set and source.spec.partial == target.spec.partial
     if source != target and (not same_ranks or source.mesh == target.mesh):
-        _fault(
-            graph, op, _STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}"
-        )
+        fault(_STORED, str(target.spec), f"halo leaves the layout as it is, but leads from {source}")
     for dim, windows in op.attrs["windows"]:
         parts, length = target.mesh.count(target.spec.dims[dim]), op.result.shape[dim]
         if len(windows) != parts:
-            _fault(
-                graph, op, _CALL, "", f"dim {dim} is split in {parts} parts but has {len(windows)} windows"
-            )
+            fault(_CALL, "", f"dim {dim} is split in {parts} parts but has {len(windows)} windows")
         for start, stop in windows:
             if not 0 <= stop - start <= length:
-                _fault(
-                    graph, op, _CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}"
-                )
+                fault(_CALL, "", f"window {start}:{stop} does not fit dim {dim} of length {length}")
 
 
 def _problems(kind: str, source: DistAttr, target: DistAttr, attrs: StepAttrs) -> Iterator[str]:
