@@ -17,81 +17,6 @@ from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float, promote, short
 from distgraph.ir.op_registry import REGISTRY
-from distgraph.ops import (  # noqa: F401 (names of the array API standard)
-    add,
-    arange,
-    argmax,
-    argmin,
-    argsort,
-    bitwise_and,
-    bitwise_or,
-    bitwise_xor,
-    broadcast_to,
-    ceil,
-    clip,
-    concat,
-    cos,
-    cosh,
-    divide,
-    equal,
-    exp,
-    expand_dims,
-    expm1,
-    flip,
-    floor,
-    floor_divide,
-    full,
-    greater,
-    greater_equal,
-    hypot,
-    isfinite,
-    isinf,
-    isnan,
-    less,
-    less_equal,
-    log,
-    log1p,
-    log2,
-    log10,
-    logical_and,
-    logical_not,
-    logical_or,
-    logical_xor,
-    matmul,
-    maximum,
-    mean,
-    minimum,
-    multiply,
-    negative,
-    not_equal,
-    ones,
-    outer,
-    reciprocal,
-    remainder,
-    repeat,
-    reshape,
-    roll,
-    sign,
-    sin,
-    sinh,
-    sort,
-    sqrt,
-    square,
-    squeeze,
-    stack,
-    std,
-    subtract,
-    take,
-    tan,
-    tanh,
-    tile,
-    tril,
-    triu,
-    trunc,
-    var,
-    where,
-    zeros,
-)
 from distgraph.ops.contraction import as_tensors, reshape_to
 from distgraph.tracing.tensor import Tensor
 
@@ -100,6 +25,20 @@ int64, int32, int16, int8 = "i64", "i32", "i16", "i8"
 uint64, uint32, uint16, uint8 = "u64", "u32", "u16", "u8"
 bool = "bool"
 pi, e, inf, nan, newaxis = math.pi, math.e, math.inf, math.nan, None
+
+
+STANDARD = (
+    "add", "arange", "argmax", "argmin", "argsort", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "broadcast_to", "ceil", "clip", "concat", "cos", "cosh", "divide", "equal", "exp", "expand_dims",
+    "expm1", "flip", "floor", "floor_divide", "full", "greater", "greater_equal", "hypot", "isfinite",
+    "isinf", "isnan", "less", "less_equal", "log", "log10", "log1p", "log2", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "matmul", "maximum", "mean", "minimum", "multiply", "negative",
+    "not_equal", "ones", "outer", "reciprocal", "remainder", "repeat", "reshape", "roll", "sign", "sin",
+    "sinh", "sort", "sqrt", "square", "squeeze", "stack", "std", "subtract", "take", "tan", "tanh", "tile",
+    "tril", "triu", "trunc", "var", "where", "zeros",
+)  # fmt: skip
+"""Functions of the array API standard that are ops under the same name."""
+globals().update({name: getattr(ops, name) for name in STANDARD})
 
 
 class Unsupported(GraphError, AttributeError):
@@ -252,7 +191,7 @@ def dot(x: Any, y: Any) -> Tensor:
     if not left.shape or not right.shape:
         return left * right
     return (
-        matmul(left, right)
+        ops.matmul(left, right)
         if right.ndim <= 2
         else tensordot(left, right, ((left.ndim - 1,), (right.ndim - 2,)))
     )
