@@ -211,6 +211,23 @@ class CollectiveCost:
         latency = max(self._latency("send", source, target) for source, target, _ in sent)
         return self._launch("send") + latency + self._slowest("send", self._load(sent))[0]
 
+    def link_seconds(self, flows: Mapping[tuple[int, int], float]) -> dict[int, float]:
+        """Directed link -> seconds for which messages between pairs of devices occupy it together.
+
+        The largest of them is the part of `exchange` that depends on the bytes.
+
+        Args:
+            flows: (source device, target device) -> bytes.
+        Raises:
+            ResourceError: no route, or a bandwidth that the file does not state.
+        """
+        sent = [(source, target, size) for (source, target), size in flows.items() if source != target]
+        load = self._load(sent) if sent else {}
+        return {
+            link: size / (self.rings.send_bandwidth(link) or self._bandwidth("send", self.router.link(link)))
+            for link, size in load.items()
+        }
+
     def lines(self, kind: str, group: Group, concurrent: tuple[Group, ...] = ()) -> tuple[Line, ...]:
         """Every algorithm's line; the time is their lower envelope."""
         if not COLLECTIVES[kind].ordered:
@@ -282,11 +299,15 @@ class CollectiveCost:
         worst, bottleneck = 0.0, None
         for directed, share in load.items():
             link = self.router.link(directed)
-            if link.bandwidth is None:
-                raise self._missing(kind, link, "bandwidth", "25 GB/s")
-            if share / link.bandwidth > worst:
-                worst, bottleneck = share / link.bandwidth, link
+            seconds = share / self._bandwidth(kind, link)
+            if seconds > worst:
+                worst, bottleneck = seconds, link
         return worst, bottleneck
+
+    def _bandwidth(self, kind: str, link: Link) -> float:
+        if link.bandwidth is None:
+            raise self._missing(kind, link, "bandwidth", "25 GB/s")
+        return link.bandwidth
 
     def _latency(self, kind: str, source: int, target: int) -> float:
         cached = self._latencies.get((source, target))

@@ -206,6 +206,11 @@ class RingCost:
         worst, slowest = max((load[link] / rate.bandwidth[self._axis(link)], link) for link in own)
         return Line("axis", rate.launch + rate.step, worst, self.router.link(slowest), launch=rate.launch)
 
+    def send_bandwidth(self, link: int) -> float | None:
+        """Bytes a second of a message over a directed link; None where no numbers of send are stated."""
+        rate = self.rates.get("send")
+        return None if rate is None or not self._place else rate.bandwidth[self._axis(link)]
+
     def links(self, group: Group) -> frozenset[int]:
         """Directed links between neighbours of a group, both ways: of a ring or a block along its axes."""
         if group not in self._used:

@@ -25,6 +25,9 @@ from distgraph.resources.host_times import busy_seconds
 from distgraph.resources.mesh_communication import MeshCommunication, representative_devices
 from distgraph.runtime.program.storage import nbytes
 
+_Exchange = tuple[str, tuple[int, ...], str, DistAttr, DistAttr, object]
+"""Kind, shape and dtype of an exchange, both layouts on ranks numbered from 0, and the windows of a halo."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -58,6 +61,7 @@ class TrafficCost:
         self.graph, self.cluster, self.devices = graph, cluster, devices
         self.communication = MeshCommunication(cluster, devices)
         self._exchanges: dict[object, Message] = {}
+        self._exchange_bytes: dict[_Exchange, dict[tuple[int, int], int]] = {}
         self._exchange_links: dict[str, frozenset[int]] = {}
         self._group_links: dict[tuple[ProcessMesh, tuple[str, ...]], frozenset[int]] = {}
         self._representatives: dict[tuple[int, ...], tuple[int, ...]] = {}  # of devices, by ranks
@@ -77,15 +81,14 @@ class TrafficCost:
 
     def exchange(self, op: Op) -> Message:
         """Pieces from rank to rank: a permute, a halo, a transfer between meshes."""
-        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
-        start, goal, ranks = renumbered(source, target)
+        shape, ranks = self._shape(op)
         if ranks not in self._representatives:
             placed_on = [self.devices[rank] for rank in ranks]
             self._representatives[ranks] = representative_devices(self.cluster, placed_on)
         devices = self._representatives[ranks]
-        key = (op.kind, op.result.shape, op.result.dtype, start, goal, op.attrs.get("windows", ()), devices)
+        key = shape, devices
         if key not in self._exchanges:
-            sizes = message_bytes(op, start, goal)
+            sizes = self._sizes(op, shape)
             placed: dict[tuple[int, int], float] = defaultdict(float)
             for (a, b), size in sizes.items():
                 placed[devices[a], devices[b]] += size
@@ -97,6 +100,25 @@ class TrafficCost:
             link = "" if largest is None else self.communication.narrowest(*largest)
             self._exchanges[key] = Message("send", seconds, wire, link, busy)
         return self._exchanges[key]
+
+    def link_seconds(self, op: Op) -> dict[int, float]:
+        """Directed link -> seconds for which an exchange occupies it, on the devices that it really has."""
+        shape, ranks = self._shape(op)
+        devices = [self.devices[rank] for rank in ranks]
+        placed = {(devices[a], devices[b]): float(size) for (a, b), size in self._sizes(op, shape).items()}
+        return self.communication.cost.link_seconds(placed)
+
+    def _shape(self, op: Op) -> tuple[_Exchange, tuple[int, ...]]:
+        """What an exchange sends between which places of its meshes, and the rank at each place."""
+        source, target = self.graph.attrs[op.operands[0].name], self.graph.attrs[op.result.name]
+        start, goal, ranks = renumbered(source, target)
+        return (op.kind, op.result.shape, op.result.dtype, start, goal, op.attrs.get("windows", ())), ranks
+
+    def _sizes(self, op: Op, shape: _Exchange) -> dict[tuple[int, int], int]:
+        """`message_bytes` between places."""
+        if shape not in self._exchange_bytes:
+            self._exchange_bytes[shape] = message_bytes(op, shape[3], shape[4])
+        return self._exchange_bytes[shape]
 
     def share_links(self, first: Op, second: Op) -> bool:
         """Whether two communications put bytes on the same link in the same direction.

@@ -4,8 +4,9 @@
 *Out:* a `Forecast`.
 *Invariant:* the forecast times what the runtime runs: the tasks of the rank programs, op by op on their
 streams (see `stream_model`), in the order of the build's schedule, under the actors of the runtime (see
-`simulate`). Another runtime than distgraph's runs the same tasks in the same order; what is special about it
-is in its `RuntimeModel`.
+`simulate`), with messages between stages that follow one another on the links that they share. Another
+runtime than distgraph's runs the same tasks in the same order; what is special about it is in its
+`RuntimeModel`.
 
 Ranks that run the same tasks are represented by one of them if all their blocks have one size. Otherwise the
 ranks at the corners of their mesh are timed and the slowest decides; `Forecast.exact` tells the two cases
@@ -14,10 +15,11 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.errors import ResourceError
+from distgraph.ir.graph import Op
 from distgraph.passes.partition import RankProgram
 from distgraph.resources import Cluster, ComputeCost, RankMapping
 from distgraph.resources.runtimes.load_runtime import default_runtime, load_runtime
@@ -68,7 +70,8 @@ class Forecast:
         step_seconds: the timeline, and the work of the slowest host before and after it.
         tasks: forecasts by name of the task.
         timeline: task runs of all ranks.
-        transfers: (source task, target task) -> seconds from the end of the source until its data arrives.
+        transfers: (source task, target task) -> seconds from the end of the source until its data arrives
+            over free links. The timeline has what messages wait for links that others use.
         memory: representative rank -> peak memory by category.
         ranks: representative rank -> the ranks that it represents.
         devices: device number of every rank.
@@ -238,11 +241,11 @@ class _Forecaster:
                 self.time_rank(rank)
                 self.ranks[rank] = column.ranks if len(chosen) == 1 else (rank,)
         tasks = {part.name: self.slowest(part.name) for part in self.build.parts.tasks}
-        transfers = self.transfers()
+        transfers, links = self.transfers(), self.links()
         if self.runtime is not None and self.runtime.parameters.gather == "use":
             tasks = _gathering(tasks)
         if self.runtime is not None and self.runtime.messages.blocking:
-            tasks, transfers = _waiting(tasks, transfers), {}
+            tasks, transfers, links = _waiting(tasks, transfers), {}, {}
         graph = self.build.task_graph
         timeline = simulate(
             graph,
@@ -252,6 +255,7 @@ class _Forecaster:
             transfer=transfers,
             last={n: t.last.seconds for n, t in tasks.items()},
             rings=self.rings,
+            links=links,
         )
         sent: dict[str, float] = {}
         for part in self.build.parts.tasks:
@@ -363,26 +367,40 @@ class _Forecaster:
         }
         return model.streams.with_messages_of(RankProgram(rank, (), types, self.build.parts), ops)
 
-    def transfers(self) -> dict[tuple[str, str], float]:
-        """(source task, target task) -> seconds from the end of the source until its data arrives."""
+    def sent(self) -> Iterator[tuple[str, str, Op]]:
+        """Source task, target task and op of every transfer between two tasks."""
         ends: dict[str, list[str]] = {}
+        ops: dict[str, Op] = {}
         for part in self.build.parts.tasks:
             for op in part.body:
                 if op.kind == "comm.transfer":
                     ends.setdefault(op.name, []).append(part.name)
-        delays: dict[tuple[str, str], float] = {}
-        per_micro = {part.name: part.per_micro for part in self.build.parts.tasks}
+                    ops[op.name] = op
         sender = {sent: name for name, times in self.times.items() for t in times for sent in t.last.sends}
         for sent, names in ends.items():
             for target in names:
-                source = sender.get(sent)
-                if source is None or target == source:
-                    continue
-                for task in self.times[source]:
-                    time = task.body if per_micro[target] and sent in task.body.sends else task.last
-                    delay = max(0.0, time.sends[sent] - time.seconds)
-                    delays[source, target] = max(delays.get((source, target), 0.0), delay)
+                if sent in sender and target != sender[sent]:
+                    yield sender[sent], target, ops[sent]
+
+    def transfers(self) -> dict[tuple[str, str], float]:
+        """(source task, target task) -> seconds from the end of the source until its data arrives."""
+        delays: dict[tuple[str, str], float] = {}
+        per_micro = {part.name: part.per_micro for part in self.build.parts.tasks}
+        for source, target, op in self.sent():
+            for task in self.times[source]:
+                time = task.body if per_micro[target] and op.name in task.body.sends else task.last
+                delay = max(0.0, time.sends[op.name] - time.seconds)
+                delays[source, target] = max(delays.get((source, target), 0.0), delay)
         return delays
+
+    def links(self) -> dict[tuple[str, str], dict[int, float]]:
+        """(source task, target task) -> directed link -> seconds for which a message occupies it."""
+        occupied: dict[tuple[str, str], dict[int, float]] = {}
+        for source, target, op in self.sent():
+            links = occupied.setdefault((source, target), {})
+            for link, seconds in self.traffic.link_seconds(op).items():
+                links[link] = links.get(link, 0.0) + seconds
+        return occupied
 
 
 def _waiting(

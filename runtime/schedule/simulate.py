@@ -2,7 +2,8 @@
 
 *In:* a task graph, a duration in seconds for each task, and a policy or a recorded order.
 *Out:* a `Timeline`: when each task instance ran on each rank.
-*Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted.
+*Invariant:* a rank runs one task at a time; a task runs on all its ranks at once; nothing is preempted;
+messages over the same directed link follow one another (see `LinkQueues`).
 
 A policy is simulated by an event queue over the ranks; a recorded order is a longest path (`event_graph.py`).
 Ranks that always run the same tasks are one resource here, which is exact and makes the cost independent of
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from distgraph.errors import GraphError, RuntimeFault
 from distgraph.ir.gc_pause import collector_paused
+from distgraph.passes.analysis.link_queue import LinkQueues, LinkSeconds
 from distgraph.plan.pipeline_schedules import SchedulePolicy, schedule_policy
 from distgraph.runtime.schedule.action_table import ActionTable
 from distgraph.runtime.schedule.actor import (
@@ -89,6 +92,7 @@ def simulate(
     transfer: float | Mapping[tuple[str, str], float] = 0.0,
     last: Mapping[str, float] | None = None,
     rings: Collection[Ring] = (),
+    links: Mapping[tuple[str, str], LinkSeconds] | None = None,
 ) -> Timeline:
     """Run one step of the task graph under a virtual clock.
 
@@ -102,6 +106,8 @@ def simulate(
             those of each edge (source, target), 0 where it is not named.
         last: durations of tasks with the last micro-batch, by name, where they differ.
         rings: buffers that messages are sent from, of the programs that follow `order`.
+        links: (source, target) -> seconds for which a message of this edge occupies every directed link on
+            its way; by default messages take `transfer` however many are under way.
 
     Returns:
         The timeline of the step.
@@ -114,11 +120,12 @@ def simulate(
     verify(graph)
     chosen = schedule_policy(policy)
     delays = _delays(graph, transfer)
+    occupied = _occupied(graph, links or {})
     seconds = seconds_of(graph, durations)
     ends = seconds if last is None else {**seconds, **seconds_of(graph, {**seconds, **last})}
-    clock = _SimulatedClock(with_credits(graph, chosen), chosen, seconds, ends, order, delays)
+    clock = _SimulatedClock(with_credits(graph, chosen), chosen, seconds, ends, order, delays, occupied)
     if clock.order is not None:
-        runs = order_times(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings)
+        runs = order_times(clock.graph, clock.order, clock.devices, seconds, ends, delays, rings, occupied)
         if runs is not None:
             return Timeline(clock.graph, runs, clock.columns)
     timeline = clock.run()  # of an order that deadlocks it reports what each rank waits for
@@ -145,6 +152,34 @@ def _delays(
     return {edge: seconds for edge, seconds in transfer.items() if seconds}
 
 
+def _occupied(
+    graph: TaskGraph, links: Mapping[tuple[str, str], LinkSeconds]
+) -> dict[tuple[str, str], LinkSeconds]:
+    """The links of each edge that sends something over one."""
+    edges = {(edge.source, edge.target) for edge in graph.edges}
+    for (source, target), occupied in links.items():
+        if (source, target) not in edges:
+            raise GraphError(
+                f"links are given for {source!r} -> {target!r}, which is no edge of the task graph"
+            )
+        for seconds in occupied.values():
+            if not 0 <= seconds < float("inf"):
+                raise GraphError(
+                    f"a message of {source!r} -> {target!r} occupies a link for {seconds} s, expected a "
+                    "finite number from 0 up"
+                )
+    return {edge: occupied for edge, occupied in links.items() if any(occupied.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedOver:
+    """A message of `source` is handed over to its links; it arrives at `earliest` if they are free."""
+
+    source: str
+    micro: int
+    earliest: float
+
+
 class _SimulatedClock:
     """Virtual time, the actors, and the task that each device runs.
 
@@ -159,7 +194,9 @@ class _SimulatedClock:
         last: Mapping[str, float],
         order: Mapping[int, Sequence[tuple[str, int]]] | None,
         delays: Mapping[tuple[str, str], float],
+        occupied: Mapping[tuple[str, str], LinkSeconds],
     ) -> None:
+        self.links = LinkQueues(occupied)
         self.graph, self.policy, self.seconds, self.last, self.delays = graph, policy, seconds, last, delays
         self.per_micro = {task.name: task.per_micro for task in graph.tasks}
         self.actors = actors(graph)
@@ -185,12 +222,15 @@ class _SimulatedClock:
             else None
         )
         self.instant = order is None and any(value == 0 for value in seconds.values())
+        self.receivers: dict[str, list[str]] = {}  # task -> those that it sends messages over links
+        for source, target in self.links.longest:
+            self.receivers.setdefault(source, []).append(target)
         self.requests = 0
         self.pushed = 0
         self.now = 0.0
         # (time, place of the task in the graph, order of entry, task, event): simultaneous events go down the
         # graph
-        self.queue: list[tuple[float, int, int, str, Finished | DataReady]] = []
+        self.queue: list[tuple[float, int, int, str, Finished | DataReady | _HandedOver]] = []
         self.dirty: set[int] = set()
         self.intervals: list[Interval] = []
 
@@ -203,6 +243,10 @@ class _SimulatedClock:
             while self.queue and self.queue[0][0] <= horizon:
                 time, _, _, name, event = heapq.heappop(self.queue)
                 self.now = max(self.now, time)
+                if isinstance(event, _HandedOver):
+                    arrival = self.links.send((event.source, name), self.now)
+                    self._push(max(arrival, event.earliest), name, DataReady(event.source, event.micro))
+                    continue
                 if type(event) is Finished:
                     for device in self.devices[name]:
                         self.busy[device] = None
@@ -226,11 +270,28 @@ class _SimulatedClock:
                 seconds = (self.last if final else self.seconds)[name]
                 self.intervals.append(Interval(name, instruction.micro, self.now, self.now + seconds))
                 self._push(self.now + seconds, name, Finished(instruction.micro))
+                self._hand_over(name, instruction.micro, self.now + seconds)
             else:
                 source = instruction.source  # type: ignore[union-attr]
                 self._execute(source, self.actors[source].handle(BufferFreed(name, instruction.micro)))
 
+    def _hand_over(self, source: str, micro: int, end: float) -> None:
+        """Announce the messages over links of a task that begins now and ends at `end`."""
+        for target in self.receivers.get(source, ()):
+            if self._is_queued(source, target, micro):
+                earliest = end + self.delays.get((source, target), 0.0)
+                time = max(self.now, earliest - self.links.longest[source, target])
+                self._push(time, target, _HandedOver(source, micro, earliest))
+
+    def _is_queued(self, source: str, target: str, micro: int) -> bool:
+        """Whether a result goes over links: to a task that runs once, only the last one does."""
+        if target not in self.receivers.get(source, ()):
+            return False
+        return self.per_micro[target] or not self.per_micro[source] or micro == self.graph.micro_batches - 1
+
     def _deliver(self, source: str, target: str, micro: int) -> None:
+        if self._is_queued(source, target, micro):
+            return
         event = DataReady(source, micro)
         delay = self.delays.get((source, target), 0.0)
         if delay:
@@ -238,7 +299,7 @@ class _SimulatedClock:
         else:
             self._execute(target, self.actors[target].handle(event))
 
-    def _push(self, time: float, name: str, event: Finished | DataReady) -> None:
+    def _push(self, time: float, name: str, event: Finished | DataReady | _HandedOver) -> None:
         heapq.heappush(self.queue, (time, -self.depth[name], self.pushed, name, event))
         self.pushed += 1
 

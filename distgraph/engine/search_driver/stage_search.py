@@ -19,7 +19,7 @@ from distgraph.engine.search_driver.candidate import Candidate, StageChoice
 from distgraph.engine.search_driver.layout_costs import LayoutCosts, Variant
 from distgraph.engine.search_driver.load_balancing import shared_shapes
 from distgraph.engine.search_driver.search_space import Shape, shapes_of
-from distgraph.passes.search.inter_op.schedule_costs import simulated_makespan
+from distgraph.passes.search.inter_op.schedule_costs import Border, simulated_makespan
 from distgraph.passes.search.inter_op.stage_costs import (
     Config,
     IntervalCosts,
@@ -297,6 +297,15 @@ def _message_seconds(layout_costs: LayoutCosts, devices: Sequence[tuple[int, ...
     return np.asarray(np.where(nbytes > 0, times[index], 0.0))
 
 
+def _link_seconds(layout_costs: LayoutCosts, devices: Sequence[tuple[int, ...]], nbytes: float) -> Border:
+    """Seconds for which some bytes from one stage to the next occupy links, and as many back."""
+    pairs = list(zip(*devices, strict=False))
+    share = nbytes / len(pairs)
+    there = layout_costs.collective.link_seconds(dict.fromkeys(pairs, share))
+    back = layout_costs.collective.link_seconds(dict.fromkeys([(b, a) for a, b in pairs], share))
+    return there, back
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineEstimate:
     """What a candidate takes by the costs of its layers.
@@ -326,7 +335,11 @@ def pipeline_estimate(layout_costs: LayoutCosts, candidate: Candidate) -> Pipeli
         for a, b in pairwise(stages)
     ]
     forward, backward, step, memory = zip(*parts, strict=True)
-    seconds = simulated_makespan(policy, forward, backward, m, transfer, step)
+    links = [
+        _link_seconds(layout_costs, (a.devices, b.devices), crossing[a.stop - 1] / 2)
+        for a, b in pairwise(stages)
+    ]
+    seconds = simulated_makespan(policy, forward, backward, m, transfer, step, links)
     return PipelineEstimate(seconds, max(memory))
 
 

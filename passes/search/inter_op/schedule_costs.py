@@ -16,9 +16,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from distgraph.passes.analysis.link_queue import LinkQueues, LinkSeconds, link_totals
 from distgraph.plan.pipeline_schedules import SchedulePolicy
+
+_SIDES = ("forward", "backward")
+
+Border = tuple[LinkSeconds, LinkSeconds]
+"""What a message from a stage to the next one occupies, and one back."""
 
 
 def makespan(
@@ -60,8 +67,6 @@ _FOLLOWED = 128
 """Forward parts of all stages that are followed before the rest is extrapolated."""
 _CYCLES = 4
 """Micro-batches for each stage of the pipeline that are followed, at least."""
-_BUFFERS = 2
-"""Results of a stage that wait for the next one or are in use there, at most."""
 
 
 def simulated_makespan(
@@ -71,23 +76,27 @@ def simulated_makespan(
     micro_batches: int,
     transfer: Sequence[float] = (),
     step: Sequence[float] = (),
+    links: Sequence[Border] = (),
 ) -> float:
     """Seconds of one training step of a pipeline, by following its micro-batches from stage to stage.
 
     A stage computes forward parts while fewer micro-batches are in flight on it than the schedule allows, and
     of the parts that may begin the one that the schedule prefers. A result is on its way to the next stage
-    while both stages compute; results of several micro-batches may be, as in the forecast. Of many
+    while both stages compute; results that need the same link follow one another, as in the forecast. Of many
     micro-batches the first few are followed; the others take as long each as the last of these. Pipelines of
-    many stages are not followed: once filled, every micro-batch takes the longest period of a stage, which is
-    its own seconds or (Little's law) those from it to the last stage and back over the number in flight.
+    many stages are not followed: once filled, every micro-batch takes the longest period of a stage or link,
+    which is its own seconds or (Little's law) those from a stage to the last one and back over the number in
+    flight.
 
     Args:
-        schedule: the schedule, of which `in_flight`, `priority` and `forward_is_done_first` are used.
+        schedule: a schedule without a table.
         forward, backward: seconds of each stage for one micro-batch.
         micro_batches: m.
         transfer: seconds of the transfer after each stage but the last, in one direction; empty if transfers
             cost nothing.
         step: seconds of each stage once a step, after its last backward part; empty if there are none.
+        links: seconds for which the transfers after each stage but the last occupy links; empty if transfers
+            do not wait for each other.
 
     Example:
         >>> from distgraph.plan.pipeline_schedules import ONE_F_ONE_B
@@ -98,14 +107,15 @@ def simulated_makespan(
     """
     count = len(forward)
     transfer, once = transfer or [0.0] * (count - 1), step or [0.0] * count
+    messages = {(side, after): border[side] for after, border in enumerate(links) for side in (0, 1)}
     if _CYCLES * count**2 > _FOLLOWED:
-        ends = _steady_ends(schedule, forward, backward, micro_batches, transfer)
+        ends = _steady_ends(schedule, forward, backward, micro_batches, transfer, messages)
         return max(end + more for end, more in zip(ends, once, strict=True))
     followed = min(micro_batches, max(_CYCLES * count, _FOLLOWED // count))
     followed += (micro_batches - followed) % count  # the others are whole cycles of the pipeline
-    ends = _last_ends(schedule, forward, backward, followed, transfer)
+    ends = _last_ends(schedule, forward, backward, followed, transfer, messages)
     if followed < micro_batches:
-        before = _last_ends(schedule, forward, backward, followed - count, transfer)
+        before = _last_ends(schedule, forward, backward, followed - count, transfer, messages)
         cycles = (micro_batches - followed) // count
         ends = [end + cycles * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
     return max(end + more for end, more in zip(ends, once, strict=True))
@@ -117,10 +127,11 @@ def _steady_ends(
     backward: Sequence[float],
     micro_batches: int,
     transfer: Sequence[float],
+    messages: Mapping[tuple[int, int], LinkSeconds],
 ) -> list[float]:
     """End of the last backward part of every stage, were the period of all the longest of any stage."""
     count = len(forward)
-    period = turn = 0.0  # turn: from a stage to the last one and back
+    period, turn = max(link_totals(messages).values(), default=0.0), 0.0  # turn: from a stage and back to it
     for stage in reversed(range(count)):
         own = forward[stage] + backward[stage]
         turn += own + (2 * transfer[stage] if stage + 1 < count else 0.0)
@@ -137,48 +148,94 @@ def _last_ends(
     backward: Sequence[float],
     micro_batches: int,
     transfer: Sequence[float],
+    messages: Mapping[tuple[int, int], LinkSeconds],
 ) -> list[float]:
-    """End of the last backward part of every stage, by events in the order of time."""
-    count = len(forward)
-    allowed = [schedule.in_flight(stage, count, micro_batches) for stage in range(count)]
+    """End of the last backward part of every stage, by events in the order of time.
+
+    Args:
+        messages: (0 forward | 1 backward, stage before the border) -> what a message occupies.
+    """
+    count, queues = len(forward), LinkQueues(messages)
+    limits = _buffer_limits(schedule, count)
     ready: tuple[list[list[float]], list[list[float]]]
     ready = [[0.0] * micro_batches, *([] for _ in range(count - 1))], [[] for _ in range(count)]
     begun = [0] * count, [0] * count  # forward and backward parts of every stage
+    running = [0] * count  # the side of the last part of every stage
     free = [0.0] * count
-    events = [(0.0, stage) for stage in range(count)]
+    # time, stage that may begin; with a side (not -1) a message to it, with its earliest arrival
+    events = [(0.0, stage, -1, 0.0) for stage in range(count)]
+
+    def has_room(which: int, stage: int, time: float) -> bool:
+        """Whether those who read the results of a part have done with enough of them."""
+        for reader, target, limit in limits[which][stage]:
+            ended = begun[reader][target] - (running[target] == reader and free[target] > time)
+            if begun[which][stage] - ended >= limit:
+                return False
+        return True
 
     def part(stage: int, time: float) -> int | None:
         """What a stage begins: 0 a forward part, 1 a backward part; None if neither can begin."""
-        first, second = begun[0][stage], begun[1][stage]
-        room = first - second < allowed[stage]
-        if room and stage + 1 < count:  # one result is in use on the next stage while the next one is made
-            room = first - begun[0][stage + 1] < _BUFFERS
-        turned = first == micro_batches or not schedule.forward_is_done_first
+        turned = begun[0][stage] == micro_batches or not schedule.forward_is_done_first
         found = [
-            (schedule.priority(phase, number, 0), which)
-            for which, phase, number in ((0, "forward", first), (1, "backward", second))
-            if (turned if which else room) and time >= _entry(ready[which][stage], number)
+            (schedule.priority(phase, begun[which][stage], 0), which)
+            for which, phase in enumerate(_SIDES)
+            if (turned or which == 0)
+            and time >= _entry(ready[which][stage], begun[which][stage])
+            and has_room(which, stage, time)
         ]
         return min(found)[1] if found else None
 
     while events:
-        time, stage = heapq.heappop(events)
+        time, stage, side, earliest = heapq.heappop(events)
+        if side >= 0:
+            arrival = max(queues.send((side, stage - 1 + side), time), earliest)
+            ready[side][stage].append(arrival)
+            heapq.heappush(events, (arrival, stage, -1, 0.0))
+            continue
         which = part(stage, time) if free[stage] <= time else None
         if which is None:
             continue
         begun[which][stage] += 1
+        running[stage] = which
         free[stage] = end = time + (backward if which else forward)[stage]
-        heapq.heappush(events, (end, stage))
-        target = stage + (-1 if which else 1)
-        if which == 0 and stage:
-            heapq.heappush(events, (time, stage - 1))
+        heapq.heappush(events, (end, stage, -1, 0.0))
+        target, source = (stage - 1, stage + 1) if which else (stage + 1, stage - 1)
+        if 0 <= source < count:  # it may reuse the buffer of what this part reads
+            heapq.heappush(events, (end, source, -1, 0.0))
         if target == count:
             ready[1][stage].append(end)
         elif target >= 0:
-            delay = transfer[min(stage, target)]
-            ready[which][target].append(end + delay)
-            heapq.heappush(events, (end + delay, target))
+            border = which, min(stage, target)
+            earliest = end + transfer[border[1]]
+            if border in queues.longest:
+                handed_over = max(time, earliest - queues.longest[border])
+                heapq.heappush(events, (handed_over, target, which, earliest))
+            else:
+                ready[which][target].append(earliest)
+                heapq.heappush(events, (earliest, target, -1, 0.0))
     return free
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    kind: str
+    stage: int
+
+
+def _buffer_limits(
+    schedule: SchedulePolicy, count: int
+) -> tuple[list[list[tuple[int, int, int]]], list[list[tuple[int, int, int]]]]:
+    """Of the forward and backward part of every stage who reads its results: (side, stage, most alive)."""
+    limits: tuple[list[list[tuple[int, int, int]]], list[list[tuple[int, int, int]]]]
+    limits = [[] for _ in range(count)], [[] for _ in range(count)]
+    for stage in range(count):
+        for which, reader, target in ((0, 0, stage + 1), (0, 1, stage), (1, 1, stage - 1)):
+            if 0 <= target < count:
+                source, target_part = _Part(_SIDES[which], stage), _Part(_SIDES[reader], target)
+                most = schedule.credits(source, target_part, count, which != reader)
+                if most is not None:
+                    limits[which][stage].append((reader, target, most))
+    return limits
 
 
 def _entry(times: Sequence[float], number: int) -> float:
