@@ -7,7 +7,10 @@ library.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # that of `typing`: its import is most of the time until Ctrl-C is handled
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0.dev0"
 

@@ -1,12 +1,18 @@
-"""Entry of the command line: Ctrl-C is clean from the first moment, also while modules are still loaded."""
+"""Entry of the command line: Ctrl-C is clean from the first moment, also while modules are still loaded.
+
+Python itself prints a traceback for Ctrl-C until `main` is called, so little is imported here.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from types import FrameType, ModuleType
-from typing import Final, NoReturn
+
+TYPE_CHECKING = False  # see `distgraph/__init__.py`
+if TYPE_CHECKING:
+    from types import FrameType, ModuleType
+    from typing import Final, NoReturn
 
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""

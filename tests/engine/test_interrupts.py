@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,12 @@ def test_a_command_that_ignores_ctrl_c_as_its_shell_told_it(monkeypatch: pytest.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         entry.main()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    code = "import sys; m = set(sys.modules); import distgraph.cli.entry; print(*(set(sys.modules) - m))"
+    done = subprocess.run([sys.executable, "-Sc", code], capture_output=True, text=True, check=True)
+    assert not {"typing", "re", "contextlib"} & set(done.stdout.split())
 
 
 def interrupted_while_loading(name: str) -> Any:
