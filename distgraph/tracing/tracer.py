@@ -161,11 +161,10 @@ class Trace:
                 self._names.add(name)
                 return name
 
-    def salt(self, scope: str | None = None) -> int:
+    def salt(self) -> int:
         """A number for a random op that depends only on its module and its position among those of it."""
-        key = self.scope if scope is None else scope
-        self._salts[key] = self._salts.get(key, -1) + 1
-        return stable_hash(f"{key}#{self._salts[key]}")
+        number = self._salts[self.scope] = self._salts.get(self.scope, -1) + 1
+        return stable_hash(f"{self.scope}#{number}")
 
     def source(self, kind: str, name: str, shape: Sequence[int], dtype: str, **attrs: Any) -> Tensor:
         """A tensor that comes from outside: input, param or state; the same name gives the same tensor.

@@ -1,6 +1,6 @@
 """Checked runs: each value is compared with what was written when it is read; dead buffers hold garbage.
 
-*In:* `DISTGRAPH_CHECK=1` in the environment of all ranks, or `Worker(checked=True)`.
+*In:* `DISTGRAPH_CHECK=1` in the environment of all ranks.
 *Out:* the numbers of a plain run, or a `RuntimeFault` that names rank, task, value and micro-batch.
 *Invariant:* without the check, the generated code has nothing of it and no time is spent on it.
 

@@ -57,8 +57,6 @@ class Worker:
         sources: local blocks of parameters and states by value name; they are updated in place.
         guard: values that are checked to be finite before the update; None for no check.
         fetch: copies outputs to the host, with one wait for all of them; see `Device.fetch`.
-        checked: whether to run with checksums (see `buffer_check`), equal on all ranks; None: as
-            DISTGRAPH_CHECK says.
 
     Attributes:
         check: the check of `guard`, with the verdict of the last step.
@@ -81,7 +79,6 @@ class Worker:
         guard: Guard | None = None,
         *,
         fetch: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
-        checked: bool | None = None,
     ) -> None:
         self.program, self.xp = program, xp
         self._transport, self._fetch = transport, fetch
@@ -100,7 +97,7 @@ class Worker:
         self.check = None if guard is None else FiniteCheck(guard, program, self.storage, self.arena, xp)
         writer: WriterType = Writer
         self._buffers: BufferCheck | None = None
-        if check_enabled() if checked is None else checked:
+        if check_enabled():
             steps = (*self._order, *self._updates)
             self._buffers = BufferCheck(program, self.storage, self.arena, steps)
             writer = functools.partial(CheckedWriter, self._buffers)

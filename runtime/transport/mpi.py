@@ -62,10 +62,9 @@ _OBJECT: Final = 2  # tag on the control communicator
 class MpiTransport:
     """One rank of an MPI job; see `distgraph.runtime.transport.transport.Transport`.
 
-    Making one is collective over `comm`: every rank must.
+    Making one is collective over all ranks of `MPI.COMM_WORLD`.
 
     Args:
-        comm: an mpi4py intracommunicator; default `MPI.COMM_WORLD`.
         limit: seconds without progress before a wait gives up; default DISTGRAPH_TIMEOUT or 60.
         job: directory in which the launcher's supervisors record the first failure (see `job_files.py`).
 
@@ -73,10 +72,10 @@ class MpiTransport:
         RuntimeFault: mpi4py is not installed, or finds no MPI library.
     """
 
-    def __init__(self, comm: Any = None, *, limit: float | None = None, job: Path | None = None) -> None:
+    def __init__(self, *, limit: float | None = None, job: Path | None = None) -> None:
         self._mpi = _load_mpi()
         self._limit = time_limit(limit)
-        world = self._mpi.COMM_WORLD if comm is None else comm
+        world = self._mpi.COMM_WORLD
         self._wait_for_all_ranks(world)
         self._messages, self._collectives, self._control = world.Dup(), world.Dup(), world.Dup()
         self._activity = Activity()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distgraph.runtime.transport.core_binding import CoreBinding
-from distgraph.runtime.transport.cpu_quota import cpu_quota
+from distgraph.runtime.transport.core_binding import CoreBinding, cpu_quota
 
 
 def system(folder: Path, process: str, files: dict[str, str]) -> tuple[Path, Path]:
