@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
+MOST_DEVICES: Final = 1 << 16
+"""Limit on the devices of a cluster and of one machine; a device with its links takes about 2 KiB."""
 MOST_DIMS: Final = 8
 """Limit on the dimensions of a torus: TPUs have 3, Fugaku has 6."""
 
+Count = Annotated[int, Field(gt=0, le=MOST_DEVICES, strict=True)]
 Fraction = Annotated[float, Field(ge=1e-6, le=1, strict=True)]
 Error = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 Half = Annotated[float, Field(ge=0, le=1e12, strict=True)]

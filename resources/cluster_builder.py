@@ -20,7 +20,6 @@ from distgraph.resources.cluster import (
 )
 from distgraph.resources.schema import (
     InsideEntry,
-    Level,
     MachineEntry,
     MeasuredEntry,
     NetworkEntry,
@@ -168,7 +167,7 @@ def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str,
             _check_product(shape, len(nodes), "devices in the machine", f"{file}: {origin}.inside.shape")
             return torus(nodes, shape, wire)
         case "tree":
-            return tree(nodes, [entry.bandwidth] * len(nodes), _levels(entry.levels), f"{name}/switch", wire)
+            return tree(nodes, [entry.bandwidth] * len(nodes), entry.levels or (), f"{name}/switch", wire)
         case "pcie_pairs":
             return pcie_pairs(nodes, f"{name}/", wire, entry.host_bandwidth or entry.bandwidth)
     links = []
@@ -184,10 +183,6 @@ def _inside(entry: InsideEntry | None, nodes: list[str], name: str, origin: str,
     bus = Wire(entry.host.kind, entry.host.bandwidth, entry.host.latency, f"{origin}.inside.host")
     bridged, switches = pcie_pairs(nodes, f"{name}/", bus, bus.bandwidth)
     return links + bridged, switches
-
-
-def _levels(levels: list[Level] | None) -> list[TreeLevel]:
-    return [TreeLevel(level.children, level.oversubscription, level.latency) for level in levels or ()]
 
 
 def _check_product(shape: list[int], count: int, what: str, where: str) -> None:
@@ -221,7 +216,7 @@ def _build_network(
     if net.topology in ("switch", "tree"):
         tree_links, switches = tree(
             nodes, [cable.bandwidth if cable else None for cable in cables],
-            _per_nic(_levels(net.levels), machines, file), "net/switch", Wire(net.kind, None, None, ""),
+            _per_nic(net.levels or (), machines, file), "net/switch", Wire(net.kind, None, None, ""),
         )  # fmt: skip
         links = _with_cable_latency(tree_links, entry, machines)
         return Network(net.topology), (links, switches)
@@ -243,7 +238,7 @@ def _build_network(
     return Network(net.topology, "machines", tuple(shape), members), (links, [])
 
 
-def _per_nic(levels: list[TreeLevel], machines: list[Machine], file: str) -> list[TreeLevel]:
+def _per_nic(levels: Sequence[TreeLevel], machines: list[Machine], file: str) -> Sequence[TreeLevel]:
     """The levels with the lowest one counted in NICs; a resource file counts it in machines."""
     if not levels:
         return levels

@@ -19,8 +19,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from distgraph.errors import ResourceError
-from distgraph.resources.cluster import Cluster, Device, Link, Machine, Network, Switch
-from distgraph.resources.schema import MOST_DEVICES
+from distgraph.resources.cluster import MOST_DEVICES, Cluster, Device, Link, Machine, Network, Switch
 from distgraph.resources.units import LEAST, MOST
 from distgraph.serialization.documents import read_json, refuse, validate
 

@@ -21,20 +21,18 @@ from pydantic import (
 )
 
 from distgraph.errors import ResourceError
-from distgraph.resources.cluster import MOST_DIMS, Compute, Dtype, RingRate, one_of
+from distgraph.resources.cluster import MOST_DEVICES, MOST_DIMS, Compute, Count, Dtype, RingRate, one_of
 from distgraph.resources.collective_algorithms import priced_kinds
+from distgraph.resources.topology import TreeLevel
 from distgraph.resources.units import Bandwidth, ComputeRate, Origin, Seconds, Size
 from distgraph.serialization.documents import Entry, read_text, refuse, validate
 from distgraph.serialization.yaml_reader import parse_yaml
 
-MOST_DEVICES: Final = 1 << 16
-"""Limit on the devices of a cluster and of one machine; a device with its links takes about 2 KiB."""
 MOST_LEVELS: Final = 16
 """Limit on the levels of switches: a binary tree over `MOST_DEVICES` has as many."""
 _MOST_LANES: Final = 1_000
 
 
-Count = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
 Shape = Annotated[list[Count], Field(min_length=1, max_length=MOST_DIMS)]
 
 
@@ -115,17 +113,7 @@ class LinkEntry(Entry):
         return self
 
 
-class Level(Entry):
-    """One level of a tree: `children` nodes under each switch, whose uplink is their sum over
-    `oversubscription`.
-    """
-
-    children: Count
-    oversubscription: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    latency: Seconds | None = None
-
-
-Levels = Annotated[list[Level], Field(max_length=MOST_LEVELS)]
+Levels = Annotated[list[TreeLevel], Field(max_length=MOST_LEVELS)]
 
 
 class InsideEntry(LinkEntry):

@@ -10,8 +10,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from distgraph.resources.cluster import Link
+from pydantic import Field
+
+from distgraph.resources.cluster import Count, Link
+from distgraph.resources.units import Seconds
+from distgraph.serialization.documents import documented
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,14 @@ class Wire:
         return Link(source, target, self.kind, bandwidth, self.latency, self.origin)
 
 
+@documented(complete=False)
 @dataclass(frozen=True, slots=True)
 class TreeLevel:
     """A level of switches with `children` nodes each and an uplink of their sum / oversubscription."""
 
-    children: int
-    oversubscription: float
-    latency: float | None
+    children: Count
+    oversubscription: Annotated[float, Field(ge=1e-6, le=1e6, strict=True)] = 1.0
+    latency: Seconds | None = None
 
 
 Wiring = tuple[list[Link], list[str]]

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from distgraph.errors import ResourceError
-from distgraph.resources.cluster import AnyDtype
-from distgraph.resources.schema import MOST_DEVICES, Collective
+from distgraph.resources.cluster import MOST_DEVICES, AnyDtype
+from distgraph.resources.schema import Collective
 from distgraph.serialization.documents import Entry, read_json, refuse, validate
 
 Amount = Annotated[float, Field(ge=0, le=1e24)]

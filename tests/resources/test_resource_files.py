@@ -13,16 +13,17 @@ from support.paths import ROOT
 from distgraph.errors import ResourceError
 from distgraph.resources import CollectiveCost, load_cluster, local_cluster, shipped_clusters, units
 from distgraph.resources.cluster import Compute, MatmulRate, RingRate
+from distgraph.resources.host_times import HostTimes
 from distgraph.resources.schema import (
     DeviceEntry,
     InsideEntry,
-    Level,
     MachineEntry,
     MeasuredEntry,
     NetworkEntry,
     NicEntry,
     ResourceFile,
 )
+from distgraph.resources.topology import TreeLevel
 from distgraph.resources.units import (
     BANDWIDTH,
     COMPUTE,
@@ -391,9 +392,10 @@ def test_the_documentation_names_every_field_and_every_shipped_cluster():
         InsideEntry,
         NicEntry,
         NetworkEntry,
-        Level,
         MeasuredEntry,
     ]
     named = {field for entry in entries for field in entry.model_fields} | set(shipped_clusters())
-    named |= {each.name for kind in (Compute, MatmulRate, RingRate) for each in fields(kind)}
+    named |= {
+        each.name for kind in (Compute, HostTimes, MatmulRate, RingRate, TreeLevel) for each in fields(kind)
+    }
     assert [name for name in sorted(named) if f"`{name}`" not in text] == []

@@ -8,7 +8,7 @@ ops share a copy that has no node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,24 +37,6 @@ from distgraph.passes.search.layering.liveness import Lifetimes
 Floats = NDArray[np.float64]
 
 
-@dataclass(slots=True)
-class _LayerTotals:
-    """Arrays by layer; the last entry is for ops that belong to no layer."""
-
-    forward: Floats
-    backward: Floats
-    step: Floats
-    border: Floats
-    fixed: Floats
-    activations: Floats
-    temporary: Floats
-    gradients: Floats
-
-    @staticmethod
-    def zero(layers: int) -> _LayerTotals:
-        return _LayerTotals(*(np.zeros(layers + 1) for _ in range(8)))
-
-
 class LayerCosts:
     """Adds up the costs of one choice by layer."""
 
@@ -71,7 +53,7 @@ class LayerCosts:
         self.mesh, self.cost_model = mesh, cost_model
         self.choice = choice
         self.specs = ValueSpecs(fold, nodes, choice)
-        self.totals = _LayerTotals.zero(fold.layers)
+        self.totals = Profile(*(np.zeros(fold.layers + 1) for _ in fields(Profile)))
         self.scratch = np.zeros(len(fold.graph.ops) + 2)  # changes of the bytes in use, by time
 
     def profile(self) -> Profile:
@@ -89,10 +71,7 @@ class LayerCosts:
         used = np.cumsum(self.scratch)
         for op in self.fold.ops:
             np.maximum.at(self.totals.temporary, op.layers, used[op.time])
-        t = self.totals
-        return Profile(
-            t.forward, t.backward, t.step, t.border, t.fixed, t.activations, t.temporary, t.gradients
-        )
+        return self.totals
 
     def _part(self, op: FoldedOp) -> Floats:
         """The seconds by layer of the part of the step that an op runs in."""

@@ -11,8 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -130,18 +129,9 @@ class Index(Training):
     tensors: dict[str, TensorEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """Kind, shape and dtype of a tensor."""
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def fingerprint(tensors: Mapping[str, TensorType]) -> str:
-    """Hash of the names, shapes and dtypes of the parameters, equal for equal models."""
-    lines = [f"{n} {t.dtype} {list(t.shape)}" for n, t in sorted(tensors.items()) if t.kind == "param"]
+def fingerprint(parameters: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    """Hash of the names, dtypes and shapes of the parameters, equal for equal models."""
+    lines = [f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in sorted(parameters.items())]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -252,8 +242,7 @@ def _check(index: Index, where: str) -> None:
         ranges = [(0, entry.header), *sorted(used[name]), (entry.bytes, entry.bytes)]
         if any(stop != start for (_, stop), (start, _) in pairwise(ranges)):
             refuse(RuntimeFault, where, ["files", name], "a header and blocks without holes or overlaps")
-    types = {n: TensorType(t.kind, tuple(t.shape), t.dtype) for n, t in index.tensors.items()}
-    expected = fingerprint(types)
+    expected = fingerprint({n: (t.dtype, t.shape) for n, t in index.tensors.items() if t.kind == "param"})
     if index.fingerprint != expected:
         refuse(
             RuntimeFault,

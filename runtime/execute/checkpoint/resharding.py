@@ -17,7 +17,7 @@ from distgraph.errors import RuntimeFault
 from distgraph.ir.dtypes import to_numpy
 from distgraph.runtime.execute.checkpoint import files
 from distgraph.runtime.execute.checkpoint.folder import check_path
-from distgraph.runtime.execute.checkpoint.index import BlockEntry, Index, TensorType, fingerprint, read_index
+from distgraph.runtime.execute.checkpoint.index import BlockEntry, Index, fingerprint, read_index
 from distgraph.runtime.execute.checkpoint.shards import DamagedError, StoredBlock
 
 Slices = tuple[slice, ...]
@@ -134,10 +134,10 @@ class Checkpoint:
                     f"parameter {name} is {stored_type} in the checkpoint but not in the model"
                 )
         kinds = {name: entry.kind for name, entry in self.contents.tensors.items()}
-        model = {n: TensorType(kinds[n], tuple(s), d) for n, (s, d) in expected.items() if n in kinds}
-        if fingerprint(model) != self.contents.fingerprint:
+        model = fingerprint({n: (d, s) for n, (s, d) in expected.items() if kinds.get(n) == "param"})
+        if model != self.contents.fingerprint:
             raise self._mismatch(
-                f"its fingerprint is {self.contents.fingerprint} but that of the model {fingerprint(model)}"
+                f"its fingerprint is {self.contents.fingerprint} but that of the model {model}"
             )
 
     def _copy(self, name: str, shard: BlockEntry, source: Slices, out: np.ndarray) -> None:

@@ -28,7 +28,6 @@ from distgraph.runtime.execute.checkpoint.index import (
     FORMAT,
     INDEX,
     SHARD,
-    TensorType,
     check_index,
     fingerprint,
     is_draft,
@@ -288,10 +287,9 @@ def _document(
     tensors: Mapping[str, SavedTensor], parts: Sequence[_WrittenBlocks], training: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The index as data, see `index.Index`."""
-    types = {n: TensorType(t.kind, t.shape, t.dtype) for n, t in sorted(tensors.items())}
     entries: dict[str, Any] = {
         name: {"kind": tensor.kind, "shape": list(tensor.shape), "dtype": tensor.dtype, "shards": []}
-        for name, tensor in types.items()
+        for name, tensor in sorted(tensors.items())
     }
     for part in parts:
         for name, where in part.blocks.items():
@@ -311,7 +309,9 @@ def _document(
         "unused": [], "losses": [], "epochs": [], "means": [{}, 0], "skipped": [],
         **training,
         "page": files.PAGE,
-        "fingerprint": fingerprint(types),
+        "fingerprint": fingerprint(
+            {name: (t.dtype, t.shape) for name, t in tensors.items() if t.kind == "param"}
+        ),
         "files": {
             p.file.name: {"bytes": p.file.bytes, "header": p.file.header, "checksum": p.file.checksum}
             for p in parts
