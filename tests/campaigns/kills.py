@@ -329,13 +329,17 @@ def _resumed(trial: Trial, folder: Path) -> list[str]:
 
 
 def campaign(
-    trials: int, seed: int, hows: Sequence[str] = tuple(TARGETS), widths: Sequence[int] = (2, 4)
+    trials: int,
+    seed: int,
+    hows: Sequence[str] = tuple(TARGETS),
+    widths: Sequence[int] = (2, 4),
+    first: int = 0,
 ) -> dict[str, object]:
     """Do trials; the result as it is printed."""
     failures: list[str] = []
     worst, where = 0.0, ""
     kinds: Counter[str] = Counter()
-    for number in range(trials):
+    for number in range(first, first + trials):
         rng = random.Random(f"kills {seed} {number}")
         trial = draw(rng, hows, widths)
         kinds[f"{trial.number.name} {trial.target}"] += 1
@@ -349,6 +353,7 @@ def campaign(
         "campaign": "kills",
         "trials": trials,
         "seed": seed,
+        "first": first,
         "failed": len({text.partition(":")[0] for text in failures}),
         "worst": {"seconds": round(worst, 1), "trial": where},
         "kinds": dict(sorted(kinds.items())),
@@ -361,10 +366,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--how", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     given = parser.parse_args()
-    result = campaign(given.trials, given.seed, given.how, given.ranks)
+    # a shell lets its background jobs ignore SIGINT, and the jobs of the trials would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    result = campaign(given.trials, given.seed, given.how, given.ranks, given.first)
     print(json.dumps(result, indent=1))
     sys.exit(1 if result["failed"] else 0)
 
