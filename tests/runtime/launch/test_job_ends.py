@@ -181,6 +181,19 @@ finally:
 
 
 @needs_mpi
+def test_ctrl_c_has_no_effect_below_the_launcher(tmp_path: Path) -> None:
+    script = f"""{PREAMBLE}{TELLS}
+while not os.path.exists({str(tmp_path / "go")!r}):
+    __import__("select").select([], [], [], 0.01)
+"""
+    job = Job(script, 2, tmp_path)
+    for name in ("supervisor", "proxy", "mpiexec"):
+        os.kill(job.processes[name], signal.SIGINT)
+    (tmp_path / "go").touch()
+    assert job.end() == (0, "")
+
+
+@needs_mpi
 def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     script = f"""{PREAMBLE}{TELLS}
 signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
