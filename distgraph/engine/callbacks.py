@@ -352,15 +352,16 @@ class TensorBoard(Callback):
 
     def on_batch_end(self, engine: Engine, step: int, logs: Logs) -> None:
         """See `Callback`."""
-        if self._writer is not None:
-            for name, number in logs.items():
-                self._writer.add_scalar(f"step/{name}", number, step)
+        self._add("step", step, logs)
 
     def on_epoch_end(self, engine: Engine, epoch: int, logs: Logs) -> None:
         """See `Callback`."""
+        self._add("epoch", epoch, logs)
+
+    def _add(self, group: str, number: int, logs: Logs) -> None:
         if self._writer is not None:
-            for name, number in logs.items():
-                self._writer.add_scalar(f"epoch/{name}", number, epoch)
+            for name, value in logs.items():
+                self._writer.add_scalar(f"{group}/{name}", value, number)
 
     def on_train_end(self, engine: Engine) -> None:
         """See `Callback`."""

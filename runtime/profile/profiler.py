@@ -46,7 +46,7 @@ from distgraph.runtime.profile.cost_fitting import (
 from distgraph.runtime.profile.measurements import read_measurements
 from distgraph.runtime.profile.op_probes import PreparedProbe, probes
 from distgraph.runtime.profile.resource_writer import Measured, write_measured
-from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes, host_times, no_host
+from distgraph.runtime.profile.shared_cores import CoreSharing, HostProbe, HostProbes, host_times
 from distgraph.runtime.transport.mpi import MpiTransport
 from distgraph.serialization.atomic_files import write_atomically
 from distgraph.serialization.documents import refuse, shown
@@ -108,12 +108,12 @@ class Request:
         return cluster
 
 
-def profile(request: Request, host: HostProbes = no_host) -> int:
+def profile(request: Request, host: HostProbes = tuple) -> int:
     """Measure, fit and write; starts the ranks where there are several and a launcher has not done so.
 
     Args:
         request: what is to be measured.
-        host: creates the probes of the host work of a step.
+        host: creates the probes of the host work of a step; by default none.
 
     Returns: exit code of the ranks.
 

@@ -50,11 +50,6 @@ HostProbes = Callable[[], Sequence[HostProbe]]
 """A function at module level, so that every rank can import it."""
 
 
-def no_host() -> tuple[HostProbe, ...]:
-    """No probes: the host work of a step is not measured."""
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class RunTime:
     """Time of one run of a pattern on one rank.

@@ -27,6 +27,7 @@ from distgraph.runtime.transport.transport import (
     Order,
     Request,
     check_counts,
+    check_own,
     check_reduction,
     flat,
     position_in,
@@ -190,7 +191,7 @@ class InProcessTransport:
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         check_counts("all_gather", recv.size, counts, group)
-        self._check_own("all_gather", send.size, counts, group)
+        check_own("all_gather", send.size, counts, group, self.rank)
         places = stretches(counts)
 
         def work(contributions: list[tuple[Array, Array]]) -> None:
@@ -206,7 +207,7 @@ class InProcessTransport:
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)
-        self._check_own("reduce_scatter", recv.size, counts, group)
+        check_own("reduce_scatter", recv.size, counts, group, self.rank)
         places = stretches(counts)
 
         def work(contributions: list[tuple[Array, Array]]) -> None:
@@ -295,11 +296,6 @@ class InProcessTransport:
 
     def _everyone(self) -> Group:
         return tuple(range(self.size))
-
-    def _check_own(self, what: str, count: int, counts: Sequence[int], group: Group) -> None:
-        expected = counts[position_in(group, self.rank, what)]
-        if count != expected:
-            raise RuntimeFault(f"{what}: rank {self.rank} holds {count} elements but its count is {expected}")
 
     def _start(self, what: str, group: Group, signature: object, contribution: Any, work: _Work) -> Request:
         """Take part in the next collective of a group; the last member does the `work`.

@@ -48,6 +48,7 @@ from distgraph.runtime.transport.transport import (
     Group,
     Request,
     check_counts,
+    check_own,
     check_reduction,
     flat,
     position_in,
@@ -122,7 +123,7 @@ class MpiTransport:
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int], group: Group) -> Request:
         check_counts("all_gather", recv.size, counts, group)
-        self._check_own("all_gather", send.size, counts, group)
+        check_own("all_gather", send.size, counts, group, self.rank)
         steps = self._exchange.all_gather(flat(send, "all_gather"), flat(recv, "all_gather"), counts, group)
         return self._start_collective(f"all_gather of {recv.nbytes} bytes", steps, group)
 
@@ -131,7 +132,7 @@ class MpiTransport:
     ) -> Request:
         check_reduction(op, send.dtype, "reduce_scatter")
         check_counts("reduce_scatter", send.size, counts, group)
-        self._check_own("reduce_scatter", recv.size, counts, group)
+        check_own("reduce_scatter", recv.size, counts, group, self.rank)
         source, target = flat(send, "reduce_scatter"), flat(recv, "reduce_scatter")
         steps = self._exchange.reduce_scatter(source, target, counts, op, group)
         return self._start_collective(f"reduce_scatter({op}) of {send.nbytes} bytes", steps, group)
@@ -353,11 +354,6 @@ class MpiTransport:
         need, previous = self._departures.collective(group), self._latest.get(group)
         self._latest[group] = self._start(what, steps, need, previous)
         return self._latest[group]
-
-    def _check_own(self, what: str, count: int, counts: Sequence[int], group: Group) -> None:
-        expected = counts[position_in(group, self.rank, what)]
-        if count != expected:
-            raise RuntimeFault(f"{what}: rank {self.rank} holds {count} elements but its count is {expected}")
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size:

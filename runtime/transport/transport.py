@@ -232,6 +232,13 @@ def check_counts(what: str, size: int, counts: Sequence[int], group: Group) -> N
         )
 
 
+def check_own(what: str, count: int, counts: Sequence[int], group: Group, rank: int) -> None:
+    """Raise RuntimeFault unless a rank holds as many elements as its count says."""
+    expected = counts[position_in(group, rank, what)]
+    if count != expected:
+        raise RuntimeFault(f"{what}: rank {rank} holds {count} elements but its count is {expected}")
+
+
 def position_in(group: Group, rank: int, what: str) -> int:
     """Position of `rank` in `group`.
 
