@@ -30,6 +30,16 @@ from distgraph.kernels._common import store
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor, emit_one
 
+__all__ = [
+    "absolute", "accumulate", "add", "arccos", "arcsin", "arctan", "arctan2", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "cast", "ceil", "clip", "cos", "cosh", "divide", "equal", "exp", "expm1",
+    "floor", "floor_divide", "greater", "greater_equal", "hypot", "identity", "isfinite", "isinf", "isnan",
+    "left_shift", "less", "less_equal", "log", "log10", "log1p", "log2", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "maximum", "minimum", "multiply", "negative", "not_equal", "power",
+    "reciprocal", "remainder", "right_shift", "rint", "rsqrt", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "subtract", "tan", "trunc", "where",
+]  # fmt: skip
+
 Grads = Sequence[Tensor | None]
 
 
