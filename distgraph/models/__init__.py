@@ -13,23 +13,7 @@ from distgraph.models.megatron_layout import Layout, Stack, annotate, stages
 from distgraph.models.wide_resnet import WIDE_RESNET_PRESETS, WideResNet, WideResNetConfig
 
 __all__ = [
-    "Block",
-    "CausalAttention",
-    "Decoder",
-    "GPT",
-    "GPTConfig",
-    "GPT_PRESETS",
-    "GShardMoE",
-    "LLAMA_PRESETS",
-    "Layout",
-    "Llama",
-    "LlamaConfig",
-    "MOE_PRESETS",
-    "MoEConfig",
-    "Stack",
-    "WIDE_RESNET_PRESETS",
-    "WideResNet",
-    "WideResNetConfig",
-    "annotate",
-    "stages",
-]
+    "Block", "CausalAttention", "Decoder", "GPT", "GPTConfig", "GPT_PRESETS", "GShardMoE", "LLAMA_PRESETS",
+    "Layout", "Llama", "LlamaConfig", "MOE_PRESETS", "MoEConfig", "Stack", "WIDE_RESNET_PRESETS",
+    "WideResNet", "WideResNetConfig", "annotate", "stages",
+]  # fmt: skip

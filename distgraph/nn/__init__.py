@@ -24,29 +24,8 @@ from distgraph.nn.parameter import Buffer, Parameter
 from distgraph.nn.spatial import AvgPool2d, BatchNorm2d, Conv2d, MaxPool2d
 
 __all__ = [
-    "AvgPool2d",
-    "BatchNorm2d",
-    "Buffer",
-    "Conv2d",
-    "CrossEntropy",
-    "Dropout",
-    "Embedding",
-    "Flatten",
-    "GELU",
-    "LayerNorm",
-    "Linear",
-    "MLP",
-    "MaxPool2d",
-    "MeanSquaredError",
-    "MoE",
-    "Module",
-    "MultiHeadAttention",
-    "Parameter",
-    "RMSNorm",
-    "ReLU",
-    "Sequential",
-    "SiLU",
-    "Sigmoid",
-    "Tanh",
+    "AvgPool2d", "BatchNorm2d", "Buffer", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "Flatten",
+    "GELU", "LayerNorm", "Linear", "MLP", "MaxPool2d", "MeanSquaredError", "MoE", "Module",
+    "MultiHeadAttention", "Parameter", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "Tanh",
     "TransformerBlock",
-]
+]  # fmt: skip

@@ -14,14 +14,6 @@ from distgraph.optim.optimizers import (
 )
 
 __all__ = [
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "Optimizer",
-    "Schedule",
-    "StateSpec",
-    "clip_by_global_norm",
-    "matrices_only",
-    "shard_states",
-]
+    "SGD", "Adafactor", "Adam", "AdamW", "Optimizer", "Schedule", "StateSpec", "clip_by_global_norm",
+    "matrices_only", "shard_states",
+]  # fmt: skip
