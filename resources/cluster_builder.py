@@ -9,22 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from distgraph.errors import ResourceError
-from distgraph.resources.cluster import (
-    Cluster,
-    Device,
-    Link,
-    Machine,
-    MeasuredTable,
-    Network,
-    Switch,
-)
-from distgraph.resources.schema import (
-    InsideEntry,
-    MachineEntry,
-    MeasuredEntry,
-    NetworkEntry,
-    ResourceFile,
-)
+from distgraph.resources.cluster import Cluster, Device, Link, Machine, MeasuredTable, Network, Switch
+from distgraph.resources.schema import InsideEntry, MachineEntry, MeasuredEntry, NetworkEntry, ResourceFile
 from distgraph.resources.topology import TreeLevel, Wire, Wiring, pcie_pairs, star, torus, tree
 
 
@@ -120,14 +106,7 @@ def _build_machine(
     nics, nic_of, attached = _nics(entry, nodes, name, f"{name}/host" in switches, origin, file)
     links += attached
     machine = Machine(
-        index,
-        name,
-        tuple(device.index for device in devices),
-        nics,
-        nic_of,
-        template,
-        first_link,
-        len(links),
+        index, name, tuple(device.index for device in devices), nics, nic_of, template, first_link, len(links)
     )
     return machine, devices, (links, switches)
 

@@ -12,13 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from distgraph.errors import ResourceError
 from distgraph.resources.cluster import MOST_DEVICES, MOST_DIMS, Compute, Count, Dtype, RingRate, one_of

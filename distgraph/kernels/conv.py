@@ -179,13 +179,7 @@ def _check_channels(what: str, channels: int, w_shape: Sequence[int], groups: in
 
 @computed_in_f32(0)
 def conv(
-    xp: Namespace,
-    x: Array,
-    w: Array,
-    *,
-    groups: int = 1,
-    out: Array | None = None,
-    **steps: Any,
+    xp: Namespace, x: Array, w: Array, *, groups: int = 1, out: Array | None = None, **steps: Any
 ) -> Array:
     """y[n, o, p] = sum over c, k of x[n, c, p * stride + k * dilation - low padding] * w[o, c, k] (no flip).
 

@@ -8,16 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgraph.kernels._common import (
-    Array,
-    Kernel,
-    Namespace,
-    computed_in_f32,
-    empty,
-    flat,
-    outputs,
-    store,
-)
+from distgraph.kernels._common import Array, Kernel, Namespace, computed_in_f32, empty, flat, outputs, store
 from distgraph.kernels._cupy_elementwise import CudaKernel
 from distgraph.kernels._elementwise import LOOP_BLOCK, copy
 from distgraph.kernels._jit import jit, pays

@@ -47,13 +47,7 @@ def _max_pool_grad_block(xp: Namespace, wide: Array, y: Array, dy: Array, over: 
 
 
 @computed_in_f32(0)
-def max_pool(
-    xp: Namespace,
-    x: Array,
-    *,
-    out: Array | None = None,
-    **steps: Any,
-) -> Array:
+def max_pool(xp: Namespace, x: Array, *, out: Array | None = None, **steps: Any) -> Array:
     """y[n, c, p] = max over k of x[n, c, p * stride + k - low padding]; padding never wins.
 
     Args:
@@ -72,13 +66,7 @@ def max_pool(
 
 @computed_in_f32(2)
 def max_pool_grad(
-    xp: Namespace,
-    x: Array,
-    y: Array,
-    dy: Array,
-    *,
-    out: Array | None = None,
-    **steps: Any,
+    xp: Namespace, x: Array, y: Array, dy: Array, *, out: Array | None = None, **steps: Any
 ) -> Array:
     """dx: each dy goes to the first place (row-major) of its window where x equals y, the result of
     `max_pool`."""
@@ -90,13 +78,7 @@ def max_pool_grad(
 
 
 @computed_in_f32(0)
-def avg_pool(
-    xp: Namespace,
-    x: Array,
-    *,
-    out: Array | None = None,
-    **steps: Any,
-) -> Array:
+def avg_pool(xp: Namespace, x: Array, *, out: Array | None = None, **steps: Any) -> Array:
     """y[n, c, p] = mean over k of x[n, c, p * stride + k - low padding]; padding counts as zeros.
 
     Arguments as `max_pool`.
@@ -111,12 +93,7 @@ def avg_pool(
 
 @computed_in_f32(0)
 def avg_pool_grad(
-    xp: Namespace,
-    dy: Array,
-    *,
-    input_shape: Sequence[int],
-    out: Array | None = None,
-    **steps: Any,
+    xp: Namespace, dy: Array, *, input_shape: Sequence[int], out: Array | None = None, **steps: Any
 ) -> Array:
     """dx: each dy spread evenly over its window. ``input_shape`` is that of x and of the result."""
     over = _window_of("avg_pool_grad", input_shape, **steps)

@@ -18,14 +18,7 @@ import numpy as np
 from distgraph.errors import GraphError
 from distgraph.ir.dtypes import is_float, promote, short, to_numpy
 from distgraph.ir.graph import Value
-from distgraph.ir.op_registry import (
-    Attrs,
-    GradientContext,
-    Shape,
-    define,
-    elementwise,
-    ufunc,
-)
+from distgraph.ir.op_registry import Attrs, GradientContext, Shape, define, elementwise, ufunc
 from distgraph.kernels._common import store
 from distgraph.ops.contraction import as_tensors
 from distgraph.tracing.tensor import Tensor, emit_one

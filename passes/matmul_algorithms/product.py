@@ -252,11 +252,9 @@ def _groups(left: str, right: str, result: str) -> dict[str, str]:
     groups = {}
     for letter in dict.fromkeys(left + right + result):
         present = (letter in left, letter in right, letter in result)
-        groups[letter] = {
-            (True, False, True): "m",
-            (True, True, False): "k",
-            (False, True, True): "n",
-        }.get(present, "batch")
+        groups[letter] = {(True, False, True): "m", (True, True, False): "k", (False, True, True): "n"}.get(
+            present, "batch"
+        )
     return groups
 
 

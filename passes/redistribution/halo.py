@@ -44,11 +44,7 @@ from distgraph.passes.redistribution.tiles import (
 
 @lru_cache(maxsize=4096)
 def halo_tiles(
-    shape: tuple[int, ...],
-    mesh: ProcessMesh,
-    spec: ShardSpec,
-    windows: Windows,
-    held: DistAttr | None = None,
+    shape: tuple[int, ...], mesh: ProcessMesh, spec: ShardSpec, windows: Windows, held: DistAttr | None = None
 ) -> tuple[Tile, ...]:
     """Tiles that bring every rank's windows together, in global positions; pending reductions stay.
 

@@ -36,13 +36,7 @@ from distgraph.runtime.forecast.op_cost import Work
 from distgraph.runtime.launch.launch import launch
 from distgraph.runtime.launch.mpi_rank import current_transport, ranks_of_job
 from distgraph.runtime.profile import collective_probes
-from distgraph.runtime.profile.cost_fitting import (
-    ComputeFit,
-    LinkFit,
-    Message,
-    fit_compute,
-    fit_links,
-)
+from distgraph.runtime.profile.cost_fitting import ComputeFit, LinkFit, Message, fit_compute, fit_links
 from distgraph.runtime.profile.measurements import read_measurements
 from distgraph.runtime.profile.op_probes import PreparedProbe, probes
 from distgraph.runtime.profile.resource_writer import Measured, write_measured

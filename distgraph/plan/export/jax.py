@@ -140,11 +140,7 @@ def _stage(plan: Plan, number: int, notes: list[str]) -> dict[str, Any]:
 
 
 def _even(
-    name: str,
-    spec: ShardSpec,
-    shape: tuple[int, ...] | None,
-    mesh: ProcessMesh,
-    uneven: dict[str, list[str]],
+    name: str, spec: ShardSpec, shape: tuple[int, ...] | None, mesh: ProcessMesh, uneven: dict[str, list[str]]
 ) -> ShardSpec:
     """The spec with dims left whole that do not divide evenly: a JAX array has shards of one size."""
     if shape is None or len(shape) != len(spec.dims):

@@ -26,14 +26,7 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.sharding_spec import ShardSpec
 from distgraph.plan.export.axis_roles import Roles, roles_of, strays_of
 from distgraph.plan.export.module_interface import MATRICES, Part, Read, in_order, prefixes
-from distgraph.plan.export.result import (
-    Export,
-    dims,
-    listed,
-    mesh_data,
-    owner,
-    surface,
-)
+from distgraph.plan.export.result import Export, dims, listed, mesh_data, owner, surface
 from distgraph.plan.export.torch_source import torch_schedules, torch_source
 
 if TYPE_CHECKING:

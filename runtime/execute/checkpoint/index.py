@@ -244,13 +244,7 @@ def _check(index: Index, where: str) -> None:
             refuse(RuntimeFault, where, ["files", name], "a header and blocks without holes or overlaps")
     expected = fingerprint({n: (t.dtype, t.shape) for n, t in index.tensors.items() if t.kind == "param"})
     if index.fingerprint != expected:
-        refuse(
-            RuntimeFault,
-            where,
-            ["fingerprint"],
-            f"that of its tensors, {expected}",
-            index.fingerprint,
-        )
+        refuse(RuntimeFault, where, ["fingerprint"], f"that of its tensors, {expected}", index.fingerprint)
 
 
 def _check_tiling(tensor: TensorEntry, where: str, name: str) -> None:
