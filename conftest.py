@@ -44,7 +44,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Collecting doctests imports: importing mpi4py starts MPI, importing cupy wants a GPU's libraries."""
     if collection_path.suffix != ".py":
         return None
-    if PACKAGE / "frontends" / "torch" in collection_path.parents and find_spec("torch") is None:
-        return True
+    for framework in OTHERS:
+        if PACKAGE / "frontends" / framework in collection_path.parents and find_spec(framework) is None:
+            return True
     wants = NEEDS_DEVICE if PACKAGE in collection_path.parents else OTHERS
     return True if imported_roots(collection_path.read_text()) & wants else None

@@ -1,4 +1,4 @@
-"""Models of other frameworks: `frontends.torch` imports a module of PyTorch.
+"""Models of other frameworks: `frontends.torch` imports modules of PyTorch, `frontends.jax` functions of JAX.
 
 A frontend is loaded on first use, so that importing distgraph never imports another framework.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_FRONTENDS = {"torch": "distgraph.frontends.torch", "jax": "distgraph.frontends.jax"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":
-        return import_module("distgraph.frontends.torch")
-    raise AttributeError(f"module 'distgraph.frontends' has no attribute {name!r}; it has torch")
+    if name in _FRONTENDS:
+        return import_module(_FRONTENDS[name])
+    raise AttributeError(
+        f"module 'distgraph.frontends' has no attribute {name!r}; it has {', '.join(_FRONTENDS)}"
+    )
 
 
 def __dir__() -> list[str]:
-    return ["torch"]
+    return sorted(_FRONTENDS)

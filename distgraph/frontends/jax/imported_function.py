@@ -1,0 +1,224 @@
+"""ImportedFunction: a function of JAX as a module of distgraph."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distgraph.errors import GraphError
+from distgraph.frontends.jax.jaxpr_evaluator import Evaluation
+from distgraph.frontends.jax.jaxpr_tracing import (
+    Arguments,
+    Leaf,
+    TracedFunction,
+    flatten_arguments,
+    trace_function,
+)
+from distgraph.frontends.jax.random_keys import RandomKey
+from distgraph.frontends.outputs import Outputs
+from distgraph.ir.dtypes import is_float, short
+from distgraph.nn import Buffer, Module, Parameter
+from distgraph.ops import accumulate, cast, stop_gradient
+from distgraph.tracing.tensor import Tensor
+from distgraph.tracing.tracer import Trace
+
+_ABSENT: Any = object()
+
+
+class ImportedFunction(Module):
+    """A function of JAX whose jaxpr is evaluated; made by `import_function`.
+
+    Parameters have the paths of the leaves of the parameters, and their values. The function is traced by JAX
+    again for every shape of the inputs, so that any number of samples can be given.
+    """
+
+    def __init__(self, training: Arguments, evaluation: Arguments, has_state: bool) -> None:
+        self._arguments = {True: training, False: evaluation}
+        self._has_state = has_state
+        self._traced: dict[Any, TracedFunction] = {}
+        self._tensors = {
+            leaf.name: _tensor(leaf) for leaf in training.of_kind("parameter", "buffer", "state")
+        }
+        self._forward = _with_signature(self._run, [leaf.name for leaf in training.of_kind("input")])
+
+    @property
+    def forward(self) -> Any:
+        """What the function computes of the inputs of its example, by position or by name."""
+        return self._forward
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """(path in the parameters or the state, parameter or buffer)."""
+        yield from self._tensors.items()
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter or buffer of a path such as "layers.0.w".
+
+        Raises:
+            GraphError: there is none of this path.
+        """
+        if name not in self._tensors:
+            near = difflib.get_close_matches(name, self._tensors, 3)
+            raise GraphError(
+                f"{self._arguments[True].name} has no parameter {name!r}; "
+                + (f"near are {', '.join(near)}" if near else "named_tensors() lists them")
+            )
+        return self._tensors[name]
+
+    def _run(self, given: Mapping[str, Any]) -> Any:
+        trace = Trace.current()
+        arguments = self._arguments[trace.training]
+        inputs = {
+            leaf.name: _input(arguments.name, leaf, trace.tensor(given[leaf.name]))
+            for leaf in arguments.of_kind("input")
+        }
+        traced = self._jaxpr(trace.training, inputs)
+        values = [self._value(leaf, inputs) for leaf in arguments.leaves if leaf.kind != "static"]
+        with jax.enable_x64(arguments.wide):
+            results = Evaluation(arguments.name).run(traced.closed, values)
+        count = len(results) - traced.states
+        if trace.training:
+            for leaf, new in zip(arguments.of_kind("state"), results[count:], strict=True):
+                self._update(leaf.name, new)
+        return _returned(traced, results[:count], trace)
+
+    def _value(self, leaf: Leaf, inputs: Mapping[str, Tensor]) -> Any:
+        if leaf.kind == "key":
+            return RandomKey()
+        return inputs[leaf.name] if leaf.kind == "input" else self._tensors[leaf.name]
+
+    def _jaxpr(self, training: bool, inputs: Mapping[str, Tensor]) -> TracedFunction:
+        types = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        key = training, tuple(types.items())
+        if key not in self._traced:
+            self._traced[key] = trace_function(self._arguments[training], types, self._has_state)
+        return self._traced[key]
+
+    def _update(self, name: str, new: Any) -> None:
+        """Set a state at the end of the step to the mean of its new values over the micro-batches."""
+        buffer = self._tensors[name]
+        assert isinstance(buffer, Buffer)
+        trace = Trace.current()
+        value = trace.tensor(new)
+        wide = value if is_float(value.dtype) else value.astype("f64")
+        mean = accumulate(stop_gradient(wide))
+        with trace.within(role="optimize"):
+            buffer.update(mean if mean.dtype == buffer.dtype else mean.astype(buffer.dtype))
+
+    def _check(self) -> None:
+        """Trace the function for its example, in both modes. Raises GraphError as `Evaluation.run`."""
+        for training, arguments in self._arguments.items():
+            trace = Trace("import")
+            trace.training = training
+            with trace.activate():
+                self(
+                    *(
+                        trace.source("input", leaf.name, leaf.shape, short(leaf.dtype))
+                        for leaf in arguments.of_kind("input")
+                    )
+                )
+
+
+def import_function(
+    function: Callable[..., Any],
+    params: Any,
+    *examples: Any,
+    state: Any = _ABSENT,
+    evaluation: Callable[..., Any] | None = None,
+) -> ImportedFunction:
+    """A function of JAX as a module of distgraph, which trains, plans and exports like any other.
+
+    Values of parameters are copied; those of which only the shape is known (`jax.eval_shape`) are drawn as
+    normal numbers, so that a large model can be planned without its memory. Leaves that are no arrays, such
+    as numbers of Python, stay part of the program. Random keys among the examples are no inputs: what is
+    drawn from them becomes random ops, new in every step.
+
+    Args:
+        function: (params, *inputs) -> array, tuple or dict of arrays; with `state` it is
+            (params, state, *inputs) -> (outputs, new state).
+        params: pytree; floating arrays become parameters, named by their path, other arrays buffers.
+        examples: pytrees of arrays like the inputs; any number of samples may be given later.
+        state: pytree of what a step changes without learning it, such as running statistics.
+        evaluation: the function for `evaluate` and `predict`, where that differs, with the same arguments.
+
+    Raises:
+        GraphError: JAX cannot trace the function, or it uses primitives without a rule: all are listed.
+
+    Example:
+        >>> import distgraph as dg, jax.numpy as jnp
+        >>> def apply(params, x):
+        ...     return x @ params["w"] + params["b"]
+        >>> params = {"w": jnp.ones((3, 4)), "b": jnp.zeros(4)}
+        >>> model = dg.frontends.jax.import_function(apply, params, jnp.ones((2, 3)))
+        >>> [(name, p.shape) for name, p in model.named_parameters()]
+        [('b', (4,)), ('w', (3, 4))]
+    """
+    has_state = state is not _ABSENT
+    for each in (function, evaluation):
+        if each is not None and not callable(each):
+            raise GraphError(
+                f"function is a {type(each).__name__} but must be callable; give (params, *inputs) -> outputs"
+            )
+    training = flatten_arguments(function, params, state, examples, has_state)
+    evaluating = training
+    if evaluation is not None:
+        evaluating = Arguments(evaluation, training.tree, training.leaves, training.wide)
+    model = ImportedFunction(training, evaluating, has_state)
+    model._check()
+    return model
+
+
+def _tensor(leaf: Leaf) -> Parameter:
+    dtype = short(leaf.dtype)
+    parameter = Parameter(leaf.shape, dtype) if leaf.kind == "parameter" else Buffer(leaf.shape, dtype)
+    if leaf.value is not None:
+        parameter.assign(np.asarray(leaf.value))
+    return parameter
+
+
+def _input(function: str, leaf: Leaf, x: Tensor) -> Tensor:
+    """An input in the dtype of the example. Raises GraphError for another rank, or another floating dtype."""
+    dtype = short(leaf.dtype)
+    if x.ndim != len(leaf.shape):
+        raise GraphError(
+            f"input {leaf.name} of {function} is {x.value.type} but its example {leaf.type}; "
+            "give as many dims"
+        )
+    if x.dtype == dtype:
+        return x
+    if is_float(x.dtype) or is_float(dtype):
+        raise GraphError(
+            f"input {leaf.name} of {function} is {x.value.type} but its example {leaf.type}; convert "
+            "the array with .astype, or import with an example of this dtype"
+        )
+    return cast(x, dtype)
+
+
+def _with_signature(run: Any, names: Sequence[str]) -> Any:
+    """A function of inputs with these names, which calls `run` with a dict of them."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise GraphError(
+                f"imported model takes the inputs of its example, ({', '.join(names)}): {error}"
+            ) from None
+        return run(given)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+def _returned(traced: TracedFunction, results: Sequence[Any], trace: Trace) -> Any:
+    """The outputs as the function returns them."""
+    named = {name: trace.tensor(x) for name, x in zip(traced.outputs, results, strict=True)}
+    if traced.kind == "tensor":
+        return next(iter(named.values()))
+    return tuple(named.values()) if traced.kind == "tuple" else Outputs(named)
