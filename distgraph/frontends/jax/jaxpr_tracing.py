@@ -200,11 +200,14 @@ def _refused(name: str, leaves: Sequence[Leaf], error: BaseException) -> GraphEr
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     shown = ", ".join(f"{leaf.name} {leaf.type}" for leaf in leaves if leaf.kind == "input")
     where = _place_of(error)
-    return GraphError(
-        f"{name}({shown}) cannot be traced by jax{where}: {lines[0] if lines else type(error).__name__}; "
-        "write control flow that depends on numbers with jax.numpy.where or jax.lax.cond, and give arguments "
-        "that are no arrays as numbers of Python"
-    )
+    advice = "give inputs that it takes"
+    if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
+        advice = (
+            "write control flow that depends on numbers with jax.numpy.where or jax.lax.cond, and give arguments "
+            "that are no arrays as numbers of Python"
+        )
+    reason = lines[0].rstrip(".") if lines else type(error).__name__
+    return GraphError(f"{name}({shown}) cannot be traced by jax{where}: {reason}; {advice}")
 
 
 def _place_of(error: BaseException) -> str:
