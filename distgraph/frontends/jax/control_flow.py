@@ -9,6 +9,7 @@ import numpy as np
 
 from distgraph import ops
 from distgraph.errors import GraphError
+from distgraph.frontends.jax.custom_derivatives import custom_derivative, with_derivative
 from distgraph.frontends.jax.folded_constant import Constant
 from distgraph.tracing.tensor import Tensor
 from distgraph.tracing.tracer import Trace
@@ -50,10 +51,15 @@ def _control(*names: str) -> Callable[[Control], Control]:
 @_control("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(eqn: Any, operands: Sequence[Any], evaluator: Evaluator) -> Sequence[Any]:
     inner = eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
-    custom = eqn.primitive.name == "custom_jvp_call"
-    if custom and _is_rectifier(inner) and isinstance(operands[0], Tensor):
+    if not eqn.primitive.name.startswith("custom_"):
+        return evaluator.evaluate(inner, operands)
+    if _is_rectifier(inner) and isinstance(operands[0], Tensor):
         return [ops.relu(operands[0])]
-    return evaluator.evaluate(inner, operands)
+    derivative = custom_derivative(eqn, inner, operands)
+    values = evaluator.evaluate(inner, operands)
+    if derivative is None or not all(isinstance(x, (Tensor, Constant)) for x in [*operands, *values]):
+        return values
+    return with_derivative(derivative, eqn, operands, values, evaluator.evaluate)
 
 
 def _is_rectifier(closed: Any) -> bool:

@@ -203,8 +203,8 @@ def _refused(name: str, leaves: Sequence[Leaf], error: BaseException) -> GraphEr
     advice = "give inputs that it takes"
     if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
         advice = (
-            "write control flow that depends on numbers with jax.numpy.where or jax.lax.cond, and give arguments "
-            "that are no arrays as numbers of Python"
+            "write control flow that depends on numbers with jax.numpy.where or jax.lax.cond, and give "
+            "arguments that are no arrays as numbers of Python"
         )
     reason = lines[0].rstrip(".") if lines else type(error).__name__
     return GraphError(f"{name}({shown}) cannot be traced by jax{where}: {reason}; {advice}")

@@ -72,8 +72,8 @@ def test_names_and_values_are_those_of_the_pytree() -> None:
     model = dg.frontends.jax.import_function(transformer, params, IDS)
     named = dict(model.named_parameters())
     assert set(named) == {
-        "norm", "positions", "tokens", "layers.norm1", "layers.norm2", "layers.qkv", "layers.out", "layers.up",
-        "layers.down",
+        "norm", "positions", "tokens", "layers.norm1", "layers.norm2", "layers.qkv", "layers.out",
+        "layers.up", "layers.down",
     }  # fmt: skip
     np.testing.assert_array_equal(named["layers.qkv"].value, params["layers"]["qkv"])
 
@@ -112,7 +112,9 @@ def curve(name: str) -> tuple[Any, Any, list[float]]:
         x = numbers.integers(0, VOCABULARY, (8, 5), np.int32) if shape is None else normal(seed, (8, *shape))
         batches.append((x, numbers.integers(0, 5, (8, *labels), np.int32)))
     values = params()
-    losses = adamw_losses(lambda p, x, y: jax_cross_entropy(function(p, x), y), values, batches * 5, 1e-2, 0.1)
+    losses = adamw_losses(
+        lambda p, x, y: jax_cross_entropy(function(p, x), y), values, batches * 5, 1e-2, 0.1
+    )
     return batches * 5, values, losses
 
 

@@ -20,7 +20,9 @@ def drawn(shapes: Any, scale: float = 0.5) -> Any:
 
 
 def mlp_params() -> Any:
-    return drawn({"layers": [{"w": (6, 16), "b": (16,)}, {"w": (16, 16), "b": (16,)}, {"w": (16, 5), "b": (5,)}]})
+    return drawn(
+        {"layers": [{"w": (6, 16), "b": (16,)}, {"w": (16, 16), "b": (16,)}, {"w": (16, 5), "b": (5,)}]}
+    )
 
 
 @jax.jit
@@ -54,7 +56,9 @@ LAYERS, WIDTH, VOCABULARY = 3, 8, 11
 
 def transformer_params() -> Any:
     layer = {"norm1": (), "norm2": (), "qkv": (3 * WIDTH,), "out": (WIDTH,), "up": (16,), "down": None}
-    shapes: dict[str, Any] = {name: (LAYERS, WIDTH, *rest) for name, rest in layer.items() if rest is not None}
+    shapes: dict[str, Any] = {
+        name: (LAYERS, WIDTH, *rest) for name, rest in layer.items() if rest is not None
+    }
     shapes["down"] = (LAYERS, 16, WIDTH)
     return drawn({"tokens": (VOCABULARY, WIDTH), "positions": (7, WIDTH), "norm": (WIDTH,), "layers": shapes})
 
