@@ -22,6 +22,7 @@ class Evaluator(Protocol):
     """What evaluates the jaxprs that an equation holds; see `jaxpr_evaluator`."""
 
     loops: int
+    inlining: bool
 
     def evaluate(self, closed: Any, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
@@ -51,7 +52,7 @@ def _control(*names: str) -> Callable[[Control], Control]:
 @_control("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(eqn: Any, operands: Sequence[Any], evaluator: Evaluator) -> Sequence[Any]:
     inner = eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
-    if not eqn.primitive.name.startswith("custom_"):
+    if evaluator.inlining or not eqn.primitive.name.startswith("custom_"):
         return evaluator.evaluate(inner, operands)
     if _is_rectifier(inner) and isinstance(operands[0], Tensor):
         return [ops.relu(operands[0])]
@@ -59,7 +60,11 @@ def _call(eqn: Any, operands: Sequence[Any], evaluator: Evaluator) -> Sequence[A
     values = evaluator.evaluate(inner, operands)
     if derivative is None or not all(isinstance(x, (Tensor, Constant)) for x in [*operands, *values]):
         return values
-    return with_derivative(derivative, eqn, operands, values, evaluator.evaluate)
+    evaluator.inlining = True  # what follows has no gradient but in dx, in which it is linear
+    try:
+        return with_derivative(derivative, eqn, operands, values, evaluator.evaluate)
+    finally:
+        evaluator.inlining = False
 
 
 def _is_rectifier(closed: Any) -> bool:

@@ -51,9 +51,9 @@ def custom_derivative(eqn: Any, inner: Any, operands: Sequence[Any]) -> Any | No
     except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError) as error:
         text = str(error).strip().splitlines()
         raise GraphError(
-            f"the derivative that {inner.jaxpr.debug_info.func_name} declares is not that of what it computes, and "
-            f"not linear ({text[0] if text else type(error).__name__}); write the function without it, and clip "
-            "gradients with the optimizer"
+            f"the derivative that {inner.jaxpr.debug_info.func_name} declares is not that of what it "
+            f"computes, and not linear ({text[0] if text else type(error).__name__}); write the function "
+            "without it, and clip gradients with the optimizer"
         ) from error
 
 

@@ -40,12 +40,14 @@ class Evaluation:
     Attributes:
         function: name of the function, for errors.
         loops: number of loops that were unrolled so far.
+        inlining: whether functions with a derivative of their own are inlined without it.
         missing: primitive -> places that use it, of those without a rule.
         refused: what rules have refused, with the place.
     """
 
     function: str
     loops: int = 0
+    inlining: bool = False
     missing: dict[str, list[str]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 

@@ -10,7 +10,7 @@ import pytest
 from support.frontends.jax_comparison import normal
 
 import distgraph as dg
-from distgraph.errors import DistGraphError, GraphError
+from distgraph.errors import GraphError
 
 jax: Any = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -108,10 +108,8 @@ def test_arguments_are_checked() -> None:
     assert "two leaves of the arguments are named 'a.b'" in refused(lambda p, x: x, params=clash)
     assert "parameter w: dtype" in refused(lambda p, x: x, params={"w": np.zeros(3, np.complex64)})
     model = dg.frontends.jax.import_function(lambda p, x: x @ p["w"], PARAMS, X)
-    with pytest.raises(GraphError, match="has no parameter 'v'"):
+    with pytest.raises(GraphError, match="no parameter 'v'"):
         model.parameter("v")
-    with pytest.raises(DistGraphError, match="has no attribute|no 'weights'"):
-        model.weights  # noqa: B018
 
 
 def test_a_derivative_that_is_not_linear_is_refused() -> None:
