@@ -13,6 +13,7 @@ MOST_LINES, MOST_ENTRIES, MOST_ENTRIES_OF_RUNTIME = 500, 20, 10
 PRODUCT = ("distgraph", "passes", "runtime", "resources")
 ONE_THING = (
     {"distgraph/ops", "distgraph/kernels", "distgraph/nn"},  # an op, its kernel and its layer
+    {"distgraph/frontends/torch", "distgraph/frontends/jax"},  # the same step for two frameworks
     {"distgraph/cli/check.py", "distgraph/engine/commands/check.py"},  # a command and what it does
     {"distgraph/cli/cluster.py", "resources/cluster.py"},
     {"distgraph/cli/forecast.py", "runtime/forecast/forecast.py"},
