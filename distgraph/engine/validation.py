@@ -20,7 +20,7 @@ from distgraph.plan.strategy import Strategy
 from distgraph.resources import Cluster
 
 _ACCURACY = "lambda logits, labels: (logits.argmax(-1) == labels).astype('f32').mean()"
-_OTHERS = ("torch", "flax", "keras", "tensorflow")
+_OTHERS = ("torch", "jax", "flax", "optax", "keras", "tensorflow")
 
 
 def check_parts(
@@ -36,6 +36,10 @@ def check_parts(
     _check_model(model)
     if loss is not None:
         _check_function("loss", loss, "such as distgraph.nn.CrossEntropy()")
+        way = "give one of distgraph.nn, such as CrossEntropy(), or a function of distgraph.ops"
+        _check_not_foreign("loss", loss, way)
+    way = "dg.frontends.torch.import_optimizer(optimizer) makes one of distgraph.optim of SGD, Adam and AdamW"
+    _check_not_foreign("optimizer", optimizer, way)
     for subject, argument, type_, example in (
         ("optimizer", optimizer, Optimizer, "distgraph.optim.Adam(lr=1e-3)"),
         ("strategy", strategy, Strategy, "distgraph.Strategy(micro_batches=4)"),
@@ -97,13 +101,34 @@ def check_call(subject: str, function: Callable[..., Any], count: int) -> None:
 
 def _check_model(model: Any) -> None:
     _check_function("model", model, "a distgraph.nn.Module or a function of tensors")
-    homes = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    for other in _OTHERS:
-        if other in homes:
-            raise GraphError(
-                f"model is a {type(model).__name__} of {other} but must be a distgraph.nn.Module or a "
-                f"function of tensors; write it with distgraph.nn or NumPy functions"
-            )
+    other = _framework(model)
+    if other:
+        way = (
+            "dg.frontends.torch.import_module(model, example_inputs) makes one of it"
+            if other == "torch"
+            else "write it with distgraph.nn or NumPy functions"
+        )
+        raise GraphError(
+            f"model is {_named(model)} of {other} but must be a distgraph.nn.Module or a function of "
+            f"tensors; {way}"
+        )
+
+
+def _check_not_foreign(subject: str, argument: Any, way: str) -> None:
+    other = _framework(argument)
+    if other:
+        raise GraphError(f"{subject} is {_named(argument)} of {other} but computes with its tensors; {way}")
+
+
+def _framework(argument: Any) -> str:
+    """Name of the other framework that an object or a function comes from; empty if from none."""
+    bases = [base.__module__ for base in type(argument).__mro__]
+    homes = {str(home).partition(".")[0] for home in (*bases, getattr(argument, "__module__", ""))}
+    return next((other for other in _OTHERS if other in homes), "")
+
+
+def _named(argument: Any) -> str:
+    return argument.__name__ if inspect.isroutine(argument) else f"a {type(argument).__name__}"
 
 
 def _check_metrics(metrics: Any) -> None:

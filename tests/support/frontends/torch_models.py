@@ -89,3 +89,90 @@ class TinyGPT(nn.Module):  # type: ignore[misc]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class ViT(nn.Module):  # type: ignore[misc]
+    """Vision transformer: patches by a convolution, a class token, encoder layers of torch."""
+
+    def __init__(self, width: int = 16, classes: int = 5) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, stride=4)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.randn(1, 7, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
+
+    def forward(self, x: Any) -> Any:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return self.head(self.encoder(x)[:, 0])
+
+
+class MoE(nn.Module):  # type: ignore[misc]
+    """Every token goes to its two best experts of four; their outputs are weighted by a softmax."""
+
+    def __init__(self, width: int = 6, hidden: int = 10, experts: int = 4, classes: int = 5) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) * 0.3)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Any) -> Any:
+        scores, chosen = self.gate(x).topk(2, -1)
+        shares = torch.zeros_like(self.gate(x)).scatter(-1, chosen, scores.softmax(-1))
+        hidden = torch.relu(torch.einsum("btd,edh->bteh", x, self.up))
+        outputs = torch.einsum("bteh,ehd->bted", hidden, self.down)
+        return self.head(x + (outputs * shares.unsqueeze(-1)).sum(2))
+
+
+class UNet(nn.Module):  # type: ignore[misc]
+    """Down by pooling, up by a transposed convolution, with a skip connection."""
+
+    def __init__(self, channels: int = 3, classes: int = 5) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Conv2d(channels, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.SiLU())
+        self.below = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(6, 8, 3, padding="same"), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.after = nn.Conv2d(12, classes, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = self.before(x)
+        up = self.up(F.interpolate(self.below(x), scale_factor=0.5, mode="bilinear"))
+        up = F.interpolate(up, size=x.shape[-2:], mode="nearest")
+        return self.after(torch.cat([x, up], 1))
+
+
+class LSTMLanguageModel(nn.Module):  # type: ignore[misc]
+    def __init__(self, vocabulary: int = 23, width: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, 12, 2, batch_first=True)
+        self.head = nn.Linear(12, vocabulary)
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.lstm(self.tokens(ids))[0])
+
+
+class Translator(nn.Module):  # type: ignore[misc]
+    """Encoder and decoder; the source has padding, which attention hides."""
+
+    def __init__(self, vocabulary: int = 23, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.body = nn.Transformer(width, 2, 1, 1, 24, 0.0, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, source: Any, target: Any) -> Any:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
+        hidden = source == 0
+        y = self.body(
+            self.tokens(source),
+            self.tokens(target),
+            tgt_mask=mask,
+            src_key_padding_mask=hidden,
+            memory_key_padding_mask=hidden,
+            tgt_is_causal=True,
+        )
+        return self.head(y)

@@ -30,6 +30,27 @@ def _embedding(weight: Any, ids: Any, padding_idx: int = -1, *options: Any) -> A
     return ops.where(fixed, ops.stop_gradient(rows), rows)
 
 
+@aten("_embedding_bag.default", "_embedding_bag_forward_only.default")
+def _embedding_bag(
+    weight: Any, ids: Any, offsets: Any, scale_grad: bool = False, mode: int = 0, sparse: bool = False,
+    weights: Any = None, last_offset: bool = False, padding_idx: int = -1,
+) -> Any:  # fmt: skip
+    """Sum (mode 0), mean (1) or maximum (2) over bags of rows that all have one length."""
+    bags = offsets.shape[0] - last_offset
+    if not isinstance(offsets, Constant) or ids.shape[0] % max(1, bags) or padding_idx >= 0:
+        raise GraphError(
+            "embedding_bag has bags of several lengths or padding; use embedding and a masked sum"
+        )
+    size = ids.shape[0] // bags
+    if offsets.value.tolist()[:bags] != list(range(0, ids.shape[0], size)):
+        raise GraphError("embedding_bag has bags of several lengths; use embedding and a masked sum")
+    rows = ops.embedding(weight, ops.reshape(ids, (bags, size)))
+    if weights is not None:
+        rows = rows * ops.reshape(weights, (bags, size, 1))
+    result = ops.mean(rows, 1) if mode == 1 else ops.reduce("max" if mode == 2 else "sum", rows, 1)
+    return result, None, None, None
+
+
 @aten("index_select.default")
 def _index_select(x: Any, dim: int, ids: Any) -> Any:
     return emit_one("take", x, ids, dim=dim % x.ndim)

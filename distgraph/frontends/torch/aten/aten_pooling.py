@@ -10,6 +10,7 @@ import numpy as np
 from distgraph import ops
 from distgraph.errors import GraphError
 from distgraph.frontends.torch.rule_registry import aten
+from distgraph.tracing.tensor import emit_one
 from distgraph.tracing.tracer import Trace
 
 _LETTERS = "abcdefgh"
@@ -54,12 +55,52 @@ def _max_pool(dims: int) -> None:
         return _batched(_padded_max, x, dims, window, steps, pads, ceil_mode)
 
     @aten(f"max_pool{dims}d_with_indices.default")
-    def _pool_with_indices(*args: Any, **kwargs: Any) -> Any:
-        return _pool(*args, **kwargs), None
+    def _pool_with_indices(
+        x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Any:
+        values = _pool(x, kernel, stride, padding, dilation, ceil_mode)
+        window = _each(kernel, dims)
+        steps, pads = _each(stride, dims, window), _each(padding, dims)
+        return values, _places(x, values.shape, window, steps, pads)
+
+    @aten(f"max_unpool{dims}d.default")
+    def _unpool(x: Any, places: Any, output_size: Any, *options: Any) -> Any:
+        """Elements at their places, flat over the spatial dims; a place taken twice has equal elements."""
+        shape = (*x.shape[: x.ndim - dims], *output_size)
+        flat = (*shape[: x.ndim - dims], -1)
+        ids, size = ops.reshape(places, flat), math.prod(output_size)
+        at = {"dim": ids.ndim - 1, "size": size}
+        total = emit_one("put_along", ops.reshape(x, flat), ids, **at)
+        count = emit_one("put_along", ops.full(ids.shape, 1, x.dtype), ids, **at)
+        return ops.reshape(total / ops.maximum(count, 1), shape)
 
 
 for _dims in (1, 2, 3):
     _max_pool(_dims)
+
+
+def _places(x: Any, shape: Any, window: Any, steps: Any, pads: Any) -> Any:
+    """Place of the largest element of each window, flat over the spatial dims: the first of equal ones."""
+    dims = len(window)
+    lead, spatial, counts = x.shape[: x.ndim - dims], x.shape[x.ndim - dims :], shape[x.ndim - dims :]
+    reach = [(m - 1) * s + k for m, s, k in zip(counts, steps, window, strict=True)]
+    low = (*(0,) * len(lead), *pads)
+    high = (*(0,) * len(lead), *(max(0, r - n - p) for r, n, p in zip(reach, spatial, pads, strict=True)))
+    padded = ops.pad(x, low, high, float("-inf"))
+    parts, places = [], []
+    for offset in np.ndindex(*window):
+        cuts = [slice(o, o + (m - 1) * s + 1, s) for o, m, s in zip(offset, counts, steps, strict=True)]
+        parts.append(ops.getitem(padded, (..., *cuts)))
+        lines = [np.arange(m) * s + o - p for m, s, o, p in zip(counts, steps, offset, pads, strict=True)]
+        grid = np.meshgrid(*lines, indexing="ij")
+        flat = np.zeros_like(grid[0])
+        for line, n in zip(grid, spatial, strict=True):
+            flat = flat * n + line
+        places.append(flat)
+    best = ops.argmax(ops.stack(parts, -1), -1, keepdims=True)
+    table = Trace.current().constant(np.stack(places, -1).astype(np.int64))
+    found = ops.take_along(ops.broadcast_to(table, (*shape, len(parts))), best, -1)
+    return ops.squeeze(found, -1)
 
 
 def _padded_max(x: Any, window: Any, steps: Any, pads: Any, ceil: bool) -> Any:

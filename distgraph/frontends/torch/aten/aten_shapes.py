@@ -21,6 +21,11 @@ def _same(x: Any, memory_format: Any = None) -> Any:
     return x
 
 
+@aten("copy.default")
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    return ops.cast(ops.broadcast_to(source, x.shape), x.dtype)
+
+
 @aten("detach.default")
 def _detach(x: Any) -> Any:
     return ops.stop_gradient(x)
