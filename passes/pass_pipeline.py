@@ -34,6 +34,7 @@ PIPELINE = (
     "distribute_matmuls",
     "reshard",
     "lower",
+    "bucket_gradients",
     "fuse_reductions",
     "split_tasks",
     "partition",

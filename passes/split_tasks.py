@@ -25,7 +25,7 @@ from graphlib import TopologicalSorter
 from threading import Lock
 from types import CodeType
 
-from distgraph.ir.collective_registry import halo_windows, is_collective
+from distgraph.ir.collective_registry import EACH_MICRO_BATCH, halo_windows, is_collective
 from distgraph.ir.gc_pause import collector_paused
 from distgraph.ir.graph import SOURCES, Graph, Op
 from distgraph.ir.mesh import ProcessMesh
@@ -194,7 +194,8 @@ def _classify(state: _State, op: Op) -> None:
     inputs = [state.phase[v.name] for v in op.operands]
     phase = max(inputs, default=0)
     declared = lookup(op.kind)
-    if (op.kind == "input" and op.results[0].shape != ()) or declared.micro or declared.every_micro_batch:
+    batch = op.kind == "input" and op.results[0].shape != ()
+    if batch or declared.micro or declared.every_micro_batch or op.attrs.get(EACH_MICRO_BATCH):
         phase = max(phase, 1)
     mesh = state.mesh[op.results[0].name]
     level, tail = 0, op.kind not in SOURCES
@@ -329,9 +330,10 @@ def _arrange(graph: Graph, keys: Iterable[Key], bodies: Mapping[Key, list[Op]]) 
 
 
 def _is_eager(graph: Graph, op: Op) -> bool:
-    return op.kind == "accumulate" or (
-        is_collective(op)
-        and not (_is_reordering(graph, op) and _is_reordering(graph, graph.producers[op.operands[0].name]))
+    if op.kind == "accumulate":  # directly behind a collective it would wait for the message
+        return not is_collective(graph.producers[op.operands[0].name])
+    return is_collective(op) and not (
+        _is_reordering(graph, op) and _is_reordering(graph, graph.producers[op.operands[0].name])
     )
 
 

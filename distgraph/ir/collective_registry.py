@@ -253,6 +253,10 @@ def is_collective(op: Op) -> bool:
     return collective_of(op.kind) is not None
 
 
+EACH_MICRO_BATCH = "each_micro_batch"
+"""Attribute of a collective that runs in every micro-batch although its operand stays the same."""
+
+
 def halo_windows(op: Op) -> Windows:
     """Windows that ranks hold of the result of an op: those of a halo exchange; none of any other op."""
     windows: Windows = op.attrs["windows"] if op.kind == "comm.halo" else ()
@@ -307,7 +311,7 @@ def _indices_of(shapes: Shapes) -> Rule:
 
 
 def _no_kernel(xp: Any, *arrays: Any, out: Any = None, **attrs: Any) -> Any:
-    return arrays[0]
+    return arrays[0] if len(arrays) == 1 else arrays
 
 
 @dataclass(frozen=True, slots=True)

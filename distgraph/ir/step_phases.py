@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distgraph.ir.collective_registry import EACH_MICRO_BATCH
 from distgraph.ir.graph import Graph
 from distgraph.ir.op_registry import lookup
 
@@ -14,6 +15,8 @@ def value_phases(graph: Graph) -> dict[str, int]:
     for op in graph.ops:
         inside = max((phase[v.name] for v in op.operands), default=BEFORE)
         if (op.kind == "input" and op.results[0].shape != ()) or lookup(op.kind).micro:
+            inside = max(inside, EACH)
+        if op.attrs.get(EACH_MICRO_BATCH):
             inside = max(inside, EACH)
         if op.kind == "accumulate":
             inside = AFTER

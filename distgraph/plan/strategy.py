@@ -18,6 +18,7 @@ REFINE = ("conflicts", "always", "never")
 DEVICES = ["cpu", "gpu"]
 """Names of devices; `distgraph.runtime.execute.device.register_device` adds to them."""
 NONFINITE = ("raise", "skip", "warn")
+ZERO = (0, 1, 2, 3)
 _DECIDED = ("micro_batches", "schedule")
 """Decisions that are settings of a program without a search too."""
 
@@ -41,8 +42,13 @@ class Strategy:
         schedule: order of the micro-batches in a pipeline: "1f1b", "gpipe" or one that the program has
             registered (see `distgraph.plan.pipeline_schedules`). None for "1f1b", in mode "auto" for the
             best one.
-        stages, borders, recompute, zero, uniform: decisions that mode "auto" keeps to; what is not given is
+        stages, borders, recompute, uniform: decisions that mode "auto" keeps to; what is not given is
             searched (see `distgraph.plan.constraints.SearchConstraints`).
+        zero: what the ranks that share a batch store in parts instead of whole: 0 nothing more than the
+            annotations say; 1 the states of the optimiser; 2 the gradients too, which are reduced into parts
+            as they are made; 3 the parameters too, which are gathered layer by layer for each use. Needs
+            inputs whose first dim is split, such as by `batch_axis`. None for 0; in mode "auto" a decision
+            that it keeps to, or searches. See docs/data_parallel.md.
         memory: that a plan may use of each device, such as "8 GiB", or bytes.
         devices: number of devices that a plan may use, the first ones of the cluster.
         seconds: time limit of the search; None for 60. Memory, devices and seconds are for modes that search.
@@ -76,8 +82,9 @@ class Strategy:
 
     Raises:
         ShardingError: an unknown mode, schedule, device, policy or axis; passes that are no list of changes;
-            fewer than one micro-batch, or step between comparisons; a constraint of the search in a mode
-            that does not search, or one that contradicts another; a budget below one, or without a search.
+            fewer than one micro-batch, or step between comparisons; a `zero` that is not 0 to 3;
+            a constraint of the search in a mode that does not search, or one that
+            contradicts another; a budget below one, or without a search.
 
     Example:
         >>> Strategy(mesh=ProcessMesh.grid(dp=4), batch_axis="dp", micro_batches=2).mode
@@ -131,6 +138,7 @@ class Strategy:
             raise ShardingError(
                 f"verify_replicas of Strategy is {every!r} but must be a number of steps from 1 up, or None"
             )
+        self._check_zero()
         self._check_passes()
         if self.mesh is not None:
             check_mesh("Strategy", self.mesh)
@@ -144,6 +152,15 @@ class Strategy:
         for axis in self.batch_axes:
             assert self.mesh is not None
             self.mesh.axis_size(axis)
+
+    def _check_zero(self) -> None:
+        if self.mode in SEARCHED or self.zero is None:
+            return
+        if not is_integer(self.zero) or self.zero not in ZERO:
+            raise ShardingError(
+                f"zero of Strategy is {self.zero!r} but must be 0, 1 (states are split), 2 (gradients too) "
+                "or 3 (parameters too)"
+            )
 
     def _check_passes(self) -> None:
         given: object = self.passes
@@ -177,8 +194,15 @@ class Strategy:
     @property
     def constraints(self) -> SearchConstraints:
         """What a search keeps to. Raises ShardingError: constraints make no sense, or contradict another."""
-        names = (field.name for field in fields(SearchConstraints))
-        return SearchConstraints(**{name: getattr(self, name) for name in names})
+        given = {field.name: getattr(self, field.name) for field in fields(SearchConstraints)}
+        if self.mode not in SEARCHED:
+            given["zero"] = None  # a setting of the program, see `split`
+        return SearchConstraints(**given)
+
+    @property
+    def split(self) -> int:
+        """`zero` of a program that is not searched."""
+        return 0 if self.zero is None or self.mode in SEARCHED else self.zero
 
     @property
     def start(self) -> Decisions:

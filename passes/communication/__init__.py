@@ -1,5 +1,10 @@
 """When communication runs: reductions that wait for others, share a message, or cross meshes once a step."""
 
-from distgraph.passes.communication import fuse_reductions
+from distgraph.passes.communication import (
+    bucket_gradients,
+    fuse_reductions,
+    gather_parameters,
+    shard_gradients,
+)
 
-__all__ = ["fuse_reductions"]
+__all__ = ["bucket_gradients", "fuse_reductions", "gather_parameters", "shard_gradients"]

@@ -31,7 +31,7 @@ from distgraph.passes.pass_registry import register_pass
 
 @register_pass("fuse_reductions", stage="lowered")
 def fuse_reductions(graph: Graph) -> Graph:
-    """Fuse reductions of single numbers that run once a step into one message for each group of ranks."""
+    """Reduce the single numbers of a phase in one message."""
     phases = value_phases(graph)
 
     def key(op: Op) -> Hashable | None:

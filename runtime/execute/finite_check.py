@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.dtypes import is_float
 from distgraph.ir.graph import SOURCES
 from distgraph.passes.partition import RankProgram
@@ -62,12 +63,18 @@ def checked_values(parts: Parts) -> dict[str, str]:
             v.name for v in op.operands
         )
         assert op.kind != "comm.transfer" or not from_others, f"%{op.name} would be sent but not received"
-    labels = {}
-    for op in graph.ops:
-        for value in op.results if op.kind not in SOURCES else ():
+    labels: dict[str, str] = {}
+    places: dict[str, int] = {}  # that of its op; of a fused reduction, of what is reduced
+    number = {op.name: position for position, op in enumerate(graph.ops)}
+    for op in (op for op in graph.ops if op.kind not in SOURCES):
+        fused = is_collective(op) and len(op.results) > 1
+        makers = [graph.producers[v.name] for v in op.operands] if fused else [op] * len(op.results)
+        for value, maker in zip(op.results, makers, strict=True):
             if value.name in read and is_float(value.dtype) and parts.phase[value.name] == 2:
-                parameter = sources.get(op.link or "")
+                parameter = sources.get(maker.link or "")
                 labels[value.name] = f"gradient of {parameter}" if parameter else f"%{value.name}"
+                places[value.name] = number[maker.name]
+    labels = {name: labels[name] for name in sorted(labels, key=places.__getitem__)}
     labels.update(
         (value.name, "loss") for label, value in graph.outputs if value.name in labels and label == "loss"
     )

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 
+from distgraph.ir.collective_registry import EACH_MICRO_BATCH
 from distgraph.ir.graph import Op
 from distgraph.passes.partition import LocalOp, LocalTask, RankProgram
 from distgraph.resources.runtimes.load_runtime import default_runtime
@@ -178,9 +179,17 @@ class Streams:
     def _purpose(self, task: LocalTask, local: LocalOp) -> Purpose:
         """What a collective is for (see `RuntimeModel`)."""
         if task.per_micro:
-            return "gradients" if self.program.parts.phase[local.op.name] == 2 else "activations"
+            if local.op.attrs.get(EACH_MICRO_BATCH):
+                return "parameters"
+            return "gradients" if self._is_gradient(local.op) else "activations"
         gathers = task.kind == "load" or local.mode == "comm.all_gather"
         return "parameters" if gathers else "gradients"
+
+    def _is_gradient(self, op: Op) -> bool:
+        """Whether the result of a collective is a gradient of the step, or is added to one."""
+        graph, phase = self.program.graph, self.program.parts.phase
+        readers = graph.users[op.name]
+        return phase[op.name] == 2 or (bool(readers) and all(r.kind == "accumulate" for r in readers))
 
     def with_messages_of(self, program: RankProgram, ops: Mapping[str, Op]) -> Streams:
         """The same tasks with the message costs of an equivalent rank (see `rank_equivalence`).

@@ -349,7 +349,9 @@ def test_data_parallel_reduces_gradients_once_a_step() -> None:
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
     built = build(trained(model, (8, 8), mesh, {}, batch=("dp", None)), micro_batches=3)
     assert collectives(built, roles=["forward"]) == {"all_reduce": 1}  # the loss
-    assert collectives(built, roles=["backward", "optimize"]) == {"all_reduce": 4}  # two weights, two biases
+    (bucket,) = [op for op in built.lowered.ops if op.kind == "comm.all_reduce" and op.role == "backward"]
+    assert len(bucket.results) == 4  # two weights, two biases
+    assert collectives(built, roles=["optimize"]) == {}
     for op in built.lowered.ops:
         assert not op.kind.startswith("comm.") or built.parts.phase[op.name] == 2, op
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from distgraph.errors import GraphError
+from distgraph.ir.collective_registry import is_collective
 from distgraph.ir.dtypes import epsilon, to_numpy
 from distgraph.ir.graph import SOURCES, Graph, Op, Value
 from distgraph.ir.op_registry import lookup, rule_of
@@ -330,7 +331,7 @@ def _nudged(arrays: Arrays, rng: np.random.Generator) -> dict[str, Array]:
 
 def _terms(op: Op) -> int:
     """How many terms an element of the first result is made of."""
-    if op.kind in SOURCES or not lookup(op.kind).rule:
+    if op.kind in SOURCES or is_collective(op) or not lookup(op.kind).rule:
         return 1
     rule = rule_of(op)
     indices = set().union(*(rule.reduced(i) for i in range(len(op.results)))) | rule.whole

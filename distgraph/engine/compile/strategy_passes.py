@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distgraph.engine.compile.zero import complete_split
 from distgraph.ir.graph import Graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.pass_pipeline import Pipeline, pipeline, run_passes
@@ -13,7 +14,8 @@ from distgraph.plan.strategy import Strategy
 def strategy_pipeline(strategy: Strategy) -> Pipeline:
     """The passes of a compilation under a strategy. Raises ShardingError if its `passes` do not fit."""
     first = ("choose_completion=complete",) if strategy.refine == "never" else ()
-    return pipeline((*first, *strategy.passes))
+    zero = ("shard_gradients", "gather_parameters")[: max(0, strategy.split - 1)]
+    return pipeline((*first, *zero, *strategy.passes))
 
 
 def complete_with(strategy: Strategy, serial: Graph) -> Graph:
@@ -25,5 +27,9 @@ def complete_with(strategy: Strategy, serial: Graph) -> Graph:
         search_budget=strategy.refine_budget,
     )
     passes = strategy_pipeline(strategy).into("completed")
-    completed: Graph = run_passes(serial, passes, context, verified=False)
-    return completed
+
+    def complete(graph: Graph) -> Graph:
+        completed: Graph = run_passes(graph, passes, context, verified=False)
+        return completed
+
+    return complete_split(strategy, serial, complete) if strategy.split else complete(serial)

@@ -18,7 +18,8 @@ from distgraph.ir.printer import print_graph
 from distgraph.ir.verifier import verify
 from distgraph.passes.communication.fuse_reductions import fuse_reductions
 
-PLAIN = ("-fuse_reductions",)
+ALONE = ("-bucket_gradients",)
+PLAIN = (*ALONE, "-fuse_reductions")
 mesh = dg.ProcessMesh.grid(dp=2, tp=2)
 
 
@@ -65,7 +66,7 @@ def numbers(graph: Graph) -> list[Op]:
 
 @pytest.mark.parametrize("micro", [1, 2])
 def test_one_message_for_each_group_of_a_phase_and_the_same_bits(micro: int) -> None:
-    fused, steps, tensors = trained((), micro)
+    fused, steps, tensors = trained(ALONE, micro)
     plain, expected, values = trained(PLAIN, micro)
     assert sorted((op.role, len(op.results)) for op in numbers(fused)) == [
         ("backward", 1),  # the gradient of `scale`, which is ready before the update

@@ -120,7 +120,7 @@ def test_a_reduction_that_is_read_at_once_is_exposed():
 
 def test_reductions_hide_behind_computation():
     """The last gradient's reduction runs beside the updates of the other layers."""
-    build = chain(64, [64] * 6, [grid(dp=2)] * 5)
+    build = chain(64, [64] * 6, [grid(dp=2)] * 5, passes=["-bucket_gradients"])
     slow, free = forecast(build, machines(2)), forecast(build, machines(2, **FREE))
     backward, update = free.tasks["backward.s0"].last, free.tasks["optimize.s0"].last
     assert backward.exposed == 0
@@ -344,7 +344,7 @@ def test_what_devices_send_themselves_hides_behind_nothing():
 
 def test_of_a_measured_collective_hides_what_its_devices_do_not_do():
     """The last one is awaited at once and takes its time; the others meanwhile, but for the work in them."""
-    build = chain(64, [64] * 6, [grid(dp=2)] * 5)
+    build = chain(64, [64] * 6, [grid(dp=2)] * 5, passes=["-bucket_gradients"])
     table = MeasuredTable("all_reduce", 1, 2, (4 * 64 * 64,), (1e-6,), None, ((0, 1),), (4e-7,))
     found = forecast(build, replace(at_work(2), measured=(table,)))
     exposed = sum(task.last.exposed for task in found.tasks.values())

@@ -51,6 +51,7 @@ class Layout:
         states: axis over which the optimiser's states are split.
         tied: whether head and embedding share one table.
         heads: of the attention.
+        zero: what is split over the axes of the batch besides (`Strategy.zero`).
     """
 
     name: str
@@ -62,6 +63,7 @@ class Layout:
     states: str | None = None
     tied: bool = False
     heads: int = 4
+    zero: int = 0
 
     @property
     def ranks(self) -> int:
@@ -249,7 +251,11 @@ def make_engine(case: Case, model: Parts, eps: float | None = None) -> Engine:
     spec = optim.shard_states(layout.stages[0], layout.states) if layout.states else None
     optimizer = optim.Adam(lr=RATE, eps=eps or EPS[case.dtype], state_spec=spec)
     strategy = Strategy(
-        micro_batches=case.micro, schedule=case.schedule, refine=case.refine, device=case.device
+        micro_batches=case.micro,
+        schedule=case.schedule,
+        refine=case.refine,
+        device=case.device,
+        zero=layout.zero,
     )
     return Engine(model, loss, optimizer, strategy=strategy, seed=SEED)
 
@@ -401,7 +407,7 @@ GPT_LAYOUTS = [
 
 def cases() -> list[Case]:
     """What the tests train, in-process and under MPI: every layout, both schedules, 1 to 4 micro-batches."""
-    found = mirrored()
+    found = mirrored() + split_over_the_batch()
     for model in ("gpt", "conv"):
         known = {
             layout.name: layout for layout in [*layouts(model), *(GPT_LAYOUTS if model == "gpt" else [])]
@@ -426,6 +432,23 @@ def cases() -> list[Case]:
         single = ("dp4", "tp4", "dp2_tp2_pp2", "zero3", "stages_tp3_dp1")
         found += [Case(model, known[name], 2, dtype="f32", refine="never") for name in single]
         found += [Case(model, known[name], refine="always") for name in ("tp4", "stages_tp3_dp1")]
+    return found
+
+
+def split_over_the_batch() -> list[Case]:
+    """ZeRO by `Strategy.zero`: alone, with tensor and pipeline parallelism, uneven and tied."""
+    four, two, pair = (grid(dp=4),), (grid(dp=2, tp=2),), (grid(0, dp=2), grid(2, dp=2))
+    uneven = (grid(dp=3).weighted(dp=(5, 2, 1)),)
+    made = [Layout(f"dp4_split{zero}", four, rows="dp", zero=zero) for zero in (1, 2, 3)]
+    found = [Case(model, layout, micro) for model in ("gpt", "conv") for layout in made for micro in (1, 2)]
+    found.append(Case("gpt", made[2], size=10))
+    for zero in (2, 3):
+        tensor = Layout(f"dp2_tp2_split{zero}", two, rows="dp", weights=TENSOR, zero=zero)
+        stages = Layout(f"dp2_pp2_split{zero}", pair, rows="dp", zero=zero)
+        weighted = Layout(f"dp_5_2_1_split{zero}", uneven, rows="dp", zero=zero)
+        tied = Layout(f"tied_split{zero}", four, rows="dp", tied=True, zero=zero)
+        found += [Case("gpt", layout) for layout in (tensor, weighted, tied)]
+        found += [Case("gpt", stages, 4), Case("gpt", stages, 4, "gpipe"), Case("gpt", tensor, 2)]
     return found
 
 

@@ -12,6 +12,7 @@ from distgraph import nn, ops, optim
 from distgraph.engine.compile.train_graph import train_graph
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.complete import complete
+from distgraph.passes.pass_pipeline import pipeline
 from distgraph.resources.cluster import Cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 from distgraph.runtime.program.build import Build, build
@@ -119,9 +120,11 @@ def chain(
     policy: str = "1f1b",
     weights: Sequence[Any] = (),
     optimizer: optim.Optimizer | None = None,
+    passes: Sequence[str] = (),
 ) -> Build:
-    """Training of a `Chain` on micro-batches of `rows` rows."""
+    """Training of a `Chain` on micro-batches of `rows` rows; `passes` are changes of the pipeline."""
     model = Chain(widths, meshes, weights)
     batch = (((rows, widths[0]), "f32"), ((rows, widths[-1]), "f32"))
     graph = train_graph(model, batch, optimizer=optimizer or optim.SGD())
-    return build(complete(graph, meshes[0]), micro_batches=micro_batches, policy=policy)
+    completed = complete(graph, meshes[0])
+    return build(completed, micro_batches=micro_batches, policy=policy, passes=pipeline(passes))

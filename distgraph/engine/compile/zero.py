@@ -1,0 +1,112 @@
+"""ZeRO: layouts of states and parameters that are split over the ranks which share the batch.
+
+The first completion says where every tensor is stored and which axes split the batch. Where a state (and at
+level 3 a parameter) is not split over these axes, they split its longest dim, and the program is completed
+again with these annotations and the layouts of all activations, so that it computes as before.
+
+Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+from distgraph.errors import ShardingError
+from distgraph.ir.graph import SOURCES, Graph, Op
+from distgraph.ir.mesh import ProcessMesh
+from distgraph.ir.sharding_spec import DistAttr, Origin, ShardSpec
+from distgraph.optim import shard_states
+from distgraph.passes.pass_pipeline import run_passes
+from distgraph.plan.strategy import Strategy
+
+SPLIT_PARAMETERS = 3
+_ORIGIN = "Strategy(zero="
+_PLANNED = Origin("user", "the first completion")  # completion keeps what a user wrote
+
+
+def complete_split(strategy: Strategy, serial: Graph, complete: Callable[[Graph], Graph]) -> Graph:
+    """Complete a program with states and parameters split over the batch axes as `Strategy.zero` says.
+
+    Args:
+        strategy: its `split` is 1, 2 or 3.
+        serial: the annotated program; some tensors may be stored as an earlier program has split them.
+        complete: completes the annotations alone.
+
+    Raises:
+        ShardingError: no axis splits the batch of a training program, or it has nothing that can be split.
+    """
+    stored = {name: attr for name, attr in serial.attrs.items() if _ORIGIN in attr.origin.where}
+    open_attrs = {name: attr for name, attr in serial.attrs.items() if name not in stored}
+    completed = complete(replace(serial, attrs=open_attrs))
+    axes, kinds = batch_axes(completed), ("state", "param")[: 1 + (strategy.split >= SPLIT_PARAMETERS)]
+    origin = Origin("user", f"{_ORIGIN}{strategy.split})")
+    split = {
+        op.name: replace(attr, origin=origin)
+        for op in completed.sources(*kinds)
+        if (attr := _split(completed, op, axes)) is not None
+    }
+    split.update(stored)
+    if split:
+        return _completed_again(serial, completed, split)
+    if serial.updates:
+        _refuse(strategy.split, axes)
+    return completed
+
+
+def _refuse(zero: int, axes: tuple[str, ...]) -> NoReturn:
+    """Raise the error for a training program of which nothing is split."""
+    if not axes:
+        raise ShardingError(
+            f"zero of Strategy is {zero} but no axis splits the batch over ranks; give Strategy a mesh and a "
+            "batch_axis, or annotate an input"
+        )
+    what = "parameter or state" if zero >= SPLIT_PARAMETERS else "state"
+    raise ShardingError(
+        f"zero of Strategy is {zero} but no {what} can be split over {', '.join(axes)}: there is none, or "
+        "each is split over it already or has dims shorter than it has ranks; leave zero out"
+    )
+
+
+def batch_axes(completed: Graph) -> tuple[str, ...]:
+    """Axes of more than one rank that split the first dim of inputs."""
+    found: dict[str, None] = {}
+    for op in completed.sources("input"):
+        attr = completed.attrs[op.name]
+        for axis in attr.spec.dims[0] if attr.spec.dims else ():
+            if attr.mesh.axis_size(axis) > 1:
+                found[axis] = None
+    return tuple(found)
+
+
+def _split(completed: Graph, op: Op, axes: tuple[str, ...]) -> DistAttr | None:
+    """The layout of a tensor that is also split over the batch axes of its mesh; None if it stays."""
+    stored = attr = completed.attrs[op.name]
+    for axis in axes:
+        if axis in attr.mesh.sizes:
+            attr = shard_states(attr.mesh, axis)(op.name, op.result.shape, attr) or attr
+    return None if attr.spec == stored.spec else attr
+
+
+def _completed_again(serial: Graph, completed: Graph, pinned: dict[str, DistAttr]) -> Graph:
+    """Complete with these layouts, and those of inputs, activations and other parameters as they were."""
+    attrs = {**serial.attrs, **pinned}
+    placements: dict[str, ProcessMesh] = dict(serial.placements)
+    before = {op.name: op for op in completed.ops}
+    for op in serial.ops:
+        known = before.get(op.name)
+        if known is None or known.layout is None:
+            continue
+        if op.kind not in ("input", "param") and (op.role != "forward" or op.kind in SOURCES):
+            continue
+        if op.kind not in SOURCES:
+            placements.setdefault(op.name, known.layout.mesh)
+        for value in op.results:
+            if value.shape:
+                attr = completed.attrs[value.name]
+                attrs.setdefault(value.name, DistAttr(attr.mesh, ShardSpec(attr.spec.dims), _PLANNED))
+    again: Graph = run_passes(
+        replace(serial, attrs=attrs, placements=placements), ("complete",), verified=False
+    )
+    return replace(again, lost=completed.lost)

@@ -1,0 +1,184 @@
+"""`Strategy(zero=...)`: what ranks store and send, and what it refuses. Equality: `split_over_the_batch`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from support.programs.forecasts import machines
+
+import distgraph as dg
+from distgraph import nn, ops, optim
+from distgraph.engine import Engine
+from distgraph.errors import ShardingError
+from distgraph.passes.partition import RankProgram
+from distgraph.runtime.forecast.forecast import forecast
+from distgraph.runtime.forecast.memory_forecast import RankMemory, rank_memory
+from distgraph.runtime.program.build import Build
+from distgraph.runtime.program.memory_plan import plan_storage
+
+RANKS, LAYERS, WIDTH, BATCH = 4, 8, 256, 8
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)
+PARAMETERS = LAYERS * LAYER
+mesh = dg.ProcessMesh.grid(dp=RANKS)
+
+
+class Net(nn.Module):
+    """Equal layers, each with a weight and a bias that divide by the number of ranks."""
+
+    def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
+        self.layers = [nn.Linear(width, width) for _ in range(layers)]
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = ops.tanh(layer(x))
+        return x
+
+
+def batch(size: int = BATCH, width: int = WIDTH) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=(size, width)).astype("f4") for _ in range(2))
+
+
+def engine(zero: int, micro: int = 1, model: Any = None, **options: Any) -> Engine:
+    strategy = dg.Strategy(mesh=mesh, batch_axis="dp", zero=zero, micro_batches=micro)
+    given = {"strategy": strategy, "optimizer": optim.Adam(lr=1e-3), **options}
+    return Engine(model or Net(), nn.MeanSquaredError(), seed=1, **given)
+
+
+def compiled(zero: int, micro: int = 1) -> Build:
+    with closing(engine(zero, micro)) as made:
+        made.prepare(batch())
+        (program,) = made._session.programs.values()
+        build: Build = program.build
+        return build
+
+
+def memory(build: Build) -> RankMemory:
+    program = build.program(0)
+    return rank_memory(program, plan_storage(program, build.schedule))
+
+
+def scratch(build: Build) -> int:
+    """Bytes that tasks share, but for the activations of the small batch."""
+    return memory(build).temporary
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_rank_stores_its_part_and_two_layers(micro: int) -> None:
+    part, near = PARAMETERS // RANKS, 0.02
+    whole, states, gradients, parameters = (memory(compiled(zero, micro)) for zero in range(4))
+    loss, small = 64, 4 * BATCH * WIDTH * 4 * LAYERS
+    assert (whole.parameters, whole.states) == (PARAMETERS, 2 * PARAMETERS)
+    assert whole.gradients == pytest.approx(PARAMETERS, abs=loss)
+    assert (states.parameters, states.states) == (PARAMETERS, 2 * part)
+    assert (gradients.parameters, gradients.states) == (PARAMETERS, 2 * part)
+    assert (parameters.parameters, parameters.states) == (part, 2 * part)
+    for each in (gradients, parameters):
+        assert each.gradients == pytest.approx(part, rel=near, abs=loss)
+    # two gradients are under way at the same time; with parts of parameters, two layers are gathered as well
+    # and with micro-batches one part waits to be added
+    added = LAYER // RANKS * 2 * (micro > 1)
+    assert gradients.temporary <= 2 * LAYER + added + small
+    assert parameters.temporary <= 4 * LAYER + added + small
+    assert parameters.total < 0.45 * whole.total
+
+
+def wire(build: Build) -> float:
+    return build.program(0).bytes_sent()
+
+
+def test_bytes_on_the_wire() -> None:
+    """1, 1, 1 and 1.5 times the bytes of data parallelism: the first layer is not gathered for backward."""
+    builds = [compiled(zero) for zero in range(4)]
+    share, loss = (RANKS - 1) / RANKS, 2 * 4 * (RANKS - 1) / RANKS
+    for build in builds[:3]:
+        assert wire(build) == 2 * share * PARAMETERS + loss
+    weights = 4 * WIDTH * WIDTH * (LAYERS - 1)
+    assert wire(builds[3]) == share * (2 * PARAMETERS + weights) + loss
+    assert wire(builds[3]) <= 1.5 * wire(builds[0])
+
+
+def test_gradients_are_reduced_and_parameters_gathered_in_each_micro_batch() -> None:
+    share, loss = (RANKS - 1) / RANKS, 2 * 4 * (RANKS - 1) / RANKS
+    weights = 4 * WIDTH * WIDTH * (LAYERS - 1)
+    assert wire(compiled(1, 2)) == 2 * share * PARAMETERS + loss
+    assert wire(compiled(2, 2)) == 3 * share * PARAMETERS + loss
+    assert wire(compiled(3, 2)) == 2 * share * (2 * PARAMETERS + weights) + loss
+
+
+def collectives(program: RankProgram, task: str) -> list[str]:
+    (found,) = (each for each in program.tasks if each.name == task)
+    return [local.mode for local in found.ops if local.mode.startswith("comm.")]
+
+
+def test_no_task_before_the_micro_batches_gathers() -> None:
+    program = compiled(3).program(0)
+    assert "comm.all_gather" not in collectives(program, "load.s0")
+    assert collectives(program, "forward.s0").count("comm.all_gather") == 2 * LAYERS
+    assert collectives(program, "backward.s0").count("comm.all_gather") == LAYERS - 1
+    assert collectives(program, "backward.s0").count("comm.reduce_scatter") == 2 * LAYERS
+    assert collectives(program, "optimize.s0") == []
+
+
+def test_the_forecast_of_memory_is_that_of_the_plan() -> None:
+    cluster = machines(RANKS)
+    for zero in (2, 3):
+        build = compiled(zero)
+        found = forecast(build, cluster).memory[0]
+        plan = memory(build)
+        assert found.total >= plan.total
+        assert (found.parameters, found.gradients, found.states) == (
+            plan.parameters, plan.gradients, plan.states,
+        )  # fmt: skip
+
+
+def test_training_evaluation_prediction_and_a_short_batch_share_the_parts() -> None:
+    x, y = batch(19, 12)
+    outcomes = []
+    for zero in (0, 3):
+        with closing(engine(zero, model=Net(3, 12))) as made:
+            before = made.predict(x)
+            history = made.fit((x, y), epochs=2, batch_size=8, valid_data=(x, y))
+            outcomes.append((before, history.losses, history["valid_loss"], made.predict(x)))
+            layouts = {record.attr.spec.dims for record in made.memory.records.values()}
+            assert any("dp" in dim for dims in layouts for dim in dims) == (zero == 3)
+    for left, right in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero": 4}, "zero of Strategy is 4 but must be 0, 1 .states are split., 2 .gradients too. or 3"),
+        ({"zero": True}, "zero of Strategy is True but must be"),
+        ({"zero": 2, "mode": "auto"}, "zero of the search is 2 but must be 0, 1 or 3"),
+        ({"zero": 1, "mode": "recursive"}, "zero of Strategy is 1 but mode 'recursive' does not search it"),
+    ],
+)
+def test_a_strategy_that_makes_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        dg.Strategy(**options)
+
+
+def test_a_batch_that_is_not_split_is_refused() -> None:
+    with (
+        closing(engine(1, strategy=dg.Strategy(zero=1), model=Net(1, 8))) as made,
+        pytest.raises(ShardingError, match="zero of Strategy is 1 but no axis splits the batch over ranks"),
+    ):
+        made.prepare(batch(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("zero", "optimizer", "what"), [(1, optim.SGD(lr=0.1), "state"), (3, optim.SGD(lr=0.1), "parameter or")]
+)
+def test_nothing_to_split_is_refused(zero: int, optimizer: Any, what: str) -> None:
+    message = f"zero of Strategy is {zero} but no {what}.* can be split over dp: there is none, or each"
+    width = 3  # shorter than the mesh has ranks
+    with (
+        closing(engine(zero, optimizer=optimizer, model=Net(1, width))) as made,
+        pytest.raises(ShardingError, match=message),
+    ):
+        made.prepare(batch(8, width))
