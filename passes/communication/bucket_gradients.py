@@ -22,8 +22,8 @@ from collections.abc import Hashable, Iterable
 
 from distgraph.ir.collective_registry import collective_of, is_collective
 from distgraph.ir.dtypes import itemsize
-from distgraph.ir.graph import Graph, Op
-from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level
+from distgraph.ir.graph import Graph, Op, Value
+from distgraph.passes.communication.fuse_reductions import fuse, fusion_key, groups_by_level, is_fusible
 from distgraph.passes.pass_registry import PassContext, register_pass
 from distgraph.passes.redistribution.planner import BYTE_PRICES, Price, latency_price
 
@@ -39,23 +39,37 @@ def bucket_gradients(graph: Graph, price: Price = latency_price) -> Graph:
 
     A price that counts bytes alone has no cost of a start: then that of `latency_price` counts.
     """
+    gradients = {op.name for op in graph.ops if _reduces_gradient(graph, op)}
+    if len(gradients) < 2:
+        return graph
     levels = _mesh_levels(graph)
 
     def key(op: Op) -> Hashable | None:
-        declared = collective_of(op.kind)
-        if declared is None or not declared.fusible or len(op.operands) > 1 or not op.results[0].size:
-            return None
-        summed = graph.producers[op.operands[0].name]
-        if summed.kind != "accumulate" or summed.role != "backward":
-            return None
-        return fusion_key(graph, op), levels[summed.name]
+        return (fusion_key(graph, op), levels.get(op.name, 0)) if op.name in gradients else None
 
     buckets: list[list[Op]] = []
-    ready = _ready_positions(graph)
+    position = {value.name: n for n, op in enumerate(graph.ops) for value in op.results}
     for group in groups_by_level(graph, key):
         limit = bucket_bytes(graph, group, latency_price if price in BYTE_PRICES else price)
-        buckets += _cut(graph, sorted(group, key=lambda op: ready[op.operands[0].name]), limit)
+        group.sort(key=lambda op: position[_computed(graph, op.operands[0]).name])
+        buckets += _cut(graph, group, limit)
     return fuse(graph, buckets)
+
+
+def _reduces_gradient(graph: Graph, op: Op) -> bool:
+    if not is_fusible(op) or not op.results[0].size:
+        return False
+    summed = graph.producers[op.operands[0].name]
+    return summed.kind == "accumulate" and summed.role == "backward"
+
+
+def _computed(graph: Graph, value: Value) -> Value:
+    """What an `accumulate` or a message that follows at once gets."""
+    producer = graph.producers[value.name]
+    while producer.kind == "accumulate" or is_collective(producer):
+        value = producer.operands[0]
+        producer = graph.producers[value.name]
+    return value
 
 
 def bucket_bytes(graph: Graph, group: list[Op], price: Price) -> float:
@@ -95,24 +109,15 @@ def _nbytes(graph: Graph, op: Op) -> int:
     return itemsize(value.dtype) * math.prod(-(-n // attr.mesh.count(axes)) for n, axes in sizes)
 
 
-def _ready_positions(graph: Graph) -> dict[str, int]:
-    """Value -> position of the last op that delays it; an `accumulate` or a message follows at once."""
-    ready: dict[str, int] = {}
-    for position, op in enumerate(graph.ops):
-        at = position
-        if op.kind == "accumulate" or is_collective(op):
-            at = max(ready[value.name] for value in op.operands)
-        ready.update((value.name, at) for value in op.results)
-    return ready
-
-
 def _mesh_levels(graph: Graph) -> dict[str, int]:
-    """Value -> changes of mesh on the longest path to it: those of one level are complete in one task."""
+    """Value -> changes of mesh on the longest path to it, which are those of one task; none on one mesh."""
+    ranks = {mesh: mesh.rank_set for mesh in graph.meshes}
+    if len(set(ranks.values())) == 1:
+        return {}
+    places = {name: ranks[attr.mesh] for name, attr in graph.attrs.items()}
     levels: dict[str, int] = {}
     for op in graph.ops:
-        ranks = graph.attrs[op.name].mesh.rank_set
-        level = max(
-            (levels[v.name] + (graph.attrs[v.name].mesh.rank_set != ranks) for v in op.operands), default=0
-        )
+        here = places[op.name]
+        level = max((levels[v.name] + (places[v.name] != here) for v in op.operands), default=0)
         levels.update((value.name, level) for value in op.results)
     return levels

@@ -19,7 +19,6 @@ counts and not their bytes.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
@@ -32,15 +31,25 @@ from distgraph.passes.pass_registry import register_pass
 @register_pass("fuse_reductions", stage="lowered")
 def fuse_reductions(graph: Graph) -> Graph:
     """Reduce the single numbers of a phase in one message."""
+    numbers = [op for op in graph.ops if _is_number(op)]
+    if len(numbers) < 2:
+        return graph
     phases = value_phases(graph)
 
     def key(op: Op) -> Hashable | None:
-        declared = collective_of(op.kind)
-        if declared is None or not declared.fusible or len(op.operands) > 1 or op.results[0].size != 1:
-            return None
-        return fusion_key(graph, op) if phases[op.name] == AFTER else None
+        return fusion_key(graph, op) if _is_number(op) and phases[op.name] == AFTER else None
 
     return fuse(graph, groups_by_level(graph, key))
+
+
+def is_fusible(op: Op) -> bool:
+    """Whether an op is a collective of one tensor that may share a message with others."""
+    declared = collective_of(op.kind)
+    return declared is not None and declared.fusible and len(op.operands) == 1
+
+
+def _is_number(op: Op) -> bool:
+    return op.results[0].size == 1 and is_fusible(op)
 
 
 def fusion_key(graph: Graph, op: Op) -> Hashable:
@@ -77,33 +86,51 @@ def fuse(graph: Graph, groups: list[list[Op]]) -> Graph:
         groups: collectives with one operand each. No path leads from one group to itself.
     """
     fused: dict[str, Op] = {}  # name of a member -> the op that takes its place
+    waiting: dict[str, int] = {}  # name of that op -> its members that are still to come
     for group in groups:
         if len(group) > 1:
             operands = tuple(op.operands[0] for op in group)
             joint = replace(group[-1], operands=operands, results=tuple(op.results[0] for op in group))
             fused.update((op.name, joint) for op in group)
+            waiting[joint.name] = len(group)
     if not fused:
         return graph
-    return graph.with_ops(_in_order([fused.get(op.name, op) for op in graph.ops]))
+    order = _Order({value.name for op in fused.values() for value in op.results})
+    for op in graph.ops:
+        joint = fused.get(op.name, op)
+        waiting[joint.name] = waiting.get(joint.name, 1) - 1
+        if not waiting[joint.name]:
+            order.add(joint)
+            if joint is not op:
+                order.add_postponed()
+    assert not order.postponed, "fused collectives depend on each other"
+    return graph.with_ops(order.ops)
 
 
-def _in_order(ops: list[Op]) -> list[Op]:
-    """The ops, each once, in the given order, but every op after those whose results it reads."""
-    distinct = list({op.name: op for op in ops}.values())
-    place = {op.name: number for number, op in enumerate(distinct)}
-    readers: dict[str, list[int]] = {}
-    missing = [len({value.name for value in op.operands}) for op in distinct]
-    for number, op in enumerate(distinct):
-        for name in {value.name for value in op.operands}:
-            readers.setdefault(name, []).append(number)
-    ready = [place[op.name] for op in distinct if not op.operands]
-    ordered: list[Op] = []
-    while ready:
-        op = distinct[heapq.heappop(ready)]
-        ordered.append(op)
-        for number in (n for value in op.results for n in readers.get(value.name, ())):
-            missing[number] -= 1
-            if not missing[number]:
-                heapq.heappush(ready, number)
-    assert len(ordered) == len(distinct), "fused collectives depend on each other"
-    return ordered
+class _Order:
+    """Ops in an order in which each follows its operands.
+
+    Args:
+        missing: results of ops that come later than they did.
+    """
+
+    def __init__(self, missing: set[str]) -> None:
+        self.missing = missing
+        self.ops: list[Op] = []
+        self.postponed: list[Op] = []
+
+    def add(self, op: Op) -> None:
+        """Append an op, or postpone it if an operand is missing."""
+        late = any(value.name in self.missing for value in op.operands)
+        if late:
+            self.postponed.append(op)
+            self.missing.update(value.name for value in op.results)
+        else:
+            self.ops.append(op)
+            self.missing.difference_update(value.name for value in op.results)
+
+    def add_postponed(self) -> None:
+        """Append the postponed ops whose operands are there by now."""
+        postponed, self.postponed = self.postponed, []
+        for op in postponed:
+            self.add(op)
