@@ -14,6 +14,7 @@ from distgraph import nn, ops, optim
 from distgraph.engine import Engine
 from distgraph.errors import ShardingError
 from distgraph.passes.partition import RankProgram
+from distgraph.runtime.execute.worker import Worker
 from distgraph.runtime.forecast.forecast import forecast
 from distgraph.runtime.forecast.memory_forecast import RankMemory, rank_memory
 from distgraph.runtime.program.build import Build
@@ -133,6 +134,26 @@ def test_the_forecast_of_memory_is_that_of_the_plan() -> None:
         assert (found.parameters, found.gradients, found.states) == (
             plan.parameters, plan.gradients, plan.states,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_worker_allocates_what_the_plan_says(zero: int) -> None:
+    """Buckets and parts of layers included: the bytes of the arrays that a rank holds during a step."""
+    build = compiled(zero, 2)
+    program = build.program(0)
+    sources = {
+        op.name: np.zeros(program.types[op.name][0], "f4") for op in program.graph.sources("param", "state")
+    }
+    arena = Worker(program, build.schedule, None, np, sources).arena
+    owners = {}
+    for array in (*arena.fixed.values(), *(each for ring in arena.rings.values() for each in ring)):
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        owners[id(array)] = array.nbytes
+    planned = memory(build)
+    constants = 4 * len(program.graph.sources("constant"))
+    assert planned.total - planned.inputs <= sum(owners.values())
+    assert sum(owners.values()) <= planned.total - planned.inputs + constants
 
 
 def test_training_evaluation_prediction_and_a_short_batch_share_the_parts() -> None:
