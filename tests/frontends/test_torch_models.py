@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.files.clusters import cluster_of
 from support.frontends.torch_comparison import compare, engine_losses, torch_losses
-from support.frontends.torch_models import LSTMLanguageModel, MoE, TinyGPT, Translator, UNet, ViT
+from support.frontends.torch_models import LSTMLanguageModel, MoE, TinyGPT, TinyLlama, Translator, UNet, ViT
 from support.programs.searched import slow
 
 import distgraph as dg
@@ -37,6 +37,7 @@ PLAIN: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
     "vit": (ViT, (numbers(4, 3, 12, 8),)),
     "moe": (MoE, (numbers(4, 7, 6),)),
     "unet": (UNet, (numbers(4, 3, 12, 8),)),
+    "llama": (TinyLlama, (ids(4, 6),)),
     "lstm": (LSTMLanguageModel, (ids(4, 5),)),
     "translator": (Translator, (ids(4, 6), ids(4, 5))),
 }
@@ -46,6 +47,18 @@ PLAIN: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
 def test_a_model_in_plain_torch_computes_what_torch_computes(name: str) -> None:
     make, example = PLAIN[name]
     compare(make().double(), example, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_patterns_of_a_llama_are_fused_ops(dtype: str) -> None:
+    net = TinyLlama().to(getattr(torch, dtype)).eval()
+    model = dg.frontends.torch.import_module(net, ids(4, 6))
+    graph = dg.trace(model, np.zeros((3, 6), np.int64))
+    kinds = [op.kind for op in graph.ops]
+    assert (kinds.count("rms_norm"), kinds.count("attention"), kinds.count("rsqrt")) == (5, 2, 0)
+    groups = [op.operands[1].shape[1] for op in graph.ops if op.kind == "attention"]
+    assert groups == [2, 2]
+    assert "broadcast_to" not in kinds
 
 
 SMALL = {

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from distgraph.errors import GraphError
+from distgraph.frontends.torch.fused_patterns import fuse_patterns
 from distgraph.frontends.torch.rule_registry import IGNORED, RANDOM, RULES
 
 _FAILURES = (
@@ -91,7 +92,10 @@ def export(
         raise _refused(module, error) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    exported.graph.eliminate_dead_code()
+    for node in reversed(exported.graph.nodes):
+        if op_name(node) in IGNORED and not node.users:  # it would keep alive what it checks
+            exported.graph.erase_node(node)
+    fuse_patterns(exported.graph)
     signature = exported.graph_signature
     inputs = dict(_inputs(exported, input_names(module, args, kwargs)))
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]

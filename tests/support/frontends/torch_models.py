@@ -176,3 +176,67 @@ class Translator(nn.Module):  # type: ignore[misc]
             tgt_is_causal=True,
         )
         return self.head(y)
+
+
+class RMSNorm(nn.Module):  # type: ignore[misc]
+    """As models of half precision write it: in f32, and back before the weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Any) -> Any:
+        dtype = x.dtype
+        x = x.to(torch.promote_types(dtype, torch.float32))
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * x.to(dtype)
+
+
+class LlamaLayer(nn.Module):  # type: ignore[misc]
+    """Grouped-query attention with rotary positions, and a gated perceptron."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+        self.q, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, groups * self.size, bias=False)
+        self.v = nn.Linear(width, groups * self.size, bias=False)
+        self.gate, self.up = nn.Linear(width, 24, bias=False), nn.Linear(width, 24, bias=False)
+        self.down = nn.Linear(24, width, bias=False)
+        self.repeats = heads // groups
+
+    def repeated(self, x: Any) -> Any:
+        batch, groups, length, size = x.shape
+        x = x[:, :, None, :, :].expand(batch, groups, self.repeats, length, size)
+        return x.reshape(batch, groups * self.repeats, length, size)
+
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = (
+            t * cos + torch.cat([-t[..., self.size // 2 :], t[..., : self.size // 2]], -1) * sin
+            for t in (q, k)
+        )
+        y = F.scaled_dot_product_attention(q, self.repeated(k), self.repeated(v), is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class TinyLlama(nn.Module):  # type: ignore[misc]
+    def __init__(self, vocabulary: int = 20, width: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(LlamaLayer(width, 4, 2) for _ in range(layers))
+        self.norm, self.head = RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.register_buffer("frequencies", 100.0 ** -torch.arange(0.0, 1.0, 0.5), persistent=False)
+
+    def forward(self, ids: Any) -> Any:
+        with torch.no_grad():
+            angles = torch.arange(ids.shape[1])[:, None] * self.frequencies
+            angles = torch.cat([angles, angles], -1)
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin())
+        return self.head(self.norm(x))
