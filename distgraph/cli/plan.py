@@ -16,6 +16,7 @@ from distgraph.cli.script_options import (
     RUNTIME,
     SCHEDULE,
     STAGES,
+    START,
     UNIFORM,
     ZERO,
     numbers_of_layers,
@@ -53,6 +54,7 @@ def plan(
     uniform: Annotated[bool, UNIFORM] = False,
     memory: Annotated[str | None, MEMORY] = None,
     devices: Annotated[int | None, DEVICES] = None,
+    start: Annotated[str, START] = "",
     about: Annotated[
         str, typer.Option("--explain", help="A tensor, layer or decision to explain, with its runner-up.")
     ] = "",
@@ -60,6 +62,7 @@ def plan(
 ) -> None:
     """Search the best plan for a script on a described cluster; Ctrl-C ends it with the best so far."""
     compared = Plan.load(other) if other else None
+    begin = Plan.load(start) if start else None
     executes = load_runtime(runtime) if runtime else None
     constraints = SearchConstraints(
         micro_batches=micro_batches,
@@ -80,7 +83,12 @@ def plan(
             status.update(str(progress))
 
         options = SearchOptions(
-            mode=mode, seconds=seconds, watch=watch, runtime=executes, constraints=constraints
+            mode=mode,
+            seconds=seconds,
+            watch=watch,
+            runtime=executes,
+            constraints=constraints,
+            start=begin,
         )
         best = plan_script(script, args or (), cluster or None, options)
     if output:

@@ -19,6 +19,7 @@ RUNTIME = typer.Option(
     "--for",
     help="What executes the program, such as megatron, torch or jax (docs/runtimes.md); default: distgraph.",
 )
+START = typer.Option("--start", help="Plan file from which the search starts; the answer is never behind it.")
 MICRO_BATCHES = typer.Option("--micro-batches", help="Parts of a batch; default: searched.")
 SCHEDULE = typer.Option("--schedule", help="Pipeline schedule, such as 1f1b or gpipe; default: searched.")
 STAGES = typer.Option("--stages", help="Number of pipeline stages; default: searched.")

@@ -61,7 +61,13 @@ def test_plan_keeps_what_is_given(files: dict[str, str]) -> None:
     assert (plan.micro_batches, plan.schedule, len(plan.stages), plan.stages[1].first) == (2, "gpipe", 2, 1)
     assert plan.ranks == (0, 1)
     assert "; given: micro_batches=2, schedule=gpipe, stages=2, borders=1, recompute=False, zero=0" in output
+    code, output = invoke(
+        "plan", "--start", files["plan"], "--seconds", "0", "--cluster", files["boxes"], files["plain"]
+    )
+    assert code == 0, output
+    assert re.search(r"^  start +[\d.]+ ms$", output, re.MULTILINE)
     for option, value, message in (
+        ("--start", files["plain"], "plain.py"),
         ("--recompute", "some", "--recompute is 'some' but must be numbers of layers such as 0-3,7"),
         ("--stages", "0", "stages of the search is 0 but must be a number from 1 up"),
         ("--memory", "8", "memory of the search is '8' but must be a size such as"),

@@ -19,9 +19,10 @@ from distgraph.engine.commands.plan_search import (
     with_constraints_of,
     with_searched_plan,
 )
+from distgraph.engine.search_driver.candidate import candidate_of_plan, plan_of, program_of_plan
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
-from distgraph.errors import InfeasibleError, ResourceError, ShardingError
+from distgraph.errors import GraphError, InfeasibleError, ResourceError, ShardingError
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.plan.constraints import SearchConstraints
 from distgraph.plan.plan import Plan
@@ -240,3 +241,55 @@ def test_modes_on_fewer_devices() -> None:
     mesh2d = search(CHAIN.compile_request(), cluster_of(slow(2, 2, 2)), replace(options, mode="mesh2d"))
     assert (len(mesh2d.ranks), mesh2d.micro_batches, mesh2d.schedule) == (4, 2, "gpipe")
     assert dg.Strategy(mode="recursive", micro_batches=4).micro_batches == 4
+
+
+@pytest.mark.parametrize("given", [{"stages": 3}, {"recompute": True, "schedule": "gpipe"}, {"zero": 3}])
+def test_a_search_that_starts_from_a_plan_is_never_behind_it(given: dict[str, Any]) -> None:
+    """With no time it is the plan itself, else it or a better one, also under the plan's constraints."""
+    request, cluster = CHAIN.compile_request(), two_by_two()
+    limits = SearchOptions(seconds=SECONDS, processes=1, constraints=SearchConstraints(**given))
+    first = search(request, cluster, limits)
+    assert first.forecast is not None
+    same = search(request, cluster, SearchOptions(seconds=0.0, processes=1, start=first))
+    assert same.digest == first.digest
+    assert same.forecast == first.forecast
+    assert same.baselines["start"] == first.forecast.seconds
+    assert same.search.settings["start"] == first.digest
+    trains_as_one_rank(CHAIN, same)
+    again = search(request, cluster, replace(limits, start=first))
+    assert again.forecast is not None
+    assert again.forecast.seconds <= first.forecast.seconds
+    assert again.baselines["start"] == first.forecast.seconds
+    assert len(again.stages) == given.get("stages", len(again.stages))
+    free = search(request, cluster, SearchOptions(seconds=SECONDS, processes=1, start=first))
+    assert free.forecast is not None
+    assert free.forecast.seconds <= first.forecast.seconds
+
+
+def test_a_plan_with_weights_or_of_another_program_as_a_start() -> None:
+    """The plan stays as it is where the search cannot make its stages; other programs are refused."""
+    request, cluster = CHAIN.compile_request(), two_by_two()
+    engine = CHAIN.engine(
+        strategy=Strategy(mesh=ProcessMesh.grid(a=4).weighted(a=(3, 1, 1, 3)), batch_axis="a")
+    )
+    engine.prepare(CHAIN.first())
+    weighted = engine.plan.portable
+    layout_costs = SearchState(request, cluster, "auto", SECONDS).layout_costs
+    plan = plan_of(program_of_plan(weighted, layout_costs), layout_costs)
+    assert plan == replace(weighted, cluster="boxes", stages=plan.stages, forecast=plan.forecast)
+    assert plan.stages[0].devices == (0, 1, 2, 3)
+    assert candidate_of_plan(weighted, layout_costs) is None
+    found = search(request, cluster, SearchOptions(seconds=0.0, processes=1, start=weighted))
+    assert plan.forecast is not None
+    assert found.baselines["start"] == plan.forecast.seconds
+    limited = SearchOptions(
+        seconds=0.0, processes=1, start=weighted, constraints=SearchConstraints(devices=2)
+    )
+    assert search(request, cluster, limited).baselines["start"] == "left out: devices=2 is given"
+    other = PROGRAMS["mlp"].compile_request()
+    with pytest.raises(GraphError, match=r"plan of Chain is for (batches of|another program)"):
+        search(other, cluster, SearchOptions(start=weighted))
+    with pytest.raises(ResourceError, match=r"needs 4 devices but cluster boxes has 2"):
+        search(request, cluster_of(slow(2)), SearchOptions(start=weighted))
+    with pytest.raises(GraphError, match="start of the search is a plan but mode 'semi' searches nothing"):
+        SearchOptions(mode="semi", start=weighted)

@@ -64,6 +64,7 @@ class SearchOptions:
             each core that this process may use.
         runtime: what is to execute the plan (docs/runtimes.md); None for distgraph.
         constraints: decisions that the search keeps to.
+        start: a plan from which the search starts, in modes that search; the answer is never behind it.
 
     Raises:
         GraphError: an unknown mode, or seconds are negative.
@@ -76,6 +77,7 @@ class SearchOptions:
     processes: int | None = None
     runtime: RuntimeModel | None = None
     constraints: SearchConstraints = FREE
+    start: Plan | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -89,11 +91,17 @@ class SearchOptions:
                 f"processes of the search is {self.processes} but must be 1 or more; None takes every core"
             )
         self.constraints.check_mode(self.mode)
+        if self.start is not None and self.mode not in SEARCHED:
+            raise GraphError(
+                f"start of the search is a plan but mode {self.mode!r} searches nothing; leave start out, or "
+                f'use mode "auto"'
+            )
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """The options as they are stored in the plan."""
         runtime = {} if self.runtime is None else {"runtime": self.runtime.name}
-        return {"mode": self.mode, "seconds": self.seconds, **runtime, **self.constraints.given()}
+        start = {} if self.start is None else {"start": self.start.digest}
+        return {"mode": self.mode, "seconds": self.seconds, **runtime, **start, **self.constraints.given()}
 
 
 @collector_paused()  # objects of a search stay alive, or are in no reference cycle
@@ -246,6 +254,7 @@ def _automatic_search(
         processes=options.processes or available_processes(),
         runtime=runtime,
         constraints=options.constraints,
+        start=options.start,
     )
     best: Evaluation | None = None
     for event in run_search(state):

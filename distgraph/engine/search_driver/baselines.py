@@ -11,9 +11,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distgraph.engine.search_driver.candidate import Candidate, StageChoice, layout_identity
+from distgraph.engine.search_driver.candidate import (
+    Candidate,
+    StageChoice,
+    broken_constraint,
+    candidate_of_plan,
+    layout_identity,
+    program_of_plan,
+)
 from distgraph.engine.search_driver.evaluations import Evaluation, evaluation_of, without_program
 from distgraph.engine.search_driver.fixed_mesh_search import (
+    annotated_meshes,
     data_parallel,
     double_recursion,
     mesh2d_programs,
@@ -24,6 +32,7 @@ from distgraph.engine.search_driver.pipeline_search import best_count
 from distgraph.engine.search_driver.restrictions import RESTRICTION_NAMES, Restriction, zero_of
 from distgraph.engine.search_driver.search_space import Shape
 from distgraph.engine.search_driver.search_state import Event, SearchState
+from distgraph.engine.search_driver.stage_search import pipeline_estimate
 from distgraph.engine.search_driver.uniform_pipelines import best_uniform
 from distgraph.errors import DistGraphError
 from distgraph.passes.matmul_algorithms import MATMUL_ALGORITHMS
@@ -35,6 +44,32 @@ _MOST_SHAPES = 3
 _MOST_AXES = 4
 """Axes of a program of double recursion, at most: between layouts on more, changes of layout take minutes to
 find (see `recursive`)."""
+
+
+def evaluate_start(state: SearchState) -> Iterator[Event]:
+    """The plan that the search starts from, if any, and the plan of its stages with layouts of the search.
+
+    The search takes over the layers of the plan. Local search goes on from its stages; no answer is behind
+    the plan itself, if that fits and keeps the constraints.
+
+    Raises:
+        GraphError, ResourceError, ShardingError: the plan does not fit the program or the cluster.
+    """
+    plan = state.start
+    if plan is None:
+        return
+    yield Event("the plan to start from")
+    state.layout_costs.firsts = [layer.first for layer in plan.layers]
+    yield state.record(evaluation_of(program_of_plan(plan, state.layout_costs)))
+    candidate = candidate_of_plan(plan, state.layout_costs)
+    annotated = annotated_meshes(state.layout_costs.layered_graph(1).graph, state.layout_costs)
+    if candidate is None or annotated or state.expired() or broken_constraint(candidate, state.layout_costs):
+        return
+    if {state.layout_costs.submesh(stage.devices) for stage in candidate.stages} <= set(
+        state.pipelines.submeshes
+    ):
+        estimate = pipeline_estimate(state.layout_costs, candidate).seconds
+        yield state.record(state.evaluations.evaluate(replace(candidate, estimate=estimate)))
 
 
 def evaluate_data_parallel(state: SearchState, eligible: bool, hopeless: bool = False) -> Iterator[Event]:

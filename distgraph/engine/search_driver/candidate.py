@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from distgraph.engine.compile.compile import check_cluster
 from distgraph.engine.compile.fingerprint import program_of
+from distgraph.engine.compile.plan_apply import apply_plan, devices_of
 from distgraph.engine.compile.plan_extract import estimate, plan_of_graph
 from distgraph.engine.compile.strategy_passes import strategy_pipeline
 from distgraph.engine.search_driver.layout_costs import LayeredGraph, LayoutCosts
@@ -21,9 +24,10 @@ from distgraph.ir.mesh import ProcessMesh
 from distgraph.passes.assign_meshes import place
 from distgraph.passes.search.intra_op.apply_layouts import assign
 from distgraph.passes.search.intra_op.chosen_layouts import Layouts
+from distgraph.passes.search.intra_op.cost_model import MOST_AXES
 from distgraph.passes.search.intra_op.formulate import Formulation
 from distgraph.plan.decisions import Decisions
-from distgraph.plan.plan import Plan, Program
+from distgraph.plan.plan import Found, Plan, Program
 from distgraph.plan.strategy import with_decisions
 from distgraph.runtime.forecast.forecast import Forecast, forecast, out_of_memory
 from distgraph.runtime.forecast.memory_forecast import Shortage
@@ -85,6 +89,7 @@ class BuiltCandidate:
         completed, build, devices, forecast: the program on the cluster.
         solved: mesh -> the problem that its layouts solve, and the choice; empty where they solve none.
         shortages: devices with too little memory; none where it fits.
+        plan: the plan that it was built from, if any.
     """
 
     origin: str
@@ -98,6 +103,7 @@ class BuiltCandidate:
     forecast: Forecast
     shortages: tuple[Shortage, ...]
     solved: Solved = field(default_factory=dict)
+    plan: Plan | None = None
 
     @property
     def seconds(self) -> float:
@@ -125,6 +131,51 @@ def build_candidate(candidate: Candidate, layout_costs: LayoutCosts) -> BuiltCan
     return replace(built, solved=solved)
 
 
+def program_of_plan(plan: Plan, layout_costs: LayoutCosts) -> BuiltCandidate:
+    """The program of a plan in the layouts of the plan, on its devices or else on the first ones.
+
+    Raises:
+        GraphError: the plan is for another program or another batch.
+        ResourceError: the plan needs more devices than the cluster has.
+        ShardingError: annotations of the model contradict the plan.
+    """
+    _, completed = apply_plan(replace(layout_costs.request, plan=plan), plan)
+    check_cluster(completed.meshes, layout_costs.cluster)
+    devices = _devices_of_plan(plan, layout_costs)
+    layered = layout_costs.layered_graph(plan.micro_batches, plan.recompute)
+    built = build_program(layout_costs, completed, layered, devices, "start", decisions=plan)
+    return replace(built, plan=_with_devices(plan, devices, layout_costs.cluster.name))
+
+
+def _with_devices(plan: Plan, devices: Sequence[int], cluster: str) -> Plan:
+    """What a plan decides, for the devices of a cluster, without what a search found about it."""
+    stages = (
+        replace(stage, devices=tuple(devices[rank] for rank in stage.mesh.members)) for stage in plan.stages
+    )
+    return replace(plan, cluster=cluster, stages=tuple(stages), baselines={}, search=Found(), decisions={})
+
+
+def _devices_of_plan(plan: Plan, layout_costs: LayoutCosts) -> tuple[int, ...]:
+    """The device of every rank."""
+    return devices_of(plan, layout_costs.cluster) or tuple(range(max(plan.ranks) + 1))
+
+
+def candidate_of_plan(plan: Plan, layout_costs: LayoutCosts) -> Candidate | None:
+    """The stages and decisions of a plan, without its layouts; None where a stage has no whole layer, or a
+    mesh that the search does not price: with weights, or of more axes than layouts are solved for."""
+    devices, stages = _devices_of_plan(plan, layout_costs), []
+    for stage in plan.stages:
+        axes = tuple((axis, size) for axis, size in stage.mesh.sizes.items() if size > 1)
+        if stage.first == stage.last or stage.mesh.weights or len(axes) > MOST_AXES:
+            return None
+        placed = tuple(devices[rank] for rank in stage.mesh.members)
+        if max(placed) >= len(layout_costs.devices):
+            return None
+        stages.append(StageChoice(stage.first, stage.last, placed, Shape(axes or (("dp", 1),))))
+    decided = {name: getattr(plan, name) for name in plan.decided()}
+    return Candidate("search", tuple(stages), layout_costs.restriction, math.inf, **decided)
+
+
 def broken_constraint(candidate: Candidate, layout_costs: LayoutCosts) -> str:
     """The first constraint of the search that a candidate does not keep, such as "stages=4"; "" for none."""
     borders = [stage.first for stage in candidate.stages[1:]]
@@ -141,10 +192,13 @@ def constraint_broken_by(program: BuiltCandidate, layout_costs: LayoutCosts) -> 
     if program.candidate is not None:
         borders = [stage.first for stage in program.candidate.stages[1:]]
     else:
-        stages = plan_of(program, layout_costs, outline=True).stages if len(meshes) > 1 else ()
+        plan = program.plan or plan_of(program, layout_costs, outline=True)
+        stages = plan.stages if len(meshes) > 1 else ()
         borders = [stage.first for stage in stages[1:] if stage.last > stage.first]
     layers, equal = len(program.layered.layers), len({tuple(mesh.sizes.items()) for mesh in meshes}) == 1
-    split = _split_by_data_axes(program.completed)
+    split, usable = _split_by_data_axes(program.completed), len(layout_costs.devices)
+    if max(program.devices) >= usable:
+        return f"devices={usable}"
     return layout_costs.constraints.broken_by(program.decisions, borders, layers, equal, split)
 
 
@@ -237,10 +291,12 @@ def build_program(
     origin: str,
     candidate: Candidate | None = None,
     placements: Mapping[str, ProcessMesh] | None = None,
+    decisions: Decisions | None = None,
 ) -> BuiltCandidate:
-    """Build and forecast a completed graph, with the decisions of a candidate where there is one."""
+    """Build and forecast a completed graph, with the given decisions or those of a candidate, if any."""
+    given = decisions or candidate
     decisions = replace(
-        layout_costs.constraints.start if candidate is None else Decisions(**candidate.decided()),
+        layout_costs.constraints.start if given is None else Decisions(**given.decided()),
         micro_batches=completed.micro_batches,
         recompute=layered.recompute,
     )
@@ -261,6 +317,8 @@ def build_program(
 def plan_of(program: BuiltCandidate, layout_costs: LayoutCosts, outline: bool = False) -> Plan:
     """A program as a plan with its forecast; an outline is without fingerprint and what exports need."""
     request, layered = layout_costs.request, program.layered
+    if program.plan is not None:
+        return replace(program.plan, forecast=estimate(program.plan, program.forecast))
     unmarked = layout_costs.layered_graph(layered.graph.micro_batches).graph
     name = type(request.training_spec.model).__name__
     unnamed = Program(name=name, fingerprint="", parameters=0, inputs={})

@@ -107,6 +107,9 @@ def _stages(program: BuiltCandidate) -> str:
     if program.candidate is None:
         meshes = dict.fromkeys(program.build.lowered.meshes)
         shapes = [" x ".join(f"{axis}={mesh.axis_size(axis)}" for axis in mesh.axes) for mesh in meshes]
+        if program.plan is not None:
+            stages = zip(program.plan.stages, shapes, strict=True)
+            return "; ".join(f"layers {stage.first}-{stage.last - 1} on {shape}" for stage, shape in stages)
         return f"layers 0-{len(program.layered.layers) - 1} on {', '.join(shapes)}"
     return "; ".join(map(str, program.candidate.stages))
 

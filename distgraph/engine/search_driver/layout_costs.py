@@ -186,6 +186,7 @@ class LayoutCosts:
         processes: that solve at the same time (see `worker_pool`).
         runtime: what executes the plan in forecasts; None for distgraph.
         constraints: of the search.
+        firsts: first op of each layer; None for the layers that `cluster_layers` finds.
     """
 
     request: CompileRequest
@@ -195,7 +196,7 @@ class LayoutCosts:
     processes: int = 1
     runtime: RuntimeModel | None = None
     constraints: SearchConstraints = FREE
-    _firsts: list[str] | None = None
+    firsts: list[str] | None = None
     _traces: dict[tuple[int, tuple[int, ...]], LayeredGraph] = field(default_factory=dict)
     _cost_models: dict[tuple[int, ...], CostModel] = field(default_factory=dict)
     _formulations: dict[object, Formulation] = field(default_factory=dict)
@@ -244,9 +245,9 @@ class LayoutCosts:
             blocks = [layers[number].ops for number in recompute]
         graph = self.request.training_spec.trace("train", fields, self.request.layouts, recompute=blocks)
         graph = replace(graph, micro_batches=micro_batches)
-        if self._firsts is None:
-            self._firsts = [layer.ops[0] for layer in cluster_layers(graph)]
-        layers = layers_by_first_ops(graph, self._firsts)
+        if self.firsts is None:
+            self.firsts = [layer.ops[0] for layer in cluster_layers(graph)]
+        layers = layers_by_first_ops(graph, self.firsts)
         return LayeredGraph(graph, layers, layering(graph, layers), recompute)
 
     def all_layers(self, micro_batches: int) -> tuple[int, ...]:
@@ -255,7 +256,7 @@ class LayoutCosts:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """Numbers of the devices that may be used, ascending: the first ones of the cluster."""
+        """Numbers of the devices that may be used: the first ones of the cluster."""
         return tuple(range(sum(pool.size for pool in self.pools)))
 
     @cached_property

@@ -31,6 +31,7 @@ from distgraph.engine.search_driver.baselines import (
     evaluate_mesh2d_where_it_gains,
     evaluate_sharding_propagation,
     evaluate_single_devices,
+    evaluate_start,
     evaluate_uniform_and_recursive,
 )
 from distgraph.engine.search_driver.evaluations import evaluation_of
@@ -65,6 +66,7 @@ def run_search(state: SearchState) -> Iterator[Event]:
         ResourceError: the cluster has fewer devices than annotations name.
         ShardingError: annotations contradict each other.
     """
+    yield from evaluate_start(state)
     layered = state.layout_costs.layered_graph(1)
     check_constraints(state.constraints, state.request.size, len(layered.layers), state.cluster)
     if state.constraints.given():

@@ -19,6 +19,7 @@ from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.engine.search_driver.pipeline_search import PipelineSearch
 from distgraph.engine.search_driver.search_space import pools_of, with_memory
 from distgraph.plan.constraints import FREE, SearchConstraints
+from distgraph.plan.plan import Plan
 from distgraph.resources import Cluster
 from distgraph.resources.runtimes.runtime_model import RuntimeModel
 
@@ -53,6 +54,7 @@ class SearchState:
         evaluator: of candidates; forecasts by default.
         runtime: what is to execute the plan; None for distgraph.
         constraints: which every program keeps that is the answer or a baseline.
+        start: the plan from which the search starts; None to start from nothing.
 
     Attributes:
         layout_costs: what layers cost on the meshes of the search space.
@@ -75,6 +77,7 @@ class SearchState:
     evaluator: Evaluator | None = None
     runtime: RuntimeModel | None = None
     constraints: SearchConstraints = FREE
+    start: Plan | None = None
     bound: float | None = None
     evaluated: set[object] = field(default_factory=set)
     layout_costs: LayoutCosts = field(init=False)
