@@ -270,6 +270,24 @@ class Decision:
 
 @documented()
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPlan:
+    """A plan of a search that no other plan beats in seconds, memory and devices together.
+
+    Attributes:
+        plan: what it decides, in words.
+        seconds: of a step, by forecast.
+        memory: peak bytes of its fullest device.
+        devices: that it uses.
+    """
+
+    plan: str
+    seconds: Seconds
+    memory: Count
+    devices: Count
+
+
+@documented("front")
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """How a plan was found.
 
@@ -280,6 +298,8 @@ class Found:
         gap: (forecast - bound) / bound.
         seconds: that the search took.
         settings: what it was asked for.
+        front: plans that were forecast and fit, the fastest first; of any two neither has less seconds, less
+            memory and fewer devices.
     """
 
     mode: str = "annotations"
@@ -288,6 +308,7 @@ class Found:
     gap: Number | None = None
     seconds: Number | None = None
     settings: Mapping[str, Scalar] = field(default_factory=dict)
+    front: tuple[FrontPlan, ...] = ()
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ def shown(plan: Plan) -> str:
                 f"{CHANGED}: the forecast is of the plan before; distgraph forecast --plan tells it anew"
             )
         parts.append(f"forecast of a step{beside}\n" + _table(_times(plan)))
+    if len(plan.search.front) > 1:
+        parts.append("front of step time, peak memory and devices\n" + _table(_front(plan)))
     if plan.search.status:
         bound = plan.search.bound
         limit = "" if bound is None else f"; no plan can take less than {_seconds(bound)}"
@@ -186,6 +188,17 @@ def _times(plan: Plan) -> list[tuple[str, str]]:
     for name, found in plan.baselines.items():
         rows.append((name, found if isinstance(found, str) else _seconds(found)))
     return rows
+
+
+def _front(plan: Plan) -> list[tuple[str, str, str, str]]:
+    return [
+        (_seconds(each.seconds), _bytes(each.memory), _counted(each.devices, "device"), each.plan)
+        for each in plan.search.front
+    ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"
 
 
 def _seconds(seconds: float) -> str:

@@ -158,6 +158,9 @@ def document(plan: Plan) -> dict[str, Any]:
     forecast, surface = plain(plan.forecast), plan.surface
     if forecast is not None and not forecast["plan"]:
         del forecast["plan"]
+    search = plain(plan.search)
+    if not plan.search.front:
+        del search["front"]
     written = {
         "format": FORMAT,
         "version": VERSION,
@@ -172,6 +175,7 @@ def document(plan: Plan) -> dict[str, Any]:
         ],
         "recompute": spans(plan.recompute),
         "forecast": forecast,
+        "search": search,
         "decisions": {
             name: plain(each) | {"terms": Record(each.terms)} for name, each in plan.decisions.items()
         },

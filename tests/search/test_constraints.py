@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from distgraph.engine.commands.plan_search import (
     with_searched_plan,
 )
 from distgraph.engine.search_driver.candidate import candidate_of_plan, plan_of, program_of_plan
+from distgraph.engine.search_driver.evaluations import Evaluation, front
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import GraphError, InfeasibleError, ResourceError, ShardingError
@@ -293,3 +295,41 @@ def test_a_plan_with_weights_or_of_another_program_as_a_start() -> None:
         search(request, cluster_of(slow(2)), SearchOptions(start=weighted))
     with pytest.raises(GraphError, match="start of the search is a plan but mode 'semi' searches nothing"):
         SearchOptions(mode="semi", start=weighted)
+
+
+def test_the_front_of_what_was_forecast() -> None:
+    """No plan of it beats another; nothing that was forecast beats one of it."""
+    state = SearchState(PROGRAMS["gpt"].compile_request(), two_by_two(), "auto", SECONDS)
+    list(run_search(state))
+    plan = plan_of_search(state, {})
+    front = plan.search.front
+    assert plan.forecast is not None
+    assert (front[0].seconds, front[0].memory) == (plan.forecast.seconds, max(plan.forecast.memory))
+    assert len(front) > 1
+    for one, other in itertools.permutations(front, 2):
+        assert one.seconds > other.seconds or one.memory > other.memory or one.devices > other.devices
+    for each in state.evaluations.all:
+        assert not each.fits or any(
+            other.seconds <= 1.001 * each.seconds
+            and other.memory <= 1.01 * each.memory
+            and other.devices <= each.devices
+            for other in front
+        )
+    assert Plan.parse(plan.text()) == plan
+    assert f"\n  {front[0].seconds * 1e3:.4g} ms" in str(plan)
+
+
+def test_the_front_of_many_keeps_its_ends() -> None:
+    choices = {"micro_batches": "1", "schedule": "1f1b", "recompute": "0 of 5 layers", "stages": "x on dp=1"}
+    evaluations = [
+        Evaluation("search", None, 1.0 + n, 1.0, 0.0, 1, choices, None, memory=100 - n, devices=30 - n)
+        for n in range(20)
+    ]
+    unfit = replace(evaluations[0], seconds=0.5, missing_bytes=1.0)
+    ineligible = replace(evaluations[0], seconds=0.5, eligible=False)
+    found = front([*evaluations, unfit, ineligible])
+    assert len(found) <= 10
+    assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
+    assert found[-1].devices == 11
+    assert front([*evaluations[:2], replace(evaluations[0], seconds=1.0, memory=200)]) == found[:2]
+    assert found[0].plan == "1 micro-batch, 1 stage on dp=1"

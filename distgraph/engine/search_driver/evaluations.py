@@ -15,6 +15,7 @@ from typing import Protocol
 
 from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, build_candidate
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
+from distgraph.plan.components import FrontPlan
 from distgraph.resources.units import format_bytes
 
 _FORK_SECONDS = 0.2
@@ -34,6 +35,9 @@ class Evaluation:
         ops: of the program, once lowered.
         choices: what was decided for the whole program, as texts.
         program: the program itself, where it is at hand.
+        memory: peak bytes of the fullest device.
+        devices: that the program uses.
+        eligible: whether it may be the answer.
     """
 
     origin: str
@@ -44,6 +48,9 @@ class Evaluation:
     ops: int
     choices: Mapping[str, str]
     program: BuiltCandidate | None
+    memory: int = 0
+    devices: int = 0
+    eligible: bool = True
 
     @property
     def fits(self) -> bool:
@@ -84,6 +91,8 @@ def evaluation_of(program: BuiltCandidate, *, other_layouts: bool = False) -> Ev
             "products": _products(program),
         },
         program,
+        math.ceil(program.forecast.peak_memory),
+        len(program.build.ranks),
     )
 
 
@@ -95,6 +104,51 @@ def evaluate(candidate: Candidate, layout_costs: LayoutCosts) -> Evaluation:
 def without_program(evaluation: Evaluation) -> Evaluation:
     """The same figures without the program, as one process sends them to another."""
     return replace(evaluation, program=None)
+
+
+_NO_LESS = 1.001, 1.01
+"""Factors of seconds and bytes within which a plan is no better than another in them."""
+_MOST_ON_FRONT = 10
+
+
+def front(evaluations: Sequence[Evaluation]) -> tuple[FrontPlan, ...]:
+    """The programs that fit and that no other beats in seconds, memory and devices; the fastest first.
+
+    Of many the fastest stay, those with the least memory and the fewest devices among them.
+    """
+    plans: list[FrontPlan] = []
+    for each in sorted(evaluations, key=lambda e: (e.seconds, e.memory, e.devices)):
+        if each.fits and each.eligible and not any(_beats(other, each) for other in plans):
+            plan = _in_words(each.choices)
+            plans.append(FrontPlan(plan=plan, seconds=each.seconds, memory=each.memory, devices=each.devices))
+    if len(plans) <= _MOST_ON_FRONT:
+        return tuple(plans)
+    ends = [min(plans, key=lambda p: (p.memory, p.seconds)), min(plans, key=lambda p: (p.devices, p.seconds))]
+    kept = [*plans[: _MOST_ON_FRONT - len(ends)], *ends]
+    return tuple(plan for plan in plans if plan in kept)
+
+
+def _beats(plan: FrontPlan, other: Evaluation) -> bool:
+    seconds, memory = _NO_LESS
+    return (
+        plan.seconds <= seconds * other.seconds
+        and plan.memory <= memory * other.memory
+        and plan.devices <= other.devices
+    )
+
+
+def _in_words(choices: Mapping[str, str]) -> str:
+    """What a program decides, in short."""
+    shapes = [stage.partition(" on ")[2] for stage in choices["stages"].split("; ")]
+    several, unequal = len(shapes) > 1, list(dict.fromkeys(shapes))
+    count = choices["micro_batches"]
+    parts = [f"{count} micro-batch{'es' * (count != '1')}"]
+    if several:
+        parts.append(choices["schedule"])
+    parts.append(f"{len(shapes)} stage{'s' * several} on {' and '.join(unequal[:3])}")
+    if not choices["recompute"].startswith("0 "):
+        parts.append(f"{choices['recompute']} recomputed")
+    return ", ".join(parts)
 
 
 def _products(program: BuiltCandidate) -> str:
@@ -196,6 +250,7 @@ class Evaluations:
             evaluation: of the program.
             eligible: whether it may be the answer.
         """
+        evaluation.eligible = eligible
         self.all.append(evaluation)
         if evaluation.origin != "search":
             self.add_baseline(evaluation.origin, evaluation)

@@ -34,7 +34,7 @@ from distgraph.engine.search_driver.baselines import (
     evaluate_start,
     evaluate_uniform_and_recursive,
 )
-from distgraph.engine.search_driver.evaluations import evaluation_of
+from distgraph.engine.search_driver.evaluations import evaluation_of, front
 from distgraph.engine.search_driver.explain.decisions import decisions
 from distgraph.engine.search_driver.fixed_mesh_search import (
     annotated_meshes,
@@ -131,7 +131,14 @@ def plan_of_search(state: SearchState, settings: Mapping[str, str | int | float 
     return replace(
         state.explainer.plan_of(state.best.built(state.layout_costs)),
         baselines=dict(evaluations.baselines),
-        search=Found(mode=state.mode, status=status, bound=state.bound, gap=gap, settings=settings),
+        search=Found(
+            mode=state.mode,
+            status=status,
+            bound=state.bound,
+            gap=gap,
+            settings=settings,
+            front=front(evaluations.all),
+        ),
         decisions={
             **decisions(state.best, evaluations.all, state.constraints),
             **state.explainer.decisions,
