@@ -10,7 +10,7 @@ from support.programs.searched import PROGRAMS, Net, Program, two_by_two
 
 import distgraph as dg
 from distgraph.engine.search_driver.candidate import plan_of
-from distgraph.engine.search_driver.evaluations import Evaluation
+from distgraph.engine.search_driver.explain.whole_program import other_choices, with_choice
 from distgraph.engine.search_driver.run_search import plan_of_search, run_search
 from distgraph.engine.search_driver.search_state import SearchState
 from distgraph.errors import GraphError
@@ -86,30 +86,51 @@ def test_every_parameter_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_runners_up_of_the_whole_program_are_other_programs(name: str) -> None:
-    """Of micro-batches, stages, recomputation and schedule: the best program of the search with another one,
-    whose plan takes what is said."""
+def test_runners_up_of_the_whole_program_differ_in_one_choice(name: str) -> None:
+    """Of micro-batches, stages, recomputation and schedule: a program that was forecast, and that
+    is as the best in all other choices."""
     state, plan = searched(name)
+    assert state.best is not None
+    best = state.best.choices
     for key in ("micro_batches", "stages", "recompute", "schedule"):
         decision = plan.decisions[key]
         if decision.runner_up_seconds is None:
-            assert decision.note.startswith("nothing else that fits was forecast")
+            assert "nothing that differs in this alone and fits was forecast" in decision.note
             continue
-        assert decision.runner_up != decision.chosen
-        (origin,) = {decision.note.rpartition(": ")[2]}
-        same = [f for f in state.evaluations.all if f.seconds == decision.runner_up_seconds]
-        assert any(found.origin.endswith(origin) for found in same)
-        if name not in ("annotated", "sharding_propagation"):  # where data parallelism is another program
-            assert (
-                seconds(name, plan_of(best_of(same).built(state.layout_costs), state.layout_costs))
-                == decision.runner_up_seconds
+        assert decision.chosen == best[key] != decision.runner_up
+        assert "differs in this alone" in decision.note
+        if decision.note.startswith("the runner-up is the best program of the search"):
+            same = [e for e in state.evaluations.all if e.seconds == decision.runner_up_seconds]
+            single = "; " not in best["stages"]
+            assert any(
+                all(e.choices[k] == best[k] for k in best if k != key and not (single and k == "schedule"))
+                for e in same
             )
         with pytest.raises(GraphError, match=rf"does not say what '{key}' would be instead; it does of"):
             plan.instead(key)
 
 
-def best_of(programs: list[Evaluation]) -> Evaluation:
-    return min(programs, key=lambda found: found.seconds)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_another_choice_is_the_plan_with_one_field_changed(name: str) -> None:
+    """Its program is built and forecast; nothing but the decision differs in its plan."""
+    state, _ = searched(name)
+    assert state.best is not None
+    best, costs = state.best.built(state.layout_costs), state.layout_costs
+    plan, told = plan_of(best, costs), state.explainer.decisions
+    names = set()
+    for choice in other_choices(best, costs):
+        other = with_choice(best, choice, costs)
+        if other is None:
+            continue
+        names.add(choice.name)
+        texts = plan_of(other, costs).texts()
+        assert [key for key, text in plan.texts().items() if texts[key] != text] == [choice.name]
+        assert plan_of(other, costs).stages == plan.stages
+        assert told[choice.name].runner_up_seconds is not None
+        assert other.seconds >= best.seconds
+        assert told[choice.name].runner_up_seconds <= other.seconds or not other.fits
+    assert "micro_batches" in names
+    assert "recompute" in names
 
 
 def test_annotated_parameters_say_where() -> None:

@@ -27,6 +27,7 @@ from distgraph.passes.search.intra_op.formulate import Formulation, formulate
 from distgraph.passes.search.modes import mesh2d
 from distgraph.passes.search.modes.propagation import propagate
 from distgraph.passes.search.modes.recursive import recursive
+from distgraph.plan.decisions import Decisions
 from distgraph.resources.units import format_bytes
 
 
@@ -108,9 +109,14 @@ def data_parallel(
         name: of the program.
         hopeless: build it also where parameters and states alone are too large.
     """
-    if layout_costs.request.size < len(devices):
-        return f"the batch has {layout_costs.request.size} samples, fewer than {len(devices)} devices"
-    layered = start_graph(layout_costs, layout_costs.constraints.start.micro_batches)
+    micro_batches = layout_costs.constraints.start.micro_batches
+    samples, what = (
+        layout_costs.request.size // micro_batches,
+        "a micro-batch" if micro_batches > 1 else "the batch",
+    )
+    if samples < len(devices):
+        return f"{what} has {samples} samples, fewer than {len(devices)} devices"
+    layered = start_graph(layout_costs, micro_batches)
     held = sum(op.result.nbytes for op in layered.graph.sources("param", "state"))
     missing = held - min(layout_costs.cluster.devices[device].memory for device in devices)
     if missing > 0 and not hopeless:
@@ -135,21 +141,34 @@ def formulate_on_mesh(layout_costs: LayoutCosts, layered: LayeredGraph, mesh: Pr
     return formulate(replace(graph, attrs=on_mesh), mesh, cost_model, layered.layering)
 
 
-def with_recomputation(
-    program: BuiltCandidate, recompute: Sequence[int], layout_costs: LayoutCosts
+def with_decisions(
+    program: BuiltCandidate, decisions: Decisions, layout_costs: LayoutCosts, *, solve: bool = False
 ) -> BuiltCandidate | None:
-    """A program on one mesh with other layers recomputed, its layouts as they are; None where these do not
-    carry over."""
+    """A program on one mesh with other micro-batches or other layers recomputed, its layouts as they are.
+
+    Args:
+        program: its layouts are carried over.
+        decisions: about the other program.
+        layout_costs: of the search.
+        solve: whether to solve layouts that do not carry over.
+
+    Returns:
+        None where layouts do not carry over, or there are several meshes.
+    """
+    if len(program.solved) != 1:
+        return None
     ((mesh, (formulation, layouts)),) = program.solved.items()
-    layered = layout_costs.layered_graph(program.layered.graph.micro_batches, recompute)
+    layered = layout_costs.layered_graph(decisions.micro_batches, decisions.recompute)
     problem = formulate_on_mesh(layout_costs, layered, mesh)
     choice = layout_costs.carried_over(formulation, layouts, problem, layered, program.layered)
+    if choice is None and solve:
+        choice = solve_problem(restricted(problem, layout_costs.restriction)).choice
     if choice is None:
         return None
     placed = replace(
         program, layered=layered, placements=dict.fromkeys((op.name for op in layered.graph.ops), mesh)
     )
-    return with_layouts(placed, {mesh: (problem, choice)}, layout_costs)
+    return with_layouts(placed, {mesh: (problem, tuple(choice))}, layout_costs)
 
 
 def _solved(

@@ -52,13 +52,17 @@ def decisions(
             continue
         if name == "products" and all(other.choices[name] == chosen for other in evaluations):
             continue  # no other algorithm of matrix products was tried
-        others = [other for other in evaluations if other.fits and other.choices[name] != chosen]
+        others = [other for other in evaluations if other.fits and _differs_in(name, best, other)]
         runner_up = min(others, key=lambda other: other.seconds, default=None)
         if runner_up is None:
             single = "; of single layers other choices may be: explain a layer" if name == "recompute" else ""
-            by_name[name] = Decision(chosen=chosen, note=f"{note}nothing else that fits was forecast{single}")
+            by_name[name] = Decision(
+                chosen=chosen, note=f"{note}nothing that differs in this alone and fits was forecast{single}"
+            )
             continue
-        note += f"the runner-up is the best program of the search that differs in this: {runner_up.origin}"
+        note += (
+            f"the runner-up is the best program of the search that differs in this alone: {runner_up.origin}"
+        )
         by_name[name] = Decision(
             chosen=chosen,
             runner_up=runner_up.choices[name],
@@ -66,6 +70,14 @@ def decisions(
             note=note,
         )
     return by_name
+
+
+def _differs_in(name: str, best: Evaluation, other: Evaluation) -> bool:
+    """Whether a program differs from the best in one choice alone; one stage has no schedule."""
+    stages = (best.choices["stages"], other.choices["stages"])
+    free = {name} if all("; " in text for text in stages) else {name, "schedule"}
+    same = all(other.choices[key] == text for key, text in best.choices.items() if key not in free)
+    return same and other.choices[name] != best.choices[name]
 
 
 @dataclass(frozen=True, eq=False)

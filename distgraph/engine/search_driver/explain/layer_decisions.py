@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from distgraph.engine.compile.plan_extract import layer_mesh
 from distgraph.engine.search_driver.candidate import BuiltCandidate, Candidate, plan_of, with_stages
 from distgraph.engine.search_driver.explain.decisions import RunnerUp
-from distgraph.engine.search_driver.fixed_mesh_search import with_recomputation
+from distgraph.engine.search_driver.fixed_mesh_search import with_decisions
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.ir.mesh import ProcessMesh
 from distgraph.ir.range_notation import spans
@@ -90,7 +90,8 @@ def _again(program: BuiltCandidate, stages: Iterable[tuple[int, int]]) -> Iterab
 def with_change(program: BuiltCandidate, change: Change, layout_costs: LayoutCosts) -> BuiltCandidate | None:
     """The program with a change; None where its layouts do not carry over."""
     if change.candidate is None:
-        return with_recomputation(program, change.recompute, layout_costs)
+        decisions = replace(program.decisions, recompute=change.recompute)
+        return with_decisions(program, decisions, layout_costs)
     return with_stages(program, change.candidate, layout_costs)
 
 

@@ -14,7 +14,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from distgraph.engine.search_driver.candidate import BuiltCandidate, constraint_broken_by, plan_of
-from distgraph.engine.search_driver.evaluations import Evaluation, Evaluations, evaluation_of
+from distgraph.engine.search_driver.evaluations import (
+    Evaluation,
+    Evaluations,
+    evaluation_of,
+    without_program,
+)
 from distgraph.engine.search_driver.explain.decisions import (
     ParameterStorage,
     RunnerUp,
@@ -33,6 +38,12 @@ from distgraph.engine.search_driver.explain.layer_decisions import (
     profiles_of,
     with_change,
 )
+from distgraph.engine.search_driver.explain.whole_program import (
+    border_decision,
+    decision_with,
+    other_choices,
+    with_choice,
+)
 from distgraph.engine.search_driver.layout_costs import LayoutCosts
 from distgraph.plan.plan import Decision, Plan
 
@@ -40,6 +51,8 @@ _MOST_PARAMETERS, _MOST_PARAMETER_OPS = 12, 15_000
 """Parameters whose runners-up are forecast, and ops of the programs, together, that are built for them."""
 _MOST_CHANGES, _MOST_CHANGE_OPS = 8, 6_000
 """Changes of layers that are forecast, and ops of the programs, together, that are built for them."""
+_MOST_CHOICE_OPS = 15_000
+"""Ops of the programs, together, that are built for other choices of the whole program."""
 
 
 @dataclass(eq=False)
@@ -56,14 +69,16 @@ class Explainer:
     expired: Callable[[], bool]
     _stored: dict[str, Decision] = field(default_factory=dict)
     _layers: dict[str, Decision] = field(default_factory=dict)
+    _whole: dict[str, Decision] = field(default_factory=dict)
     _ops: int = 0
+    _ops_of_choices: int = 0
     _ops_of_layers: int = 0
     _planned: tuple[BuiltCandidate, Plan] | None = None
 
     @property
     def decisions(self) -> dict[str, Decision]:
         """The decisions of the best program so far."""
-        return {**with_reasons(self._stored), **self._layers}
+        return {**self._whole, **with_reasons(self._stored), **self._layers}
 
     def run(self) -> Iterator[str | Evaluation]:
         """Each runner-up that is looked at, in words, and each program that is faster than the best."""
@@ -78,7 +93,9 @@ class Explainer:
             self.evaluations.best = evaluation_of(best, other_layouts=True)
         while best.solved:
             best = yield from self._of_parameters(best)
-            other = yield from self._of_layers(best)
+            other = yield from self._of_decisions(best)
+            if other is None:
+                other = yield from self._of_layers(best)
             if other is None:
                 return
             best = other
@@ -95,6 +112,7 @@ class Explainer:
         """Drop the decisions: another program is the best from here on."""
         self._stored.clear()
         self._layers.clear()
+        self._whole.clear()
         self._planned = None
 
     def _of_parameters(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate]:
@@ -152,10 +170,30 @@ class Explainer:
         others = self.layout_costs.parallel_map(forecast, first, processes, pack=RunnerUp.without_program)
         return {storage.name: other for storage, other in zip(first, others, strict=True)}
 
+    def _of_decisions(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate | None]:
+        """Other choices for the whole program; one that is faster, if any."""
+        chosen = evaluation_of(best).choices
+        others: dict[str, list[Evaluation]] = {}
+        for choice in other_choices(best, self.layout_costs):
+            if self.expired() or self._ops_of_choices >= _MOST_CHOICE_OPS:
+                break
+            yield f"another choice of {choice.name}"
+            other = with_choice(best, choice, self.layout_costs)
+            if other is None:
+                continue
+            evaluation = without_program(evaluation_of(other))
+            self._ops_of_choices += evaluation.ops
+            if evaluation.fits and evaluation.seconds < best.seconds and not self._broken(other):
+                return other
+            others.setdefault(choice.name, []).append(evaluation)
+        self._whole = {name: decision_with(name, chosen, several) for name, several in others.items()}
+        return None
+
     def _of_layers(self, best: BuiltCandidate) -> Generator[str | Evaluation, None, BuiltCandidate | None]:
         """Other choices for layers, first those that the search found nearest; one that is faster, if any."""
         forecasts: dict[Change, RunnerUp] = {}
-        profiles = profiles_of(best)
+        profiles, stages = profiles_of(best), self.layout_costs.constraints.stages
+        given = "" if stages is None else f"given: stages={stages}; "
         self._layers = layer_decisions(best, profiles, forecasts)
         waiting = self._in_order([each for each in changes(best) if self._is_allowed(best, each)])
         waiting = waiting[:_MOST_CHANGES]
@@ -171,6 +209,7 @@ class Explainer:
                     return other.program or with_change(best, change, self.layout_costs)
                 forecasts[change] = other.without_program()
             self._layers = layer_decisions(best, profiles, forecasts)
+            self._whole |= border_decision(best, forecasts, given)
         return None
 
     def _broken(self, program: BuiltCandidate) -> str:
